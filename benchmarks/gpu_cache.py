@@ -53,8 +53,7 @@ class Listener:
 
 def checks() -> Iterator[CacheJob]:
     """The cases of ``interlace check --device cuda``."""
-    from interlace.cli.check.cases import cases
-    from interlace.cli.check.rows import RowsCase
+    from interlace.cli.check.cases import RowsCase, cases
 
     def called(case: Any) -> None:
         with case.circumstances():

@@ -7,7 +7,7 @@ import pytest
 
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import Configuration
-from interlace.tools.catalogue import catalogue_collectives
+from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import build
 from interlace.tools.catalogue.catalogue import entries
 from tiers import thorough
@@ -83,5 +83,5 @@ def test_the_switch_sends_and_sums(ptx: dict[str, str]) -> None:
 def test_no_kernel_by_the_switch_before_9_0() -> None:
     names = [entry.name for entry in entries(80)]
     assert not [name for name in names if "multimem" in name]
-    assert not list(catalogue_collectives.by_the_switch(80, "bf16", Configuration()))
+    assert not list(catalogue.by_the_switch(80, "bf16", Configuration()))
     assert [name for name in names if name.startswith("low_latency")]

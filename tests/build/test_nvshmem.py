@@ -21,8 +21,7 @@ from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import ARCHES, Entry
-from interlace.tools.catalogue.catalogue_collectives import between_nodes, linked
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, between_nodes, linked
 from tiers import few, thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from interlace.cli.bench.command import bench
-from interlace.cli.bench.options import BenchOptions
+from interlace.cli.bench.command import BenchOptions, bench
 
 FAST: dict[str, Any] = {"repetitions": 2}
 

@@ -138,7 +138,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
     from interlace.ops.collectives import node_moves
     from interlace.runtime.tuning.configuration import gpu_default
-    from interlace.tools.catalogue import catalogue, catalogue_attention, catalogue_collectives
+    from interlace.tools.catalogue import catalogue, catalogue_attention
     from interlace.tools.catalogue.absent_group import AbsentGroup, meta
 
     def entry(launch: Any, *rest: Any, **more: Any) -> Any:
@@ -150,8 +150,8 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         node_moves.all_gather(group, flat[:256], flat, [256] * 8, configuration)
 
     made = catalogue.entry
-    catalogue.entry = catalogue_collectives.entry = catalogue_attention.entry = entry
-    catalogue_collectives.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
+    catalogue.entry = catalogue_attention.entry = entry
+    catalogue.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
     operands = catalogue.MatmulVariant(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
     catalogue.all_gather_matmul(90, operands)
@@ -173,10 +173,10 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         catalogue.collective(90, op, "bf16", configuration)
     for part in (
-        catalogue_collectives.by_the_switch(90, "bf16", configuration),
-        catalogue_collectives.low_latency(90),
+        catalogue.by_the_switch(90, "bf16", configuration),
+        catalogue.low_latency(90),
         catalogue.signals(90),
-        catalogue_collectives.between_nodes(90),
+        catalogue.between_nodes(90),
         catalogue_attention.attention_kernels(90, "bf16", 64),
         catalogue_attention.decoding(90),
     ):

@@ -26,15 +26,14 @@ from interlace.runtime.core.errors import InterlaceError, RankError
 
 
 class Command(NamedTuple):
-    """Where a command is: the file of its options and its own below ``interlace.cli``; its line of help."""
+    """Where a command is: its file below ``interlace.cli``; its line of help."""
 
-    options: str
     file: str
     help: str
 
     def kind(self, name: str) -> type[CommandOptions]:
         """The class of its options."""
-        kind: type[CommandOptions] = _attribute(self.options, f"{name.capitalize()}Options")
+        kind: type[CommandOptions] = _attribute(self.file, f"{name.capitalize()}Options")
         return kind
 
     def function(self, name: str) -> Callable[[Any, Any], int]:
@@ -47,19 +46,16 @@ def _attribute(file: str, name: str) -> Any:
 
 
 def _in_one_file(name: str, help: str) -> Command:
-    return Command(f"commands.{name}", f"commands.{name}", help)
+    return Command(f"commands.{name}", help)
 
 
 COMMANDS = {
-    "demo": Command(
-        "demo.workload", "demo.command", "Run the fused ops on real input and draw what happened"
-    ),
+    "demo": Command("demo.command", "Run the fused ops on real input and draw what happened"),
     "inspect": _in_one_file(
         "inspect", "Say where every rank of a job is, and who keeps the others waiting"
     ),
     "doctor": _in_one_file("doctor", "What this machine offers and which places work"),
     "check": Command(
-        "check.command",
         "check.command",
         "Run every kernel against float64 references, those first that teach most",
     ),
@@ -74,12 +70,10 @@ COMMANDS = {
         "new", "Write a small fused kernel, its launch side, its tests, and a function for verify"
     ),
     "bench": Command(
-        "bench.options",
         "bench.command",
         "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
     ),
     "tune": Command(
-        "tune.options",
         "tune.command",
         "Measure which configuration of a fused op is fastest here, and remember it",
     ),

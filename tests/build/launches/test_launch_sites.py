@@ -39,7 +39,7 @@ SITES = {
         f"{OPS}/collectives/node_moves.py::all_gather.body",
         f"{OPS}/collectives/node_moves.py::reduce_scatter.launch",
         f"{OPS}/collectives/launch.py::enqueue_kernel.body",
-        "python/interlace/tools/catalogue/catalogue_collectives.py::signals",
+        "python/interlace/tools/catalogue/catalogue.py::signals",
         "runtime/core/memory.py::Workspace.kernel_launch",
         f"{COMPAT}::direct",
         f"{COMPAT}::warmed_up",

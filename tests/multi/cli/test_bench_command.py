@@ -17,11 +17,9 @@ from rich.console import Console
 from cases.bench_runs import rows, run
 from interlace.benchmark.subjects import plain
 from interlace.cli import main
-from interlace.cli.bench.command import bench
-from interlace.cli.bench.options import BenchOptions
-from interlace.cli.output import bars
+from interlace.cli.bench.command import BenchOptions, bench
 from interlace.cli.output.consoles import PlainConsole
-from interlace.cli.output.files import refuse_unwritable
+from interlace.cli.output.files import draw_bars, refuse_unwritable
 from support import under_torchrun
 from tiers import thorough
 
@@ -267,7 +265,7 @@ def test_a_plot_is_written(tmp_path: pathlib.Path) -> None:
 def test_times_are_drawn_as_bars(name: str, begins: bytes, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     times = [("64 KiB", [("auto", 50.0), ("gloo", 200.0)]), ("none", [])]
-    bars.draw(PlainConsole(), str(tmp_path / name), times)
+    draw_bars(PlainConsole(), str(tmp_path / name), times)
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from interlace.cli.demo import workload
-from interlace.cli.demo.cases import CASES
-from interlace.cli.demo.command import run_case
+from interlace.cli.demo.command import CASES, run_case
 from interlace.cli.demo.workload import DemoOptions
 from interlace.runtime.places.sim.scheduler.recording import MICROSECONDS
 

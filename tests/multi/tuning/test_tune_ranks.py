@@ -8,8 +8,7 @@ import torch
 from rich.console import Console
 
 import interlace
-from interlace.cli.tune.command import tune
-from interlace.cli.tune.options import TuneOptions
+from interlace.cli.tune.command import TuneOptions, tune
 from interlace.runtime.tuning import cache
 from multi.tuning import tune_ranks
 from tiers import thorough

@@ -15,7 +15,7 @@ import interlace
 import interlace.benchmark
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.requests import FUSED, OPS
-from interlace.benchmark.timing import caches, figures, kernel, payload, protocol, sizes
+from interlace.benchmark.timing import figures, kernel, payload, protocol
 from interlace.benchmark.timing.figures import Spread
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_spread() -> None:
     ],
 )
 def test_sizes(text: str, expected: list[int]) -> None:
-    assert sizes.parse_sizes(text) == expected
+    assert figures.parse_sizes(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_sizes(text: str, expected: list[int]) -> None:
 )
 def test_sizes_that_are_none(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        sizes.parse_sizes(text)
+        figures.parse_sizes(text)
 
 
 @hypothesis.given(strategies.integers(1, 1 << 40))
 def test_sizes_are_written_so_that_nothing_is_lost(nbytes: int) -> None:
-    number, unit = sizes.format_size(nbytes).split()
+    number, unit = figures.format_size(nbytes).split()
     scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
     assert float(number) * scale == pytest.approx(nbytes, rel=1e-5)
 
@@ -111,16 +111,16 @@ def test_the_last_level_is_read(tmp_path: pathlib.Path) -> None:
         (folder / "level").write_text(level + "\n")
         (folder / "size").write_text(size + "\n")
     (tmp_path / "index9").mkdir()  # without any facts, as in some containers
-    assert caches.last_level(tmp_path) == 36 << 20
-    assert caches.last_level(tmp_path / "nowhere") == 0
+    assert protocol.last_level(tmp_path) == 36 << 20
+    assert protocol.last_level(tmp_path / "nowhere") == 0
 
 
 @hypothesis.given(strategies.integers(1, 1 << 32), strategies.integers(1, 1 << 28))
 def test_sets_get_past_the_cache_within_limits(set_bytes: int, cache: int) -> None:
-    count = caches.sets_needed(set_bytes, cache)
-    assert 1 <= count <= caches.MOST_SETS
-    limited = count == caches.MOST_SETS or (count + 1) * set_bytes > caches.MOST_BYTES
-    assert count * set_bytes >= caches.PAST * cache or limited
+    count = protocol.sets_needed(set_bytes, cache)
+    assert 1 <= count <= protocol.MOST_SETS
+    limited = count == protocol.MOST_SETS or (count + 1) * set_bytes > protocol.MOST_BYTES
+    assert count * set_bytes >= protocol.PAST * cache or limited
 
 
 def test_sets_are_used_in_turn_by_all_who_share_them() -> None:

@@ -14,10 +14,8 @@ import torch
 
 import interlace
 from interlace.cli.check import cases as known
-from interlace.cli.check.case import DTYPES, CheckCase, run_case
+from interlace.cli.check.cases import DTYPES, CheckCase, DenseCase, RowsCase, run_case
 from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
-from interlace.cli.check.dense import DenseCase
-from interlace.cli.check.rows import RowsCase
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver

@@ -15,8 +15,7 @@ from rich.console import Console
 import interlace
 from interlace import reference
 from interlace.cli.demo import command, timeline, workload
-from interlace.cli.demo.cases import CASES
-from interlace.cli.demo.command import run_case
+from interlace.cli.demo.command import CASES, run_case
 from interlace.cli.demo.workload import DemoOptions
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.places.sim.scheduler import chrome_trace, recording, trace

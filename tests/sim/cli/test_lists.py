@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from interlace.benchmark.runs.tune_candidates import by_name
-from interlace.benchmark.subjects.by_rows import ByRows
+from interlace.benchmark.runs.tune import by_name
+from interlace.benchmark.subjects.fused import ByRows
 from interlace.benchmark.subjects.requests import FUSED, OPS, TUNED
 from interlace.cli.check.cases import WORLDS, cases
 from interlace.tools.catalogue.catalogue import ARCHES, entries

@@ -11,13 +11,13 @@ import sysconfig
 
 import pytest
 
-from interlace.benchmark.runs.results import BenchRow, MeasuredSize, SizeResult
+from interlace.benchmark.runs.measure import BenchRow, MeasuredSize, SizeResult
 from interlace.benchmark.timing.figures import Spread
-from interlace.benchmark.timing.subject import ALGORITHM
+from interlace.benchmark.timing.kernel import ALGORITHM
 from interlace.cli import main
-from interlace.cli.bench import report
+from interlace.cli.bench.command import notes as notes_of
 from interlace.cli.commands import doctor
-from interlace.cli.output import files, progress
+from interlace.cli.output import consoles, files
 from interlace.cli.output.options import arches
 from interlace.verify import RULES
 from interlace.verify.suite import jobs
@@ -221,7 +221,7 @@ def test_an_overlap_below_0_is_explained(shown: float) -> None:
         left_out=[],
         rows=[row],
     )
-    notes = report.notes([SizeResult(measured)])
+    notes = notes_of([SizeResult(measured)])
     assert any("one after the other" in note for note in notes) is (shown < 0)
 
 
@@ -268,7 +268,7 @@ def test_a_value_that_cannot_be_is_refused_before_anything_is_printed(
 
 def test_lines_say_how_far_it_is_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     clock = 0.0
-    step = progress.lines("compiling", 40, now=lambda: clock)
+    step = consoles.lines("compiling", 40, now=lambda: clock)
     for _ in range(40):
         clock += 3.0
         step()
@@ -282,8 +282,8 @@ def test_where_the_count_is_not_known_there_is_no_estimate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     clock = 0.0
-    step = progress.lines("compiling", None, now=lambda: clock)
-    clock = progress.LINE_PERIOD
+    step = consoles.lines("compiling", None, now=lambda: clock)
+    clock = consoles.LINE_PERIOD
     step("a report")
     assert capsys.readouterr().err.splitlines()[1] == "compiling: 1, 10 s"
 
@@ -291,9 +291,9 @@ def test_where_the_count_is_not_known_there_is_no_estimate(
 def test_commands_print_lines_where_there_is_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with progress.counted() as begin:
+    with consoles.counted() as begin:
         begin("running", 2)
-    with progress.Progress("bench", 2) as shown:
+    with consoles.Progress("bench", 2) as shown:
         shown.begin(1, "all_reduce")
     assert capsys.readouterr().err.splitlines() == ["running: 0 of 2, 0 s", "2 of 2: all_reduce"]
 
@@ -303,7 +303,7 @@ def test_on_a_terminal_they_draw_bars(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with progress.counted() as begin:
+    with consoles.counted() as begin:
         begin("running", 2)
     printed = capsys.readouterr().err
     assert "0/2" in printed and "running: 0 of 2" not in printed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.commands import sarif, verify_page
-from interlace.cli.demo import command, page
+from interlace.cli.commands import sarif, verify
+from interlace.cli.demo import command, timeline
 from interlace.cli.main import run
 from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import SourceText
@@ -67,7 +67,7 @@ def results(folder: pathlib.Path) -> list[JobResult]:
 def written(folder: pathlib.Path, results: list[JobResult]) -> pathlib.Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        verify_page.write("report.html", "kernels/wrong.py", results)
+        verify.write_findings("report.html", "kernels/wrong.py", results)
     return folder / "report.html"
 
 
@@ -114,7 +114,7 @@ def test_accesses_of_memory_of_one_rank_are_red_too(faulty: Any) -> None:
     """Two of a race, and one that is out of bounds."""
     report = interlace.verify.races(faulty, 1, seeds=1)
     (finding,) = report.findings
-    (panel,) = verify_page.panels(JobResult("f", "races", "1 rank", "", (str(finding),), 0, report))
+    (panel,) = verify.panels(JobResult("f", "races", "1 rank", "", (str(finding),), 0, report))
     (view,) = panel.views
     red = [number for number, event in enumerate(view.events) if event.mark]
     told = [each.lines for each in (finding.first, finding.second) if each is not None]
@@ -187,7 +187,7 @@ def test_the_page_names_nothing_outside_of_it(written: pathlib.Path) -> None:
 def test_a_clean_run_is_shown_too(tmp_path: pathlib.Path) -> None:
     report = interlace.verify.schedules(interlace.all_reduce, 2, torch.ones(2), n=1, workers=1)
     result = JobResult("f.py::f", "schedules", "2 ranks", "1 schedule", (), 0.1, report)
-    verify_page.write(str(tmp_path / "page.html"), "f.py::f", [result])
+    verify.write_findings(str(tmp_path / "page.html"), "f.py::f", [result])
     overview, panel = (data := data_of(tmp_path / "page.html"))["panels"]
     assert data["verdict"] == "no findings" and not data["bad"]
     assert overview["table"][1][0] == panel["title"].partition(",")[0] == "f.py::f"
@@ -200,7 +200,7 @@ def demonstrated() -> Panel:
     case = command.CASES[0]
     outcome = command.run_case(case, command._load(options), options)
     assert outcome.recording is not None
-    return page.panel_of(case.title, case.story, outcome.recording)
+    return timeline.panel_of(case.title, case.story, outcome.recording)
 
 
 def test_the_demo_shows_tiles_waits_and_their_lines() -> None:

@@ -16,13 +16,20 @@ from rich.console import Console
 
 import interlace
 from interlace.benchmark.runs import tune as measuring
-from interlace.benchmark.runs import tune_candidates
-from interlace.benchmark.runs.tune import CandidateError, Timed, Tuned, TuneRequest, search
-from interlace.benchmark.runs.tune_candidates import TuneCandidate, made, untuned
+from interlace.benchmark.runs.tune import (
+    CandidateError,
+    Timed,
+    TuneCandidate,
+    Tuned,
+    TuneRequest,
+    candidates,
+    made,
+    search,
+    untuned,
+)
 from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli import main
-from interlace.cli.tune.command import tune
-from interlace.cli.tune.options import TuneOptions
+from interlace.cli.tune.command import TuneOptions, tune
 from interlace.runtime.tuning import cache, configuration, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
@@ -326,7 +333,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Pa
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 999])
 def test_candidates_for_a_gpu(op: str, capability: int) -> None:
     problem = TUNED[op].problem(torch.bfloat16, (8192, 3584, 8192), 8)
-    found = tune_candidates.candidates("cuda", capability, problem)
+    found = candidates("cuda", capability, problem)
     assert found[0].default and not any(each.default for each in found[1:])
     assert len({(each.algorithm, each.values) for each in found}) == len(found)
     assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}

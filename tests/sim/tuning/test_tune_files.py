@@ -16,8 +16,7 @@ from rich.console import Console
 from cases.damage import read_100000_damaged
 from interlace.cli import main
 from interlace.cli.tune import command
-from interlace.cli.tune import options as tune_options
-from interlace.cli.tune.options import TuneOptions
+from interlace.cli.tune.command import TuneOptions
 from interlace.runtime.tuning import cache, calibration, files
 from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
@@ -178,10 +177,10 @@ def test_shapes_of_a_file(tmp_path: pathlib.Path) -> None:
     shapes = [(1024, 3584, 8192), (2048, 1792, 4096)]
     given = TuneOptions(("all_gather_matmul", "all_reduce_norm"), shapes=str(file), place="shm")
     jobs = [(op, shape[:end]) for op, end in zip(given.op, (3, 2), strict=True) for shape in shapes]
-    assert tune_options.jobs_of(given) == jobs, "each takes the sizes that it has"
+    assert command.jobs_of(given) == jobs, "each takes the sizes that it has"
     file.write_text("1 2 3\n4 5\n")
     with pytest.raises(ValueError, match=r"line 2: '4 5' must be three numbers"):
-        tune_options.jobs_of(TuneOptions(shapes=str(file), place="sim"))
+        command.jobs_of(TuneOptions(shapes=str(file), place="sim"))
 
 
 def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: pathlib.Path) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.by_rows import ByRows, Expected
+from interlace.benchmark.subjects.fused import ByRows, Expected
 from interlace.benchmark.subjects.plain import AllGather, ReduceScatter, Tensors, torchs
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor

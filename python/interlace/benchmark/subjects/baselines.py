@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.timing.subject import BASELINE, BenchCandidate
+from interlace.benchmark.timing.kernel import BASELINE, BenchCandidate
 from interlace.runtime.compat.launchers import local_rank
 
 NAMES = ("torch", "nccl", "gloo", "symm_mem")

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.by_rows import INPUT, ByRows, Expected
-from interlace.benchmark.subjects.fused import AllGatherMatmul, Fused
+from interlace.benchmark.subjects.fused import INPUT, AllGatherMatmul, ByRows, Expected, Fused
 from interlace.benchmark.subjects.plain import AllToAll, Tensors
 from interlace.benchmark.timing import payload
 from interlace.benchmark.timing.figures import bus_factor

@@ -15,8 +15,12 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.by_rows import ByRows, Expected
-from interlace.benchmark.subjects.fused import MatmulAllReduce, MatmulReduceScatter
+from interlace.benchmark.subjects.fused import (
+    ByRows,
+    Expected,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 from interlace.benchmark.subjects.plain import (
     AllGather,
     AllReduce,

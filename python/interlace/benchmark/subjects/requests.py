@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import (
-    attention,
-    baselines,
-    expert_rows,
-    fused,
-    head_exchange,
-    norms,
-    plain,
-)
-from interlace.benchmark.subjects.by_rows import ByRows
-from interlace.benchmark.subjects.fused import Fused
+from interlace.benchmark.subjects import attention, baselines, expert_rows, fused, norms, plain
+from interlace.benchmark.subjects.fused import ByRows, Fused
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.timing import kernel
-from interlace.benchmark.timing.subject import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
+from interlace.benchmark.timing.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
@@ -39,7 +30,7 @@ _BY_ROWS: tuple[type[ByRows], ...] = (
     norms.AllReduceNorm, norms.ReduceScatterNorm, norms.GatherNormed,
     expert_rows.AllGatherGroupedRows, expert_rows.AllToAllGroupedRows,
     expert_rows.GroupedMatmulCombineRows, expert_rows.DispatchRows, expert_rows.CombineRows,
-    head_exchange.MatmulAllToAll, head_exchange.AllToAllMatmul,
+    fused.MatmulAllToAll, fused.AllToAllMatmul,
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
 )  # fmt: skip
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}

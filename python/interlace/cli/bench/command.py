@@ -1,42 +1,503 @@
 """``interlace bench``: time an op or a kernel of one's own, check it, and compare it with others.
 
-``interlace/benchmark/`` measures. This file runs one size after another, on ranks of its own or on those of
-``torchrun``, of which rank 0 prints; ``options.py`` reads the options, ``report.py`` prints.
+``interlace/benchmark/`` measures. This file reads the options, runs one size after another, on ranks of its
+own or on those of ``torchrun``, of which rank 0 prints: the table, JSON, the plot.
 """
 
+import itertools
+import json
+import math
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 import interlace
-from interlace.benchmark.runs.measure import measure
-from interlace.benchmark.runs.results import SizeResult
+from interlace.benchmark.runs.measure import BenchRow, SizeResult, measure
 from interlace.benchmark.subjects import baselines
-from interlace.benchmark.subjects.requests import BenchRequest
-from interlace.benchmark.timing.sizes import format_size
-from interlace.cli.bench import options as given
-from interlace.cli.bench import report
-from interlace.cli.bench.options import BenchOptions, under_torchrun
-from interlace.cli.output import bars
-from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_outputs
-from interlace.cli.output.progress import Progress
+from interlace.benchmark.subjects.fused import ByRows
+from interlace.benchmark.subjects.plain import Plain
+from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
+from interlace.benchmark.timing import kernel, protocol
+from interlace.benchmark.timing.figures import format_size, parse_sizes
+from interlace.benchmark.timing.kernel import BASELINE, PART
+from interlace.cli.output.consoles import Progress, write
+from interlace.cli.output.files import (
+    TERMINAL,
+    draw_bars,
+    file_of,
+    refuse_outputs,
+    require_matplotlib,
+)
+from interlace.cli.output.machine import refuse_size
+from interlace.cli.output.options import MOST, CommandOptions, option
 from interlace.groups import groups
+from interlace.launcher import JOB_PLACES
+from interlace.launcher import PLACES as OWN_PLACES
+from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
+from interlace.runtime.core.place import MOST_SECONDS
+
+PLACES = (*OWN_PLACES, *JOB_PLACES)  # these only with torchrun
+GPU_PLACES = ("cuda", "nvshmem")
+DEFAULT_SHAPE = "1024"
+MOST_RANKS = 64
+
+UNITS = """\
+columns:
+  time      microseconds per call: the median over blocks of calls; +- half the distance between quartiles
+  algbw     size / time, in GB/s = 10**9 bytes/s; the size is that of the op's largest buffer on a rank
+  busbw     algbw times nccl-tests' factor: 2(W-1)/W for all_reduce; (W-1)/W for all_gather, reduce_scatter,
+            all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; on W ranks
+  TFLOP/s   2 m n k / time of one rank's matmul, in 10**12/s
+  overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), all of this run
+  x NAME    how many times as fast as that baseline
+  result    right, or WRONG with the largest error as a multiple of what the dtypes allow
+
+baselines:
+  gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
+  symm_mem  torch's symmetric memory, on GPUs              torch     copies, sums and torch.mm on one
+                                                                     rank alone; nobody waits
+exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors.
+"""
+
+
+@dataclass(frozen=True)
+class BenchOptions(CommandOptions):
+    """Time an op of interlace, or a kernel of your own, against baselines, and check every result.
+
+    OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
+    scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter,
+    matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
+    reduce_scatter_norm, and gather_normed, which is the last with an all-gather; all_to_all_grouped_matmul,
+    all_gather_grouped_matmul, grouped_matmul_combine; dispatch, combine;
+    matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as ..._backward;
+    distributed_decode), or path/to/file.py::function,
+    which returns an interlace.benchmark.Kernel, or a callable to time.
+
+    Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
+    """
+
+    epilog = UNITS
+
+    target: str = option(
+        positional=True, metavar="OP|FILE.py::FUNCTION", help="what is timed, as said above"
+    )
+    sizes: str | None = option(
+        None,
+        metavar="1K:1G:x4",
+        help="bytes, of collectives: a list of sizes and of ranges first:last:xFACTOR or "
+        f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {Plain.defaults['nbytes']})",
+    )
+    m: str | None = option(
+        None, metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
+    )
+    n: str | None = option(
+        None,
+        metavar="COLUMNS",
+        help="of fused ops: columns of a rank's weight; of attention: heads",
+    )
+    k: str | None = option(
+        None,
+        metavar="INNER",
+        help="of fused ops: what a rank contracts; of attention: a head's size",
+    )
+    batch: int | None = option(None, type=int, help="of attention: sequences (default 1)")
+    key_heads: int | None = option(
+        None, type=int, help="of attention: heads of keys, which divide N (default N)"
+    )
+    mask: str | None = option(
+        None, choices=("causal", "full"), help="of attention over a sequence (default causal)"
+    )
+    dtype: str | None = option(
+        None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
+    )
+    world_size: int | None = option(
+        None, type=int, also="--ranks", help="ranks (default 2; torchrun has its own)"
+    )
+    place: str | None = option(
+        None,
+        choices=PLACES,
+        help="sim: simulated ranks, whose times are those of the simulator; shm: processes on this host; "
+        "cuda: virtual ranks on one GPU (default: cuda where there is a GPU, else shm). With torchrun, "
+        "where its ranks have to be",
+    )
+    algorithm: str | None = option(
+        None,
+        metavar="NAME,...|all",
+        help="auto; of fused ops fused, pipelined, unfused; of attention behind a method, as 'ring fused'; "
+        "of all_reduce, all_gather and reduce_scatter kernel, copy. all leaves out Triton kernels where "
+        "they would be interpreted (default auto)",
+    )
+    baseline: str | None = option(
+        None,
+        metavar="NAME,...|none",
+        help="torch, nccl, gloo, symm_mem, or those of your Kernel (default what fits the place: gloo on a "
+        "CPU, nccl on GPUs, torch for virtual ranks, none in sim)",
+    )
+    repetitions: int = option(15, type=int, help="blocks per candidate and size (default 15)")
+    timeout: float = option(600.0, type=float, help="seconds for one size (default 600)")
+    json: str | None = option(None, metavar="FILE", help="write everything that was measured")
+    plot: str | None = option(
+        None, metavar="FILE", help="a plot, PNG or SVG (needs matplotlib); - draws it here"
+    )
+
+    def interprets(self) -> bool:
+        return place_of(self) not in GPU_PLACES
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank of torchrun or another launcher, whose variables are then torchrun's.
+
+    Raises what :func:`interlace.launched` does.
+    """
+    if "RANK" not in os.environ and launchers.variables(os.environ).get("WORLD_SIZE", "1") == "1":
+        return False  # a shell of srun --pty is no rank
+    return launchers.launched()
+
+
+def place_of(options: BenchOptions) -> str:
+    """The place of the ranks, as far as the options say."""
+    return options.place or ("cuda" if torch.cuda.is_available() else "shm")
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def requests_of(options: BenchOptions) -> list[BenchRequest]:
+    """A request per size. Raises ValueError for what does not fit together."""
+    target = options.target
+    if "::" not in target and target not in OPS:
+        known = ", ".join(OPS)
+        raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
+    if not 1 <= options.repetitions <= MOST:
+        raise ValueError(
+            f"--repetitions must be positive, got {options.repetitions}; the most is {MOST}"
+        )
+    if not 0 < options.timeout <= MOST_SECONDS:
+        raise ValueError(
+            f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
+        )
+    on_gpu = place_of(options) in GPU_PLACES
+    request = BenchRequest(
+        target,
+        options.dtype or ("bfloat16" if on_gpu else "float32"),
+        _algorithms(options),
+        () if options.baseline == "none" else _names(options.baseline),
+        options.repetitions,
+        virtual=on_gpu and not under_torchrun(),
+    )
+    _check_place(options, request)
+    world_size = world_size_of(options)
+    settings = _settings(options)
+    requests = [replace(request, settings=settings, **size) for size in _shapes(options)]
+    for each in requests:
+        if each.own:
+            kernel.arguments_for(loaded(target), target, each.arguments)
+        else:
+            kind = OPS[target]
+            kind.refuse(world_size, each.m, each.dtype)
+            if issubclass(kind, ByRows):
+                kind.refuse_widths(world_size, each.n or 0, each.k or 0)
+                kind.refuse_settings(each.n or 0, **dict(settings))
+            if not under_torchrun():
+                _refuse_size(each, world_size, place_of(options))
+    return requests
+
+
+def _refuse_size(request: BenchRequest, world_size: int, place: str) -> None:
+    """Raise ValueError if there is no memory for the tensors of all ranks."""
+    kind = OPS[request.target]
+    if request.nbytes is not None:
+        refuse_size(f"--sizes {request.nbytes}", request.nbytes, world_size, place)
+    elif issubclass(kind, ByRows):
+        sizes = [getattr(request, size) for size in kind.sizes]
+        nbytes = kind.elements(*sizes, **dict(request.settings)) * DTYPES[request.dtype].itemsize
+        refuse_size(" x ".join(map(str, sizes)), nbytes, world_size, place)
+
+
+def _check_place(options: BenchOptions, request: BenchRequest) -> None:
+    """Check that the place is there and has the baselines, as far as is known before ranks have met."""
+    place, has_gpu = place_of(options), torch.cuda.is_available()
+    if place not in OWN_PLACES and not under_torchrun():
+        raise ValueError(f"--place {place} is one of torchrun's: start bench with it")
+    if place in GPU_PLACES and not has_gpu:
+        raise ValueError(f"--place {place} needs a CUDA device, torch sees none; use shm or sim")
+    for name in () if request.own else request.chosen or ():
+        if under_torchrun():
+            device = "cuda" if has_gpu and name != "gloo" else "cpu"
+        else:
+            device = "cuda" if request.virtual else "cpu"
+        baselines.refuse(name, place, device, virtual=request.virtual)
+
+
+def world_size_of(options: Any) -> int:
+    """The number of ranks. Raises ValueError for one that cannot be."""
+    given = options.world_size
+    if under_torchrun():
+        actual = int(os.environ["WORLD_SIZE"])
+        if given is not None and given != actual:
+            raise ValueError(f"--world-size {given}: torchrun has started {actual} ranks")
+        return actual
+    if given is not None and not 1 <= given <= MOST_RANKS:
+        raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {given}")
+    return given or 2
+
+
+def _algorithms(options: BenchOptions) -> tuple[str, ...]:
+    if "::" in options.target:
+        if options.algorithm is not None:
+            raise ValueError(f"--algorithm {options.algorithm}: a kernel of your own has none")
+        return ()
+    known = OPS[options.target].algorithms
+    names = _names(options.algorithm) or ("auto",)
+    for name in names:
+        if name not in known and names != ("all",):
+            raise ValueError(
+                f"--algorithm {name}: {options.target} has {', '.join(known)}, and all"
+            )
+    return names
+
+
+def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
+    """What is given besides sizes, as the op's class takes it."""
+    kind = OPS.get(options.target)
+    known = kind.settings if kind is not None and issubclass(kind, ByRows) else ()
+    found: list[tuple[str, int | str]] = []
+    for name in ("batch", "key_heads", "mask"):
+        value = getattr(options, name)
+        if value is None:
+            continue
+        option = f"--{name.replace('_', '-')} {value}"
+        if name not in known:
+            raise ValueError(f"{option}: {options.target} has none")
+        if value != "full" and value != "causal" and not 1 <= value <= MOST:
+            raise ValueError(f"{option} must be positive; the most is {MOST}")
+        found.append((name, value))
+    return tuple(found)
+
+
+def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
+    """The sizes, as fields of a request."""
+    given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
+    kind = OPS.get(options.target)  # None for a kernel of one's own
+    lists = {}
+    for name, text in given.items():
+        option = "--sizes" if name == "nbytes" else f"--{name}"
+        if kind is not None and name in kind.sizes and text is None:
+            text = kind.defaults.get(name, DEFAULT_SHAPE)
+        elif kind is not None and name not in kind.sizes and text is not None:
+            raise ValueError(f"{option}: {options.target} {kind.without}")
+        if text is not None:
+            lists[name] = parse_sizes(text, option)
+    return [dict(zip(lists, each, strict=True)) for each in itertools.product(*lists.values())]
+
+
+CACHED = "in cache"  # marks inputs that could not be rotated past the cache
+
+
+def render(console: Any, options: BenchOptions, results: Sequence[SizeResult]) -> None:
+    console.print(_title(results))
+    headers, lines = table(results)
+    _print_table(console, headers, lines)
+    for note in notes(results):
+        write(console, note, "dim")
+    for result in results:
+        for said in filter(None, [result.failed, *(row.said for row in result.rows)]):
+            write(console, f"{result.label}: {said}", "red")
+    wrong = sorted({row.name for r in results for row in r.rows if row.right is False})
+    failed = any(result.failed for result in results)
+    if wrong or failed:
+        what = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
+        write(console, f"WRONG results: {what}.", "red")
+    elif any(row.right is None and row.role != PART for r in results for row in r.rows):
+        console.print("Not checked: there is nothing to compare with.")
+    else:
+        console.print("[green]All results are right.[/green]")
+
+
+def _title(results: Sequence[SizeResult]) -> str:
+    sizes = next((result.sizes for result in results if result.sizes is not None), None)
+    if sizes is None:
+        return "interlace bench"
+    ranks = f"{sizes.world_size} rank{'s' if sizes.world_size != 1 else ''}"
+    return f"[bold]{sizes.op}[/bold], {sizes.dtype}, {ranks}, place {sizes.place} ({sizes.device})"
+
+
+def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells; columns that no row has a figure for are left out."""
+    names = list(dict.fromkeys(n for result in results for row in result.rows for n in row.speedup))
+    columns: list[tuple[str, Any]] = [
+        ("time\nus", lambda row: _number(row.microseconds.median)),
+        ("+-", lambda row: f"{row.microseconds.relative:.0%}"),
+        ("algbw\nGB/s", lambda row: _number(row.algbw)),
+        ("busbw\nGB/s", lambda row: _number(row.busbw)),
+        ("TFLOP\n/s", lambda row: _number(row.tflops)),
+        ("overlap", lambda row: "" if row.overlap is None else f"{row.overlap:.0%}"),
+        *[
+            (f"times\n{name}", lambda row, name=name: _number(row.speedup.get(name)))
+            for name in names
+        ],
+        ("result", _verdict),
+    ]
+    lines = []
+    for result in results:
+        if result.failed:
+            cells = ["" for _ in columns[:-1]]
+            lines.append([result.label, "", *cells, "WRONG"])
+        for index, row in enumerate(result.rows):
+            label = result.label if index == 0 else ""
+            lines.append([label, row.name, *[cell(row) for _, cell in columns]])
+    headings = dict.fromkeys(result.heading for result in results if result.sizes is not None)
+    headers = [", ".join(headings) or "size", "candidate", *[name for name, _ in columns]]
+    kept = [i for i in range(len(headers)) if i < 2 or any(line[i] for line in lines)]
+    return [headers[i] for i in kept], [[line[i] for i in kept] for line in lines]
+
+
+def _number(value: float | None) -> str:
+    """Three digits, without an exponent.
+
+    >>> _number(0.12345), _number(12.345), _number(12345.6), _number(None)
+    ('0.123', '12.3', '12,346', '')
+    """
+    if value is None:
+        return ""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{min(digits, 6)}f}"
+
+
+def _verdict(row: BenchRow) -> str:
+    if row.right is None:
+        return "" if row.role == PART else "not checked"
+    if row.right:
+        return "right"
+    finite = row.error is not None and math.isfinite(row.error)
+    return f"WRONG ({row.error:.3g} x allowed)" if finite else "WRONG"
+
+
+def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> None:
+    """Cells below each other; names of candidates, in the second column, begin at its left."""
+    names = [["", *header.split("\n")][-2:] for header in headers]
+    heads = [[name[i] for name in names] for i in range(2)]
+    widths = [max(len(line[i]) for line in [*heads, *lines]) for i in range(len(headers))]
+    rule = ["-" * (sum(widths) + 2 * len(widths) - 2)]
+    for line in [*heads, rule, *lines]:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=False)]
+        cells[1:2] = [cell.ljust(widths[1]) for cell in line[1:2]]
+        text = "  ".join(cells).rstrip()
+        write(console, text, "bold red" if line[-1].startswith("WRONG") else "")
+    console.print()
+
+
+def notes(results: Sequence[SizeResult]) -> list[str]:
+    """Notes that a reader of the results needs, each once."""
+    found = []
+    for result in results:
+        sizes = result.sizes
+        if sizes is None:
+            continue
+        if sizes.place == "sim":
+            found.append("Times are those of the simulator: they say nothing about any machine.")
+        if sizes.left_out:
+            found.append(f"Left out of all: {', '.join(sizes.left_out)}.")
+        found += [
+            f"{result.label}: {row.name} took longer than its matmul and its communication one after the "
+            "other, hence the overlap below 0: sizes are too small to gain, or something else was running."
+            for row in result.rows
+            if row.overlap is not None and row.overlap < 0
+        ]
+        small = any(0 < row.rotated_bytes < sizes.cache_bytes for row in result.rows)
+        if small and sizes.place != "sim":
+            found.append(
+                f"{result.label}: inputs may be {CACHED}: all sets together are smaller than the last "
+                f"cache, {sizes.cache_bytes >> 20} MiB."
+            )
+    return list(dict.fromkeys(found))
+
+
+def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
+    """Everything: options, machine, protocol, all blocks of all rows."""
+    from interlace import __version__
+    from interlace.cli.output.machine import inspect_machine
+
+    document = {
+        "interlace": __version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "options": asdict(options),
+        "machine": inspect_machine(),
+        "protocol": {
+            "block": f"calls that fill {protocol.BLOCK_SECONDS} s, at most {protocol.MOST_CALLS}",
+            "order": "candidates alternate block by block",
+            "time": "slowest rank, from a barrier before the block to the end of its device's work",
+            "statistic": "median over blocks",
+        },
+        "units": {
+            "microseconds": "per call",
+            "algbw, busbw": "10**9 bytes/s, nccl-tests' definitions",
+            "tflops": "10**12/s, one rank",
+        },
+        "results": [result.to_dict() for result in results],
+        "right": all(result.right for result in results),
+    }
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def times(results: Sequence[SizeResult]) -> list[tuple[str, list[tuple[str, float]]]]:
+    """The medians of what was measured, for bars."""
+    measured = [result for result in results if result.rows]
+    return [(r.label, [(row.name, row.microseconds.median) for row in r.rows]) for r in measured]
+
+
+def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
+    """A line per candidate over the sizes: bus bandwidth, or time where there is none; quartiles shaded."""
+    figure = require_matplotlib()(figsize=(8, 5))
+    axes = figure.subplots()
+    measured = [result for result in results if result.sizes is not None]
+    names = list(dict.fromkeys(row.name for result in measured for row in result.rows))
+    rated = all(row.busbw is not None for r in measured for row in r.rows if row.role != PART)
+    for name in names:
+        points = [(i, row) for i, r in enumerate(measured) for row in r.rows if row.name == name]
+        role = points[0][1].role
+        if rated and role == PART:
+            continue
+        drawn = []
+        for i, row in points:
+            spread = row.microseconds
+            carried = (row.busbw or 0.0) * spread.median
+            values = spread.median, spread.low, spread.high
+            drawn.append((i, *(carried / each if rated else each for each in values)))
+        x, middle, low, high = zip(*drawn, strict=True)
+        style = {BASELINE: "--", PART: ":"}.get(role, "-")
+        line = axes.plot(x, middle, style, marker="o", label=name)
+        axes.fill_between(x, low, high, color=line[0].get_color(), alpha=0.2)
+    axes.set_xticks(range(len(measured)), [r.label for r in measured], rotation=30, ha="right")
+    axes.set_ylabel("bus bandwidth, GB/s" if rated else "time of a call, us")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.set_title(_title(results).replace("[bold]", "").replace("[/bold]", ""), fontsize=10)
+    if names:
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def bench(console: Any, options: BenchOptions) -> int:
     """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
-    requests = given.requests_of(options)
+    requests = requests_of(options)
     if _prints():
         source = options.target.partition("::")[0] if requests[0].own else None
-        outputs = {"--json": options.json, "--plot": bars.file_of(options.plot)}
+        outputs = {"--json": options.json, "--plot": file_of(options.plot)}
         refuse_outputs(outputs, {"the target": source})
     if not under_torchrun():
         results = _in_own_ranks(options, requests)
@@ -46,16 +507,16 @@ def bench(console: Any, options: BenchOptions) -> int:
             failed = [each.failed for each in results if each.failed]
             print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
             return 1 if failed else 0
-    report.render(console, options, results)
+    render(console, options, results)
     try:
         if options.json is not None:
-            report.write_json(pathlib.Path(options.json), options, results)
+            write_json(pathlib.Path(options.json), options, results)
             write(console, f"JSON: {options.json}")
     finally:  # one may fail, and the other not
-        if options.plot == bars.TERMINAL:
-            bars.draw(console, options.plot, report.times(results))
+        if options.plot == TERMINAL:
+            draw_bars(console, options.plot, times(results))
         elif options.plot is not None:
-            report.write_plot(pathlib.Path(options.plot), results)
+            write_plot(pathlib.Path(options.plot), results)
             write(console, f"Plot: {options.plot}")
     return 0 if all(each.right for each in results) else 1
 
@@ -66,8 +527,8 @@ def _prints() -> bool:
 
 
 def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
-    place: Any = given.place_of(options)
-    world_size, results = given.world_size_of(options), []
+    place: Any = place_of(options)
+    world_size, results = world_size_of(options), []
     with Progress("bench", len(requests)) as progress:
         for number, request in enumerate(requests):
             progress.begin(number, _text(request))

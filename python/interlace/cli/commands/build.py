@@ -12,17 +12,16 @@ from typing import Any
 from interlace import __version__, aot, formulas
 from interlace.arguments.paths import refuse_empty
 from interlace.cli.output import consoles
+from interlace.cli.output.consoles import counted
 from interlace.cli.output.files import refuse_no_folder
 from interlace.cli.output.options import CommandOptions, arches, option, positive_int
-from interlace.cli.output.progress import counted
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
 from interlace.tools.bundle.bundle import BundleTarget, build_bundles
 from interlace.tools.bundle.ops import OPS, KernelOptions
 from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport
 from interlace.tools.catalogue.build import build as build_entries
-from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, one_of_each
-from interlace.tools.catalogue.catalogue_collectives import linked
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
 LOADER = "load.py"

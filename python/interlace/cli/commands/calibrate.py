@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli.bench.options import MOST_RANKS, under_torchrun, world_size_of
-from interlace.cli.output.consoles import write
+from interlace.cli.bench.command import MOST_RANKS, under_torchrun, world_size_of
+from interlace.cli.output.consoles import Progress, write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import CommandOptions, option
-from interlace.cli.output.progress import Progress
 from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.tuning import calibration
 

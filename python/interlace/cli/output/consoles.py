@@ -1,7 +1,24 @@
-"""A console to print on: rich's where it is installed, else one that prints plainly."""
+"""A console to print on, and progress of long commands.
 
+The console is rich's where it is installed, else one that prints plainly. Progress goes to stderr: bars of
+rich on a terminal, else lines. Ranks that are processes of their own say how far they are in a file, which
+a thread of the caller reads; a process that measures itself calls :meth:`Progress.at` between blocks and
+has no such thread.
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
 import re
+import secrets
+import shutil
 import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _MARKUP = re.compile(r"\[/?[a-z ]*\]")
@@ -43,3 +60,152 @@ def write_table(console: Any, table: Any) -> None:
             table, options=console.options.update(max_width=WIDEST)
         ).maximum
     console.print(table, crop=console.is_terminal)
+
+
+PERIOD = 0.2
+LINE_PERIOD = 10.0
+Tick = Callable[[int, int], None]
+
+
+def _write_tick(path: str, done: int, total: int) -> None:
+    """Write progress to a file, for a rank in another process."""
+    with open(path, "w", encoding="ascii") as file:
+        file.write(f"{done} {total}\n")
+
+
+class Progress:
+    """``count`` sizes, each a step of the bar in which a share may be done; with a temporary ``folder``."""
+
+    def __init__(self, command: str, count: int, *, shown: bool = True) -> None:
+        self._count, self._shown = count, shown
+        name = f"interlace-{command}-{secrets.token_hex(8)}"
+        self.folder = os.path.join(tempfile.gettempdir(), name)
+        # before it is there: a signal may come as soon as it is
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        os.mkdir(self.folder, 0o700)
+        self._bar: Any = None
+        self._task: Any = None
+        self._number = 0
+        self._last = 0.0
+
+    def __enter__(self) -> "Progress":
+        if self._shown:  # drawn by the caller only
+            self._bar = _bars("TaskProgressColumn", auto_refresh=False)
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=float(self._count))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._remove()
+
+    def begin(self, number: int, text: str) -> None:
+        """Size ``number`` (from 0) begins."""
+        self._number = number
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, completed=float(number), refresh=True)
+        elif self._shown:
+            print(f"{number + 1} of {self._count}: {text}", file=sys.stderr, flush=True)
+
+    def at(self, done: int, total: int) -> None:
+        """So much of the size has been done."""
+        now = time.monotonic()
+        if self._bar is None or now - self._last < PERIOD:
+            return
+        self._last = now
+        share = done / total if total else 0.0
+        self._bar.update(self._task, completed=self._number + share, refresh=True)
+
+    @contextlib.contextmanager
+    def on_ranks(self, *, apart: bool) -> Iterator[Tick]:
+        """A function for ranks, ``tick(done, total)``; if they are processes of their own, by a file."""
+        if not apart:
+            yield self.at
+            return
+        path = f"{self.folder}/progress-{self._number}"
+        tick = functools.partial(_write_tick, path)
+        if self._bar is None:
+            yield tick
+            return
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(PERIOD):
+                with contextlib.suppress(OSError, ValueError):  # not there, or not whole
+                    done, total = pathlib.Path(path).read_text("ascii").split()
+                    self.at(int(done), int(total))
+
+        thread = threading.Thread(target=watch, name="interlace bench progress", daemon=True)
+        thread.start()
+        try:
+            yield tick
+        finally:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
+    """Yields a function that begins a bar, of a text and a count; its result is called after each step."""
+    bars = _bars("MofNCompleteColumn")
+    if bars is None:
+        yield lines
+        return
+    with bars:
+
+        def begin(text: str, total: int | None) -> Callable[..., None]:
+            task = bars.add_task(text, total=total)
+            return lambda *done: bars.advance(task)
+
+        yield begin
+
+
+def lines(
+    text: str, total: int | None, now: Callable[[], float] = time.monotonic
+) -> Callable[..., None]:
+    """What is to be called after each of ``total`` steps: it prints a line, now and then and at the end."""
+    done, begun = 0, now()
+    last = begun
+
+    def tell() -> None:
+        took = now() - begun
+        words = [f"{text}: {done}" + (f" of {total}" if total else ""), f"{took:.0f} s"]
+        if total and 0 < done < total:
+            words.append(f"about {took / done * (total - done):.0f} s left")
+        print(", ".join(words), file=sys.stderr, flush=True)
+
+    def step(*_: Any) -> None:
+        nonlocal done, last
+        done += 1
+        if done == total or now() - last >= LINE_PERIOD:
+            last = now()
+            tell()
+
+    tell()
+    return step
+
+
+def _bars(column: str, **how: Any) -> Any:
+    """rich's bars on stderr, ``column`` of which says how much is done; None where nobody sees them."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        getattr(progress, column)(),
+        progress.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what is told meanwhile goes where it is wanted
+        **how,
+    )

@@ -20,7 +20,7 @@ from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.tools.bundle.attention_ops import ATTENTION
 from interlace.tools.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
 from interlace.tools.bundle.options import KernelOptions as KernelOptions
-from interlace.tools.catalogue import catalogue, catalogue_collectives
+from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.catalogue import Entry
 
 VALUES = {
@@ -367,7 +367,7 @@ OPS = {
         conditions=RANKS,
     ),
     "broadcast": BundleOp(
-        lambda arch, options: catalogue_collectives.broadcast(arch, options.dtype),
+        lambda arch, options: catalogue.broadcast(arch, options.dtype),
         (),
         _one("low_latency_broadcast", "blocks"),
         {"blocks": f"ceil_div(units * UNIT, {4 * BLOCK_WORDS})", **WORDS},
