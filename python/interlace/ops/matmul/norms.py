@@ -43,7 +43,7 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, wait
-from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.op import Op, OpGradient, Variant
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
@@ -60,8 +60,8 @@ Buffers = Sequence[Tensor] | None
 """Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
 
 ALL_REDUCE_NORM, SCATTER_NORM = "all_reduce_norm", "reduce_scatter_norm"
-GATHER_NORMED = "gather_normed"
-"""What the latter is called in rows of ``tune`` where all ranks get the normed rows."""
+GATHERED_ROWS = Variant("gather_normed", {"gather_normed": True})
+"""The latter where all ranks get the normed rows."""
 NO_FP8 = (
     'algorithm="{}" with quantize needs compute capability 8.9 or more; use "unfused" or "auto"'
 )
@@ -500,7 +500,7 @@ class _CheckedRows:
 
     def _measured(self) -> tuple[str, tuning.Measured]:
         """The algorithm, and what was measured of it; the same on all ranks, which have agreed."""
-        op = GATHER_NORMED if self.options.gather_normed else self.op
+        op = GATHERED_ROWS.name if self.options.gather_normed else self.op
         rows, size = self.input.numel() // max(1, self.columns), self.communicator.world_size
         problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
         algorithm = self.algorithm
@@ -729,14 +729,15 @@ OPS = tuple(
         communicates,
         several=True,
         reference=reference,
+        variants=tuple(variants),
     )
-    for kind, communicates in (
+    for kind, communicates, *variants in (
         (
             MatmulReduceScatterNormArguments,
             {"input": ("input",), "weight": ("weight",), **_SCATTERED},
         ),
         (MatmulAllReduceNormArguments, {"input or weight": ("input", "weight")}),
         (AllReduceNormArguments, {"input": ("input",)}),
-        (ReduceScatterNormArguments, _SCATTERED),
+        (ReduceScatterNormArguments, _SCATTERED, GATHERED_ROWS),
     )
 )

@@ -51,6 +51,16 @@ class OpGradient(NamedTuple):
     backward: Callable[[Any, Any], Mapping[str, Any]]
 
 
+class Variant(NamedTuple):
+    """A case of an op that tools time, tune and check like an op of its own.
+
+    ``options``: keyword arguments of the eager call of the op which make it this case.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+
 @dataclasses.dataclass(frozen=True)
 class Op:
     """An op of ``torch.ops.interlace``, and of ``interlace.functional``.
@@ -66,6 +76,7 @@ class Op:
     several : whether it returns a list.
     reference : called with all ranks' arguments and the size of the group; all ranks' results, of one
         process that plays all of them.
+    variants : its cases that tools list beside it.
     """
 
     name: str
@@ -78,6 +89,7 @@ class Op:
     )
     several: bool = False
     reference: Callable[[Sequence[Any], int], list[list[Tensor]]] | None = None
+    variants: Sequence[Variant] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
