@@ -43,7 +43,7 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, wait
-from interlace.ops.op.op import Op, OpGradient, Variant
+from interlace.ops.op.op import Op, OpGradient, OpVariant
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
@@ -60,7 +60,7 @@ Buffers = Sequence[Tensor] | None
 """Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
 
 ALL_REDUCE_NORM, SCATTER_NORM = "all_reduce_norm", "reduce_scatter_norm"
-GATHERED_ROWS = Variant("gather_normed", {"gather_normed": True})
+GATHERED_ROWS = OpVariant("gather_normed", {"gather_normed": True})
 """The latter where all ranks get the normed rows."""
 NO_FP8 = (
     'algorithm="{}" with quantize needs compute capability 8.9 or more; use "unfused" or "auto"'

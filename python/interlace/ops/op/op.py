@@ -51,7 +51,7 @@ class OpGradient(NamedTuple):
     backward: Callable[[Any, Any], Mapping[str, Any]]
 
 
-class Variant(NamedTuple):
+class OpVariant(NamedTuple):
     """A case of an op that tools time, tune and check like an op of its own.
 
     ``options``: keyword arguments of the eager call of the op which make it this case.
@@ -89,7 +89,7 @@ class Op:
     )
     several: bool = False
     reference: Callable[[Sequence[Any], int], list[list[Tensor]]] | None = None
-    variants: Sequence[Variant] = ()
+    variants: Sequence[OpVariant] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
