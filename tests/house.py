@@ -220,8 +220,8 @@ FOLDERS = {
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/ops/collectives interlace/ops/experts interlace/verify/suite runtime/compat "
-        "runtime/core runtime/numerics runtime/tuning"
+        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul "
+        "interlace/verify/suite runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups runtime/core "

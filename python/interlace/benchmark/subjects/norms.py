@@ -7,7 +7,7 @@ float64; the normed rows with the float64 norm of that sum.
 ``check`` also asks for LayerNorm (``norm="layer"``) and for fp8 (``quantize``), which torch's way has not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from interlace.benchmark.subjects.plain import (
     torchs,
 )
 from interlace.benchmark.timing import payload
+from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
 
@@ -159,11 +160,11 @@ class _SumsWithNorm(_WithNorm, _Sums):
         for elements in (1024, 2048, 4096)
         for warps in (4, 8)
     )
-    more: ClassVar[dict[str, Any]] = {}
+    more: ClassVar[Mapping[str, Any]] = {}
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         op: Any = interlace.reduce_scatter_norm if self.scatters else interlace.all_reduce_norm
-        how = self._how(algorithm) | self.more
+        how = {**self._how(algorithm), **self.more}
         return lambda *tensors: op(tensors[-1].view(self.m, self.n), **how)
 
 
@@ -182,8 +183,8 @@ class ReduceScatterNorm(_SumsWithNorm):
 class GatherNormed(ReduceScatterNorm):
     """All ranks get all normed rows: behind torch's norm there is an all-gather."""
 
-    op = "gather_normed"
-    more: ClassVar = {"gather_normed": True}
+    op = GATHERED_ROWS.name
+    more: ClassVar = GATHERED_ROWS.options
 
     def theirs(self, *tensors: Any) -> Any:
         normed, total = super().theirs(*tensors)

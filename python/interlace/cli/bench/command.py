@@ -22,6 +22,7 @@ import interlace
 from interlace.benchmark.runs.measure import BenchRow, SizeResult, measure
 from interlace.benchmark.subjects import baselines
 from interlace.benchmark.subjects.fused import ByRows
+from interlace.benchmark.subjects.norms import GatherNormed
 from interlace.benchmark.subjects.plain import Plain
 from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.benchmark.timing import kernel, protocol
@@ -75,11 +76,10 @@ class BenchOptions(CommandOptions):
     OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
     scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter,
     matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
-    reduce_scatter_norm, and gather_normed, which is the last with an all-gather; all_to_all_grouped_matmul,
-    all_gather_grouped_matmul, grouped_matmul_combine; dispatch, combine;
-    matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as ..._backward;
-    distributed_decode), or path/to/file.py::function,
-    which returns an interlace.benchmark.Kernel, or a callable to time.
+    reduce_scatter_norm; all_to_all_grouped_matmul, all_gather_grouped_matmul, grouped_matmul_combine;
+    dispatch, combine; matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as
+    ..._backward; distributed_decode), or path/to/file.py::function, which returns an
+    interlace.benchmark.Kernel, or a callable to time.
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
     """
@@ -87,7 +87,10 @@ class BenchOptions(CommandOptions):
     epilog = UNITS
 
     target: str = option(
-        positional=True, metavar="OP|FILE.py::FUNCTION", help="what is timed, as said above"
+        positional=True,
+        metavar="OP|FILE.py::FUNCTION",
+        help="what is timed, as said above; "
+        f"{GatherNormed.op} is reduce_scatter_norm with an all-gather of the normed rows",
     )
     sizes: str | None = option(
         None,

@@ -21,6 +21,7 @@ from interlace.benchmark.subjects.requests import OPS
 from interlace.benchmark.timing import protocol
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
+from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning import configuration
@@ -355,7 +356,7 @@ _ROWS = (
     ),
     _CheckedOp("matmul_all_reduce_norm", {"fused": ("matmul_all_reduce_norm_kernel",)}, _SMALL),
     _CheckedOp("reduce_scatter_norm", {"fused": ("reduce_norm_kernel",)}, _MOVED),
-    _CheckedOp("gather_normed", {"fused": ("reduce_norm_kernel",)}, _MOVED),
+    _CheckedOp(GATHERED_ROWS.name, {"fused": ("reduce_norm_kernel",)}, _MOVED),
     _CheckedOp("all_reduce_norm", {"low_latency": ("low_latency_norm_kernel",)}, _WORDS),
     _CheckedOp("dispatch", {"fused": ("dispatch_send_kernel", "dispatch_receive_kernel")}, _MOVED),
     _CheckedOp("combine", {"fused": ("combine_kernel",)}, _MOVED),

@@ -70,11 +70,7 @@ exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors
 class TuneOptions(CommandOptions):
     """Measure which configuration of a fused op is fastest here, and remember it.
 
-    OP is all_gather_matmul, matmul_reduce_scatter or matmul_all_reduce, all three if none is given;
-    matmul_reduce_scatter_norm, matmul_all_reduce_norm, all_reduce_norm, reduce_scatter_norm, gather_normed;
-    all_to_all_grouped_matmul, all_gather_grouped_matmul, grouped_matmul_combine; dispatch, combine;
-    matmul_all_to_all, all_to_all_matmul; context_parallel_attention, context_parallel_attention_backward,
-    distributed_decode.
+    OP is one of those below; without, it is all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce.
     Every candidate is checked against float64. The fastest go into a cache file, where calls of about the
     same shape, on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or
     interlace/tune.json in the user's cache folder. Ranks of a group never choose differently; where their

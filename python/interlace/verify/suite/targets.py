@@ -27,7 +27,7 @@ from interlace.ops.attention.context_parallel import (
 )
 from interlace.ops.attention.decode import DecodeArguments, decode
 from interlace.ops.attention.head_exchange import FORMS, FromHeadsArguments, ToHeadsArguments
-from interlace.ops.matmul.norms import kernel_makes_fp8
+from interlace.ops.matmul.norms import GATHERED_ROWS, kernel_makes_fp8
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
 from interlace.runtime.places.sim.several_nodes import separate_nodes
@@ -330,7 +330,7 @@ def _normed(op: str, rank: int, world_size: int, call: int, **how: Any) -> Start
     norm = interlace.LayerNorm(weight, bias, eps=0.0) if kind else interlace.RMSNorm(weight, 0.0)
     expected = 4.0 * signs + kind
     if scattered and call != 1:  # after a gather all have read what they were sent, credit or none
-        how["gather_normed"] = True
+        how |= GATHERED_ROWS.options
     elif scattered:
         expected = expected[own]
     product = (torch.eye(columns),) if matmul else ()
