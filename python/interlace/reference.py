@@ -11,7 +11,9 @@ activation    makes an error of x at most its steepest slope times as large, and
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
 Functions that are named after an op take tensors of any float dtype and give two of float64: the value, and
-the largest error that a correct result has.
+the largest error that a correct result has. They share no formula with ``Op.reference``, of which
+LocalTensors are made and which rounds as the op does; tests hold one against the other. ``check``, ``demo``
+and ``bench`` take these.
 """
 
 from collections.abc import Sequence
@@ -96,8 +98,8 @@ def matmul(
     if bias is not None:
         value = value + bias.double()
         error = error + unit * (value.abs() + error)
-    if activation and roundings > 1:
-        error = rounded(error, value, out_dtype)
+        if activation and roundings > 1:
+            error = rounded(error, value, out_dtype)
     error, value = _activated(error, value, activation, unit)
     return value, rounded(error, value, out_dtype)
 

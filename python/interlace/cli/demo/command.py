@@ -31,9 +31,6 @@ from interlace.runtime.places.sim.scheduler import chrome_trace
 from interlace.runtime.places.sim.scheduler.recording import Recording
 from interlace.runtime.tuning import configuration
 
-GELU_SLOPE = 1.13  # the largest slope of gelu is 1.1289
-GELU_ROUNDINGS = 8  # of fp32, relative to its argument, in torch's gelu
-
 
 @dataclass(frozen=True)
 class DemoCase:
@@ -111,15 +108,16 @@ def _scatter_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.T
 def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bound of the second matmul, and what the first and gelu may be off, carried through it."""
     dtype = work.activations.dtype
-    unit, unit32 = reference.unit_roundoff(dtype), reference.unit_roundoff(torch.float32)
-    before, before_error = _gather_expected(work, ranks)
-    hidden = torch.nn.functional.gelu(before)
-    off = GELU_SLOPE * before_error + GELU_ROUNDINGS * unit32 * (before.abs() + before_error)
-    off = off + unit * (hidden.abs() + off) + reference.half_denormal(dtype)
+    shards = reference.split(work.activations, ranks)
+    # torch's gelu is a call of its own: what it takes is rounded, and what it gives
+    hidden, off = reference.all_gather_matmul(
+        shards, work.weight1, dtype, activation="gelu", roundings=2
+    )
     inputs = reference.split(hidden, ranks, 1)
     weights = reference.split(work.weight2, ranks)
     value, bound = reference.matmul_all_reduce(inputs, weights, dtype)
     # The second matmul rounds what is off, too: twice to dtype, and while it accumulates.
+    unit, unit32 = reference.unit_roundoff(dtype), reference.unit_roundoff(torch.float32)
     growth = 1 + 4 * unit + 2 * reference.gamma(hidden.shape[1] + ranks + 8, unit32)
     return value, bound + growth * (off @ work.weight2.double().abs())
 

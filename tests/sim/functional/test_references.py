@@ -1,0 +1,287 @@
+"""``Op.reference``, of which LocalTensors are made, and ``interlace.reference``, which has other formulas.
+
+What is common to both is the activation alone, which is torch's. So each says whether the other is right.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from interlace import reference
+from interlace.ops.library import BY_NAME
+from interlace.reference import Bounded
+from interlace.runtime.numerics.norms import RowNorm
+
+SIZE, ROWS, INNER, COLUMNS = 3, 6, 10, 9
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+OUTPUT = torch.bfloat16  # of fp8
+Given = Sequence[dict[str, Any]]
+
+
+class Compared(NamedTuple):
+    """``arguments`` of a rank besides the group; ``right`` the first of all ranks' results."""
+
+    op: str
+    arguments: dict[str, Any]
+    right: Callable[[Given, torch.dtype], list[Bounded]]
+
+
+def noise(*shape: int) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """A tensor that is another on every rank."""
+
+    def made(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * rank + sum(shape))
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return made
+
+
+def same(*shape: int) -> Callable[[int, torch.dtype], torch.Tensor]:
+    return lambda rank, dtype: noise(*shape)(0, dtype)
+
+
+def of_all(every: Given, name: str) -> list[Any]:
+    return [each[name] for each in every]
+
+
+def on_all(whole: Bounded) -> list[Bounded]:
+    return [whole] * SIZE
+
+
+def shared(whole: Bounded, dim: int = 0) -> list[Bounded]:
+    parts = (reference.split(each, SIZE, dim) for each in whole)
+    return list(zip(*parts, strict=True))
+
+
+def moved(tensors: Sequence[torch.Tensor]) -> list[Bounded]:
+    return [(each.double(), torch.zeros_like(each).double()) for each in tensors]
+
+
+def gathered(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    shards, first = of_all(every, "input"), every[0]
+    return [
+        reference.all_gather_matmul(
+            shards,
+            each["weights"][0],
+            dtype,
+            first["gather_dim"],
+            bias=each["biases"][0],
+            roundings=2,
+        )
+        for each in every
+    ]
+
+
+def reduced(every: Given, dtype: torch.dtype) -> Bounded:
+    """Of products or of rows that are there; a residual is added before the sum is rounded."""
+    inputs, first = of_all(every, "input"), every[0]
+    if "weight" not in first:
+        return reference.reduce(inputs, first["reduce_op"])
+    weights = of_all(every, "weight")
+    return reference.matmul_all_reduce(inputs, weights, dtype, first["bias"], first["reduce_op"])
+
+
+def normed(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    """Of the sums as they are rounded, so that bounds are those of a norm of them."""
+    first, scatters = every[0], "scatter_dim" in every[0]
+    sums = [each[1] for each in own_results(BY_NAME[first["op"]], every)]
+    right = shared(reduced(every, dtype)) if scatters else on_all(reduced(every, dtype))
+    for total, expected, each in zip(sums, right, every, strict=True):
+        value, bound = reference.with_residual(expected, each["residual"], dtype)
+        assert reference.worst_ratio(total, value, bound) <= 1
+    kind = RowNorm(first["kind"], first["eps"], first["norm_weight"], first["norm_bias"])
+    found = [reference.norm(total, kind, dtype) for total in sums]
+    if first.get("gather_normed"):
+        return on_all((torch.cat([v for v, _ in found]), torch.cat([b for _, b in found])))
+    return found
+
+
+def scaled(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    gathers = "weights" in every[0]
+    products = [
+        reference.scaled_matmul(
+            each["input"],
+            each["weights"][0] if gathers else each["weight"],
+            each["input_scale"],
+            each["weight_scales"][0] if gathers else each["weight_scale"],
+        )
+        for each in every
+    ]
+    if gathers:
+        whole = tuple(torch.cat(each) for each in zip(*products, strict=True))
+        return on_all((whole[0], reference.rounded(whole[1], whole[0], OUTPUT)))
+    unit = reference.unit_roundoff(torch.float32)
+    value, bound = reference.sum_of_rounded(products, OUTPUT, unit)
+    return shared((value, reference.rounded(bound, value, OUTPUT)))
+
+
+ROWS_OF = {"input": noise(ROWS, COLUMNS), "reduce_op": "sum"}
+PRODUCT = {"input": noise(ROWS, INNER), "weight": noise(INNER, COLUMNS), "bias": None}
+HOW = {"algorithm": "auto", "out_dtype": None}
+NORM = {
+    "residual": same(ROWS, COLUMNS),
+    "norm_weight": same(COLUMNS),
+    "norm_bias": None,
+    "kind": "rms",
+    "eps": 1e-5,
+    "quantize": "",
+}
+LAYER = {"norm_bias": same(COLUMNS), "kind": "layer"}
+OWN = {
+    "residual": same(ROWS // SIZE, COLUMNS),
+    "scatter_dim": 0,
+    "length": None,
+    "gather_normed": False,
+}
+CASES = (
+    Compared("all_reduce", ROWS_OF, lambda every, dtype: on_all(reduced(every, dtype))),
+    Compared(
+        "all_reduce",
+        ROWS_OF | {"reduce_op": "avg"},
+        lambda every, dtype: on_all(reduced(every, dtype)),
+    ),
+    Compared(
+        "reduce_scatter",
+        ROWS_OF | {"scatter_dim": 1},
+        lambda every, dtype: shared(reduced(every, dtype), 1),
+    ),
+    Compared(
+        "all_gather",
+        {"input": noise(ROWS, COLUMNS), "gather_dim": 1},
+        lambda every, dtype: moved([torch.cat(of_all(every, "input"), 1)] * SIZE),
+    ),
+    Compared(
+        "all_to_all",
+        {"input": noise(ROWS, 2), "output_split_sizes": None, "input_split_sizes": None},
+        lambda every, dtype: moved(
+            [
+                torch.cat([x.chunk(SIZE)[rank] for x in of_all(every, "input")])
+                for rank in range(SIZE)
+            ]
+        ),
+    ),
+    Compared(
+        "broadcast",
+        {"input": noise(ROWS), "src": 1},
+        lambda every, dtype: moved([every[1]["input"]] * SIZE),
+    ),
+    *(
+        Compared(
+            "all_gather_matmul",
+            {
+                "input": noise(ROWS, INNER),
+                "weights": [noise(inner, COLUMNS)],
+                "biases": [bias],
+                "gather_dim": dim,
+                "return_gathered": True,
+                **HOW,
+            },
+            gathered,
+        )
+        for dim, inner, bias in (
+            (0, INNER, None),
+            (0, INNER, noise(COLUMNS)),
+            (1, SIZE * INNER, noise(COLUMNS)),
+        )
+    ),
+    *(
+        Compared(
+            "matmul_all_reduce",
+            PRODUCT | HOW | {"reduce_op": word, "bias": bias},
+            lambda every, dtype: on_all(reduced(every, dtype)),
+        )
+        for word, bias in (("sum", None), ("avg", same(COLUMNS)))
+    ),
+    Compared(
+        "matmul_reduce_scatter",
+        PRODUCT | HOW | {"reduce_op": "sum", "scatter_dim": 0, "length": None},
+        lambda every, dtype: shared(reduced(every, dtype)),
+    ),
+    Compared("all_reduce_norm", ROWS_OF | NORM | {"bias": None, "algorithm": "auto"}, normed),
+    Compared(
+        "reduce_scatter_norm", ROWS_OF | NORM | OWN | {"bias": None, "algorithm": "auto"}, normed
+    ),
+    *(
+        Compared(
+            "reduce_scatter_norm",
+            ROWS_OF | NORM | LAYER | OWN | {"bias": None, "algorithm": "auto", **variant.options},
+            normed,
+        )
+        for variant in BY_NAME["reduce_scatter_norm"].variants
+    ),
+    Compared("matmul_all_reduce_norm", PRODUCT | HOW | NORM | {"reduce_op": "sum"}, normed),
+    Compared(
+        "matmul_reduce_scatter_norm",
+        PRODUCT | HOW | NORM | LAYER | OWN | {"reduce_op": "sum"},
+        normed,
+    ),
+)
+
+
+def arguments(compared: Compared, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    def of_rank(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of_rank(each) for each in value]
+        return value(rank, dtype) if callable(value) else value
+
+    return {name: of_rank(value) for name, value in compared.arguments.items()}
+
+
+def own_results(op: Any, every: Given) -> list[list[torch.Tensor]]:
+    given = [op.arguments(**{n: v for n, v in each.items() if n != "op"}) for each in every]
+    found: list[list[torch.Tensor]] = op.reference(given, SIZE)
+    return found
+
+
+@pytest.mark.parametrize(("number", "dtype"), list(itertools.product(range(len(CASES)), DTYPES)))
+def test_both_references_agree(number: int, dtype: str) -> None:
+    compared, kind = CASES[number], DTYPES[dtype]
+    every = [arguments(compared, rank, kind) for rank in range(SIZE)]
+    results = own_results(BY_NAME[compared.op], every)
+    right = compared.right([{**each, "op": compared.op} for each in every], kind)
+    for (result, *_), (value, bound) in zip(results, right, strict=True):
+        assert reference.worst_ratio(result, value, bound) <= 1
+        off = result.double() + bound.max() + 0.1
+        assert reference.worst_ratio(off, value, bound) > 1, "the control"
+
+
+@pytest.mark.parametrize("op", ["all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"])
+def test_both_references_agree_on_fp8(op: str) -> None:
+    """Of small whole numbers, whose sums are exact in as many bits as tensor cores keep."""
+    gathers = op.startswith("all_gather")
+
+    def fp8(rank: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(-3, 4, shape, generator=generator).to(torch.float8_e4m3fn)
+
+    every = []
+    for rank in range(SIZE):
+        weight, scale = fp8(7, 16, 16).t(), torch.rand(1, 16) + 0.5
+        rows = torch.rand(ROWS, 1) + 0.5
+        about = {"input": fp8(rank, ROWS, 16), "input_scale": rows, "out_dtype": OUTPUT}
+        how = {"use_fast_accum": False, "algorithm": "auto"}
+        more: dict[str, Any] = {
+            "weight": weight, "weight_scale": scale, "bias": None, "reduce_op": "sum",
+            "scatter_dim": 0,
+        }  # fmt: skip
+        if gathers:
+            more = {
+                "weights": [weight], "weight_scales": [torch.ones(1, 16)], "biases": [None],
+                "gather_dim": 0, "return_gathered": False,
+            }  # fmt: skip
+        every.append(about | how | more)
+    for (result, *_), (value, bound) in zip(
+        own_results(BY_NAME[op], every), scaled(every, OUTPUT), strict=True
+    ):
+        assert reference.worst_ratio(result, value, bound) <= 1
+
+
+def test_every_reference_is_compared() -> None:
+    """But those of ops that only move what the root has, or bring it to the root."""
+    there = {op.name for op in BY_NAME.values() if op.reference is not None}
+    by_scale = {"all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"}
+    moving = {"reduce", "gather", "scatter", "permute", "rank"}
+    assert there - moving == {compared.op for compared in CASES} | by_scale
