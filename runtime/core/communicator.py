@@ -17,9 +17,11 @@ order, as torch.distributed asks for too.
 
 import contextlib
 import functools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -490,6 +492,35 @@ def internal_form(
 
     form = Form(op, check, fills, names, run)
     return run
+
+
+def record_form(
+    op: str, arguments: type, tensors: Sequence[str], check: Callable[..., Any], **called: str
+) -> Callable[..., Any]:
+    """``op`` for callers with a record of its arguments: ``form(communicator, given, outputs, async_op)``.
+
+    As :func:`internal_form`, with ``check(communicator, given, outputs)``. ``tensors`` are the fields that
+    are tensors; ``outputs``: tensors that the caller has made for the results, or None. ``called``: names
+    of arguments, where fields differ.
+    """
+    others = [each.name for each in fields(arguments) if each.name not in tensors]
+    tensors_of, others_of = operator.attrgetter(*tensors), operator.attrgetter(*others)
+    order = [*tensors, "outputs", *others]
+
+    def checked(communicator: Communicator, *values: Any) -> Any:
+        known = dict(zip(order, values, strict=True))
+        outputs = known.pop("outputs")
+        return check(communicator, arguments(**known), outputs)
+
+    names = [called.get(name, name) for name in order]
+    run = internal_form(op, checked, fills=False, names=names)
+
+    def form(
+        communicator: Communicator, given: Any, outputs: Any = None, async_op: bool = False
+    ) -> Any:
+        return run(communicator, (*tensors_of(given), outputs), others_of(given), async_op)
+
+    return form
 
 
 def composed_form(op: str, prepare: Callable[..., Any]) -> Callable[..., Any]:

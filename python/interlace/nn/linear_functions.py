@@ -47,7 +47,7 @@ from interlace.ops.matmul import gather as gather_matmul
 from interlace.ops.matmul import reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
-from interlace.ops.matmul.reduce import MatmulAllReduceArguments, MatmulReduceScatterArguments
+from interlace.ops.matmul.reduce import ReduceArguments
 from interlace.ops.op.pending import Started, finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
@@ -431,9 +431,9 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     over = layer.communicator
     if over is None:
         return Started([grad @ weight], None)
-    if not layer.sharded:
-        return reduce.start(over, MatmulAllReduceArguments(grad, weight, None, "sum"))
-    return reduce.start(over, MatmulReduceScatterArguments(grad, weight, None, "sum", 0))
+    return reduce.start(
+        over, ReduceArguments(grad, weight, scatter_dim=0 if layer.sharded else None)
+    )
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -450,14 +450,10 @@ class RowParallelLinearFunction(torch.autograd.Function):
             if communicator is None:
                 output = _linear(own, matrix, vector, layer.out_dtype or dtype)
             else:
-                product = own, matrix.t(), vector, "sum"
-                call: MatmulReduceScatterArguments | MatmulAllReduceArguments
-                if layer.sharded:
-                    call = MatmulReduceScatterArguments(
-                        *product, layer.dim, out_dtype=layer.out_dtype
-                    )
-                else:
-                    call = MatmulAllReduceArguments(*product, out_dtype=layer.out_dtype)
+                dim = layer.dim if layer.sharded else None
+                call = ReduceArguments(
+                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype
+                )
                 (output,) = _finished(reduce.start(communicator, call))
         ctx.layer, ctx.parameter = layer, weight
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype

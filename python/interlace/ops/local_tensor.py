@@ -158,7 +158,7 @@ def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
-        given = [op.arguments(*[_on_rank(value, rank) for value in own]) for rank in row]
+        given = [op.record([_on_rank(value, rank) for value in own]) for rank in row]
         for rank, made in zip(row, reference(given, len(row)), strict=True):
             outputs[rank] = made
     return {rank: outputs[rank] for rank in ranks}

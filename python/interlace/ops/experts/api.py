@@ -30,7 +30,7 @@ from interlace.ops.experts.routing import (
     routing_for,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op import recorded
+from interlace.ops.op import eager as recorded
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate

@@ -29,7 +29,7 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op.recorded import RecordedWork, started
+from interlace.ops.op.eager import RecordedWork, started
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.norms import RowNorm, given
+from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
@@ -21,8 +21,8 @@ from interlace.arguments.words import (
 )
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
-from interlace.ops.matmul import gather, norms, recorded, reduce
-from interlace.ops.op.recorded import matrices
+from interlace.ops.matmul import gather, norms
+from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, ReduceArguments
 from interlace.runtime.core.work import Work
 
 Tensor = torch.Tensor
@@ -74,19 +74,15 @@ def all_gather_matmul(
     >>> interlace.run(lambda: interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4)).sum(), 2)
     [tensor(128.), tensor(128.)]
     """
-    options = gather.GatherMatmulOptions(
-        gather_dim, return_gathered, algorithm, out_dtype, activation
+    given = gather.AllGatherMatmulArguments(
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
     if requires_gradients(input, weight, bias):
-        lengths: list[int] = []
-        if matrices(input):
-            lengths = recorded.shard_lengths(group, input, weight, gather_dim)
-        if lengths:
-            return recorded.gathered((input, weight, bias), lengths, options, group, async_op)  # type: ignore[no-any-return]
+        made = gather.record(given, group, async_op)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
         checks.warn_without_gradients(gather.OP)
-    tensors = (input, weight, bias, (), None)
-    communicator = resolve(group).on(input)
-    return gather.gather_matmul(communicator, tensors, (options,), async_op)  # type: ignore[return-value]
+    return gather.gather_matmul(resolve(group).on(input), given, None, async_op)  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(
@@ -150,11 +146,11 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    options = reduce.MatmulReduceOptions(
-        reduce_op, scatter_dim, None, algorithm, out_dtype, activation
-    )
-    given = (residual, norm, quantize, gather_normed)
-    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
+    given = ReduceArguments(
+        input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, activation=activation,
+    )  # fmt: skip
+    return run_reduction(SCATTER, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def matmul_all_reduce(
@@ -186,31 +182,28 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    options = reduce.MatmulReduceOptions(
-        reduce_op, None, None, algorithm, out_dtype, activation, reduce.ALL_REDUCE
-    )
-    given = (residual, norm, quantize, False)
-    return _matmul_reduce((input, weight, bias), options, given, group, async_op)  # type: ignore[no-any-return]
+    given = ReduceArguments(
+        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm,
+        out_dtype=out_dtype, activation=activation,
+    )  # fmt: skip
+    return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
-def _matmul_reduce(
-    tensors: tuple[Any, ...],
-    options: reduce.MatmulReduceOptions,
-    normed: tuple[Any, Any, Any, Any],
-    group: Group,
-    async_op: bool,
+def run_reduction(
+    op: str, given: ReduceArguments, norm: Any, quantize: Any, group: Group, async_op: bool
 ) -> Any:
-    """Either op that reduces. ``normed``: residual, norm, quantize, gather_normed."""
-    op = options.op
-    with resolve(group).accepting(op):
-        vectors, norm = given(*normed)
-    if requires_gradients(*tensors, *vectors):
-        return recorded.reduced(op, tensors, options, normed, group, async_op)
-    communicator = resolve(group).on(tensors[0])
-    if norm is not None:
-        fused = (*tensors, *vectors, None)
-        return norms.FORMS[op](communicator, fused, (options, norm), async_op)
-    return reduce.FORMS[op](communicator, (*tensors, None), (options,), async_op)
+    """An eager reduction of a product, or of rows that are there already."""
+    communicator = resolve(group)
+    with communicator.accepting(op):
+        if given.op != op:  # by a None, which no caller may give
+            if op in (SCATTER, ALL_REDUCE):
+                checks.tensor("weight", given.weight, communicator)
+            checks.integer("scatter_dim", given.scatter_dim)
+        norms.take_norm(given, norm, quantize)
+    vectors = given.residual, given.norm_weight, given.norm_bias
+    if requires_gradients(given.input, given.weight, given.bias, *vectors):
+        return norms.record(given, norm, quantize, group, async_op)
+    return norms.FORMS[op](communicator.on(given.input), given, None, async_op)
 
 
 def requires_gradients(*tensors: Any) -> bool:

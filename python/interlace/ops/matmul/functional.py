@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import norms
-from interlace.arguments.norms import RowNorm
+from interlace.arguments.norms import BY_ROW, RowNorm
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
@@ -19,8 +18,10 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
-from interlace.ops.matmul.functional_norms import run_normed
-from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run, run_to_list
+from interlace.ops.matmul.gather import AllGatherMatmulArguments
+from interlace.ops.matmul.norms import take_norm
+from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, SCATTER_NORM, ReduceArguments
+from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
 
 Tensor = torch.Tensor
 
@@ -54,20 +55,35 @@ def all_gather_matmul(
     >>> interlace.run(gathered, 2)
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    check("all_gather_matmul", group, tag, {"gather_dim": gather_dim}, input=input)
+    given = AllGatherMatmulArguments(
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype
+    )
+    return gather(given, group, tag, save_gathered=save_gathered)  # type: ignore[no-any-return]
+
+
+def gather(
+    given: AllGatherMatmulArguments,
+    group: FunctionalGroup,
+    tag: str = "",
+    *,
+    save_gathered: bool = True,
+) -> Any:
+    """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
+    op, weight, bias = "all_gather_matmul", given.weights, given.biases
+    check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
         text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
-        refuse("all_gather_matmul", group, tag, TypeError(text))
+        refuse(op, group, tag, TypeError(text))
     weights: list[Any] = list(weight) if several else [weight]
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if len(biases) != len(weights):
         text = f"bias has {len(biases)} entries, weight has {len(weights)}"
-        refuse("all_gather_matmul", group, tag, ValueError(text))
+        refuse(op, group, tag, ValueError(text))
     for each in weights:
-        check("all_gather_matmul", group, tag, weight=each)
+        check(op, group, tag, weight=each)
     for each in biases:
-        check("all_gather_matmul", group, tag, bias=each)
+        check(op, group, tag, bias=each)
     if all(each is None for each in biases):
         biases = []
     elif any(each is None for each in biases):
@@ -76,11 +92,11 @@ def all_gather_matmul(
             w.new_zeros(w.shape[1:]) if b is None else b
             for w, b in zip(weights, biases, strict=True)
         ]
-    kept = return_gathered or (save_gathered and keeps(False, weights))
-    given = (input, weights, biases, gather_dim, kept, algorithm, out_dtype)
-    made = run_to_list("all_gather_matmul", group, tag, (input, *weights, *biases), *given)
+    asked, given.weights, given.biases = given.return_gathered, weights, biases
+    given.return_gathered = asked or (save_gathered and keeps(False, weights))
+    made = run_record(op, group, tag, (given.input, *weights, *biases), given)
     outputs = list(made[: len(weights)]) if several else made[0]
-    return (made[len(weights)], outputs) if return_gathered else outputs
+    return (made[len(weights)], outputs) if asked else outputs
 
 
 def matmul_reduce_scatter(
@@ -114,16 +130,11 @@ def matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    op, dims = "matmul_reduce_scatter", {"scatter_dim": scatter_dim}
-    check(op, group, tag, dims, input=input, weight=weight, bias=bias)
-    own = scatter_dim, own_length(group, tag, input, weight, scatter_dim)
-    if norm is not None:
-        how = (norm, residual, reduce_op, (*own, algorithm, out_dtype), quantize)
-        tensors = (input, weight, bias)
-        return run_normed(f"{op}_norm", group, tag, tensors, *how, gather_normed)  # type: ignore[no-any-return]
-    _without_norm(op, group, tag, residual, quantize, gather_normed)
-    given = (name_of(reduce_op), *own, algorithm, out_dtype)
-    return run(op, group, tag, input, weight, bias, *given, tensors=3)
+    given = ReduceArguments(
+        input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed,
+    )  # fmt: skip
+    return reduce(SCATTER, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def matmul_all_reduce(
@@ -154,20 +165,44 @@ def matmul_all_reduce(
     >>> interlace.run(summed, 2)
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
-    op = "matmul_all_reduce"
-    check(op, group, tag, input=input, weight=weight, bias=bias)
-    if norm is not None:
-        how = (norm, residual, reduce_op, (algorithm, out_dtype), quantize)
-        return run_normed(f"{op}_norm", group, tag, (input, weight, bias), *how)  # type: ignore[no-any-return]
-    _without_norm(op, group, tag, residual, quantize, False)
-    given = (name_of(reduce_op), algorithm, out_dtype)
-    return run(op, group, tag, input, weight, bias, *given, tensors=3)
+    given = ReduceArguments(
+        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype
+    )
+    return reduce(ALL_REDUCE, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
-def _without_norm(op: str, group: FunctionalGroup, tag: str, *normed: Any) -> None:
-    """Raise ValueError for what only a call with a norm takes: a residual, quantize, gather_normed."""
-    residual, *others = normed
+def reduce(
+    op: str,
+    given: ReduceArguments,
+    norm: Any,
+    quantize: Any,
+    group: FunctionalGroup,
+    tag: str = "",
+) -> Any:
+    """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
+    factors: dict[str, Any] = {"input": given.input}
+    if op in (SCATTER, ALL_REDUCE):
+        factors["weight"] = given.weight
+    scatters = op in (SCATTER, SCATTER_NORM)
+    dims = {"scatter_dim": given.scatter_dim} if scatters else None
+    check(op, group, tag, dims, **factors, bias=given.bias)
+    *_, columns = factors.values()
+    if scatters:
+        given.length = own_length(group, tag, given.input, columns, given.scatter_dim)
+    given.reduce_op = name_of(given.reduce_op)
+    if norm is not None and "weight" in factors:
+        op = f"{op}_norm"
     try:
-        norms.given(residual, None, *others)
-    except ValueError as error:
+        take_norm(given, norm, quantize)
+    except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
+    tensors = [*factors.values(), given.bias]
+    if given.kind:
+        names = "residual", "weight of norm", "bias of norm"
+        vectors = given.residual, given.norm_weight, given.norm_bias
+        check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
+        tensors += vectors
+    made = run_record(op, group, tag, tensors, given)
+    if not given.kind:
+        return made[0]
+    return ((made[0], made[2]) if given.quantize == BY_ROW else made[0]), made[1]

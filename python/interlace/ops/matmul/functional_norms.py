@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from interlace.arguments.norms import BY_ROW, RowNorm, check_options, taken_apart
+from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
@@ -16,35 +14,10 @@ from interlace.arguments.words import (
     Quantized,
     Unscaled,
 )
-from interlace.ops.op.calls import check, name_of, own_length, refuse, run_to_list
+from interlace.ops.matmul.functional import reduce
+from interlace.ops.matmul.reduce import ALL_REDUCE_NORM, SCATTER_NORM, ReduceArguments
 
 Tensor = torch.Tensor
-
-
-def run_normed(
-    op: str,
-    group: FunctionalGroup,
-    tag: str,
-    tensors: tuple[Any, ...],
-    norm: Any,
-    residual: Any,
-    reduce_op: Any,
-    given: tuple[Any, ...],
-    quantize: Any,
-    *gather: bool,
-) -> Any:
-    """Start an op that norms rows; ``given``: its options after ``reduce_op`` and before the norm's."""
-    try:
-        vectors, options = taken_apart(norm, residual, quantize, *gather)
-        check_options(options)
-    except (TypeError, ValueError) as error:
-        refuse(op, group, tag, error)
-    names = ("residual", "weight of norm", "bias of norm")
-    check(op, group, tag, None, input=tensors[0], **dict(zip(names, vectors, strict=True)))
-    how = (options.kind, float(options.eps), options.quantize or "", *gather)
-    own = (*tensors, *vectors, name_of(reduce_op), *given, *how)
-    made = run_to_list(op, group, tag, (*tensors, *vectors), *own)
-    return ((made[0], made[2]) if quantize == BY_ROW else made[0]), made[1]
 
 
 def all_reduce_norm(
@@ -75,11 +48,8 @@ def all_reduce_norm(
     >>> interlace.run(normed, 2)[0]
     ([[1.0, 1.0]], [[2.0, 2.0]])
     """
-    op = "all_reduce_norm"
-    check(op, group, tag, input=input, bias=bias)
-    tensors, given = (input, bias), (algorithm,)
-    made = run_normed(op, group, tag, tensors, norm, residual, reduce_op, given, quantize)
-    return made  # type: ignore[no-any-return]
+    given = ReduceArguments(input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm)
+    return reduce(ALL_REDUCE_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_norm(
@@ -113,9 +83,8 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     ([[1.0, 1.0]], [[2.0, 2.0]])
     """
-    op = "reduce_scatter_norm"
-    check(op, group, tag, {"scatter_dim": scatter_dim}, input=input, bias=bias)
-    own = scatter_dim, own_length(group, tag, input, input, scatter_dim)
-    tensors, given = (input, bias), (*own, algorithm)
-    how = (norm, residual, reduce_op, given, quantize, gather_normed)
-    return run_normed(op, group, tag, tensors, *how)  # type: ignore[no-any-return]
+    given = ReduceArguments(
+        input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, gather_normed=gather_normed,
+    )  # fmt: skip
+    return reduce(SCATTER_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]

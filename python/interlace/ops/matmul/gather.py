@@ -9,25 +9,29 @@ product's. The one that communicates is started first, and waited for last.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
+from interlace.groups.groups import resolve
 from interlace.ops.collectives import reference as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.operands import Linear, checked_bias, multiply, rows_of, unrows
-from interlace.ops.op import shapes
-from interlace.ops.op.gradients import rows, wait
-from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op import eager, shapes
+from interlace.ops.op.gradients import padded, rows, wait
+from interlace.ops.op.op import Op, OpGradient, names_of_tensors, start_form, tensors
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.numerics.activations import activate
 from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
@@ -38,40 +42,33 @@ _ops: Any = Ops()
 
 @dataclasses.dataclass
 class AllGatherMatmulArguments:
-    """The arguments of the op; see :func:`interlace.functional.all_gather_matmul`."""
+    """The arguments of the op; see :func:`interlace.all_gather_matmul`.
+
+    Of an eager call ``weights`` may be one, and ``biases`` too, or None.
+    """
 
     input: Tensor
-    weights: list[Tensor]
-    biases: list[Tensor | None]
-    gather_dim: int
-    return_gathered: bool
-    algorithm: str = "auto"
-    out_dtype: torch.dtype | None = None
-
-
-class GatherMatmulOptions(NamedTuple):
-    """The arguments of a call that are no tensors; see :func:`interlace.all_gather_matmul`."""
-
+    weights: Annotated[Any, "Tensor[]"] = None
+    biases: Annotated[Any, "Tensor?[]"] = None
     gather_dim: int = 0
     return_gathered: bool = False
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
-    activation: str | Sequence[str | None] | None = None
+    activation: Annotated[str | Sequence[str | None] | None, ""] = None
 
 
 def prepared(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor | None] | None,
-    outputs: Sequence[Tensor],
-    gathered: Tensor | None,
-    options: GatherMatmulOptions,
+    communicator: Communicator, given: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
-    """Checked on this rank. ``outputs``, one per weight, and ``gathered`` get the results if given."""
-    operands = checks.operands(communicator, input, weight, bias, options, options.gather_dim)
+    """Checked on this rank. ``buffers``, one per weight and one for what is gathered, get the results."""
+    outputs = list(buffers or ())
+    gathered = outputs.pop() if outputs and given.return_gathered else None
+    biases = given.biases if given.biases is not None and len(given.biases) else None
+    operands = checks.operands(
+        communicator, given.input, given.weights, biases, given, given.gather_dim
+    )
     input, several = operands.input, operands.several
-    dim = options.gather_dim % input.dim()
+    dim = given.gather_dim % input.dim()
     along_k = dim == input.dim() - 1
     if along_k and operands.algorithm not in ("auto", "unfused"):
         raise ValueError(
@@ -80,7 +77,7 @@ def prepared(
         )
 
     def start() -> Outcome:
-        lengths, columns = _agreed(communicator, operands, dim, options.return_gathered)
+        lengths, columns = _agreed(communicator, operands, dim, given.return_gathered)
         if outputs and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
@@ -117,7 +114,7 @@ def prepared(
         else:
             per_index = math.prod(others)
             whole = gathered
-            if whole is None and options.return_gathered:
+            if whole is None and given.return_gathered:
                 whole = input.new_empty(rows, inner)
             counts = [length * per_index for length in lengths]
             shard = rows_of(input, dim)
@@ -128,12 +125,15 @@ def prepared(
         if outputs:
             return Outcome(None, event)
         result = results if several else results[0]
-        return Outcome((kept, result) if options.return_gathered else result, event)
+        return Outcome((kept, result) if given.return_gathered else result, event)
 
     return start, (), None
 
 
-gather_matmul = internal_form(OP, prepared, fills=False)
+TENSORS = names_of_tensors(AllGatherMatmulArguments)
+gather_matmul = record_form(
+    OP, AllGatherMatmulArguments, TENSORS, prepared, weights="weight", biases="bias"
+)
 
 
 def _agreed(
@@ -208,14 +208,7 @@ def results(given: AllGatherMatmulArguments, size: int) -> list[shapes.Output]:
 def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Started:
     with communicator.accepting(OP):
         made = results(given, communicator.world_size)
-    outputs = [each.matrix for each in made]
-    gathered = outputs.pop() if given.return_gathered else None
-    tensors = (given.input, given.weights, given.biases or None, outputs, gathered)
-    options = GatherMatmulOptions(
-        given.gather_dim, given.return_gathered, given.algorithm, given.out_dtype
-    )
-    work = gather_matmul(communicator, tensors, (options,), True)
-    return Started([each.view for each in made], work)
+    return start_form(gather_matmul, communicator, given, made)
 
 
 def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
@@ -298,6 +291,88 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             products[-1].view.copy_(whole)
         made.append([result.view for result in products])
     return made
+
+
+# -- eager calls whose gradients are recorded ------------------------------------------------------
+
+
+class Shards(NamedTuple):
+    """Shards of these lengths along ``dim``; shorter ones travel with zeros behind them."""
+
+    lengths: list[int]
+    dim: int
+    along_k: bool
+
+    @property
+    def equal(self) -> bool:
+        return min(self.lengths) == max(self.lengths)
+
+    def padded(self, input: Tensor, weight: Any) -> tuple[Tensor, Any]:
+        """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
+        if self.equal:
+            return input, weight
+        most = max(self.lengths)
+        inner = sum(self.lengths) if self.along_k else input.shape[-1]
+
+        def met(weight: Tensor) -> Tensor:
+            if weight.dim() != 2 or weight.shape[0] != inner:
+                shape = tuple(weight.shape)
+                raise ValueError(f"weight has shape {shape}, the gathered input has k = {inner}")
+            if not self.along_k:
+                return weight
+            return torch.cat([padded(p, 0, most) for p in torch.split(weight, self.lengths)])
+
+        return padded(input, self.dim, most), tree_map_only(Tensor, met, weight)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """What was gathered, without the zeros."""
+        if self.equal:
+            return tensor
+        parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
+        return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
+
+
+def record(given: AllGatherMatmulArguments, group: Any, async_op: bool) -> Any:
+    """A call that autograd knows of; None where it cannot, as of what the op refuses.
+
+    The activation is torch's, after the op, because its gradient needs what it was taken of. It costs a
+    host message more, by which ranks learn the lengths of the shards.
+    """
+    input, dim = given.input, given.gather_dim
+    if not eager.matrices(input):
+        return None
+    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
+        return None
+    communicator = resolve(group)
+
+    def exchange() -> list[int]:
+        return communicator.parts(communicator.call_of(OP, (), input.shape[dim]))
+
+    lengths = eager.agreed(communicator, OP, (input, tensors(given.weights)), exchange)
+    dim %= input.dim()
+    shards = Shards(lengths, dim, dim == input.dim() - 1)
+    several = not isinstance(given.weights, Tensor)
+    with communicator.accepting(OP):
+        count = len(given.weights) if several else 1
+        names = checks.activations(given.activation, count, several)
+        input, weight = shards.padded(input, given.weights)
+    equal = dataclasses.replace(given, input=input, weights=weight, activation=None)
+
+    def finish(result: Any) -> Any:
+        whole: Any = None
+        if given.return_gathered:
+            whole, result = result
+        outputs = result if several else [result]
+        if not shards.along_k:
+            outputs = [shards.cut(each) for each in outputs]
+        done = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
+        made = done if several else done[0]
+        return (shards.cut(whole), made) if given.return_gathered else made
+
+    from interlace.ops.matmul import functional  # brings torch's compilers
+
+    call = functools.partial(functional.gather, equal, group)
+    return eager.record(OP, async_op, call, finish)
 
 
 ALL_GATHER_MATMUL = Op(

@@ -15,15 +15,15 @@ were gathered give their gradients back by a reduce-scatter. fp8 has no gradient
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments import norms as arguments
-from interlace.arguments.norms import NormOptions
+from interlace.arguments.norms import checked_norm, checked_residual
 from interlace.arguments.words import NormAlgorithm
+from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import low_latency
 from interlace.ops.collectives import reference as by_rank
@@ -34,23 +34,43 @@ from interlace.ops.matmul.launch_norms import WholeRows
 from interlace.ops.matmul.operands import Linear, partial_products, rows_of, unrows
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
+    ALL_REDUCE_NORM,
     ONE_SHOT_BYTES,
     SCATTER,
-    MatmulReduceOptions,
+    SCATTER_NORM,
+    SCATTERED,
+    TENSORS,
+    ReduceArguments,
     check_factors,
     equal_part,
     factor_gradients,
 )
-from interlace.ops.op import shapes
+from interlace.ops.op import eager, registry, shapes
 from interlace.ops.op.gradients import longest, padded, wait
-from interlace.ops.op.op import Op, OpGradient, OpVariant
+from interlace.ops.op.op import (
+    Op,
+    OpGradient,
+    OpVariant,
+    requiring,
+    start_form,
+    without_tensors,
+)
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics.norms import QUANTIZED, NormTail, RowNorm, backward
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import (
+    BY_ROW,
+    QUANTIZE,
+    QUANTIZED,
+    NormTail,
+    RowNorm,
+    backward,
+    unrounded,
+)
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
 
@@ -59,7 +79,6 @@ _ops: Any = Ops()
 Buffers = Sequence[Tensor] | None
 """Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
 
-ALL_REDUCE_NORM, SCATTER_NORM = "all_reduce_norm", "reduce_scatter_norm"
 GATHERED_ROWS = OpVariant("gather_normed", {"gather_normed": True})
 """The latter where all ranks get the normed rows."""
 NO_FP8 = (
@@ -68,100 +87,113 @@ NO_FP8 = (
 SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
 
 
-@dataclasses.dataclass
-class MatmulReduceScatterNormArguments:
-    """The arguments of the op; ``length``: of the own part, None for an equal one."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    reduce_op: str
-    scatter_dim: int
-    length: torch.SymInt | None
-    algorithm: str
-    out_dtype: torch.dtype | None
-    kind: str
-    eps: float
-    quantize: str
-    gather_normed: bool
-    op: ClassVar[str] = "matmul_reduce_scatter_norm"
-
-
-@dataclasses.dataclass
-class MatmulAllReduceNormArguments:
-    """The arguments of the op; nothing is scattered."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    reduce_op: str
-    algorithm: str
-    out_dtype: torch.dtype | None
-    kind: str
-    eps: float
-    quantize: str
-    scatter_dim: ClassVar[None] = None
-    length: ClassVar[None] = None
-    gather_normed: ClassVar[bool] = False
-    op: ClassVar[str] = "matmul_all_reduce_norm"
+def take_norm(given: ReduceArguments, norm: Any, quantize: Any) -> None:
+    """Put what a call says about its norm into the record of its arguments; raise for what does not fit."""
+    if norm is None and given.weight is not None:
+        if given.residual is not None or quantize is not None or given.gather_normed:
+            raise ValueError(
+                "residual, quantize and gather_normed are for a call with norm, which is None"
+            )
+        return
+    if not isinstance(norm, RowNorm):
+        raise TypeError(
+            f"norm must be an interlace.RMSNorm or interlace.LayerNorm, got {type(norm).__name__}"
+        )
+    eps = norm.eps
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps of norm must be a number, got {eps!r}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps of norm must be 0 or more and finite, got {eps}")
+    if quantize is not None and quantize not in QUANTIZE:
+        raise ValueError(f"quantize must be None or one of {', '.join(QUANTIZE)}, got {quantize!r}")
+    checks.flag("gather_normed", given.gather_normed)
+    given.kind, given.eps, given.quantize = norm.kind, float(eps), quantize or ""
+    given.norm_weight, given.norm_bias = norm.weight, norm.bias
 
 
-@dataclasses.dataclass
-class AllReduceNormArguments:
-    """The arguments of the op; nothing is multiplied or scattered, and results are of the input's dtype."""
-
-    input: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    reduce_op: str
-    algorithm: str
-    kind: str
-    eps: float
-    quantize: str
-    weight: ClassVar[None] = None
-    scatter_dim: ClassVar[None] = None
-    length: ClassVar[None] = None
-    out_dtype: ClassVar[None] = None
-    gather_normed: ClassVar[bool] = False
-    op: ClassVar[str] = ALL_REDUCE_NORM
+def norm_of(given: ReduceArguments) -> RowNorm:
+    """The norm of a record, as it was given."""
+    return RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
 
 
-@dataclasses.dataclass
-class ReduceScatterNormArguments:
-    """The arguments of the op; nothing is multiplied, and results are of the input's dtype."""
+class CheckedNorm:
+    """The norm of a call and its residual, if they fit.
 
-    input: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    reduce_op: str
-    scatter_dim: int
-    length: torch.SymInt | None
-    algorithm: str
-    kind: str
-    eps: float
-    quantize: str
-    gather_normed: bool
-    weight: ClassVar[None] = None
-    out_dtype: ClassVar[None] = None
-    op: ClassVar[str] = SCATTER_NORM
+    ``dim`` of ``lengths`` is scattered in ``parts``, (first, count) by rank, if it is not None; ``own`` are
+    the lengths of the own part. Rows are ``columns`` numbers of ``dtype``.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        given: ReduceArguments,
+        dim: int | None,
+        lengths: Sequence[int],
+        parts: Sequence[tuple[int, int]],
+        columns: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.own, self.gathers = list(lengths), given.gather_normed
+        if dim == len(lengths):
+            raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
+        if dim is not None:
+            self.own[dim] = parts[communicator.rank][1]
+        elif self.gathers:
+            raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
+        self.quantize, self._dtype = given.quantize or None, dtype
+        self.norm = checked_norm(communicator, norm_of(given), columns, dtype)
+        shape = (*self.own, columns)
+        self.residual = checked_residual(communicator, given.residual, shape, dtype)
+
+    def terms(self) -> tuple[Any, ...]:
+        """On what about the norm ranks have to agree."""
+        norm = self.norm
+        return (
+            ("norm", norm.kind),
+            ("eps of norm", norm.eps),
+            ("quantize", self.quantize),
+            ("gather_normed", self.gathers),
+            ("whether there is a residual", self.residual is not None),
+            ("dtype of weight of norm", None if norm.weight is None else norm.weight.dtype),
+            ("dtype of bias of norm", None if norm.bias is None else norm.bias.dtype),
+        )
+
+    def rows(
+        self,
+        like: Tensor,
+        dim: int,
+        buffers: Buffers,
+        extents: tuple[int, int],
+        own: tuple[int, int] | None = None,
+    ) -> "NormedRows":
+        """Memory for the results: ``extents`` are rows and columns of the normed.
+
+        ``own``: of these the first own row, and how many; the sum and the residual have own rows only.
+        """
+        residual = None if self.residual is None else matrix_of(self.residual, dim)
+        rows, columns = extents
+        count = rows if own is None else own[1]
+        if buffers is None:
+            made = QUANTIZED if self.quantize else self._dtype
+            buffers = [
+                like.new_empty(rows, columns, dtype=made),
+                like.new_empty(count, columns, dtype=self._dtype),
+            ]
+            if self.quantize == BY_ROW:
+                buffers.append(like.new_empty(rows, 1, dtype=torch.float32))
+        normed, total, *scales = buffers
+        scale = scales[0] if scales else None
+        if own is None:
+            return NormedRows(total, NormTail(self.norm, residual, normed, scale), None)
+        part = slice(own[0], own[0] + count)
+        scale_part = None if scale is None else scale[part]
+        tail = NormTail(self.norm, residual, normed[part], scale_part)
+        return NormedRows(total, tail, WholeRows(normed, scale, None))
 
 
-NormArguments = (
-    MatmulReduceScatterNormArguments
-    | MatmulAllReduceNormArguments
-    | AllReduceNormArguments
-    | ReduceScatterNormArguments
-)
+def matrix_of(tensor: Tensor, dim: int) -> Tensor:
+    """The rows of a tensor, which may be one, dense, ``dim`` first."""
+    return (rows_of(tensor, dim) if tensor.dim() > 1 else tensor[None]).contiguous()
 
 
 class NormedRows(NamedTuple):
@@ -182,39 +214,6 @@ class NormedRows(NamedTuple):
         return made, unrows(self.sum, own, dim)
 
 
-def normed_rows(
-    like: Tensor,
-    norm: RowNorm,
-    residual: Tensor | None,
-    quantize: str | None,
-    dtype: torch.dtype,
-    buffers: Buffers,
-    extents: tuple[int, int],
-    own: tuple[int, int] | None = None,
-) -> NormedRows:
-    """Memory for the results: ``extents`` are rows and columns of the normed.
-
-    ``own``: of these the first own row, and how many; the sum and the residual have own rows only.
-    """
-    rows, columns = extents
-    count = rows if own is None else own[1]
-    if buffers is None:
-        made = QUANTIZED if quantize else dtype
-        buffers = [
-            like.new_empty(rows, columns, dtype=made),
-            like.new_empty(count, columns, dtype=dtype),
-        ]
-        if quantize == arguments.BY_ROW:
-            buffers.append(like.new_empty(rows, 1, dtype=torch.float32))
-    normed, total, *scales = buffers
-    scale = scales[0] if scales else None
-    if own is None:
-        return NormedRows(total, NormTail(norm, residual, normed, scale), None)
-    part = slice(own[0], own[0] + count)
-    tail = NormTail(norm, residual, normed[part], None if scale is None else scale[part])
-    return NormedRows(total, tail, WholeRows(normed, scale, None))
-
-
 def kernel_makes_fp8(communicator: Communicator) -> bool:
     """Whether the processors that kernels run on, or are interpreted for, have fp8."""
     place = communicator.place
@@ -224,61 +223,15 @@ def kernel_makes_fp8(communicator: Communicator) -> bool:
     return capability >= SMALLEST_FP8
 
 
-def prepared(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    buffers: Buffers,
-    options: MatmulReduceOptions,
-    norm: NormOptions,
-) -> PreparedCall:
-    """Either op of ``reduce.py`` with a norm, checked."""
-    request = NormedReduce(
-        communicator, (input, weight, bias), (residual, norm_weight, norm_bias), options, norm
-    )
-    start = request.summed_normed if options.op == ALL_REDUCE else request.scattered_normed
-    return functools.partial(start, buffers), (), None
-
-
-FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
-
-
 class NormedReduce(reduce.CheckedReduce):
     """The checked arguments of a matmul with a norm."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        product: tuple[Any, Any, Any],
-        normed: arguments.NormTensors,
-        options: MatmulReduceOptions,
-        norm: NormOptions,
-    ) -> None:
-        super().__init__(communicator, *product, options)
-        self.options = norm
-        columns = self.weight.shape[1]
-        self.norm = arguments.checked(communicator, *normed[1:], columns, self.dtype, norm)
-        *lengths, _ = self.input.shape
-        if self.dim is not None:
-            if self.dim == len(lengths):
-                raise ValueError(
-                    f"scatter_dim {self.dim} is the last dimension, and norm is of whole rows"
-                )
-            lengths[self.dim] = self._parts()[communicator.rank][1]
-        elif norm.gather_normed:
-            raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
-        shape = (*lengths, columns)
-        self.residual = arguments.residual_of(communicator, normed[0], shape, self.dtype)
-        self.more_terms = arguments.terms(self.norm, self.residual, norm)
-
-    def _rows(self, dim: int, *where: Any) -> NormedRows:
-        residual = None if self.residual is None else rows_of(self.residual, dim).contiguous()
-        quantize = self.options.quantize
-        return normed_rows(self.input, self.norm, residual, quantize, self.dtype, *where)
+    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+        super().__init__(communicator, given)
+        parts = [] if self.dim is None else self._parts()
+        about = self.dim, self.input.shape[:-1], parts, self.weight.shape[1], self.dtype
+        self.normed = CheckedNorm(communicator, given, *about)
+        self.more_terms = self.normed.terms()
 
     def scattered_normed(self, buffers: Buffers) -> Outcome:
         """Start matmul_reduce_scatter with a norm."""
@@ -287,11 +240,11 @@ class NormedReduce(reduce.CheckedReduce):
         assert dim is not None
         first, count = made.segments[self.communicator.rank]
         columns = made.right.shape[1]
-        if self.options.gather_normed:
-            total = sum(count for _, count in made.segments)
-            rows = self._rows(dim, buffers, (total, columns), (first, count))
-        else:
-            rows = self._rows(dim, buffers, (count, columns))
+        extents, own_rows = (count, columns), None
+        if self.normed.gathers:
+            extents = sum(count for _, count in made.segments), columns
+            own_rows = first, count
+        rows = self.normed.rows(self.input, dim, buffers, extents, own_rows)
         linear = Linear(
             made.right, self.bias, rows.sum, "n", self.activation, average=self.average,
             tail=rows.tail,
@@ -300,14 +253,15 @@ class NormedReduce(reduce.CheckedReduce):
         if buffers is not None:
             return Outcome(None, event)
         own = [made.own, *made.others]
-        lengths = [made.length, *made.others] if self.options.gather_normed else own
+        lengths = [made.length, *made.others] if self.normed.gathers else own
         return Outcome(rows.result(lengths, own, dim), event)
 
     def summed_normed(self, buffers: Buffers) -> Outcome:
         """Start matmul_all_reduce with a norm."""
         self.agree()
         left = rows_of(self.input, 0)
-        rows = self._rows(0, buffers, (left.shape[0], self.weight.shape[1]))
+        extents = left.shape[0], self.weight.shape[1]
+        rows = self.normed.rows(self.input, 0, buffers, extents)
         linear = Linear(
             self.weight, self.bias, rows.sum, "n", self.activation, average=self.average,
             tail=rows.tail,
@@ -322,7 +276,7 @@ class NormedReduce(reduce.CheckedReduce):
         algorithm = super().chosen(rows, columns, tuned)
         if algorithm != "fused" or self.communicator.place.nodes is not None:
             return algorithm  # between nodes torch norms the rows
-        if self.options.quantize is None or kernel_makes_fp8(self.communicator):
+        if self.normed.quantize is None or kernel_makes_fp8(self.communicator):
             return algorithm
         if self.algorithm == "fused":
             raise ValueError(NO_FP8.format("fused"))
@@ -334,7 +288,7 @@ class NormedReduce(reduce.CheckedReduce):
         if self.algorithm != "auto" or place.direct_access or not place.all_mapped:
             return False
         simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
-        possible = self.options.quantize is None or kernel_makes_fp8(self.communicator)
+        possible = self.normed.quantize is None or kernel_makes_fp8(self.communicator)
         return simple and possible and not low_latency.why_no_rows(output)
 
     def reduce_scatter_normed(
@@ -386,83 +340,25 @@ class NormedReduce(reduce.CheckedReduce):
 # -- rows that are there already -------------------------------------------------------------------
 
 
-class ReduceNormOptions(NamedTuple):
-    """A call's arguments that are no tensors. ``scatter_dim`` is None where all ranks end with all rows."""
-
-    reduce_op: Any = "sum"
-    scatter_dim: int | None = None
-    length: int | None = None
-    algorithm: str = "auto"
-
-    @staticmethod
-    def of(given: Any) -> "ReduceNormOptions":
-        """Those of an op's arguments."""
-        return ReduceNormOptions(given.reduce_op, given.scatter_dim, given.length, given.algorithm)
-
-    @property
-    def op(self) -> str:
-        return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
-
-
-def prepared_rows(
-    communicator: Communicator,
-    input: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    buffers: Buffers,
-    options: ReduceNormOptions,
-    norm: NormOptions,
-) -> PreparedCall:
-    """Either op on rows that are there already, checked."""
-    tensors = (residual, norm_weight, norm_bias)
-    request = _CheckedRows(communicator, input, bias, tensors, options, norm)
-    return functools.partial(request.start, buffers), (), None
-
-
-ROW_FORMS = {
-    op: internal_form(op, prepared_rows, fills=False) for op in (ALL_REDUCE_NORM, SCATTER_NORM)
-}
-
-
 class _CheckedRows:
     """The checked arguments of all_reduce_norm and reduce_scatter_norm."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        input: Any,
-        bias: Any,
-        normed: arguments.NormTensors,
-        options: ReduceNormOptions,
-        norm: NormOptions,
-    ) -> None:
-        self.communicator, self.options, self.op = communicator, norm, options.op
-        self.input = checks.tensor("input", input, communicator)
+    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+        self.communicator, self.op = communicator, given.op
+        self.input = checks.tensor("input", given.input, communicator)
         if self.input.dim() < 1:
             raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
         checks.float_dtype("input", self.input.dtype)
-        *lengths, columns = self.input.shape
-        self.reduction = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
-        self.dim, self.columns = 0, columns
-        if options.scatter_dim is not None:
-            self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
-            if self.dim == len(lengths):
-                raise ValueError(
-                    f"scatter_dim {self.dim} is the last dimension, and norm is of whole rows"
-                )
-            lengths[self.dim] = self._parts()[communicator.rank][1]
-            checks.part("length", options.length, self._parts(), communicator.rank)
-        elif norm.gather_normed:
-            raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
-        dtype = self.input.dtype
-        self.bias = checks.bias_of("bias", bias, (columns,), self.input, communicator)
-        self.norm = arguments.checked(communicator, *normed[1:], columns, dtype, norm)
-        shape = (*lengths, columns)
-        self.residual = arguments.residual_of(communicator, normed[0], shape, dtype)
-        self.own_lengths, self.free = lengths, False
-        self.algorithm = self._algorithm(options.algorithm)
+        *lengths, self.columns = self.input.shape
+        self.reduction = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
+        dim, self.dim = None, 0
+        if given.scatter_dim is not None:
+            dim = self.dim = checks.index("scatter_dim", given.scatter_dim, self.input.dim())
+            checks.part("length", given.length, self._parts(), communicator.rank)
+        self.bias = checks.bias_of("bias", given.bias, (self.columns,), self.input, communicator)
+        about = dim, lengths, self._parts(), self.columns, self.input.dtype
+        self.normed, self.free = CheckedNorm(communicator, given, *about), False
+        self.algorithm = self._algorithm(given.algorithm)
 
     def _algorithm(self, given: Any) -> str:
         """The algorithm, chosen if it is "auto"; between nodes it is "unfused" whatever is asked for."""
@@ -479,7 +375,7 @@ class _CheckedRows:
                 f'algorithm="{algorithm}" supports float32, float16 and bfloat16, input is {dtype}; '
                 f'use "unfused" or "auto"'
             )
-        makes_fp8 = self.options.quantize is None or kernel_makes_fp8(self.communicator)
+        makes_fp8 = self.normed.quantize is None or kernel_makes_fp8(self.communicator)
         if algorithm in ("fused", "low_latency") and not makes_fp8:
             raise ValueError(NO_FP8.format(algorithm))
         if place.nodes is not None:
@@ -500,7 +396,7 @@ class _CheckedRows:
 
     def _measured(self) -> tuple[str, tuning.Measured]:
         """The algorithm, and what was measured of it; the same on all ranks, which have agreed."""
-        op = GATHERED_ROWS.name if self.options.gather_normed else self.op
+        op = GATHERED_ROWS.name if self.normed.gathers else self.op
         rows, size = self.input.numel() // max(1, self.columns), self.communicator.world_size
         problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
         algorithm = self.algorithm
@@ -525,28 +421,22 @@ class _CheckedRows:
             ("reduce_op", self.reduction),
             ("algorithm", self.algorithm),
             ("whether there is a bias", self.bias is not None),
-            *arguments.terms(self.norm, self.residual, self.options),
+            *self.normed.terms(),
         )
         communicator, columns = self.communicator, self.columns
         communicator.parts(communicator.call_of(self.op, terms, None))
-        left = rows_of(self.input, self.dim) if self.input.dim() > 1 else self.input[None]
-        left = left.contiguous()
-        residual = self.residual
-        if residual is not None:
-            residual = rows_of(residual, self.dim) if residual.dim() > 1 else residual[None]
-            residual = residual.contiguous()
+        left = matrix_of(self.input, self.dim)
         others = [n for i, n in enumerate(self.input.shape[:-1]) if i != self.dim]
         segments, length = None, left.shape[0]
         extents, own = (length, columns), None
         if self.op == SCATTER_NORM:
             per_index = math.prod(others)
             segments = [(first * per_index, count * per_index) for first, count in self._parts()]
-            if self.options.gather_normed:
+            if self.normed.gathers:
                 own = segments[communicator.rank]
             else:
                 extents = (segments[communicator.rank][1], columns)
-        how = self.options.quantize, self.input.dtype, buffers, extents, own
-        rows = normed_rows(self.input, self.norm, residual, *how)
+        rows = self.normed.rows(self.input, self.dim, buffers, extents, own)
         nothing = self.input.new_empty(0, columns)
         average = self.reduction == "avg"
         linear = Linear(nothing, self.bias, rows.sum, average=average, tail=rows.tail)
@@ -559,21 +449,31 @@ class _CheckedRows:
             return Outcome(None, event)
         if self.input.dim() == 1:
             return Outcome(rows.result([], [], 0), event)
-        mine = [self.own_lengths[self.dim], *others]
+        mine = [self.normed.own[self.dim], *others]
         whole = [self.input.shape[self.dim], *others]
-        gathers = self.options.gather_normed
-        return Outcome(rows.result(whole if gathers else mine, mine, self.dim), event)
+        return Outcome(rows.result(whole if self.normed.gathers else mine, mine, self.dim), event)
 
+
+def prepared(communicator: Communicator, given: ReduceArguments, buffers: Buffers) -> PreparedCall:
+    """Any reduction, checked: with a norm, or of a product without."""
+    start: Callable[[Buffers], Outcome]
+    if given.weight is None:
+        start = _CheckedRows(communicator, given).start
+    elif not given.kind:
+        return reduce.prepared(communicator, given, buffers)
+    else:
+        request = NormedReduce(communicator, given)
+        start = request.summed_normed if request.dim is None else request.scattered_normed
+    return functools.partial(start, buffers), (), None
+
+
+EAGER = (SCATTER, ALL_REDUCE, ALL_REDUCE_NORM, SCATTER_NORM)
+FORMS = {op: record_form(op, ReduceArguments, TENSORS, prepared) for op in EAGER}
 
 # -- as ops of torch -------------------------------------------------------------------------------
 
 
-def norm_options(given: NormArguments) -> NormOptions:
-    """The part of an op's arguments that is its norm's."""
-    return NormOptions(given.kind, given.eps, given.quantize or None, given.gather_normed)
-
-
-def results(given: NormArguments, size: Any) -> list[shapes.Output]:
+def results(given: ReduceArguments, size: Any) -> list[shapes.Output]:
     """The normed rows, the sum with the residual, and, quantised by row, the scales."""
     input = given.input
     if given.weight is not None:
@@ -592,7 +492,7 @@ def results(given: NormArguments, size: Any) -> list[shapes.Output]:
         own = [part if i == dim else n for i, n in enumerate(lengths)]
     normed, made = lengths if given.gather_normed else own, QUANTIZED if given.quantize else dtype
     found = [_output(input, normed, dim, columns, made), _output(input, own, dim, columns, dtype)]
-    if given.quantize == arguments.BY_ROW:
+    if given.quantize == BY_ROW:
         found.append(_output(input, normed, dim, 1, torch.float32))
     return found
 
@@ -608,57 +508,53 @@ def _output(
     return shapes.output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
 
 
-def start(communicator: Communicator, given: NormArguments) -> Started:
-    factors = [given.input] if given.weight is None else [given.input, given.weight]
-    options: Any = (ReduceNormOptions if given.weight is None else MatmulReduceOptions).of(given)
-    form = (ROW_FORMS if given.weight is None else FORMS)[options.op]
-    with communicator.accepting(options.op):
+def start(communicator: Communicator, given: ReduceArguments) -> Started:
+    with communicator.accepting(given.op):
         made = results(given, communicator.world_size)
-    vectors = given.bias, given.residual, given.norm_weight, given.norm_bias
-    tensors = (*factors, *vectors, [each.matrix for each in made])
-    work = form(communicator, tensors, (options, norm_options(given)), True)
-    return Started([each.view for each in made], work)
+    return start_form(FORMS[given.op], communicator, given, made)
 
 
 OTHERS = ("bias", "residual", "norm_weight", "norm_bias")
 
 
-def _save(ctx: Any, given: NormArguments, output: Sequence[Tensor]) -> None:
-    ctx.options, ctx.norm = MatmulReduceOptions.of(given), norm_options(given)
-    ctx.called = given.op
-    ctx.needs = given.input.requires_grad, given.weight is not None and given.weight.requires_grad
+def _save(ctx: Any, given: ReduceArguments, output: Sequence[Tensor]) -> None:
+    ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
     others = {name: getattr(given, name) for name in OTHERS}
-    ctx.dtypes = {n: t.dtype for n, t in others.items() if t is not None and t.requires_grad}
+    ctx.dtypes = {n: t.dtype for n, t in others.items() if n in ctx.needs}
+    ctx.called = full_name(given)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], given.input, given.weight, given.norm_weight, given.norm_bias)
 
 
+def full_name(given: ReduceArguments) -> str:
+    """The op of torch that takes these arguments, which have a norm."""
+    return given.op if given.weight is None else f"{given.op}_norm"
+
+
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
     total, input, weight, norm_weight, norm_bias = ctx.saved_tensors
-    total = wait(total)
+    given, total = ctx.arguments, wait(total)
     of_normed, of_sum = grads[0], grads[1]
     found: dict[str, Tensor | None] = {}
     if of_normed is not None:
-        if ctx.norm.quantize:
+        if given.quantize:
             raise RuntimeError(
-                f"interlace.{ctx.called} with quantize={ctx.norm.quantize!r} has no gradient"
+                f"interlace.{ctx.called} with quantize={given.quantize!r} has no gradient"
             )
-        if ctx.norm.gather_normed:
+        if given.gather_normed:
             of_normed = _own_rows(ctx, of_normed)
-        norm = RowNorm(ctx.norm.kind, ctx.norm.eps, norm_weight, norm_bias)
+        norm = RowNorm(given.kind, given.eps, norm_weight, norm_bias)
         of_rows, found["norm_weight"], found["norm_bias"] = backward(total, norm, of_normed)
         of_sum = of_rows if of_sum is None else of_rows + of_sum
     if of_sum is None:
         return {}
     of_sum = found["residual"] = of_sum.to(total.dtype)
     columns = input.shape[-1] if weight is None else weight.shape[1]
-    part = equal_part(of_sum, (*input.shape[:-1], columns), ctx.options, ctx.size)
+    part = equal_part(of_sum, (*input.shape[:-1], columns), given, ctx.size)
     if weight is None:
-        of_factors = {"input": _of_rows(ctx, input, part) if ctx.needs[0] else None}
+        of_factors = {"input": _of_rows(ctx, input, part) if "input" in ctx.needs else None}
     else:
-        of_factors = factor_gradients(
-            part, input, weight, options=ctx.options, needs=ctx.needs, size=ctx.size, name=ctx.name
-        )
+        of_factors = factor_gradients(ctx, part, input, weight)
     found["bias"] = of_sum.flatten(0, -2).sum(0) if of_sum.dim() > 1 else of_sum
     of_others = {
         name: each.to(ctx.dtypes[name])
@@ -670,7 +566,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | No
 
 def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
     """The gradients of all ranks for the own rows, summed."""
-    dim, length = ctx.options.scatter_dim % grad.dim(), ctx.options.length
+    dim, length = ctx.arguments.scatter_dim % grad.dim(), ctx.arguments.length
     if length is not None:
         grad = padded(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
     own = wait(_ops.reduce_scatter(grad, "sum", dim, ctx.size, ctx.name))
@@ -679,21 +575,22 @@ def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
 
 def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
     """The gradient of rows that were reduced: summed or gathered."""
-    if ctx.options.scatter_dim is None:
+    if ctx.arguments.scatter_dim is None:
         whole = wait(_ops.all_reduce(part, "sum", ctx.size, ctx.name))
     else:
-        dim = ctx.options.scatter_dim % input.dim()
+        dim = ctx.arguments.scatter_dim % input.dim()
         gathered = wait(_ops.all_gather(part, dim, ctx.size, ctx.name))
         whole = gathered.narrow(dim, 0, input.shape[dim])
-    return whole / ctx.size if ctx.options.reduce_op == "avg" else whole
+    return whole / ctx.size if ctx.arguments.reduce_op == "avg" else whole
 
 
-def reference(ranks: Sequence[NormArguments], size: int) -> list[list[Tensor]]:
+def reference(ranks: Sequence[ReduceArguments], size: int) -> list[list[Tensor]]:
     """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
     first, whole = ranks[0], by_rank.inputs(ranks)
-    by_rank.alike(first.op, "input", whole, but=None if first.weight is None else -1)
+    op = full_name(first)
+    by_rank.alike(op, "input", whole, but=None if first.weight is None else -1)
     residuals = [each.residual is None for each in ranks]
-    checks.equal_on_all(first.op, "whether there is a residual", residuals)
+    checks.equal_on_all(op, "whether there is a residual", residuals)
     if first.weight is None:
         partials = [each if each.dtype is torch.float64 else each.float() for each in whole]
     else:
@@ -708,7 +605,7 @@ def reference(ranks: Sequence[NormArguments], size: int) -> list[list[Tensor]]:
         outputs[1].copy_(own)
         made.append(outputs)
     for rank, (given, outputs) in enumerate(zip(ranks, made, strict=True)):
-        norm = RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
+        norm = norm_of(given)
         for reader in made if given.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if given.gather_normed:
@@ -717,12 +614,59 @@ def reference(ranks: Sequence[NormArguments], size: int) -> list[list[Tensor]]:
     return made
 
 
+# -- eager calls whose gradients are recorded ------------------------------------------------------
+
+
+def record(given: ReduceArguments, norm: Any, quantize: Any, group: Any, async_op: bool) -> Any:
+    """A reduction that autograd knows of.
+
+    An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
+    norm.
+    """
+    op, communicator = given.op, resolve(group)
+    plain, request = dataclasses.replace(given, activation=None), None
+    with communicator.accepting(op):
+        name = checks.activation("activation", given.activation)
+        if norm is not None and name:
+            if quantize is not None:
+                raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+            request = NormedReduce(communicator, given)
+            request.more_terms = (*request.more_terms, *eager.FIRST)
+    if request is not None:
+        eager.agreed(communicator, op, (given.input, given.weight), request.agree)
+        plain = ReduceArguments(
+            given.input, given.weight, given.bias, reduce_op=given.reduce_op,
+            scatter_dim=given.scatter_dim, algorithm=given.algorithm, out_dtype=given.out_dtype,
+        )  # fmt: skip
+        norm = None
+
+    def finish(made: Any) -> Any:
+        if request is None:
+            return activate(made, name) if name else made
+        total = activate(made, name)
+        total = total if given.residual is None else total + given.residual
+        normed = unrounded(total, norm_of(given)).to(total.dtype)
+        if request.dim is not None and given.gather_normed:
+            length = request.input.shape[request.dim]
+            part = padded(normed, request.dim, longest(length, communicator.world_size))
+            gather, wait = registry.functional("all_gather"), registry.functional("wait")
+            normed = wait(gather(part, request.dim, group=group)).narrow(request.dim, 0, length)
+        return normed, total
+
+    from interlace.ops.matmul import functional  # brings torch's compilers
+
+    call = functools.partial(functional.reduce, op, plain, norm, quantize, group)
+    return eager.record(op, async_op, call, finish)
+
+
 # with gather_normed the gradients of the others are scattered first
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
+_PRODUCT = {"input": ("input",), "weight": ("weight",), **_SCATTERED}
+_ROWS = ("weight", "out_dtype")
 OPS = tuple(
     Op(
-        kind.op,
-        kind,
+        name,
+        ReduceArguments,
         start,
         lambda given, size: [each.view for each in results(given, size)],
         OpGradient(_save, _backward),
@@ -730,14 +674,12 @@ OPS = tuple(
         several=True,
         reference=reference,
         variants=tuple(variants),
+        without=without,
     )
-    for kind, communicates, *variants in (
-        (
-            MatmulReduceScatterNormArguments,
-            {"input": ("input",), "weight": ("weight",), **_SCATTERED},
-        ),
-        (MatmulAllReduceNormArguments, {"input or weight": ("input", "weight")}),
-        (AllReduceNormArguments, {"input": ("input",)}),
-        (ReduceScatterNormArguments, _SCATTERED, GATHERED_ROWS),
+    for name, without, communicates, *variants in (
+        (f"{SCATTER}_norm", (), _PRODUCT),
+        (f"{ALL_REDUCE}_norm", SCATTERED, {"input or weight": ("input", "weight")}),
+        (ALL_REDUCE_NORM, (*_ROWS, *SCATTERED), {"input": ("input",)}),
+        (SCATTER_NORM, _ROWS, _SCATTERED, GATHERED_ROWS),
     )
 )

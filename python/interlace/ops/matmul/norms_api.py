@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from interlace.arguments import checks
 from interlace.arguments.norms import LayerNorm as LayerNorm
 from interlace.arguments.norms import RMSNorm as RMSNorm
-from interlace.arguments.norms import RowNorm, taken_apart
+from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FusedReduceOp,
@@ -19,10 +16,8 @@ from interlace.arguments.words import (
     Quantized,
     Unscaled,
 )
-from interlace.groups.groups import resolve
-from interlace.ops.matmul import norms, recorded
-from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.matmul.norms import FORMS as FORMS
+from interlace.ops.matmul.api import run_reduction
+from interlace.ops.matmul.reduce import ALL_REDUCE_NORM, SCATTER_NORM, ReduceArguments
 from interlace.runtime.core.work import Work
 
 Tensor = torch.Tensor
@@ -77,8 +72,8 @@ def all_reduce_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    options = norms.ReduceNormOptions(reduce_op, algorithm=algorithm)
-    return _rows((input, bias), (residual, norm, quantize, False), options, group, async_op)  # type: ignore[no-any-return]
+    given = ReduceArguments(input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm)
+    return run_reduction(ALL_REDUCE_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_norm(
@@ -125,25 +120,8 @@ def reduce_scatter_norm(
     >>> interlace.run(normed, 2)[0]
     (tensor([[1., 1.]]), tensor([[3., 3.]]))
     """
-    if scatter_dim is None:  # what the other op says by it
-        with resolve(group).on(input).accepting(norms.SCATTER_NORM):
-            checks.integer("scatter_dim", scatter_dim)
-    options = norms.ReduceNormOptions(reduce_op, scatter_dim, algorithm=algorithm)
-    normed = (residual, norm, quantize, gather_normed)
-    return _rows((input, bias), normed, options, group, async_op)  # type: ignore[no-any-return]
-
-
-def _rows(
-    tensors: tuple[Any, Any],
-    normed: tuple[Any, Any, Any, Any],
-    options: norms.ReduceNormOptions,
-    group: Group,
-    async_op: bool,
-) -> Any:
-    op = options.op
-    with resolve(group).accepting(op):
-        vectors, norm = taken_apart(normed[1], normed[0], *normed[2:])
-    if requires_gradients(*tensors, *vectors):
-        return recorded.reduced(op, tensors, options, normed, group, async_op)
-    communicator = resolve(group).on(tensors[0])
-    return norms.ROW_FORMS[op](communicator, (*tensors, *vectors, None), (options, norm), async_op)
+    given = ReduceArguments(
+        input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, gather_normed=gather_normed,
+    )  # fmt: skip
+    return run_reduction(SCATTER_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]

@@ -13,12 +13,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.words import FusedReduceOp
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives import reference as by_rank
@@ -33,11 +32,18 @@ from interlace.ops.matmul.operands import (
 )
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, rows, wait
-from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.op import (
+    Op,
+    OpGradient,
+    names_of_tensors,
+    requiring,
+    start_form,
+    without_tensors,
+)
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
-from interlace.runtime.core.communicator import Communicator, internal_form
+from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
@@ -45,85 +51,58 @@ from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.table import threshold
 
 SCATTER, ALL_REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
+SCATTER_NORM, ALL_REDUCE_NORM = "reduce_scatter_norm", "all_reduce_norm"
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
 Tensor = torch.Tensor
 _ops: Any = Ops()
 
 
 @dataclasses.dataclass
-class MatmulReduceScatterArguments:
-    """The arguments of the op; ``length``: of the own part, None for an equal one."""
+class ReduceArguments:
+    """The arguments of all reductions: of a product, or of rows that are there already if there is no
+    ``weight``; scattered, or on all ranks if there is no ``scatter_dim``; with a norm if it has a ``kind``.
 
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    reduce_op: str
-    scatter_dim: int
-    length: torch.SymInt | None = None
-    algorithm: str = "auto"
-    out_dtype: torch.dtype | None = None
-
-
-@dataclasses.dataclass
-class MatmulAllReduceArguments:
-    """The arguments of the op; nothing is scattered."""
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    reduce_op: str
-    algorithm: str = "auto"
-    out_dtype: torch.dtype | None = None
-    scatter_dim: ClassVar[None] = None
-    length: ClassVar[None] = None
-
-
-MatmulReduceArguments = MatmulReduceScatterArguments | MatmulAllReduceArguments
-
-
-class MatmulReduceOptions(NamedTuple):
-    """A call's arguments that are no tensors. ``scatter_dim`` is None where ``op`` is matmul_all_reduce.
-
-    ``length`` is what a graph takes for the own part of ``scatter_dim``, None for an equal one.
+    ``length``: of the own part, None for an equal one. ``quantize``: "" for None.
     """
 
-    reduce_op: FusedReduceOp | str = "sum"
-    scatter_dim: int | None = 0
-    length: int | None = None
+    input: Tensor
+    weight: Annotated[Any, "Tensor"] = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    reduce_op: Annotated[Any, "str"] = "sum"
+    scatter_dim: Annotated[int | None, "int"] = None
+    length: Annotated[Any, "SymInt?"] = None
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
-    activation: str | None = None
-    op: str = SCATTER
+    kind: str = ""
+    eps: float = 0.0
+    quantize: str = ""
+    gather_normed: bool = False
+    activation: Annotated[str | None, ""] = None
 
-    @staticmethod
-    def of(given: Any) -> "MatmulReduceOptions":
-        """Those of the arguments of an op, with a norm or without."""
-        op = ALL_REDUCE if given.scatter_dim is None else SCATTER
-        return MatmulReduceOptions(
-            given.reduce_op,
-            given.scatter_dim,
-            given.length,
-            given.algorithm,
-            given.out_dtype,
-            op=op,
-        )
+    @property
+    def op(self) -> str:
+        """The eager op that takes them."""
+        if self.weight is None:
+            return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
+        return ALL_REDUCE if self.scatter_dim is None else SCATTER
+
+
+TENSORS = names_of_tensors(ReduceArguments)
 
 
 def prepared(
-    communicator: Communicator,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    buffer: Tensor | None,
-    options: MatmulReduceOptions,
+    communicator: Communicator, given: ReduceArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
-    """Either op, checked; ``buffer``: a matrix for the result's rows, or columns transposed, if given."""
-    request = CheckedReduce(communicator, input, weight, bias, options)
-    start = request.summed if options.op == ALL_REDUCE else request.scattered
-    return functools.partial(start, buffer), (), None
+    """Either op, checked; ``buffers``: a matrix for the result's rows, or columns transposed, if given."""
+    request = CheckedReduce(communicator, given)
+    start = request.summed if request.dim is None else request.scattered
+    return functools.partial(start, buffers[0] if buffers else None), (), None
 
 
-FORMS = {op: internal_form(op, prepared, fills=False) for op in (SCATTER, ALL_REDUCE)}
+FORMS = {op: record_form(op, ReduceArguments, TENSORS, prepared) for op in (SCATTER, ALL_REDUCE)}
 
 
 class Scattering(NamedTuple):
@@ -148,25 +127,18 @@ class CheckedReduce:
 
     more_terms: Terms = ()
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: MatmulReduceOptions,
-    ) -> None:
-        self.op, self.communicator = options.op, communicator
-        operands = checks.operands(communicator, input, weight, bias, options)
+    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+        self.op, self.communicator = given.op, communicator
+        operands = checks.operands(communicator, given.input, given.weight, given.bias, given)
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
         self.dim = None
-        reduce_op = checks.one_of("reduce_op", options.reduce_op, checks.REDUCE_OPS)
+        reduce_op = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
-        if options.op == SCATTER:
-            self.dim = checks.index("scatter_dim", options.scatter_dim, self.input.dim())
-            checks.part("length", options.length, self._parts(), communicator.rank)
+        if given.scatter_dim is not None:
+            self.dim = checks.index("scatter_dim", given.scatter_dim, self.input.dim())
+            checks.part("length", given.length, self._parts(), communicator.rank)
         self.largest_inner = self.input.shape[-1]
 
     def _parts(self) -> list[tuple[int, int]]:
@@ -308,7 +280,7 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
         )
 
 
-def result(given: MatmulReduceArguments, size: int) -> shapes.Output:
+def result(given: ReduceArguments, size: int) -> shapes.Output:
     """The own part of the product, or all of it."""
     input, weight = given.input, given.weight
     check_factors(input, weight)
@@ -319,77 +291,64 @@ def result(given: MatmulReduceArguments, size: int) -> shapes.Output:
     return shapes.scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
 
 
-def start(communicator: Communicator, given: MatmulReduceArguments) -> Started:
-    options = MatmulReduceOptions.of(given)
-    with communicator.accepting(options.op):
+def start(communicator: Communicator, given: ReduceArguments) -> Started:
+    with communicator.accepting(given.op):
         made = result(given, communicator.world_size)
-    tensors = (given.input, given.weight, given.bias, made.matrix)
-    return Started([made.view], FORMS[options.op](communicator, tensors, (options,), True))
+    return start_form(FORMS[given.op], communicator, given, [made])
 
 
-def _save(ctx: Any, given: MatmulReduceArguments, output: Tensor) -> None:
-    ctx.options = MatmulReduceOptions.of(given)
-    ctx.needs = given.input.requires_grad, given.weight.requires_grad
-    ctx.biased = given.bias is not None and given.bias.requires_grad
+def _save(ctx: Any, given: ReduceArguments, output: Tensor) -> None:
+    ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
     ctx.save_for_backward(given.input, given.weight)
 
 
 def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
     input, weight = ctx.saved_tensors
-    options, size, name = ctx.options, ctx.size, ctx.name
-    grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), options, size)
-    of_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
-    if of_bias is not None and options.scatter_dim in (-1, input.dim() - 1):
+    given, size = ctx.arguments, ctx.size
+    grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), given, size)
+    of_bias = grad.flatten(0, -2).sum(0) if "bias" in ctx.needs else None
+    if of_bias is not None and given.scatter_dim in (-1, input.dim() - 1):
         # this rank added its own part of the bias only
-        mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, name)
+        mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, ctx.name)
         of_bias = (mine.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
-    found = factor_gradients(
-        grad, input, weight, options=options, needs=ctx.needs, size=size, name=name
-    )
-    return {**found, "bias": of_bias}
+    return {**factor_gradients(ctx, grad, input, weight), "bias": of_bias}
 
 
-def equal_part(part: Tensor, whole: Sequence[int], options: Any, size: int) -> Tensor:
+def equal_part(part: Tensor, whole: Sequence[int], given: Any, size: int) -> Tensor:
     """The own part of what has the shape ``whole``, with zeros behind it where parts are unequal."""
-    if options.length is None:
+    if given.length is None:
         return part
-    dim = options.scatter_dim % len(whole)
+    dim = given.scatter_dim % len(whole)
     return padded(part, dim, longest(whole[dim], size))
 
 
 def factor_gradients(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    *,
-    options: MatmulReduceOptions,
-    needs: tuple[bool, bool],
-    size: int,
-    name: str,
+    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor
 ) -> dict[str, Tensor | None]:
     """Gradients of the factors that need one, from that of the product: all of it, or the equal part."""
-    shared, weighed = needs
+    given, size, name = ctx.arguments, ctx.size, ctx.name
+    shared, weighed = "input" in ctx.needs, "weight" in ctx.needs
     found: dict[str, Tensor | None] = {}
     if not (shared or weighed):
         return found
     grad = grad.to(input.dtype)
-    if options.scatter_dim is None:
+    if given.scatter_dim is None:
         total = wait(_ops.all_reduce(grad, "sum", size, name))
-        if options.reduce_op == "avg":
+        if given.reduce_op == "avg":
             total = total / size
         if shared:
             found["input"] = total @ weight.t()
         if weighed:
             found["weight"] = rows(input, 0).mT @ rows(total, 0)
         return found
-    if options.reduce_op == "avg":
+    if given.reduce_op == "avg":
         grad = grad / size
-    dim = options.scatter_dim % input.dim()
-    columns, factor, algorithm = dim == input.dim() - 1, weight.t(), options.algorithm
+    dim = given.scatter_dim % input.dim()
+    columns, factor, algorithm = dim == input.dim() - 1, weight.t(), given.algorithm
     length = weight.shape[1] if columns else input.shape[dim]
     if columns:
         algorithm = "auto"  # of the contracted dimension not all can gather
-        if options.length is not None:
+        if given.length is not None:
             factor = padded(factor, 0, size * longest(length, size))
     if shared:
         of_input, *gathered = _ops.all_gather_matmul(
@@ -406,13 +365,13 @@ def factor_gradients(
     return found
 
 
-def _view(given: MatmulReduceArguments, size: int) -> Tensor:
+def _view(given: ReduceArguments, size: int) -> Tensor:
     return result(given, size).view
 
 
-def reference(ranks: Sequence[MatmulReduceArguments], size: int) -> list[list[Tensor]]:
+def reference(ranks: Sequence[ReduceArguments], size: int) -> list[list[Tensor]]:
     first, weights = ranks[0], [each.weight for each in ranks]
-    op = MatmulReduceOptions.of(first).op
+    op = first.op
     products = [result(each, size).view for each in ranks]
     checks.algorithm_and_dtype(first.input, first)
     by_rank.alike(op, "input", by_rank.inputs(ranks), but=-1)
@@ -430,24 +389,28 @@ def reference(ranks: Sequence[MatmulReduceArguments], size: int) -> list[list[Te
     return [[product] for product in products]
 
 
+NORM = ("residual", "norm_weight", "norm_bias", "kind", "eps", "quantize", "gather_normed")
+SCATTERED = ("scatter_dim", "length", "gather_normed")
 _GRADIENT = OpGradient(_save, _backward)
 OPS = (
     Op(
         SCATTER,
-        MatmulReduceScatterArguments,
+        ReduceArguments,
         start,
         _view,
         _GRADIENT,
         {"input": ("input",), "weight": ("weight",)},
         reference=reference,
+        without=NORM,
     ),
     Op(
         ALL_REDUCE,
-        MatmulAllReduceArguments,
+        ReduceArguments,
         start,
         _view,
         _GRADIENT,
         {"input or weight": ("input", "weight")},
         reference=reference,
+        without=(*NORM, *SCATTERED),
     ),
 )

@@ -298,9 +298,7 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
 def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> shapes.Output:
     """``[.., n / size, .., columns]``."""
     dtype, dim = given.out_dtype or torch.bfloat16, given.scatter_dim
-    unscaled = reduce.MatmulReduceScatterArguments(
-        given.input, given.weight, None, given.reduce_op, dim, out_dtype=dtype
-    )
+    unscaled = reduce.ReduceArguments(given.input, given.weight, scatter_dim=dim, out_dtype=dtype)
     return reduce.result(unscaled, size)
 
 

@@ -1,6 +1,6 @@
 """The way of a functional call: checks, the way to the tracer, and the way past it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +10,7 @@ from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op import sim_dispatch as undispatched
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op.op import Op
 from interlace.ops.op.registry import OPS
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
@@ -40,11 +41,13 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 _traced: dict[str, Callable[..., Any]] = {}
+_fields: dict[str, tuple[str, ...]] = {}  # those of its record that an op takes, in their order
 
 
-def define(names: Iterable[str]) -> None:
+def define(ops: Mapping[str, Op]) -> None:
     """Let :func:`run` know of these ops; ``library.py`` does."""
-    _traced.update({name: _traceable(name) for name in names})
+    _traced.update({name: _traceable(name) for name in ops})
+    _fields.update({name: tuple(op.kinds) for name, op in ops.items()})
 
 
 def run(
@@ -77,6 +80,18 @@ def run_to_list(
         return [AsyncTensor(each, started.work) for each in started.outputs]
     name, size = describe(group, tag)
     return list(_traced[op](*args, size, name))
+
+
+def run_record(
+    op: str, group: FunctionalGroup, tag: str, tensors: Sequence[Any], given: Any
+) -> list[Any]:
+    """Run an op on the record of its arguments, as :func:`run` does; all its results."""
+    if direct(*tensors):
+        started = OPS[op].start(bound(group, tag), given)
+        return [AsyncTensor(each, started.work) for each in started.outputs]
+    name, size = describe(group, tag)
+    made = _traced[op](*[getattr(given, field) for field in _fields[op]], size, name)
+    return [made] if isinstance(made, torch.Tensor) else list(made)
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:

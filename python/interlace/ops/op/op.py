@@ -9,12 +9,13 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from interlace.ops.op.pending import Started
+from interlace.ops.op.shapes import Output
 from interlace.runtime.core.communicator import Communicator
 
 GROUP = "SymInt group_size, str group_name"
@@ -31,13 +32,25 @@ _KINDS: dict[Any, str] = {
 
 
 def kind(annotation: Any) -> str:
-    """The type of an argument as torch's schemas write it: ``list[Tensor | None]`` is "Tensor?[]"."""
+    """The type of an argument as torch's schemas write it: ``list[Tensor | None]`` is "Tensor?[]".
+
+    ``Annotated[..., text]`` is that text: "" of what only eager calls have.
+    """
+    if typing.get_origin(annotation) is Annotated:
+        return str(annotation.__metadata__[0])
     if annotation in _KINDS:
         return _KINDS[annotation]
     inner = [each for each in typing.get_args(annotation) if each is not types.NoneType]
     if typing.get_origin(annotation) is list:
         return f"{kind(inner[0])}[]"
     return f"{kind(inner[0])}?"
+
+
+@functools.cache
+def kinds_of(arguments: Any) -> dict[str, str]:
+    """The types of a record's fields in schemas, by name; "" of what only eager calls have."""
+    hints = typing.get_type_hints(arguments, include_extras=True)
+    return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
 
 
 class OpGradient(NamedTuple):
@@ -68,6 +81,7 @@ class Op:
     Attributes
     ----------
     arguments : a dataclass; its fields are the arguments, in the order of the schema.
+    without : fields which this op does not take: they keep their defaults.
     start : called with a communicator and the arguments; with ``out`` where the op has such a form.
     outputs : called with the arguments and the size of the group; makes the results, on fake tensors too.
     communicates : for which arguments' gradients the backward communicates: their names, by the words of
@@ -90,12 +104,13 @@ class Op:
     several: bool = False
     reference: Callable[[Sequence[Any], int], list[list[Tensor]]] | None = None
     variants: Sequence[OpVariant] = ()
+    without: Sequence[str] = ()
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """The types of the arguments, as schemas write them, by name and in order."""
-        hints = typing.get_type_hints(self.arguments)
-        return {each.name: kind(hints[each.name]) for each in dataclasses.fields(self.arguments)}
+        every = kinds_of(self.arguments).items()
+        return {name: kind for name, kind in every if kind and name not in self.without}
 
     @functools.cached_property
     def parameters(self) -> str:
@@ -111,9 +126,13 @@ class Op:
     def schema(self) -> str:
         return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
 
+    def record(self, given: Sequence[Any]) -> Any:
+        """The record of arguments that are in the order of the schema."""
+        return self.arguments(**dict(zip(self.kinds, given, strict=True)))
+
     def begin(self, communicator: Communicator, given: Sequence[Any], **out: Tensor) -> Started:
         """Start the op with arguments in the order of the schema."""
-        return self.start(communicator, self.arguments(*given), **out)
+        return self.start(communicator, self.record(given), **out)
 
     def needs(self, given: Mapping[str, Any]) -> str:
         """Those of ``communicates`` that require a gradient among arguments by name, in words."""
@@ -129,7 +148,7 @@ class Op:
         """For autograd: ``inputs`` are the arguments, and the group."""
         assert self.gradient is not None
         *given, ctx.size, ctx.name = inputs
-        self.gradient.save(ctx, self.arguments(*given), output)
+        self.gradient.save(ctx, self.record(given), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
         """For autograd: a gradient, or None, for each argument in order, and for the group."""
@@ -137,6 +156,25 @@ class Op:
         found = self.gradient.backward(ctx, grad)
         assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"
         return (*(found.get(name) for name in self.kinds), None, None)
+
+
+def names_of_tensors(arguments: Any) -> list[str]:
+    """The fields of a record that are tensors, or lists of some."""
+    return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]
+
+
+def start_form(
+    form: Callable[..., Any], communicator: Communicator, given: Any, made: Sequence[Output]
+) -> Started:
+    """Start the form of a record; what it fills is ``made``, in views for the caller."""
+    work = form(communicator, given, [each.matrix for each in made], True)
+    return Started([each.view for each in made], work)
+
+
+def without_tensors(given: Any) -> Any:
+    """A record as ``given``, with None for its tensors, for autograd to keep."""
+    kind: Any = type(given)
+    return kind(**{**vars(given), **dict.fromkeys(names_of_tensors(kind))})
 
 
 def requiring(given: Any) -> set[str]:

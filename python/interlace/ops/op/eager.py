@@ -1,8 +1,9 @@
-"""Ops on tensors that require gradients: as ``interlace.functional``, which records them.
+"""Eager calls whose gradients are recorded: they start as in ``interlace.functional``, which records them.
 
 All ranks' tensors must require gradients alike: it is in what ranks agree on before they start.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -67,10 +68,16 @@ def started(
     **how: Any,
 ) -> Any:
     """As :func:`run`, of any op of ``interlace.functional``."""
+    call = functools.partial(registry.functional(op), *operands, **how)
+    return record(op, async_op, call, then)
+
+
+def record(op: str, async_op: bool, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+    """What ``then`` makes of ``call()``, which starts ``op`` and records it; a Work if ``async_op``."""
     from interlace.ops.op import pending
 
     with pending.watched() as works:
-        result = registry.functional(op)(*operands, **how)
+        result = call()
     work = RecordedWork(op, result, works, then)
     return work if async_op else work.wait()
 
