@@ -28,8 +28,7 @@ import torch
 
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core import plain
-from interlace.runtime.tuning.attention import METHODS
-from interlace.runtime.tuning.configuration import check_values
+from interlace.runtime.tuning.configuration import METHODS, check_values
 from interlace.runtime.tuning.files import MeasuredFile, is_count, is_figure, require
 
 FORMAT, VERSION = "interlace tuning", 1

@@ -1,19 +1,33 @@
-"""Block sizes and launch options: their meaning, their defaults, and values of the user's own.
+"""Block sizes and launch options: their meaning, their defaults, values of the user's own, and limits.
 
 The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, by measured rows
-and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`.
+and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`,
+attention :func:`choose_attention`.
+
+What a GPU can run is decided by arithmetic alone, on the safe side: what :func:`why_not` passes fits; what
+it refuses might have fitted after all. Registers are bounded for the accumulator only, so a configuration
+that passes may still spill, which its time shows.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
 from interlace.runtime.core.context import Overrides, context_with, current
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
+
+MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
+WARP = 32
+MOST_STAGES = 6
+OUTPUT_BYTES = 2  # of a number; parts of fp32 leave without descriptors
+BARRIERS = 16  # bytes of a stage, at most
+METHODS = ("all_gather", "ring", "ulysses")
+LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
@@ -203,14 +217,18 @@ def gpu_default(
     return Configuration(**{**sending, **tile.values, **changed})
 
 
-def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
+def _interpreted(**extents: int) -> Configuration:
     """For the interpreter, which few, large tiles suit: powers of two over the extents, within bounds."""
-    extents = {"block_m": rows, "block_n": columns, "block_k": inner, "copy_columns": inner}
-    blocks = {
-        name: min(max(1 << (extents[name] - 1).bit_length(), smallest), largest)
-        for name, (smallest, largest) in table.INTERPRETED.items()
-    }
-    return Configuration(**blocks, **table.INTERPRETED_VALUES)  # type: ignore[arg-type]
+    blocks = dict(table.INTERPRETED_VALUES)
+    for name, extent in extents.items():
+        smallest, largest = table.INTERPRETED[name]
+        blocks[name] = min(max(1 << (extent - 1).bit_length(), smallest), largest)
+    return Configuration(**blocks)  # type: ignore[arg-type]
+
+
+def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
+    """Few, large tiles, for the interpreter."""
+    return _interpreted(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
 
 
 def capability_of(place: Place) -> int | None:
@@ -231,3 +249,140 @@ def choose(
     else:
         chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
     return with_overrides(chosen)
+
+
+def gpu_attention(
+    capability: int, dtype: torch.dtype, head_dim: int, *, backward: bool
+) -> Configuration:
+    """The first row of the table's ``ATTENTION`` that fits a GPU of compute ``capability``."""
+    wide = dtype == torch.float32
+    kind = "fp32" if wide else "16 bit"
+    way = "backward" if backward else "forward"
+    row = next(
+        row
+        for row in table.ATTENTION
+        if row.arch in (capability // 10, table.ANY)
+        and row.dtype == kind
+        and row.way == way
+        and head_dim <= row.head_dim
+    )
+    sending = table.SENDING_FP32 if wide else table.SENDING
+    values = {
+        name: getattr(row, name) for name in ("block_m", "block_n", "num_warps", "num_stages")
+    }
+    values["descriptors"] = capability >= 90 and not wide
+    return Configuration(**{**sending, **values})
+
+
+def for_decoding(chosen: Configuration, dtype: torch.dtype) -> Configuration:
+    """Rows are the few heads that share keys; of fp32, whose products registers hold, few keys, too."""
+    keys = 16 if dtype == torch.float32 else chosen.block_n
+    return replace(chosen, block_m=16, block_n=keys, num_warps=4)
+
+
+def choose_attention(
+    place: Place,
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    *,
+    keys: int | None = None,
+    backward: bool = False,
+    decode: bool = False,
+) -> Configuration:
+    """The default for shards of ``rows`` queries and ``keys``, by default as many, with overrides."""
+    capability = capability_of(place)
+    if capability is None:
+        chosen = _interpreted(
+            block_m=max(1, rows),
+            block_n=max(1, rows if keys is None else keys),
+            copy_columns=1024,
+        )
+    else:
+        chosen = gpu_attention(capability, dtype, head_dim, backward=backward)
+        if decode:
+            chosen = for_decoding(chosen, dtype)
+    return with_overrides(chosen)
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def shared_needed(configuration: Configuration, itemsize: int, capability: int = 90) -> int:
+    """Bytes for the operands of all stages, and for the part of a tile that is stored at once.
+
+    On 10.x the tile loop, flattened, has room for two parts.
+
+    >>> shared_needed(Configuration(block_m=128, block_n=256, block_k=64, num_stages=4), 2) >> 10
+    256
+    """
+    c = configuration
+    loads = c.num_stages * ((c.block_m + c.block_n) * c.block_k * itemsize + BARRIERS)
+    stored = c.block_m * (c.block_n // c.stored_parts) * OUTPUT_BYTES
+    twice = c.warp_roles or (capability // 10 == 10 and c.output_descriptors)
+    return loads + (2 if twice else 1) * stored
+
+
+def why_not(configuration: Configuration, capability: int, itemsize: int) -> str:
+    """Why a GPU of ``capability`` cannot run a matmul with it; "" if it can.
+
+    >>> why_not(Configuration(block_m=256, block_n=256, num_stages=6, num_warps=16), 90, 2)
+    '524384 bytes of shared memory, sm_90 has 232448'
+    """
+    c = configuration
+    try:
+        check_values(asdict(c))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if c.block_n // c.epilogue_subtile < SMALLEST_DOT:
+        return f"epilogue_subtile is {c.epilogue_subtile} of {c.block_n} columns"
+    each = c.block_m * c.block_n // (c.num_warps * WARP)
+    if each > MOST_ACCUMULATORS and capability // 10 != 10:  # 10.x has tensor memory
+        return f"{each} accumulators of a thread, more than {MOST_ACCUMULATORS}"
+    needed, most = shared_needed(c, itemsize, capability), table.shared_bytes(capability)
+    if needed > most:
+        return f"{needed} bytes of shared memory, sm_{capability} has {most}"
+    return ""
+
+
+def without_effect(configuration: Configuration, capability: int) -> str:
+    """A text: the option that changes nothing on a GPU of ``capability``, and why; "" if all do something.
+
+    >>> without_effect(Configuration(warp_specialize=True), 90)
+    'warp_specialize does nothing on sm_90 with 8 warps: Triton takes 4 there'
+    """
+    c = configuration
+    if c.warp_specialize and capability // 10 == 9 and c.num_warps != 4:
+        return (
+            f"warp_specialize does nothing on sm_{capability} with {c.num_warps} warps: "
+            "Triton takes 4 there"
+        )
+    if c.warp_roles and capability // 10 != 9:
+        return f"warp_roles does nothing on sm_{capability}: its kernel is for 9.x"
+    return ""
+
+
+def tile_candidates(
+    default: Configuration, capability: int, itemsize: int
+) -> Iterator[Configuration]:
+    """``default``, and it with other tiles and warps, with as many stages as fit, or one less."""
+    yield default
+    sizes = (64, 128, 256)
+    inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)
+    for block_m, block_n, block_k, warps in itertools.product(sizes, sizes, inner, (4, 8)):
+        made = replace(
+            default,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            num_warps=warps,
+            epilogue_subtile=block_n // 64 if default.epilogue_subtile > 1 else 1,
+        )
+        staged = [replace(made, num_stages=stages) for stages in range(2, MOST_STAGES + 1)]
+        yield from [each for each in staged if not why_not(each, capability, itemsize)][-2:]
+
+
+def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:
+    """Candidates with the same tiles, and shards in more and fewer chunks, by copy engine or programs."""
+    for copiers, chunks in itertools.product((0, 8, 16, 32), (1, 2, 4, 8)):
+        yield replace(configuration, copiers=copiers, chunks=chunks)

@@ -34,22 +34,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import Overrides, current
 from interlace.runtime.core.place import Place
-from interlace.runtime.tuning import cache, calibration, configuration, cost_model
-from interlace.runtime.tuning import table as tuning_table
-from interlace.runtime.tuning import valid_configurations as valid
-from interlace.runtime.tuning.chips import chip_of
+from interlace.runtime.tuning import cache, configuration, machine, table
 from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.cost_model import Problem as Problem
+from interlace.runtime.tuning.machine import GatherTime, measured_gather
+from interlace.runtime.tuning.machine import Problem as Problem
 
 NEAR = 2
 MOST_CHOICES = 1024
 MIXED = 0  # no chip's capability: what fits any
-SMALLEST_PIPELINED_SHARD_US = tuning_table.threshold("smallest_pipelined_shard_us")
+SMALLEST_PIPELINED_SHARD_US = table.threshold("smallest_pipelined_shard_us")
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def extents_of(problem: Problem) -> str:
 
 # -- rows ------------------------------------------------------------------------------------------
 
-AnyRow = TypeVar("AnyRow", cache.CacheRow, tuning_table.Shape)
+AnyRow = TypeVar("AnyRow", cache.CacheRow, table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
@@ -128,11 +125,11 @@ def cached(rows: Sequence[cache.CacheRow], problem: Problem) -> tuple[cache.Cach
     return None
 
 
-def table_rows(capability: int, problem: Problem) -> list[tuning_table.Shape]:
+def table_rows(capability: int, problem: Problem) -> list[table.Shape]:
     """Likewise; the table's rows are all for extents that are multiples of 16."""
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
     kind = (problem.product, capability, dtype)
-    rows = tuning_table.SHAPES if extents_of(problem) == "even" else ()
+    rows = table.SHAPES if extents_of(problem) == "even" else ()
     return [row for row in rows if (row.op, row.arch, row.dtype) == kind]
 
 
@@ -156,7 +153,7 @@ def decide(
     *,
     algorithm: str = "auto",
     one_node: bool = True,
-    gather: "GatherTime | None" = None,
+    gather: GatherTime | None = None,
 ) -> Choice:
     """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
 
@@ -166,25 +163,29 @@ def decide(
     base = default(capability, problem)
     if problem.world_size == 1:
         return Choice(base, "", "default: a world of one")
-    table, chip = None, chip_of(capability or MIXED) if one_node else None
+    shape, chip = None, table.chip_of(capability or MIXED) if one_node else None
     if capability and one_node:
-        table = nearest(table_rows(capability, problem), bucket_of(problem))
+        shape = nearest(table_rows(capability, problem), bucket_of(problem))
     near: list[tuple[str, Choice]] = []  # the cache's before the table's
     if cached is not None:
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
         made = replace(base, **values)  # type: ignore[arg-type]  # checked when it was read
-        if capability is None or not valid.why_not(made, capability, problem.dtype.itemsize):
+        if capability is None or not configuration.why_not(
+            made, capability, problem.dtype.itemsize
+        ):
             source = f"{_how(steps)} row of the cache, measured {row.date}".rstrip()
             near.append((_how(steps), Choice(made, row.algorithm, source)))
-    if table is not None:
-        shape, steps = table
-        source = f"{_how(steps)} row of the table ({shape.source})"
-        made = replace(base, **shape.values)
+    if shape is not None:
+        row_of_table, steps = shape
+        source = f"{_how(steps)} row of the table ({row_of_table.source})"
+        made = replace(base, **row_of_table.values)
         if capability and chip:  # the row is for a bucket of shapes, the last wave is that of one
-            tiles = [replace(each, **shape.values) for each in _tiles(capability, problem, base)]
-            made, _ = cost_model.best(chip, problem, made, tiles, cost_model.matmul_us)
-        near.append((_how(steps), Choice(made, shape.algorithm, source)))
+            tiles = [
+                replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
+            ]
+            made, _ = machine.best(chip, problem, made, tiles, machine.matmul_us)
+        near.append((_how(steps), Choice(made, row_of_table.algorithm, source)))
     if near:
         return min(near, key=lambda each: each[0])[1]  # "exact" before "nearest"
     if capability is None:
@@ -194,10 +195,10 @@ def decide(
         if gather is not None:
             chip = replace(chip, link_gbs=gather.link.received_gbs)
             by = f"cost model with links of {chip.link_gbs:.3g} GB/s, calibrated {gather.date}"
-        best, gain = cost_model.best(chip, problem, base, _alternatives(capability, problem, base))
+        best, gain = machine.best(chip, problem, base, _alternatives(capability, problem, base))
         if best != base:
             return Choice(best, "", f"{by}: predicted {gain:.2f} times as fast as the default")
-    known = any(tile.arch == capability // 10 for tile in tuning_table.TILES)
+    known = any(tile.arch == capability // 10 for tile in table.TILES)
     of = f"sm_{capability}" if known else "any GPU"
     return Choice(base, "", f"default: the table's tiles for {of}")
 
@@ -208,7 +209,7 @@ def _how(steps: int) -> str:
 
 def _tiles(capability: int, problem: Problem, base: Configuration) -> list[Configuration]:
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
-    fitting = tuning_table.tiles(capability, dtype, extents_of(problem))
+    fitting = table.tiles(capability, dtype, extents_of(problem))
     return [replace(base, **tile.values) for tile in fitting]
 
 
@@ -219,7 +220,7 @@ def _alternatives(
     for made in _tiles(capability, problem, base):
         yield made
         if problem.op == "all_gather_matmul":
-            yield from valid.sending_candidates(made)
+            yield from configuration.sending_candidates(made)
 
 
 @functools.lru_cache(maxsize=MOST_CHOICES)
@@ -242,22 +243,11 @@ def gather_problem(
 # -- of a group ------------------------------------------------------------------------------------
 
 
-@plain.record
-@dataclass(frozen=True)
-class GatherTime:
-    """The time of an all_gather among the ranks of a group here, and when that was measured."""
-
-    link: calibration.Link
-    date: str
-
-
 def own_gather(place: Place) -> GatherTime | None:
     """The gather in this rank's calibration, where it counts: among processes of one node."""
     if place.simulated or place.nodes is not None or place.virtual:
         return None
-    meshes = calibration.read(place.device.type)
-    found = calibration.find(meshes, calibration.OWN, (place.world_size,))
-    return None if found is None else GatherTime(found.link(0, "all_gather"), found.date)
+    return measured_gather(place.world_size, place.device.type)
 
 
 def by_calibration(problem: Problem, gather: GatherTime) -> tuple[str, str]:
@@ -375,7 +365,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
             choice = replace(choice, algorithm=named, source=source)
         if explicit:
             made = configuration.with_overrides(choice.configuration)
-            if agreed.capability and (why := valid.without_effect(made, agreed.capability)):
+            if agreed.capability and (why := configuration.without_effect(made, agreed.capability)):
                 raise ValueError(f"{problem.op}: {why}, on all ranks")
             choice = replace(choice, configuration=made, source="explicit")
         agreed.keep(key, choice)

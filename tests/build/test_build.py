@@ -24,7 +24,7 @@ from interlace.runtime.compiler import worker
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.core.kernel_arguments import joined
-from interlace.runtime.tuning.chips import BUILDABLE
+from interlace.runtime.tuning.table import BUILDABLE
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import ARCHES, Entry

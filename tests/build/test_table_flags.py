@@ -9,8 +9,7 @@ import torch
 
 import interlace
 from interlace.runtime.tuning import configuration
-from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.valid_configurations import without_effect
+from interlace.runtime.tuning.configuration import Configuration, without_effect
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import build
 from interlace.tools.catalogue.catalogue import Entry, MatmulVariant

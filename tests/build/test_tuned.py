@@ -5,9 +5,8 @@ The shared memory that they need is bounded by the arithmetic that refuses candi
 
 import pytest
 
-from interlace.runtime.tuning import table, valid_configurations
-from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.valid_configurations import shared_needed, why_not
+from interlace.runtime.tuning import table
+from interlace.runtime.tuning.configuration import Configuration, shared_needed, why_not
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
@@ -68,5 +67,5 @@ def test_it_compiles_within_the_bounds(name: str, reports: dict[str, BuildReport
     assert 0 < report.shared <= shared_needed(configuration, 2, arch)
     if name == "a wide candidate on 9.0":
         base = catalogue.MatmulVariant().configuration(90)
-        found = valid_configurations.tile_candidates(base, 90, 2)
+        found = configuration.tile_candidates(base, 90, 2)
         assert any(vars(each)["block_m"] == 256 and each.block_n == 128 for each in found)

@@ -35,8 +35,7 @@ from interlace.ops.matmul import launch_reduce as matmul_reduce
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms
-from interlace.runtime.tuning.attention import gpu_attention
-from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.configuration import Configuration, gpu_attention
 from interlace.tools.bundle.bundle import BundleTarget
 from interlace.tools.bundle.ops import OPS, KernelOptions
 from interlace.tools.catalogue.absent_group import AbsentGroup

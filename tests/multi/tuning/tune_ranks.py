@@ -11,7 +11,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import cache as tune_cache
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.cost_model import Problem
+from interlace.runtime.tuning.machine import Problem
 
 PROBLEM = Problem("all_gather_matmul", torch.float32, 64, 32, 64, 3)
 CHUNKS = 7  # that no default has

@@ -21,8 +21,7 @@ from interlace.ops.matmul import launch_gather as gather_matmul
 from interlace.ops.matmul import launch_reduce as matmul_reduce
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.tuning import table
-from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.valid_configurations import shared_needed, without_effect
+from interlace.runtime.tuning.configuration import Configuration, shared_needed, without_effect
 from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launched
 from interlace.tools.catalogue.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races

@@ -19,7 +19,7 @@ from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver
-from interlace.runtime.tuning.attention import LARGEST_HEAD, gpu_attention
+from interlace.runtime.tuning.configuration import LARGEST_HEAD, gpu_attention
 from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -26,7 +26,7 @@ from interlace.cli.commands.calibrate import (
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
-from interlace.runtime.tuning.cost_model import Problem
+from interlace.runtime.tuning.machine import Problem
 from interlace.tensor.calibration import (
     CalibrationRequest,
     NoisyTimesError,

@@ -32,9 +32,8 @@ from interlace.cli import main
 from interlace.cli.tune.command import TuneOptions, tune
 from interlace.runtime.tuning import cache, configuration, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
-from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.tuning import Problem, decide
-from interlace.runtime.tuning.valid_configurations import why_not
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)

@@ -11,16 +11,13 @@ import torch
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.runtime.tuning import (
     calibration,
-    chips,
     configuration,
     table,
     tuning,
-    valid_configurations,
 )
-from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from interlace.runtime.tuning.cost_model import Problem
+from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
+from interlace.runtime.tuning.machine import Problem
 from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
-from interlace.runtime.tuning.valid_configurations import why_not
 
 ROOT = pathlib.Path(__file__).parents[3]
 ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8": 1, "fp8 exact": 1, "fp8 fast": 1, "": 4}
@@ -127,7 +124,7 @@ def test_defaults_are_what_they_were() -> None:
 def test_candidates_are_all_valid_and_contain_the_default() -> None:
     for capability, dtype in ((80, torch.bfloat16), (90, torch.bfloat16), (100, torch.float32)):
         base = gpu_default(capability, dtype, 4096)
-        found = list(valid_configurations.tile_candidates(base, capability, dtype.itemsize))
+        found = list(configuration.tile_candidates(base, capability, dtype.itemsize))
         assert base in found and len(found) > 5
         assert {why_not(each, capability, dtype.itemsize) for each in found} == {""}
 
@@ -150,8 +147,8 @@ def test_an_unknown_chip_gets_what_fits_any() -> None:
     for capability in (70, 75, 110, 999):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             made = gpu_default(capability, dtype, 4096)
-            needed = valid_configurations.shared_needed(made, dtype.itemsize)
-            assert needed <= chips.shared_bytes(0) and not made.descriptors
+            needed = configuration.shared_needed(made, dtype.itemsize)
+            assert needed <= table.shared_bytes(0) and not made.descriptors
 
 
 def test_the_interpreter_covers_the_extents() -> None:

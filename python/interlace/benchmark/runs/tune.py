@@ -15,7 +15,7 @@ tried. The candidates, the default first:
 Of an op that is no matmul: every algorithm and method that the place runs, beside what "auto" does; of the
 first kernel some other values.
 
-Candidates that the chip cannot run are left out by arithmetic (``tuning/valid_configurations.py``), and of
+Candidates that the chip cannot run are left out by arithmetic (``tuning/configuration.py``), and of
 the rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
 """
 
@@ -35,21 +35,21 @@ from interlace.benchmark.subjects.requests import TRITON, TUNED
 from interlace.benchmark.timing import protocol
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
-from interlace.runtime.tuning import chips, configuration, cost_model, tuning
+from interlace.runtime.tuning import configuration, machine, table, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, choose_algorithm
-from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.tuning import Problem
-from interlace.runtime.tuning.valid_configurations import (
+from interlace.runtime.tuning.configuration import (
+    Configuration,
     sending_candidates,
     tile_candidates,
     why_not,
 )
+from interlace.runtime.tuning.tuning import Problem
 
 MOST_TILES = 16
 MOST_SENDINGS = 6
 MOST_INTERPRETED = 12
 SENDING = ("copiers", "chunks")
-_LIKE = chips.CHIPS[90]
+_LIKE = table.CHIPS[90]
 
 Values = tuple[tuple[str, int | bool], ...]
 
@@ -163,10 +163,10 @@ def combined(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
 def _ranked(
     problem: Problem, capability: int, found: Iterable[Configuration], most: int
 ) -> list[Configuration]:
-    chip = chips.chip_of(capability) or _LIKE
+    chip = table.chip_of(capability) or _LIKE
     if problem.dtype.itemsize not in chip.tflops:
         chip = _LIKE
-    return sorted(set(found), key=lambda c: (cost_model.fused_us(chip, problem, c), str(c)))[:most]
+    return sorted(set(found), key=lambda c: (machine.fused_us(chip, problem, c), str(c)))[:most]
 
 
 def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeVar
 
-from interlace.runtime.tuning.chips import BUILDABLE
+from interlace.runtime.tuning.table import BUILDABLE
 
 MOST = 1 << 24
 Options = TypeVar("Options", bound="CommandOptions")

@@ -46,8 +46,8 @@ from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import PLACES
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.runtime.tuning import cache, tuning
-from interlace.runtime.tuning.chips import BUILDABLE
 from interlace.runtime.tuning.files import NotOursError
+from interlace.runtime.tuning.table import BUILDABLE
 from interlace.runtime.tuning.tuning import Problem
 
 SHAPES = {"sim": (64, 64, 64), "shm": (1024, 1024, 1024), "cuda": (8192, 3584, 8192)}

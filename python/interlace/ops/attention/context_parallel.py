@@ -37,15 +37,14 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import attention as tuned_attention
+from interlace.runtime.tuning import configuration as configurations
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
-from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.configuration import LARGEST_HEAD, Configuration, choose_attention
 from interlace.runtime.tuning.table import threshold
 
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
-METHODS = ("auto", *tuned_attention.METHODS)
+METHODS = ("auto", *configurations.METHODS)
 HEADS = "heads"
 """In place of a method: a rank has all ranks' tokens already, of its heads."""
 LAYOUTS = ("bshd", "sbhd")

@@ -41,9 +41,8 @@ from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.attention import LARGEST_HEAD, choose_attention
 from interlace.runtime.tuning.auto import FUSED_DTYPES
-from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.configuration import LARGEST_HEAD, Configuration, choose_attention
 
 Tensor = torch.Tensor
 OP = "distributed_decode"

@@ -23,7 +23,7 @@ from interlace.ops.attention.problem import (
     TokenShards,
 )
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.tuning.attention import for_decoding, gpu_attention
+from interlace.runtime.tuning.configuration import for_decoding, gpu_attention
 from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
 
 _ROWS = 4096

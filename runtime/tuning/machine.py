@@ -1,33 +1,117 @@
-"""The cost model: predicted times of a fused op on one node of GPUs, by chip and configuration.
+"""One model of a machine, from which all predictions of times are made.
 
-Closed forms of what ``benchmarks/predict.py`` simulates event by event::
+A machine has links, as ``calibration.py`` has measured them or as data sheets have it; it has a speed, and
+where it is a known GPU the figures of its chip. What is asked of it:
+
+======================  ====================================================================================
+:class:`Machine`        whole ops on any device, for the fusion pass: ``interlace/compile/prediction.py``
+:func:`measured_gather` the line of all_gather on this machine, for :func:`calibrated`, which puts it into a
+                        :class:`Machine`, and for ``tuning.py``, which puts it into a chip
+:func:`fused_us`        a fused op on one node of GPUs, by chip and configuration
+======================  ====================================================================================
+
+``interlace.tensor`` asks the measured lines, and torch's constants where there are none. Closed forms of
+what ``benchmarks/predict.py`` simulates event by event::
 
     matmul  = max(waves of tiles * time of a tile + chunks of a program * what one costs,
                   bytes read / memory bandwidth)
     gather  = bytes received / bandwidth of who sends, and some time per chunk
     fused   = max(matmul, gather + what is left to multiply when the last chunks have come)
 
-It ranks configurations and is good for nothing else: its figures are predictions from data sheets and
-guesses (``chips.py``), held against no measurement. Only sums, products and quotients, so that every
-rank of a group computes the same bits.
-
-Other predictions are views of other figures: of measured lines, ``calibration.py``; of torch's constants
-for meshes, ``interlace.tensor``; of whole ops, for the fusion pass, ``interlace/compile/prediction.py``.
+They rank configurations and are good for nothing else: their figures are predictions from data sheets and
+guesses (``table.py``), held against no measurement. Only sums, products and quotients, so that every rank
+of a group computes the same bits.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from interlace.kernels.launch_formulas import ceil_div, chunk_rows
-from interlace.runtime.tuning.chips import Chip
+from interlace.runtime.core import plain
+from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.table import Chip
 
 LARGE_TILE = 128 * 256
 HOST_US = 150.0  # assumed: a call that is not planned
 SEND_US = 12.0  # published: 5-7 us for each of a copy and its signal (arXiv 2602.21548)
 WORTH_IT = 1.05  # predicted gain that another configuration than the default takes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine as the model knows it. Seconds, bytes per second, floating-point operations per second.
+
+    ``bandwidth``: of a collective, in bytes received by one rank. ``fused_bandwidth``: the same inside a
+    fused op. ``latency``: of a collective without data. ``fused_host``: what a fused op costs beyond its
+    parts. ``overlap``: of the shorter of its two parts, how much a fused op hides.
+
+    >>> import dataclasses
+    >>> dataclasses.replace(CPU, name="mine", bandwidth=4e9).bandwidth
+    4000000000.0
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    flops: float
+    fused_host: float
+    fused_bandwidth: float
+    overlap: float
+
+
+# fmt: off
+#             name   latency  bandwidth  flops   fused_host  fused_bandwidth  overlap
+CPU = Machine("cpu", 100e-6,  1.7e9,     3.7e10, 250e-6,     1.8e9,           0.0)
+GPU = Machine("gpu", 12e-6,   3.0e11,    5e14,   10e-6,      3.0e11,          0.8)
+# fmt: on
+
+
+def machine_for(device: torch.device) -> Machine:
+    return CPU if device.type == "cpu" else GPU
+
+
+def calibrated(size: int, device_type: str = "cpu") -> Machine:
+    """The machine with links as ``interlace calibrate`` has measured them among ``size`` ranks.
+
+    The same line of all_gather by which ``algorithm="auto"`` goes. Pass it on all ranks or on none. Raises
+    LookupError if there is no measurement of a mesh of ``size`` ranks here.
+
+    >>> calibrated(1000)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    LookupError: no calibration of 1000 ranks for cpu in ...: run python -m interlace calibrate --mesh 1000
+    """
+    base, found = machine_for(torch.device(device_type)), measured_gather(size, device_type)
+    if found is None:
+        raise LookupError(
+            f"no calibration of {size} ranks for {device_type} in {calibration.path(device_type)}: run "
+            f"python -m interlace calibrate --mesh {size}"
+        )
+    bandwidth = found.link.received_gbs * 1e9
+    return replace(
+        base,
+        name=f"{base.name}, calibrated {found.date}",
+        latency=found.link.protocols[-1].latency_us * 1e-6,
+        bandwidth=bandwidth,
+        fused_bandwidth=bandwidth * base.fused_bandwidth / base.bandwidth,
+    )
+
+
+@plain.record
+@dataclass(frozen=True)
+class GatherTime:
+    """The time of an all_gather among some ranks of this machine, and when that was measured."""
+
+    link: calibration.Link
+    date: str
+
+
+def measured_gather(size: int, device_type: str) -> GatherTime | None:
+    """The gather among ``size`` ranks, if ``interlace calibrate`` has measured it here."""
+    found = calibration.find(calibration.read(device_type), calibration.OWN, (size,))
+    return None if found is None else GatherTime(found.link(0, "all_gather"), found.date)
 
 
 @dataclass(frozen=True)
