@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from interlace.nn.linear_functions import (
     column_parallel_linear,
     row_parallel_linear,
 )
-from interlace.nn.sharding import OnGroup, ShardedModule, divisible, positive
+from interlace.nn.sharding import HeldGroup, OnGroup, ShardedModule, divisible, positive
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.activations import activate
@@ -38,7 +37,7 @@ InitMethod = Callable[[Tensor], Any]
 class LinearOptions:
     """The options that all linear layers take; see :class:`ColumnParallelLinear`."""
 
-    group: Group = None
+    group: Group | HeldGroup = None
     sequence_parallel: bool = True
     batch_first: bool = False
     init_method: InitMethod | None = None
@@ -362,14 +361,12 @@ class SequenceParallelMLP(OnGroup):
         self.hidden_size = hidden_size
         self.activation = activation if named is None else named
         self.save_gathered = save_gathered
-        options["group"] = self._held  # type: ignore[typeddict-item]
-        sizes = hidden_size, intermediate_size, bias
-        first = functools.partial(ColumnParallelLinear, save_gathered=save_gathered, **options)
-        self.gate = first(*sizes) if gated else None
-        self.up = first(*sizes)
-        if output_init_method is not None:
-            options["init_method"] = output_init_method
-        self.down = RowParallelLinear(intermediate_size, hidden_size, bias, **options)
+        shared = vars(replace(LinearOptions(**options), group=self._held))
+        first, sizes = {**shared, "save_gathered": save_gathered}, (hidden_size, intermediate_size)
+        self.gate = ColumnParallelLinear(*sizes, bias=bias, **first) if gated else None
+        self.up = ColumnParallelLinear(*sizes, bias=bias, **first)
+        last = {**shared, "init_method": output_init_method or shared["init_method"]}
+        self.down = RowParallelLinear(*sizes[::-1], bias=bias, **last)
 
     @disable
     def forward(self, input: Tensor) -> Tensor:
@@ -440,8 +437,7 @@ class QKVParallelLinear(OnGroup):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, kv
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.copies = max(1, communicator.world_size // kv)
-        options["group"] = self._held  # type: ignore[typeddict-item]
-        shared = LinearOptions(**options)
+        shared = replace(LinearOptions(**options), group=self._held)
         shared.keep(self)
         self.save_gathered, self.out_dtype = save_gathered, out_dtype
         queries, others = num_heads * self.head_dim, kv * self.head_dim

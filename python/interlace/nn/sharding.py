@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from interlace.arguments.words import Group
 from interlace.groups import rank_lists
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
@@ -27,7 +28,7 @@ from interlace.runtime.core.communicator import Communicator
 class HeldGroup:
     """A group as a module keeps it: as it was named, and resolved. Copies of the module share it."""
 
-    def __init__(self, named: Any) -> None:
+    def __init__(self, named: Group) -> None:
         self.named = named
         self.communicator: Communicator = resolve(named)
         self.replicas: dict[int, Communicator] = {}
@@ -55,7 +56,7 @@ class HeldGroup:
 class OnGroup(torch.nn.Module):
     """A module that communicates over ``group``, which may be one that another module holds."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group | HeldGroup) -> None:
         super().__init__()
         self._held = group if isinstance(group, HeldGroup) else HeldGroup(group)
 
@@ -243,7 +244,7 @@ class ShardedModule(OnGroup):
     [(True, (2, 2)), (True, (2, 2))]
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group | HeldGroup) -> None:
         super().__init__(group)
         self._shardings: dict[str, Sharding] = {}
         self._found_alike = False

@@ -1,6 +1,7 @@
 """Parameters of interlace.nn: what a rank holds, how it starts, state dicts, misuse. No gradients here."""
 
 import copy
+import inspect
 import itertools
 import pickle
 import re
@@ -14,6 +15,7 @@ from torch import nn
 import interlace
 from interlace import functional
 from interlace import nn as inn
+from interlace.nn.linear import LinearOptions
 from support import failure
 
 WORLDS = [1, 2, 3, 4]
@@ -478,3 +480,27 @@ def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> N
     )
     parts = {"QKVParallelLinear": "q.weight", "SequenceParallelMLP": "up.weight", "MoE": "up"}
     assert name == parts.get(layer, "weights" if layer == "UlyssesAttention" else "weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [
+        (inn.ColumnParallelLinear, "input_is_parallel"),
+        (inn.RowParallelLinear, "save_gathered"),
+        (inn.SequenceParallelMLP, "out_dtype"),
+        (inn.QKVParallelLinear, "gather_output"),
+    ],
+)
+def test_linear_layers_show_what_they_take_and_take_nothing_else(kind: Any, other: str) -> None:
+    parameters = inspect.signature(kind).parameters
+    shared = inspect.signature(LinearOptions).parameters
+    assert all(parameters[name].default == each.default for name, each in shared.items())
+    assert other not in parameters and "options" not in parameters
+
+    def on_rank() -> None:
+        sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
+        kind(*sizes, **{name: each.default for name, each in shared.items()})
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{other}'"):
+            kind(*sizes, **{other: None})
+
+    interlace.run(on_rank, 2)
