@@ -272,8 +272,11 @@ FUNCTIONALISED = (_higher.auto_functionalized, _higher.auto_functionalized_v2)
 
 
 class NamedCall(NamedTuple):
-    """``given``: all arguments, by name. ``made``: of changed arguments the nodes that have them after; of
-    an op that changes none its results, by number. What nobody reads is None, or missing."""
+    """A call of an op that is known by its name, as those of vLLM, which are there where vLLM is.
+
+    ``given``: all arguments, by name. ``made``: of changed arguments the nodes that have them after; of an
+    op that changes none its results, by number. What nobody reads is None, or missing.
+    """
 
     name: str
     given: dict[str, Any]
