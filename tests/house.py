@@ -28,6 +28,9 @@ OPS = {
     "attention": ("attention",),
     "dispatch": ("dispatch",),
 }
+# By torch's word for how a call finds its implementation; ours sends tokens to experts.
+TORCH_DISPATCH = ["__torch_dispatch__", "DispatchMode", "_make_dispatchable"]
+TORCH_DISPATCH += ["dispatched", "_dispatched"]
 OPTION = "gather_normed"
 
 # Besides, every folder of runtime and python may import kernels.
@@ -475,7 +478,8 @@ def folders_of(
         if not within(folder, (*LABORATORY, *TOOLS)):
             kinds = ast.FunctionDef, ast.ClassDef
             names = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-            plain = [name.lower().replace("_", "") for name in names]
+            ours = [name for name in names if name not in TORCH_DISPATCH]
+            plain = [name.lower().replace("_", "") for name in ours]
             if any(word.replace("_", "") in name for word in words for name in plain):
                 found.add(folder)
     return found

@@ -9,6 +9,7 @@ import torch
 
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.ops.experts.dispatch import DispatchArguments, named, values_and_scales
+from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import ROUTED
 from interlace.ops.experts.routing import (
     DispatchHandle,
@@ -204,9 +205,9 @@ def all_gather_grouped_matmul(
     >>> interlace.run(gathered, 2)
     [[[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [4.0, 4.0]]]
     """
-    tensors, splits = (input, weight, bias), (input_splits, output_splits)
-    options = (return_received, algorithm, out_dtype)
-    return _grouped("all_gather_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
+    about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
+    given = GroupedArguments(input, weight, bias, *about)
+    return _grouped("all_gather_grouped_matmul", group, tag, given)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -236,25 +237,17 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(exchanged, 2)
     [[[4.0, 4.0], [4.0, 4.0]], [[8.0, 8.0], [8.0, 8.0]]]
     """
-    tensors, splits = (input, weight, bias), (input_splits, output_splits)
-    options = (return_received, algorithm, out_dtype)
-    return _grouped("all_to_all_grouped_matmul", group, tag, tensors, splits, *options)  # type: ignore[no-any-return]
+    about: Any = input_splits, output_splits, return_received, algorithm, out_dtype
+    given = GroupedArguments(input, weight, bias, *about)
+    return _grouped("all_to_all_grouped_matmul", group, tag, given)  # type: ignore[no-any-return]
 
 
-def _grouped(
-    op: str,
-    group: FunctionalGroup,
-    tag: str,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    splits: tuple[Sequence[int], Sequence[int]],
-    return_received: bool,
-    *options: Any,
-) -> Any:
-    input, weight, bias = tensors
-    check(op, group, tag, input=input, weight=weight, bias=bias)
-    flag(op, group, tag, "return_received", return_received)
-    sent = ints(op, group, tag, "input_splits", splits[0])
-    received = ints(op, group, tag, "output_splits", splits[1])
-    kept = keeps(return_received, [weight])
-    made = run_to_list(op, group, tag, tensors, *tensors, sent, received, kept, *options)
-    return (made[1], made[0]) if return_received else made[0]
+def _grouped(op: str, group: FunctionalGroup, tag: str, given: GroupedArguments) -> Any:
+    tensors, asked = (given.input, given.weight, given.bias), given.return_received
+    check(op, group, tag, input=given.input, weight=given.weight, bias=given.bias)
+    flag(op, group, tag, "return_received", asked)
+    for name in ("input_splits", "output_splits"):
+        setattr(given, name, ints(op, group, tag, name, getattr(given, name)))
+    given.return_received = keeps(asked, [given.weight])
+    made = run_to_list(op, group, tag, tensors, *vars(given).values())
+    return (made[1], made[0]) if asked else made[0]
