@@ -139,7 +139,7 @@ class _Host:
 
 def _play_peers(parts: list[torch.Tensor], world_size: int) -> None:
     """Note every call that rank 0 notes, as ranks 1, 2, ...; see ``cuda_processes/agreement.py``."""
-    from interlace.runtime.places.gpu.processes import agreement
+    from interlace.runtime.places.gpu import agreement
 
     # memory views, for torch's threads do not live in a forked process
     boards = [part.numpy().data.cast("B").cast("q") for part in parts]
@@ -172,7 +172,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     from interlace.runtime.core.memory import SymmetricBuffer
     from interlace.runtime.places.gpu import driver as cuda_driver
     from interlace.runtime.places.gpu import stream as cuda_stream
-    from interlace.runtime.places.gpu.processes.place import CudaPlace
+    from interlace.runtime.places.gpu.process_place import CudaPlace
     from interlace.runtime.places.gpu.watchdog import Watchdog
 
     def allocate(self: CudaPlace, nbytes: int) -> SymmetricBuffer:

@@ -65,7 +65,7 @@ gc.disable()  # until all tests are imported: see warmed_up.py
 # What processes of ranks import in seconds each, imported once and forked; they are the tests' and have no
 # GPU. A process that is spawned, as it is outside of tests: tests/multi/shm/test_shm_place.py.
 PRELOADED = [
-    "interlace.runtime.start.child",
+    "interlace.runtime.places.pool",
     "interlace.functional",
     "interlace.compile",
     "torch._inductor.compile_fx",
@@ -83,7 +83,7 @@ def _forked_ranks() -> Iterator[None]:
     """Processes of ranks start in milliseconds."""
     import guard
     from interlace import launcher
-    from interlace.runtime.start import pool
+    from interlace.runtime.places import pool
 
     if HAS_CUDA:
         yield

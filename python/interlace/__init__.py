@@ -125,7 +125,7 @@ try:
     from interlace.runtime.core.hooks import HookedOp
     from interlace.runtime.core.place import timeout
     from interlace.runtime.core.work import Work
-    from interlace.runtime.start import uncaught as _uncaught
+    from interlace.runtime.places import uncaught as _uncaught
     from interlace.runtime.tuning.configuration import override as configured
     from interlace.symmetric_memory import registration as _torch_kernels
     from interlace.symmetric_memory.registration import take_over_symm_mem

@@ -14,7 +14,7 @@ from interlace.arguments.words import RunPlace
 from interlace.groups import groups
 from interlace.runtime.core.context import CallContext, Overrides, current, set_context
 from interlace.runtime.core.place import Place, positive_seconds
-from interlace.runtime.places.gpu.available import gpu_problem
+from interlace.runtime.places.gpu.driver import gpu_problem
 
 T = TypeVar("T")
 PLACES: tuple[RunPlace, ...] = get_args(RunPlace)
@@ -91,7 +91,7 @@ def run(
             from interlace.runtime.places.gpu.virtual_place import run_virtual_ranks
 
             return run_virtual_ranks(on_rank, world_size, timeout=seconds)
-        from interlace.runtime.start.pool import default_pool
+        from interlace.runtime.places.pool import default_pool
 
         install = _install_on_gpu if place == "cuda" else _install
         setup = functools.partial(install, current().overrides, seconds)
@@ -167,7 +167,7 @@ def _install_on_gpu(overrides: Overrides, timeout: float, place: Place) -> Place
     """Set up a process as :func:`_install` does, on one of the host's GPUs."""
     import torch
 
-    from interlace.runtime.start import connect
+    from interlace.runtime.places import connect
 
     if not gpu_problem():
         torch.cuda.set_device(place.rank % torch.cuda.device_count())

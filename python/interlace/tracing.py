@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.arguments.paths import refuse_unwritable
-from interlace.runtime.places.sim.scheduler import chrome_trace
 from interlace.runtime.places.sim.scheduler import trace as recorder
-from interlace.runtime.places.sim.scheduler.recording import Recording, merge
+from interlace.runtime.places.sim.scheduler.recording import Recording, merge, write_trace
 
 Runs = list[tuple[str, Recording]]
 """Runs of ranks in their order, each with the name of its function."""
@@ -55,7 +54,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
             yield
         except BaseException:
             try:
-                chrome_trace.write_trace(file, runs)
+                write_trace(file, runs)
             except OSError as error:
                 log.warning("the trace of a block that failed is not written: %s", error)
             raise
@@ -66,7 +65,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
                 "; ranks of a job, as torchrun starts them, are not traced: take a profile there"
             )
         log.warning(text, file)
-    chrome_trace.write_trace(file, runs)
+    write_trace(file, runs)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """One launch of a kernel: what to run, over which grid, with which arguments, in which place.
 
-The same :class:`KernelLaunch` is compiled by Triton on a GPU (``cuda/launch.py``) and interpreted, by
-``scheduler/scheduler.py``, on a CPU.
+The same :class:`KernelLaunch` is compiled by Triton on a GPU (``places/gpu/launch.py``) and interpreted, by
+``sim/scheduler/scheduler.py``, on a CPU.
 """
 
 from collections.abc import Iterable

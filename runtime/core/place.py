@@ -131,7 +131,9 @@ class Place(ABC):
     alone = False
     joining = 0.0  # seconds that it took to meet the other processes
     calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
-    recorder: Any = None  # of what a call enqueues, where that is planned; see ``cuda/plans.py``
+    recorder: Any = (
+        None  # of what a call enqueues, where that is planned; see ``places/gpu/plans.py``
+    )
     nodes: Nodes | None = None
     mapped = True
 

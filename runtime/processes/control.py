@@ -19,14 +19,14 @@ After the header page::
     2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 does something, or ANYONE
     2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
     2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
-    2496 CORE      int64: 1 + the core on which the owner has said to run, see ``cores.py``
+    2496 CORE      int64: 1 + the core on which the owner has said to run, see :class:`CoreSpread`
     2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
     2512 SINCE  float64: when it last said so, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
          has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
     2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
-    2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/ring_writes.py``
+    2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/caches.py``
     4096 area for messages of even numbers
     4096 + AREA    for those of odd numbers
     behind them    PLACES areas for the small data that goes with a message, used in turn
@@ -45,11 +45,14 @@ acquired here, that it does not. For data two would do, too; but writing what an
 is several times as slow as writing what has meanwhile left its cache.
 """
 
+import ctypes
+import os
+import platform
 import struct
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 
-from interlace.runtime.processes.bell import ANYONE, Bell, wake
-from interlace.runtime.processes.cores import CoreSpread
 from interlace.runtime.processes.recorder import (
     ENTRIES,
     ENTRY_WORDS,
@@ -58,6 +61,138 @@ from interlace.runtime.processes.recorder import (
     FlightRecorder,
 )
 from interlace.runtime.processes.segment import Mapping
+
+LONGEST_SLEEP = 1e-3
+
+_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
+_FUTEX = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+FUTEX_WAIT, FUTEX_WAKE = 0, 1
+EVERYONE = 1 << 30  # threads to wake
+BELL = 64  # bytes from the word ASLEEP to the futex
+ANYONE = -1  # in ASLEEP
+
+_syscall = ctypes.CDLL(None).syscall
+_syscall.restype = ctypes.c_long
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def wake(asleep: int) -> None:
+    """Ring the bell of whoever sleeps by the word at this address."""
+    if _FUTEX is not None:
+        futex = asleep + BELL
+        ctypes.c_uint32.from_address(futex).value += 1
+        _syscall(_FUTEX, ctypes.c_void_p(futex), FUTEX_WAKE, EVERYONE, None, None, 0)
+
+
+class Bell:
+    """The own bell, by the address of the word that says that this rank sleeps: one futex per rank.
+
+    A rank that wants to sleep says so in its ASLEEP word, looks once more at what it waits for, and then
+    waits on its BELL. Whoever releases anything looks at the ASLEEP words afterwards and rings for those
+    that are set. A processor may let the releasing rank read ASLEEP before its release is visible, and the
+    bell is then not rung; sleeping is therefore bounded by a millisecond, and nothing but that is lost.
+
+    Where there is no futex (not Linux on x86-64 or AArch64) sleeping is a short plain sleep.
+    """
+
+    def __init__(self, asleep: int) -> None:
+        self._own_asleep = ctypes.c_int64.from_address(asleep)
+        self._bell = ctypes.c_uint32.from_address(asleep + BELL)
+        self._address = ctypes.c_void_p(asleep + BELL)
+
+    def sleep(self, seconds: float, ready: Callable[[], bool]) -> None:
+        """Sleep until the bell rings, ``seconds`` at most; not at all if ``ready()``."""
+        seconds = min(seconds, LONGEST_SLEEP)
+        if _FUTEX is None:
+            time.sleep(seconds)
+            return
+        rung = self._bell.value
+        self._own_asleep.value = ANYONE
+        try:
+            if not ready():
+                timeout = ctypes.byref(_Timespec(0, int(seconds * 1e9)))
+                still = ctypes.c_uint32(rung)
+                _syscall(_FUTEX, self._address, FUTEX_WAIT, still, timeout, None, 0)
+        finally:
+            self._own_asleep.value = 0
+
+
+SECONDS_BETWEEN = 5e-3  # nudges of one rank; between them the operating system may have its way
+
+# A PyDLL keeps the GIL, which a call of a tenth of a microsecond should not give away.
+_core = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
+
+
+def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
+    """The core to which ``rank`` should move, if any. ``cores``: every rank's; unknown ones are negative.
+
+    Ranks that look at the same ``cores`` and are allowed the same move one rank in all: with cores
+    ``[0, 0, 0, 1]`` and ``allowed`` 0 and 1 rank 2 moves to 1.
+    """
+    own = cores[rank]
+    crowd = cores.count(own)
+    if crowd < 2 or own not in allowed or rank != max(r for r, c in enumerate(cores) if c == own):
+        return None
+    counts = {core: cores.count(core) for core in sorted(allowed)}
+    fullest = max(counts, key=counts.__getitem__)
+    emptiest = min(counts, key=counts.__getitem__)
+    return emptiest if own == fullest and crowd - counts[emptiest] >= 2 else None
+
+
+class CoreSpread:
+    """The cores of all ranks of a group. ``words[r]`` is of one int64 that rank r alone writes.
+
+    Where more ranks share one core than another, one moves. A rank that waits keeps its core busy,
+    politely. So an operating system that counts who is busy may leave three ranks on one core and one
+    on the other for a long time, and each op takes as long as three ranks on one core take (4 ranks on
+    2 cores, all_reduce of 16 MiB: 12.1 ms, and 8.2 with two on each; November 2026). But the ranks know
+    what it cannot know: that they work in step.
+
+    Each rank says now and then on which core it runs. Looking at all of them, the last of those on the
+    fullest core moves to the emptiest, if that makes it more even. Moving is a nudge, not a binding:
+    the thread is bound to the other core and at once allowed all of its cores again, so the operating
+    system keeps the last word. It moves nobody to a core outside the thread's own affinity.
+
+    What is said may be old when it is looked at. Then one nudge too few or too many is made, and
+    nothing else.
+    """
+
+    def __init__(self, words: Sequence[memoryview], rank: int) -> None:
+        self._words, self._own, self._rank = words, words[rank], rank
+        self._next = 0.0
+        self._works = _core is not None and hasattr(os, "sched_setaffinity") and len(words) > 1
+
+    def say(self) -> None:
+        """Tell the other ranks on which core this thread runs."""
+        if self._works:
+            self._own[0] = 1 + _core()  # type: ignore[misc]  # memory begins with 0: not said yet
+
+    def look(self) -> None:
+        """Move this thread to another core if that makes the ranks more even."""
+        if not self._works:
+            return
+        cores = [word[0] - 1 for word in self._words]
+        if cores.count(cores[self._rank]) < 2:
+            return
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + SECONDS_BETWEEN
+        try:
+            allowed = os.sched_getaffinity(0)
+            target = move(cores, self._rank, tuple(allowed))
+            if target is not None:
+                os.sched_setaffinity(0, (target,))
+                try:
+                    self._own[0] = 1 + target
+                finally:
+                    os.sched_setaffinity(0, allowed)
+        except OSError:  # not permitted, or the cores changed meanwhile
+            self._works = False
+
 
 Buffer = bytes | memoryview
 

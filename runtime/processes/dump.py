@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from interlace.runtime.processes.reader import PastOp, RankRecord, foot, read_file, read_rank
+from interlace.runtime.processes.recorder import PastOp, RankRecord, foot, read_file, read_rank
 
 MOST_FILES = 256  # in the folder that nobody has chosen
 VARIABLE = "INTERLACE_RECORD"

@@ -32,11 +32,11 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.processes import dump as record
 from interlace.runtime.processes import meetings, rendezvous
-from interlace.runtime.processes.bell import LONGEST_SLEEP
 from interlace.runtime.processes.blame import Blame, aborted_by
 from interlace.runtime.processes.control import (
     ABORTED,
     CONTROL_BYTES,
+    LONGEST_SLEEP,
     RINGS_BYTES,
     SEQUENCE,
     Control,

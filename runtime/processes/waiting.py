@@ -6,7 +6,7 @@ A wait is a loop of the caller's own polls with one :meth:`Patience.step` after 
     up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
                       waited for may need it (a barrier on 2 cores is 4 times faster with it); not while
                       others of the host want the cores, who keep one that they are given for milliseconds
-    later             sleep until a peer rings the bell (``bell.py``), at most 1 ms; where nobody
+    later             sleep until a peer rings the bell (``control.py``), at most 1 ms; where nobody
                       would ring it, 1/20 of the time waited so far
     every 1 ms        look for the reasons why the wait could never end
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
-from interlace.runtime.processes.bell import LONGEST_SLEEP, Bell
+from interlace.runtime.processes.control import LONGEST_SLEEP, Bell
 from interlace.runtime.processes.deadlock import LastingWait
 
 CHECK_SECONDS = 1e-3

@@ -19,10 +19,17 @@ from interlace.runtime.ptx.arithmetic import (
     flushed,
     rectified,
 )
-from interlace.runtime.ptx.formats import FORMATS, ROUNDINGS, NarrowFloat, Rounding
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
-from interlace.runtime.ptx.types import TYPES, Array, ScalarType
+from interlace.runtime.ptx.types import (
+    FORMATS,
+    ROUNDINGS,
+    TYPES,
+    Array,
+    NarrowFloat,
+    Rounding,
+    ScalarType,
+)
 
 MOVES, builds = builders()
 

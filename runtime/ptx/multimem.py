@@ -16,12 +16,11 @@ import numpy as np
 
 from interlace.runtime.numerics.sums import larger, smaller
 from interlace.runtime.ptx import memory, multicast
-from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.arithmetic import PAIRS
-from interlace.runtime.ptx.formats import FORMATS, NarrowFloat
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
+from interlace.runtime.ptx.memory import address_of
 from interlace.runtime.ptx.special import Threads
-from interlace.runtime.ptx.types import TYPES, Array, ScalarType
+from interlace.runtime.ptx.types import FORMATS, TYPES, Array, NarrowFloat, ScalarType
 
 MULTIMEM, builds = builders()
 

@@ -17,7 +17,7 @@ from interlace.runtime.ptx.special import WARP, Threads
 from interlace.runtime.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
-"""What the action of a barrier returns; the threads meet in ``threads.py`` and ``machine.py``."""
+"""What the action of a barrier returns; the threads meet in ``inline_assembly.py`` and ``machine.py``."""
 BARRIERS = 16  # of a program
 CLUSTER = -1  # the number of one more
 

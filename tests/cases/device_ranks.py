@@ -10,7 +10,7 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.places.gpu import driver
-from interlace.runtime.places.gpu.processes.memory import MemoryRefused, TorchMemory
+from interlace.runtime.places.gpu.memory import MemoryRefused, TorchMemory
 
 ROWS, INNER, COLUMNS = 256, 128, 192
 SMALL_PARTS = 4  # of an input, each few enough bytes for a low-latency kernel

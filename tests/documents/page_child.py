@@ -24,7 +24,7 @@ def run_python(
     os.environ.update(variables)
     # Triton's cache would give lint what was compiled from the same text in another folder.
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, ".triton")
-    from interlace.runtime.start import pool
+    from interlace.runtime.places import pool
 
     # Ranks are forked from what this process is now, with torch imported and one thread: what the
     # block will have run by then, threads of ranks and of stores, may hold locks in a fork of it.

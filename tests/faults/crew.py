@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 
 import interlace
 from interlace.groups import groups
-from interlace.runtime.start.connect import connect_place
+from interlace.runtime.places.connect import connect_place
 from processes import heard, started
 
 LONG = 60.0

@@ -22,7 +22,7 @@ from interlace.cli.commands.build import write
 from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
-from interlace.runtime.processes.reader import PastOp, RankRecord, foot
+from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
 from interlace.runtime.tuning import cache, calibration
 from interlace.tools.bundle.bundle import BundleTarget
 from sim.core import test_plain

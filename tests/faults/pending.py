@@ -227,7 +227,7 @@ import atexit, os, sys, threading, time, torch, interlace
 from torch.distributed import FileStore
 from interlace.groups import groups
 from interlace.runtime.processes import worker
-from interlace.runtime.start.connect import connect_place
+from interlace.runtime.places.connect import connect_place
 
 folder, times, broken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 

@@ -13,7 +13,7 @@ import interlace
 from cases import device_ranks as ranks
 from interlace import launcher
 from interlace.runtime.core.errors import RankError
-from interlace.runtime.start.pool import ProcessPool
+from interlace.runtime.places.pool import ProcessPool
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

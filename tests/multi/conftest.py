@@ -2,7 +2,7 @@
 
 import pytest
 
-from interlace.runtime.start.pool import ProcessPool, default_pool
+from interlace.runtime.places.pool import ProcessPool, default_pool
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from interlace.runtime.compat.launchers import launched, local_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place, positive_seconds
-from interlace.runtime.start import connect
-from interlace.runtime.start.connect import connect_place
+from interlace.runtime.places import connect
+from interlace.runtime.places.connect import connect_place
 
 _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
     "interlace_default_group", default=None

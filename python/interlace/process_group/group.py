@@ -31,8 +31,8 @@ from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.gpu.available import gpu_problem
-from interlace.runtime.start import connect
+from interlace.runtime.places import connect
+from interlace.runtime.places.gpu.driver import gpu_problem
 
 LINGER_SECONDS = 0.2
 DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged

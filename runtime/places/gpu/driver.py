@@ -1,4 +1,4 @@
-"""The CUDA driver's functions that torch does not offer: words of streams, numbers of captures.
+"""The GPU of this process, and the CUDA driver's functions that torch does not offer.
 
 By ctypes from the driver's own library. Where that is missing or too old, the group's kernels do the same
 (:func:`stream_words` is None), and captures are told apart by hand (:func:`capture_of`).
@@ -14,6 +14,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from interlace.runtime.compat.launchers import local_rank
+
+
+def gpu_problem() -> str:
+    """Why this process cannot run kernels on a GPU; "" if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    from interlace.runtime.compat.triton_launcher import knobs
+
+    return "TRITON_INTERPRET is set, which compiles no kernels" if knobs.runtime.interpret else ""
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process: its current one, which is made that of its number on the host if it was
+    never chosen and ``torchrun`` has given it one."""
+    local = local_rank()
+    if local is not None and not torch.cuda.is_initialized():
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
 
 CAN_USE_WORDS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 FENCED = 0  # CU_STREAM_WRITE_VALUE_DEFAULT

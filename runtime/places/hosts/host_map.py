@@ -1,6 +1,6 @@
 """The ranks of a group by host, and the address at which others reach this one.
 
-Two processes count as on one host if they can share memory the way ``one_host/rendezvous.py`` does it:
+Two processes count as on one host if they can share memory the way ``processes/rendezvous.py`` does it:
 through descriptors that go over abstract unix sockets. That takes
 
 ==================  ================================================================================
@@ -14,7 +14,7 @@ Process and mount namespaces do not matter: descriptors of memory and of process
 them. So two containers of one pod are one host, two containers with networks of their own are two, and
 those two are joined as two machines are, which is slower and right.
 
-Every rank puts a :class:`Card` into the store, as ``one_host/rendezvous.py`` has it.
+Every rank puts a :class:`Card` into the store, as ``processes/rendezvous.py`` has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Connections between ranks on several hosts: packets by gloo, and noticing that a rank is gone.
 
 One gloo group per group of ranks, all connected with all, from which only send and recv are used. It
-carries packets of a fixed size (``packets.py``): "I have left", "abort, because ...", "whom do you wait
+carries packets of a fixed size (:class:`Packet`): "I have left", "abort, because ...", "whom do you wait
 for?". Ranks on different hosts have connections of their own for bytes: of collectives (``wires.py``), and
 of messages between two ranks (``mail.py``).
 
@@ -9,9 +9,10 @@ A thread per peer always listens for its packets. So whoever sends one never wai
 process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
 
 What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
-connections for bytes, which wakes its own threads. That for packets stays until the rank leaves the group:
-by it those who are left agree on how to go on (``roll.py``). A rank whose packets end without "I have left"
-is gone. The group's timeout is watched by a thread: who times out must still be able to say so.
+connections for bytes, which wakes its own threads. That for packets stays until the rank leaves the
+group: by it those who are left agree on how to go on (``regroup.py``). A rank whose packets end without
+"I have left" is gone. The group's timeout is watched by a thread: who times out must still be able to
+say so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import hmac
 import math
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -30,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,15 +50,6 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.places.hosts.host_map import listening_address
 from interlace.runtime.places.hosts.joining import connected, let_go
-from interlace.runtime.places.hosts.packets import (
-    ABORT,
-    ASKED,
-    AWAITS,
-    LEFT,
-    LONGEST_REASON,
-    PACKET_BYTES,
-    Packet,
-)
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
 from interlace.runtime.processes.blame import aborted_by, follow
 from interlace.runtime.processes.signed_store import DIGEST_BYTES, PolledStore, digest
@@ -63,6 +57,52 @@ from interlace.runtime.processes.worker import Helper, apart
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
+
+PACKET_BYTES = 2048
+LONGEST_REASON = PACKET_BYTES - 256  # bytes
+LEFT, ABORT, ASKED, AWAITS, ROW, VALUE = range(1, 7)
+_CONTENTS = {
+    LEFT: type(None),
+    ABORT: bytes,
+    ASKED: type(None),
+    AWAITS: type(None),
+    ROW: (int, int, int),
+    VALUE: (bytes, bytes, bytes),
+}
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass
+class Packet:
+    """One control packet: what it is, and the fields that its kind uses."""
+
+    kind: int
+    tag: int = 0
+    number: int = 0
+    content: Any = None
+
+    def pack(self) -> torch.Tensor:
+        raw = plain.dumps((self.kind, self.tag, self.number, self.content))
+        assert len(raw) <= PACKET_BYTES - _LENGTH.size, len(raw)
+        whole = (_LENGTH.pack(len(raw)) + raw).ljust(PACKET_BYTES, b"\0")
+        return torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(packet: torch.Tensor) -> Packet:
+        """The packet in these bytes; UnreadableError unless it is one that :meth:`pack` makes."""
+        raw = packet.numpy().tobytes()
+        (length,) = _LENGTH.unpack_from(raw)
+        fields = plain.loads(raw[_LENGTH.size : _LENGTH.size + length])
+        if isinstance(fields, tuple) and len(fields) == 4:
+            found = Packet(*fields)
+            known = _CONTENTS.get(found.kind) if isinstance(found.kind, int) else None
+            content = found.content
+            types = tuple(map(type, content)) if isinstance(content, tuple) else type(content)
+            numbers = isinstance(found.tag, int) and isinstance(found.number, int)
+            if known == types and numbers and found.number >= 0:
+                return found
+        raise plain.UnreadableError(f"a packet of {length} bytes no rank sends: {fields!r:.99}")
+
 
 _JOINING, CONTROL, _SEVER = 1, 2, 3  # tags
 

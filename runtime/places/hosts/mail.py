@@ -25,8 +25,7 @@ from typing import Any
 from interlace.runtime.core.errors import AbortedError, InterlaceError
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
-from interlace.runtime.processes.bell import LONGEST_SLEEP
-from interlace.runtime.processes.control import Control
+from interlace.runtime.processes.control import LONGEST_SLEEP, Control
 from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.waiting import Patience

@@ -31,12 +31,10 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
 from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
 from interlace.runtime.places.hosts.joining import Joining
-from interlace.runtime.places.hosts.link_store import LinkStore, Told
-from interlace.runtime.places.hosts.links import HostLinks
+from interlace.runtime.places.hosts.links import ROW, HostLinks, Packet
 from interlace.runtime.places.hosts.mail import SpanningGroup
-from interlace.runtime.places.hosts.packets import ROW, Packet
 from interlace.runtime.places.hosts.pieces import Frames
-from interlace.runtime.places.hosts.roll import HostsRoll
+from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
 from interlace.runtime.processes import dump as record

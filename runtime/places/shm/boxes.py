@@ -26,14 +26,15 @@ from typing import NamedTuple
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.shm.caches import Thresholds, own_caches
 from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
-from interlace.runtime.processes.bell import LONGEST_SLEEP, wake
 from interlace.runtime.processes.control import (
     BOX_BYTES,
     BOXES,
     BOXES_BYTES,
+    LONGEST_SLEEP,
     RINGS,
     RINGS_BYTES,
     Control,
+    wake,
 )
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.segment import PAGE

@@ -1,6 +1,6 @@
 """Large collectives on tensors that lie in shared memory: everyone reads everyone's where it is.
 
-Taken when the tensors of all ranks lie in the same shared range (``one_host/segment.py``). Nothing is
+Taken when the tensors of all ranks lie in the same shared range (``processes/segment.py``). Nothing is
 staged, so a rank may leave the op only when its peers have read its tensor: ranks meet at the end
 (MET), and in all_reduce once more between reducing and gathering.
 """

@@ -3,7 +3,7 @@
 Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot
 c mod SLOTS and says so (STAGED); the others take it from there and say so too (DONE). A slot is written
 again when everyone is done with the round that used it last. Whether rings are written through the caches
-or past them is measured, see ``ring_writes.py``; what is copied into an output that is too large to stay
+or past them is measured, see ``caches.py``; what is copied into an output that is too large to stay
 there is written past them. How large that is, and a slot, follows from the caches: ``caches.py``.
 
 In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.places.shm import message_steps
-from interlace.runtime.places.shm.caches import Caches, own_caches
+from interlace.runtime.places.shm.caches import Caches, RingWrites, own_caches
 from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
-from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.processes.control import DONE, REDUCED, STAGED
 from interlace.runtime.processes.group import HostGroup
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
-from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.mbarriers import build_arrival_of_copies, mbarrier_at
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import ELEMENTS, Box, box_of, read_map
 from interlace.runtime.ptx.memory import (
+    address_of,
     all_of,
     fetched,
     handle_of,

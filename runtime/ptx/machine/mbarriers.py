@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
-from interlace.runtime.ptx.machine.groups import groups_of
 from interlace.runtime.ptx.machine.shared import (
     PtxProgram,
+    groups_of,
     put_shared,
     shared_bits,
     take_shared,
 )
+from interlace.runtime.ptx.memory import address_of
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array
 from interlace.runtime.ptx.waits import MBARRIER_WAIT

@@ -15,42 +15,37 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
-from interlace.runtime.ptx.bits import BIT_OPERATIONS
 from interlace.runtime.ptx.calls import CALLS
 from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction, Symbol
 from interlace.runtime.ptx.machine.bulk_copies import BULK
-from interlace.runtime.ptx.machine.matrices import MATRICES
+from interlace.runtime.ptx.machine.matrices import MATRICES, build_move, build_sum
 from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
-from interlace.runtime.ptx.machine.wgmma import WGMMA, build_move, build_sum
 from interlace.runtime.ptx.memory import MEMORY, SCOPES
 from interlace.runtime.ptx.moves import MOVES
 from interlace.runtime.ptx.multimem import MULTIMEM
+from interlace.runtime.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
 from interlace.runtime.ptx.special import WARP
-from interlace.runtime.ptx.text.module_text import PtxFunction, read_text
-from interlace.runtime.ptx.text.parser import Parser
-from interlace.runtime.ptx.text.targets import has, needed, target_of
-from interlace.runtime.ptx.text.variables import Variable, declared
+from interlace.runtime.ptx.targets import has, needed, target_of
 from interlace.runtime.ptx.types import Array
 from interlace.runtime.ptx.waits import WAITS
 
 BUILDERS: dict[str, Builder] = {
     **ARITHMETIC,
-    **BIT_OPERATIONS,
     **CALLS,
     **MEMORY,
     **MOVES,
     **MULTIMEM,
     **WAITS,
 }
-TOGETHER = {**WARPS, **MATRICES, **WGMMA}
+TOGETHER = {**WARPS, **MATRICES}
 # which know what the others refuse
 BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
-_WITHIN_REGISTERS = {*ARITHMETIC, *BIT_OPERATIONS, "mov", "cvt", "cvta"}
+_WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
 _CLOCK = re.compile(r"%(clock|globaltimer)")
 _SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
 _BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")

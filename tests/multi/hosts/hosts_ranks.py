@@ -82,8 +82,8 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
 
     from interlace.groups import groups
     from interlace.runtime.core.communicator import Communicator
+    from interlace.runtime.places.connect import connect_place
     from interlace.runtime.places.hosts import host_map
-    from interlace.runtime.start.connect import connect_place
     from multi.hosts import failing_scenarios
     from multi.hosts import hosts_scenarios as scenarios
 

@@ -26,10 +26,10 @@ from guard import MOST
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
-from interlace.runtime.start.connect import connect_place
 from processes import heard, started
 
 LONG = 2 * MOST

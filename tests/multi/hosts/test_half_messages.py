@@ -18,7 +18,7 @@ from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.start.connect import connect_place
+from interlace.runtime.places.connect import connect_place
 from processes import heard, started
 from tiers import thorough
 

@@ -26,12 +26,12 @@ from cases import support_table
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import CollectiveTimeoutError, PlaceUnavailableError
 from interlace.runtime.numerics import reductions
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
-from interlace.runtime.start.connect import connect_place
 from multi.hosts import failing_scenarios
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import HOSTS

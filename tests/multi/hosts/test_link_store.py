@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts.link_store import LinkStore, Told
-from interlace.runtime.places.hosts.packets import PACKET_BYTES, Packet
+from interlace.runtime.places.hosts.links import PACKET_BYTES, Packet
+from interlace.runtime.places.hosts.regroup import LinkStore, Told
 
 LONG = timedelta(seconds=600)
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from interlace.runtime.places.hosts import roll as rolls
-from interlace.runtime.places.hosts.packets import ROW, Packet
-from interlace.runtime.places.hosts.roll import HostsRoll
+from interlace.runtime.places.hosts import regroup as rolls
+from interlace.runtime.places.hosts.links import ROW, Packet
+from interlace.runtime.places.hosts.regroup import HostsRoll
 from interlace.runtime.processes.control import ATTEMPT
 
 BEFORE = 2  # any RESULT of the first attempt is at least this

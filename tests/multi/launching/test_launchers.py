@@ -21,7 +21,7 @@ import pages
 from interlace.integrations import ray as on_ray
 from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import InterlaceError, PeerDiedError
-from interlace.runtime.start import uncaught
+from interlace.runtime.places import uncaught
 from support import free_port
 from tiers import few, thorough
 

@@ -16,9 +16,9 @@ from torch.distributed import FileStore
 
 import interlace
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.shm import mail
 from interlace.runtime.processes.worker import Helper
-from interlace.runtime.start.connect import connect_place
 
 LARGE = 16 << 20  # numbers; more than leave before they are asked for
 

@@ -19,7 +19,7 @@ from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.shm import boxes, matching
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.processes.bell import ANYONE, BELL
+from interlace.runtime.processes.control import ANYONE, BELL
 
 BOUND = 600.0
 

@@ -6,7 +6,7 @@ import pytest
 
 import interlace
 from guard import MOST as LONG
-from interlace.runtime.start.pool import default_pool
+from interlace.runtime.places.pool import default_pool
 from multi.messages import given_up_ranks as ranks
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2])

@@ -15,8 +15,8 @@ from torch.distributed import FileStore
 
 import interlace
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.processes.blame import Blame
-from interlace.runtime.start.connect import connect_place
 
 FEW = 4
 

@@ -11,7 +11,7 @@ import pytest
 
 import interlace
 from guard import MOST as LONG
-from interlace.runtime.start.pool import default_pool
+from interlace.runtime.places.pool import default_pool
 from multi.ops import deadlock_ranks as ranks
 
 

@@ -12,7 +12,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.processes import dump
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.reader import RankRecord
+from interlace.runtime.processes.recorder import RankRecord
 
 LINE = "interlace.all_reduce(vector)  # the call site"
 

@@ -25,11 +25,10 @@ from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.processes import dump, reader
-from interlace.runtime.processes.reader import PastOp, RankRecord, read_file
-from interlace.runtime.processes.recorder import ENTRIES
-from interlace.runtime.start.connect import connect_place
-from interlace.runtime.start.pool import default_pool
+from interlace.runtime.places.connect import connect_place
+from interlace.runtime.places.pool import default_pool
+from interlace.runtime.processes import dump, recorder
+from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
 from multi.record import record_ranks as ranks
 
 LINES = Path(ranks.__file__).read_text().splitlines()
@@ -164,7 +163,7 @@ def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_file_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(reader.foot([a_record()]))
+    (tmp_path / "file").write_bytes(recorder.foot([a_record()]))
     lines = shown(tmp_path / "file")
     assert lines[1] == "  unknown: rank 1"
     assert [line.split()[0] for line in lines[2:]] == ["rank", "0", "1"]
@@ -292,7 +291,7 @@ def test_the_folder_that_nobody_has_chosen(
 
 
 def test_nothing_of_a_file_steers_the_terminal(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(reader.foot([a_record("\x1b[31mop\n")]))
+    (tmp_path / "file").write_bytes(recorder.foot([a_record("\x1b[31mop\n")]))
     assert not [line for line in shown(tmp_path / "file") if not line.isprintable()]
 
 
@@ -301,7 +300,7 @@ def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return exec, ("raise SystemExit('run')",)
 
-    (tmp_path / "file").write_bytes(pickle.dumps(Evil()) + reader.foot([a_record()]))
+    (tmp_path / "file").write_bytes(pickle.dumps(Evil()) + recorder.foot([a_record()]))
     assert read_file(str(tmp_path / "file")) == [a_record()]
 
 
@@ -404,7 +403,7 @@ def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
     """Their groups have one name; what is no record lies beside them, some of it with such a name."""
     for job in ("1", "2"):
-        (tmp_path / f"{job}_rank_0").write_bytes(reader.foot([a_record()]))
+        (tmp_path / f"{job}_rank_0").write_bytes(recorder.foot([a_record()]))
     (tmp_path / "notes.txt").write_text("no record")
     (tmp_path / "9_rank_8").mkdir()
     (tmp_path / "9_rank_9").write_text("no record")

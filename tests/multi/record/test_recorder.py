@@ -7,8 +7,7 @@ import pytest
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.processes import recorder
-from interlace.runtime.processes.reader import read_rank
-from interlace.runtime.processes.recorder import REGION_BYTES, FlightRecorder
+from interlace.runtime.processes.recorder import REGION_BYTES, FlightRecorder, read_rank
 
 WHO = "a group", 0, (0, 1), (11, 12), ()
 

@@ -8,8 +8,8 @@ import torch
 
 from interlace.groups.groups import default_group
 from interlace.runtime.core.call import Call, compare
-from interlace.runtime.places.gpu.processes.agreement import NOTES, Agreement
-from interlace.runtime.places.gpu.processes.messages import HostMessages
+from interlace.runtime.places.gpu.agreement import NOTES, Agreement
+from interlace.runtime.places.gpu.process_place import HostMessages
 
 
 def call(number: int, part: Any = None) -> Call:

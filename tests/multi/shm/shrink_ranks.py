@@ -17,11 +17,11 @@ from torch.distributed import FileStore, TCPStore
 import interlace
 from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
-from interlace.runtime.places.hosts.roll import HostsRoll
+from interlace.runtime.places.hosts.regroup import HostsRoll
 from interlace.runtime.processes import meetings
 from interlace.runtime.processes.waiting import Patience
-from interlace.runtime.start.connect import connect_place
 
 TIMEOUT = 600.0
 

@@ -24,9 +24,8 @@ from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm import rounds as host_rounds
-from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
+from interlace.runtime.places.shm.caches import Caches, RingWrites, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.places.shm.ring_writes import RingWrites
 from interlace.runtime.places.shm.rounds import cuts
 from interlace.runtime.processes.control import REDUCED, SMALL_DATA
 

@@ -20,13 +20,13 @@ from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import blame, control, deadlock, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.start.connect import connect_place
 from tiers import few, thorough
 
 LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this

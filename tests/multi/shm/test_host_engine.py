@@ -11,8 +11,17 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.places.shm.caches import UNKNOWN, Caches, Thresholds, caches
-from interlace.runtime.places.shm.ring_writes import AGAIN, FIRST, SOON, RingWrites, WriteChoice
+from interlace.runtime.places.shm.caches import (
+    AGAIN,
+    FIRST,
+    SOON,
+    UNKNOWN,
+    Caches,
+    RingWrites,
+    Thresholds,
+    WriteChoice,
+    caches,
+)
 from multi.shm import engine_ranks, steps_ranks
 from tiers import few
 

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, TCPStore
 
 from guard import MOST
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.processes import group as group_module
 from interlace.runtime.processes import rendezvous
@@ -25,7 +26,6 @@ from interlace.runtime.processes.meetings import StoreMeeting, reason
 from interlace.runtime.processes.rendezvous import Rendezvous, meet
 from interlace.runtime.processes.segment import NONCE_BYTES
 from interlace.runtime.processes.signed_store import SignedStore
-from interlace.runtime.start.connect import connect_place
 
 NONCE = bytes(range(16))
 IDLE = 8
@@ -229,7 +229,7 @@ import os, sys
 from torch.distributed import TCPStore
 from interlace.runtime.processes import meetings
 from interlace.runtime.processes import rendezvous
-from interlace.runtime.start.connect import connect_place
+from interlace.runtime.places.connect import connect_place
 
 def end(*rest):
     os.kill(os.getpid(), 9)

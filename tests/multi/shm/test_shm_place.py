@@ -20,14 +20,14 @@ from interlace.runtime.core.errors import (
     InterlaceError,
     RankError,
 )
+from interlace.runtime.places import pool as pool_module
+from interlace.runtime.places.pool import ProcessPool
 from interlace.runtime.processes import segment
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
 from interlace.runtime.processes.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.processes.worker import OrderedWorker
-from interlace.runtime.start import pool as pool_module
-from interlace.runtime.start.pool import ProcessPool
 from multi.shm import shm_ranks as ranks
 from support import shared_names
 from tiers import thorough
@@ -318,7 +318,7 @@ def test_nothing_is_left(pool: ProcessPool) -> None:
 PARENT = """
 if __name__ == "__main__":
     from multi.shm import shm_ranks as ranks
-    from interlace.runtime.start.pool import ProcessPool
+    from interlace.runtime.places.pool import ProcessPool
     ProcessPool(1).run(ranks.kill_parent, setup=ranks.setup)
 """
 

@@ -20,7 +20,7 @@ from interlace.runtime.places.shm.machine_code import ir as steps_ir
 from interlace.runtime.places.shm.machine_code import loader, steps
 from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
 from interlace.runtime.processes import waiting
-from interlace.runtime.processes.bell import ANYONE, BELL, wake
+from interlace.runtime.processes.control import ANYONE, BELL, wake
 from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")

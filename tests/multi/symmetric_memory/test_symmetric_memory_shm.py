@@ -7,7 +7,7 @@ import pytest
 
 import interlace
 from interlace.runtime.core.errors import RankError
-from interlace.runtime.start.pool import ProcessPool
+from interlace.runtime.places.pool import ProcessPool
 from multi.symmetric_memory import symmetric_ranks as ranks
 from sim.api.test_symmetric_memory import check_misuses, check_views
 from support import shared_names

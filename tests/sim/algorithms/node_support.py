@@ -2,7 +2,7 @@
 
 from interlace.groups.groups import default_group
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.places.sim.place import separate_nodes
 
 SMALL = {"block_elements": 16, "programs": 2, "chunks": 2, "copiers": 2}
 TILES = {**SMALL, "block_m": 16, "block_n": 16, "block_k": 16}

@@ -13,7 +13,7 @@ import torch
 import interlace
 from interlace import symmetric_memory
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.places.gpu.processes.place import CudaPlace
+from interlace.runtime.places.gpu.process_place import CudaPlace
 from interlace.runtime.places.sim.place import SimPlace, run_sim
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler

@@ -12,7 +12,7 @@ from interlace import nn, reference
 from interlace.groups.groups import default_group
 from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.places.sim.place import separate_nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from support import failure, noise, poisoned

@@ -12,7 +12,7 @@ from cases.head_exchange_cases import ALGORITHMS, ExchangeCase, exchanged, layer
 from interlace import functional, nn
 from interlace.groups.groups import default_group
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.places.sim.place import separate_nodes
 from support import failure, noise, poisoned, slow_rank, starved
 from tiers import thorough
 

@@ -18,7 +18,7 @@ from interlace.cli.demo import command, timeline, workload
 from interlace.cli.demo.command import CASES, run_case
 from interlace.cli.demo.workload import DemoOptions
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.places.sim.scheduler import chrome_trace, recording, trace
+from interlace.runtime.places.sim.scheduler import recording, trace
 
 SMALL = {"m": 45, "n": 40, "k": 24}
 
@@ -212,7 +212,7 @@ def test_odd_sizes(ranks: int, m: int, n: int, k: int, dtype: str) -> None:
 
 def test_trace_is_valid(small: Any, tmp_path: pathlib.Path) -> None:
     parts = [(outcome.case.title, recorded(outcome)) for outcome in small[1]]
-    chrome_trace.write_trace(tmp_path / "t.json", parts)
+    recording.write_trace(tmp_path / "t.json", parts)
     content = json.loads((tmp_path / "t.json").read_text())
     events = content["traceEvents"]
     assert content["otherData"]["time"] == "schedule steps"
@@ -227,7 +227,7 @@ def test_trace_is_valid(small: Any, tmp_path: pathlib.Path) -> None:
 
 
 def test_arrows_go_forward_between_ranks(small: Any, tmp_path: pathlib.Path) -> None:
-    chrome_trace.write_trace(tmp_path / "t.json", [("gather", recorded(small[1][0]))])
+    recording.write_trace(tmp_path / "t.json", [("gather", recorded(small[1][0]))])
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     starts = {event["id"]: event for event in events if event["ph"] == "s"}
     ends = {event["id"]: event for event in events if event["ph"] == "f"}

@@ -20,10 +20,10 @@ from cases import damage
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts import packets, wires
+from interlace.runtime.places.hosts import links, wires
 from interlace.runtime.places.hosts import pieces as hosts_pieces
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.processes import dump, meetings, reader, recorder, rendezvous
+from interlace.runtime.processes import dump, meetings, recorder, rendezvous
 from interlace.runtime.processes.control import said
 from interlace.runtime.processes.segment import PAGE, Identity
 from interlace.runtime.processes.signed_store import SignedStore
@@ -100,8 +100,8 @@ def evil_has_run() -> bool:
 
 
 def packet(data: bytes) -> Any:
-    whole = data[: packets.PACKET_BYTES].ljust(packets.PACKET_BYTES, b"\0")
-    return packets.Packet.unpack(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
+    whole = data[: links.PACKET_BYTES].ljust(links.PACKET_BYTES, b"\0")
+    return links.Packet.unpack(torch.frombuffer(bytearray(whole), dtype=torch.uint8))
 
 
 STORE = HashStore()
@@ -140,7 +140,7 @@ PLACES = 0, recorder.MESSAGES, recorder.OTHERS, recorder.LOG
 """In a region: whose it is, its entries, its texts."""
 
 
-def shown(records: list[reader.RankRecord]) -> None:
+def shown(records: list[recorder.RankRecord]) -> None:
     """What is done with what was read."""
     for record in records:
         assert record.name in record.ranks and record.pid in record.pids
@@ -152,11 +152,11 @@ def memory(data: bytes) -> None:
     """``data`` in the memory of a record, at a place by its first byte."""
     at = PLACES[data[0] % len(PLACES)] if data else 0
     region = REGION[:at] + data[1:] + REGION[at + len(data) - 1 :] if data else REGION
-    shown([reader.read_rank(region[: len(REGION)], 1, 0.0, "")])
+    shown([recorder.read_rank(region[: len(REGION)], 1, 0.0, "")])
 
 
 def records_in(data: bytes) -> None:
-    shown(reader.read_foot(data + reader._FOOT.pack(len(data), reader._MAGIC), "a file"))
+    shown(recorder.read_foot(data + recorder._FOOT.pack(len(data), recorder._MAGIC), "a file"))
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -175,7 +175,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 RECORDS: dict[str, Callable[[bytes], Any]] = {
     "memory of a record": memory,
-    "file of records": lambda data: shown(reader.read_foot(data, "a file")),
+    "file of records": lambda data: shown(recorder.read_foot(data, "a file")),
     "records of a file": records_in,
 }
 VALID = [
@@ -186,15 +186,15 @@ VALID = [
     plain.dumps(Link(0, 2, "all_gather", (LinkProtocol(0, 1.0, 2.0),))),
     Call("all_reduce", (("dtype of tensor", torch.float32), ("lengths", [3, 4]))).message,
     plain.dumps(("all_reduce", False, "no")),
-    packets.Packet(packets.ROW, 1, 2, (3, 4, 5)).pack().numpy().tobytes(),
-    packets.Packet(packets.ABORT, content=b"because").pack().numpy().tobytes(),
+    links.Packet(links.ROW, 1, 2, (3, 4, 5)).pack().numpy().tobytes(),
+    links.Packet(links.ABORT, content=b"because").pack().numpy().tobytes(),
     Identity(bytes(16), 0, 2, 4096).pack(),
     (7).to_bytes(8, "little") + b"\0interlace",
     pickle.dumps(Evil()),
 ]
 VALID_RECORDS = [
-    reader.foot([reader.read_rank(REGION, None, 0.0, "")]),
-    plain.dumps([reader.read_rank(REGION, 1, 0.0, "why")]),
+    recorder.foot([recorder.read_rank(REGION, None, 0.0, "")]),
+    plain.dumps([recorder.read_rank(REGION, 1, 0.0, "why")]),
     *(bytes((index,)) + REGION[at : at + 600] for index, at in enumerate(PLACES)),
     pickle.dumps(Evil()),
 ]
@@ -304,6 +304,6 @@ def test_who_unpickles() -> None:
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")
     loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
-    pools = {f"runtime/{name}.py" for name in ("start/worker_process", "start/child")}
+    pools = {f"runtime/{name}.py" for name in ("places/worker_process", "places/pool")}
     pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "server")}
     assert loads == {*pools, "python/interlace/ops/collectives/objects.py"}

@@ -15,17 +15,16 @@ import torch._C._distributed_c10d as c10d
 
 from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.places.gpu.processes import ipc
-from interlace.runtime.places.gpu.processes import memory as cuda_memory
-from interlace.runtime.places.gpu.processes.ipc import IpcMemory
-from interlace.runtime.places.gpu.processes.memory import (
+from interlace.runtime.places.gpu import memory as cuda_memory
+from interlace.runtime.places.gpu.memory import (
     ExchangeStore,
+    IpcMemory,
     MemoryRefused,
     TorchMemory,
     together,
 )
-from interlace.runtime.places.gpu.processes.place import CudaPlace
-from interlace.runtime.places.gpu.turns import Turns, run_threads
+from interlace.runtime.places.gpu.process_place import CudaPlace
+from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from stand_ins.fake_host import ThreadHost
 from tiers import thorough
 
@@ -244,10 +243,10 @@ class FakeCupy:
     def export(self, address: int) -> bytes:
         if self.refuses:
             raise RuntimeError("cudaErrorNotSupported")
-        return address.to_bytes(8, "little").ljust(ipc.HANDLE_BYTES, b"\0")
+        return address.to_bytes(8, "little").ljust(cuda_memory.HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes, flags: int) -> int:
-        assert flags == ipc.LAZY_PEER_ACCESS and len(handle) == ipc.HANDLE_BYTES
+        assert flags == cuda_memory.LAZY_PEER_ACCESS and len(handle) == cuda_memory.HANDLE_BYTES
         self.opened.append(int.from_bytes(handle[:8], "little"))
         return self.opened[-1]
 
@@ -270,7 +269,7 @@ class FakeDevice:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(ipc, "_given_up", [])
+    monkeypatch.setattr(cuda_memory, "_given_up", [])
     return fake
 
 
@@ -300,7 +299,7 @@ def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> No
             host.exchange(b"", "left")
 
     on_ranks(on_rank, 3)
-    ipc.sweep()
+    cuda_memory.sweep()
     assert not cupy.opened and not cupy.closed_late
     assert sorted(cupy.freed) == sorted(cupy.memory)
 
@@ -313,8 +312,8 @@ def test_what_a_killed_rank_had_open_is_not_freed(cupy: FakeCupy) -> None:
             memory.close()
 
     on_ranks(on_rank, 2)
-    ipc.sweep()
-    assert not cupy.freed and len(ipc._given_up) == 1
+    cuda_memory.sweep()
+    assert not cupy.freed and len(cuda_memory._given_up) == 1
 
 
 def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +385,7 @@ import ctypes, errno, os, signal, socket, sys, time
 import torch
 import torch._C._distributed_c10d as c10d
 from types import SimpleNamespace
-from interlace.runtime.places.gpu.processes import memory as cuda_memory
+from interlace.runtime.places.gpu import memory as cuda_memory
 from interlace.runtime.core.errors import PeerDiedError
 
 own, other = socket.socketpair()

@@ -9,8 +9,7 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.places.gpu import plans as cuda_plans
-from interlace.runtime.places.gpu.plan_recorder import Signalled
-from interlace.runtime.places.gpu.plans import Plans
+from interlace.runtime.places.gpu.plans import Plans, Signalled
 from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.tuning import auto
 from stand_ins import fake_host

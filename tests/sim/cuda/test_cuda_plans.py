@@ -10,8 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.gpu.plan_recorder import _Where
-from interlace.runtime.places.gpu.plans import MOST_PLANS, Plans
+from interlace.runtime.places.gpu.plans import MOST_PLANS, Plans, _Where
 from interlace.runtime.tuning import configuration
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu

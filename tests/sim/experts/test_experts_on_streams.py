@@ -10,7 +10,7 @@ import torch
 import interlace
 from interlace import experts
 from interlace.groups.groups import default_group
-from interlace.runtime.places.gpu.processes.agreement import Agreement
+from interlace.runtime.places.gpu.agreement import Agreement
 from sim.cuda.test_cuda_streams import RUNS, filled, read
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
-from interlace.runtime.places.sim.interpreter.inline_ptx import threads
+from interlace.runtime.ptx import inline_assembly
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from sim.interpreter import ptx_kernels
 
@@ -354,6 +354,6 @@ def test_wrong_addresses_are_an_error_and_not_a_crash() -> None:
 
 
 def test_a_loop_that_touches_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "IDLE_STEPS", 1000)
+    monkeypatch.setattr(inline_assembly, "IDLE_STEPS", 1000)
     with pytest.raises(InlineAssemblyError, match=r"without memory accesses.*bra again"):
         interlace.run(lambda: ptx_kernels.in_memory("again: bra again;", torch.zeros(1)), 1)

@@ -9,7 +9,7 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime.places.sim.interpreter import shortcut_calls
+from interlace.runtime.places.sim.interpreter import shortcuts as shortcut_functions
 from interlace.runtime.places.sim.interpreter.session import session
 from sim.interpreter.test_interpreter_shortcuts import TENSORS, tensor, told
 
@@ -249,7 +249,7 @@ def test_loads_and_stores_do_not_go_through_the_front_end() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_shortcut_that_is_wrong_is_seen() -> None:
     with (
-        mock.patch.object(shortcut_calls, "_is_zero", lambda other: other == 1),
+        mock.patch.object(shortcut_functions, "_is_zero", lambda other: other == 1),
         pytest.raises(AssertionError, match=r"int8 \(\) bits \(\) 4"),
     ):
         compare(loads())

@@ -10,7 +10,7 @@ import pytest
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from interlace.runtime.places.sim.interpreter import shortcut_arithmetic
+from interlace.runtime.places.sim.interpreter import shortcuts as shortcut_functions
 from interlace.runtime.places.sim.interpreter.session import session
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -161,10 +161,10 @@ def test_integers_do_not_go_through_the_front_end() -> None:
 
 
 def test_a_shortcut_that_is_wrong_is_seen() -> None:
-    wrong = shortcut_arithmetic._ARITHMETIC | {"sub": np.add}
+    wrong = shortcut_functions._ARITHMETIC | {"sub": np.add}
     x, y = TENSORS["int32 (4,)"], TENSORS["int32 ()"]
     with (
-        mock.patch.object(shortcut_arithmetic, "_ARITHMETIC", wrong),
+        mock.patch.object(shortcut_functions, "_ARITHMETIC", wrong),
         pytest.raises(AssertionError, match="difference"),
     ):
         compare({"difference": lambda: x - y})

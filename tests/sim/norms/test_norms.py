@@ -19,7 +19,7 @@ from interlace.groups.groups import default_group
 from interlace.ops.matmul import launch_norms as norms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
-from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.places.sim.place import separate_nodes
 from interlace.runtime.tuning.configuration import override
 from sim.norms.counted import launches
 from support import LAYOUTS, laid_out, noise, poisoned, schedule_digest, slow_rank, starved

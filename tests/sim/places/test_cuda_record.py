@@ -13,7 +13,7 @@ import torch
 import interlace
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.processes import dump
-from interlace.runtime.processes.reader import RankRecord, read_file
+from interlace.runtime.processes.recorder import RankRecord, read_file
 from multi.record.test_record import analysed, shown
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu

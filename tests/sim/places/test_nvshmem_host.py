@@ -15,11 +15,10 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.gpu.nvshmem import place as place_nvshmem
-from interlace.runtime.places.gpu.nvshmem.memory import NvshmemMemory, nodes_of
-from interlace.runtime.places.gpu.nvshmem.place import NvshmemPlace
-from interlace.runtime.places.gpu.processes.memory import agreed, value
-from interlace.runtime.places.gpu.turns import Turns, run_threads
+from interlace.runtime.places.gpu import nvshmem as place_nvshmem
+from interlace.runtime.places.gpu.memory import agreed, value
+from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
+from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from interlace.runtime.tuning.configuration import Configuration
 from stand_ins.fake_host import ThreadHost
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace.runtime.processes import cores as spread
-from interlace.runtime.processes.cores import CoreSpread, move
+from interlace.runtime.processes import control as spread
+from interlace.runtime.processes.control import CoreSpread, move
 
 
 @pytest.mark.parametrize(

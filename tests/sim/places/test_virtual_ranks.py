@@ -6,7 +6,7 @@ import time
 import pytest
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, RankError
-from interlace.runtime.places.gpu.turns import Turns, run_threads
+from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 
 
 def run(host, world_size: int, timeout: float = 300.0) -> list:  # type: ignore[no-untyped-def, type-arg]

@@ -7,7 +7,7 @@ import torch
 
 import interlace
 from interlace import DeadlockError
-from interlace.runtime.ptx.machine import spins
+from interlace.runtime.ptx.machine import machine
 from interlace.runtime.ptx.machine.module import read
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel
@@ -178,7 +178,7 @@ def test_rounds_that_are_alike_are_known_beforehand(body: str, polls: list[int])
 def test_a_loop_that_never_ends_is_told(
     body: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spins, "IDLE_STEPS", 5000)
+    monkeypatch.setattr(machine, "IDLE_STEPS", 5000)
     with pytest.raises(
         interlace.InterlaceError, match=f"never ends: {why}; .* back: @%p2 bra AGAIN"
     ):

@@ -9,7 +9,7 @@ from triton.backends import nvidia
 import interlace
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.sim.programs.choice import arch_for
-from interlace.runtime.ptx.text.targets import needed
+from interlace.runtime.ptx.targets import needed
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel
 from sim.ptx.test_ptx_forms import FORMS

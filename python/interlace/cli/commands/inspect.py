@@ -19,8 +19,13 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.processes.blame import FRESH_SECONDS, follow
 from interlace.runtime.processes.control import CONTROL_BYTES, RECORD, said
 from interlace.runtime.processes.dump import JOB_AND_RANK
-from interlace.runtime.processes.reader import PastOp, RankRecord, read_file, read_rank
-from interlace.runtime.processes.recorder import REGION_BYTES
+from interlace.runtime.processes.recorder import (
+    REGION_BYTES,
+    PastOp,
+    RankRecord,
+    read_file,
+    read_rank,
+)
 from interlace.runtime.processes.segment import HEADER_BYTES, MAGIC, PAGE, Identity
 
 _STATES = {

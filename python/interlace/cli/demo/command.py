@@ -27,8 +27,7 @@ from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_outputs, refuse_unreadable
 from interlace.cli.output.page import write_page
 from interlace.groups import groups
-from interlace.runtime.places.sim.scheduler import chrome_trace
-from interlace.runtime.places.sim.scheduler.recording import Recording
+from interlace.runtime.places.sim.scheduler.recording import Recording, write_trace
 from interlace.runtime.tuning import configuration
 
 
@@ -291,7 +290,7 @@ def report(console: Console, outcome: CaseResult, number: int) -> None:
 def _write(console: Console, options: DemoOptions, outcomes: Sequence[CaseResult]) -> None:
     parts = [(o.case.title, o.recording) for o in outcomes if o.recording is not None]
     if options.trace is not None:
-        chrome_trace.write_trace(pathlib.Path(options.trace), parts)
+        write_trace(pathlib.Path(options.trace), parts)
         write(console, f"Trace for ui.perfetto.dev: {options.trace}")
     if options.plot is not None:
         timeline.write_plot(pathlib.Path(options.plot), parts, options.ranks)

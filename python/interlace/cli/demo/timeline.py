@@ -21,8 +21,13 @@ from rich.text import Text
 
 from interlace.cli.output.files import require_matplotlib
 from interlace.cli.output.page import PageEvent, PageView, Panel
-from interlace.runtime.places.sim.scheduler.chrome_trace import title_of
-from interlace.runtime.places.sim.scheduler.recording import STEPS, TICKS, RecordedSpan, Recording
+from interlace.runtime.places.sim.scheduler.recording import (
+    STEPS,
+    TICKS,
+    RecordedSpan,
+    Recording,
+    title_of,
+)
 
 NAMES = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COLORS = ("cyan", "yellow", "green", "magenta", "bright_blue", "bright_red", "white", "bright_cyan")

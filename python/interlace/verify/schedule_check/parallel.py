@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.start import worker_process
-from interlace.runtime.start.worker_process import TaskReport
+from interlace.runtime.places import worker_process
+from interlace.runtime.places.worker_process import TaskReport
 
 CHUNKS_PER_WORKER = 8
 LARGEST_CHUNK = 32

@@ -30,7 +30,7 @@ from interlace.ops.attention.head_exchange import FORMS, FromHeadsArguments, ToH
 from interlace.ops.matmul.norms import GATHERED_ROWS, kernel_makes_fp8
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
-from interlace.runtime.places.sim.several_nodes import separate_nodes
+from interlace.runtime.places.sim.place import separate_nodes
 from interlace.runtime.tuning import configuration
 
 CALLS = 4

@@ -1,6 +1,6 @@
 """LLVM IR that all modules of machine code begin with: copies, the clock, and sleeping."""
 
-from interlace.runtime.processes.bell import (
+from interlace.runtime.processes.control import (
     BELL,
     EVERYONE,
     FUTEX_WAIT,
@@ -19,7 +19,7 @@ PROCESSORS = {
 of the system call ``futex``."""
 
 
-# Shared by the modules. A word ASLEEP says for whom its owner sleeps (bell.py); its futex is BELL bytes on.
+# Shared. A word ASLEEP says for whom its owner sleeps (control.py); its futex is BELL bytes on.
 _BASE = """
 declare ptr @memmove(ptr, ptr, i64)
 declare i32 @sched_yield()

@@ -14,7 +14,7 @@ The second operand of a sum is the address of its function.
 from dataclasses import dataclass
 
 from interlace.runtime.places.shm.machine_code.base_ir import MONOTONIC, PROCESSORS, TICKS, base
-from interlace.runtime.processes.bell import ANYONE, BELL
+from interlace.runtime.processes.control import ANYONE, BELL
 
 # What does not change:
 SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(7)

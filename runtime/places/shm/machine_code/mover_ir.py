@@ -12,7 +12,7 @@ Who wakes another says so in that one's word, for others not to do so again unti
 """
 
 from interlace.runtime.places.shm.machine_code.base_ir import MONOTONIC, PROCESSORS, base
-from interlace.runtime.processes.bell import ANYONE, BELL
+from interlace.runtime.processes.control import ANYONE, BELL
 
 PIECE, SLOTS, SPINS, YIELDS, IDLE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(9)
 """Terms: bytes of a piece, pieces of a ring; polls, turns given away, ns without progress; as in ``ir.py``.

@@ -20,7 +20,7 @@ import torch
 
 from interlace.runtime.places.shm.machine_code import ir, loader
 from interlace.runtime.places.shm.machine_code.ir import COMPARE, RING, WAIT
-from interlace.runtime.processes.bell import ANYONE
+from interlace.runtime.processes.control import ANYONE
 
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
@@ -103,7 +103,7 @@ class Steps:
         self._add(ir.STAMP, (), 0, address)
 
     def ring(self, asleep: Sequence[int], own: int = ANYONE) -> None:
-        """Wake those who have put ``own``, or ANYONE, into these words (``bell.py``)."""
+        """Wake those who have put ``own``, or ANYONE, into these words (``processes/control.py``)."""
         self._add(RING, asleep, len(asleep), own)
 
     def wait(

@@ -5,6 +5,9 @@ origin. It begins where a tensor becomes an argument, and where one number becom
 hooks are asked what memory the number means. A block of numbers, such as the addresses of all ranks, has no
 origin; nor has what was chosen between pointers of different origins. Their accesses are looked up one by
 one.
+
+Tensor descriptors that TMA cannot use are refused here in words, with their origins: the interpreter
+only asserts.
 """
 
 from collections.abc import Callable
@@ -83,3 +86,31 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
         (builder, "create_cat", merged(builder.create_cat, 0)),
         (builder, "create_join", merged(builder.create_join, 0)),
     ]
+
+
+ALIGNMENT = 16  # bytes
+
+
+def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_make_tensor_descriptor`` that raises ValueError for what a GPU would refuse, naming it."""
+
+    def make(base: Any, shape: Any, strides: Any, *rest: Any, **named: Any) -> Any:
+        size = base.dtype.element_ty.primitive_bitwidth // 8
+        argument = getattr(origin_of(base), "argument", "")
+        of = f"a tensor descriptor{f' of {argument}' if argument else ''}"
+        address, steps = int(base.data.item()), [int(each.data.item()) for each in strides]
+        if address % ALIGNMENT:
+            raise ValueError(
+                f"{of}: its base, address {address:#x}, is not a multiple of {ALIGNMENT} bytes"
+            )
+        for dim, step in enumerate(steps[:-1]):
+            if step * size % ALIGNMENT:
+                raise ValueError(
+                    f"{of}: stride {dim} is {step} elements, {step * size} bytes, and not a multiple of "
+                    f"{ALIGNMENT} bytes"
+                )
+        if steps[-1] != 1:
+            raise ValueError(f"{of}: its last stride must be 1, got {steps[-1]}")
+        return stock(base, shape, strides, *rest, **named)
+
+    return make

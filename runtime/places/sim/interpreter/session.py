@@ -42,9 +42,10 @@ from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
 from interlace.runtime.core.launch import checked_grid
-from interlace.runtime.places.sim.interpreter import provenance, shortcut_arithmetic, shortcut_calls
-from interlace.runtime.places.sim.interpreter.descriptors import checked
+from interlace.runtime.places.sim.interpreter import provenance
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
+from interlace.runtime.places.sim.interpreter.provenance import checked_descriptor
+from interlace.runtime.places.sim.interpreter.shortcuts import arithmetic_shortcuts, call_shortcuts
 
 
 def require_interpreter(kernel: Any) -> None:
@@ -131,10 +132,10 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         ]
         stack.enter_context(replaced(*exact_arithmetic(), *changes))
         if shortcuts:
-            stack.enter_context(replaced(*shortcut_arithmetic.shortcuts()))
+            stack.enter_context(replaced(*arithmetic_shortcuts()))
         stack.enter_context(replaced(*_hooked(builder, hooks)))
         if shortcuts:
-            stack.enter_context(replaced(*shortcut_calls.shortcuts(builder)))
+            stack.enter_context(replaced(*call_shortcuts(builder)))
         yield builder
 
 
@@ -282,14 +283,14 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         (builder, function.__name__.replace("atomic", "create_atomic"), function)
         for function in (atomic_load, atomic_store, atomic_poll)
     ]
-    from interlace.runtime.places.sim.interpreter.inline_ptx.threads import (
+    from interlace.runtime.ptx.inline_assembly import (
         InlineAssembly,  # few need it
     )
 
     return [
         *(each for each in since_39 if hasattr(builder, each[1])),
         *provenance.overrides(builder, hooks),
-        (builder, _DESCRIPTOR, checked(getattr(builder, _DESCRIPTOR))),
+        (builder, _DESCRIPTOR, checked_descriptor(getattr(builder, _DESCRIPTOR))),
         (builder, "create_masked_load", masked_load),
         (builder, "create_masked_store", masked_store),
         (builder, "create_atomic_cas", atomic_cas),

@@ -23,7 +23,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
 from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.ptx.special import by_threads
-from interlace.runtime.ptx.text.targets import needed_by
+from interlace.runtime.ptx.targets import needed_by
 
 Rewrite = Callable[[str, str], str]
 """(name of a kernel, its PTX) -> the PTX to run."""

@@ -32,8 +32,8 @@ from interlace.runtime.places.sim.scheduler.allocations import Allocations
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, read
 from interlace.runtime.ptx.machine.tensor_maps import tensor_map
-from interlace.runtime.ptx.text.targets import number_of
-from interlace.runtime.ptx.text.variables import Variable
+from interlace.runtime.ptx.parser import Variable
+from interlace.runtime.ptx.targets import number_of
 from interlace.runtime.ptx.types import Array
 
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10}

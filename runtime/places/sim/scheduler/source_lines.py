@@ -60,7 +60,7 @@ def polling(
     if frames and expected is None:
         expected = _expected(frames[0])
     for frame in outwards(suspended):
-        inside = frame.f_globals.get("__name__", "").endswith(".inline_ptx.threads")
+        inside = frame.f_globals.get("__name__", "").endswith(".ptx.inline_assembly")
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
             where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
@@ -197,7 +197,7 @@ def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
     for each in outwards(frame) if around else (frame,):
         where = each.f_locals.get("where") if _is_machine(each, "module") else None
         if _is_machine(each, "machine"):
-            where = each.f_locals["self"].where
+            where = getattr(each.f_locals.get("self"), "where", None)
         if where is not None:
             text, places = where()
             return tuple(_written(*place) for place in places) or (SourceText(text),)

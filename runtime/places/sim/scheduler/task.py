@@ -31,7 +31,7 @@ class Task:
     polling if it goes on; ``seen``: what it has polled and read since it changed memory, ``loads``: its
     plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
     ``changes`` counts its changes of memory; if ``watched``, ``seen`` has all that it reads, for those who
-    say when it waits (``ptx/machine/spins.py``).
+    say when it waits (``ptx/machine/machine.py``).
     ``known``: what it has polled last, by addresses; ``busy``: steps since it last polled in vain, and
     ``looked``: its changes then.
     ``torch_state``: see ``torch_state.py``.

@@ -1,4 +1,4 @@
-"""Symmetric memory of processes on one node from ``torch.distributed._symmetric_memory``.
+"""Symmetric memory of processes on one node: torch's, or by CUDA IPC where torch's allocator refuses.
 
 torch allocates with CUDA's virtual memory API, hands the allocations over (file descriptors, or fabric
 handles between hosts), maps every peer's, and binds a multicast object where the hardware has one.
@@ -10,18 +10,28 @@ does just that with messages of the group, for three reasons: it works whatever 
 through; it ends when a peer dies; and torch numbers the rounds per process and not per group, so ranks
 that are in different groups would look for each other under different keys for ever.
 
-torch's rendezvous hands file descriptors over by sockets, and a rank whose peer dies in it would wait for
-ever, with the interpreter's lock held. So all ranks meet before it, which makes it short, and it is
-interrupted after RENDEZVOUS_SECONDS (``interrupted.py``); the round that follows names who is missing.
+torch's rendezvous hands file descriptors over by sockets, and a rank whose peer dies in it would wait
+for ever, with the interpreter's lock held. So all ranks meet before it, which makes it short, and it is
+interrupted after RENDEZVOUS_SECONDS (:func:`interrupted_after`); the round that follows names who is
+missing.
 
 Several ranks on one GPU: torch refuses unless ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is set, which
 also leaves multicast out (a device can be bound once). It is set for as long as the rendezvous takes.
+
+CUDA IPC, through CuPy: ``cudaMalloc`` on every rank, a 64-byte handle per allocation to all peers,
+``cudaIpcOpenMemHandle`` there. It works without the virtual memory API and with several ranks on one
+GPU, and has no multicast. An allocation must not be freed while a peer has it open. So a group has a
+board in memory of the host, on which a rank notes that it has closed what it had opened; what a rank
+allocated waits for the notes of all peers, and is looked at again whenever memory is made or given
+back. What a rank that was killed had open stays until this process ends.
 """
 
 import contextlib
 import itertools
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +39,44 @@ import torch
 
 from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.compat.torch_groups import Store
-from interlace.runtime.core.memory import SymmetricBuffer
-from interlace.runtime.places.gpu.processes.interrupted import interrupted_after
+from interlace.runtime.compat.torch_symmetric_memory import tensor_over
+from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.memory import WORD, SymmetricBuffer
+from interlace.runtime.core.place import Place
+
+AGAIN_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[threading.Event]:
+    """After ``seconds`` in the block the main thread's system calls fail with EINTR; the event is set.
+
+    For C code that waits in a system call and holds the interpreter's lock: no thread of Python can run
+    meanwhile. A signal interrupts the call, as long as its handler does not ask for a restart; Python's do
+    not. The timer goes on every second, for the signal may come just before the call.
+
+    Signal handlers belong to the main thread; elsewhere, and where a library has a handler of its own for
+    SIGALRM, there is no bound. A timer of the user's is put off for as long as this one is set.
+    """
+    passed = threading.Event()
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGALRM) is None
+    ):
+        yield passed
+        return
+    before = signal.signal(signal.SIGALRM, lambda number, frame: passed.set())
+    start = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_SECONDS)
+    try:
+        yield passed
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left:
+            left = max(0.001, left - (time.monotonic() - start))
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
 
 RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -192,3 +238,94 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = before
+
+
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+HANDLE_BYTES = 64
+
+_given_up: "list[_Exported]" = []
+
+
+def cupy() -> Any:
+    """The module CuPy; PlaceUnavailableError where it is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise PlaceUnavailableError(
+            "sharing GPU memory by CUDA IPC needs CuPy; install cupy-cuda13x, or cupy-cuda12x for CUDA 12"
+        ) from error
+    return cupy
+
+
+class _Exported:
+    """Memory of this rank that peers have open, until ``board`` says that they have closed it."""
+
+    def __init__(self, address: int, device: int) -> None:
+        self.address, self.device = address, device
+        self.board: list[memoryview] = []
+
+    def free_if_closed(self) -> bool:
+        if not all(words[0] for words in self.board):
+            return False
+        module = cupy()
+        with module.cuda.Device(self.device):
+            module.cuda.runtime.free(self.address)
+        return True
+
+
+def sweep() -> None:
+    """Free what was given up and no peer has open any more."""
+    _given_up[:] = [each for each in _given_up if not each.free_if_closed()]
+
+
+class IpcMemory:
+    """Symmetric memory of one group by CUDA IPC; ``place``: of its processes. Making it is collective."""
+
+    kind = "CUDA IPC"
+
+    def __init__(self, place: Place, device: torch.device, exchange: Exchange) -> None:
+        self._rank, self._world_size, self._exchange = place.rank, place.world_size, exchange
+        self._device, self._index = device, device.index or 0
+        self._exported: list[_Exported] = []
+        self._opened: list[int] = []
+        board = place.allocate(WORD)  # smaller than a header: an abort writes nothing there
+        self._memory = [part.numpy() for part in board.peer_bytes]
+        self._board = [part.data.cast("B").cast("q") for part in self._memory]
+
+    def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
+        """Implements ``TorchMemory.allocate``, by memory that each rank exports and its peers open."""
+        sweep()
+        addresses = [0] * self._world_size
+        with together(self._exchange):
+            module = cupy()
+            runtime = module.cuda.runtime
+            with module.cuda.Device(self._index):
+                own = _Exported(runtime.malloc(nbytes), self._index)
+                self._exported.append(own)
+                runtime.memset(own.address, 0, nbytes)
+                runtime.deviceSynchronize()  # peers may write once they have met
+                handles = agreed(self._exchange, value(runtime.ipcGetMemHandle(own.address)))
+                for rank, handle in enumerate(handles):
+                    if rank == self._rank:
+                        addresses[rank] = own.address
+                    else:
+                        addresses[rank] = runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS)
+                        self._opened.append(addresses[rank])
+        parts = [tensor_over(address, nbytes, self._device) for address in addresses]
+        return SymmetricBuffer.over(self._rank, parts)
+
+    def close(self) -> None:
+        """Close what is open, and give up the own memory. Waits for the GPU. Idempotent."""
+        if not self._board:
+            return
+        module = cupy()
+        with module.cuda.Device(self._index):
+            module.cuda.runtime.deviceSynchronize()
+            for address in self._opened:
+                module.cuda.runtime.ipcCloseMemHandle(address)
+        self._board[self._rank][0] = 1
+        for exported in self._exported:
+            exported.board = self._board
+        _given_up.extend(self._exported)
+        self._exported, self._opened, self._board = [], [], []
+        sweep()

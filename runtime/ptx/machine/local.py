@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from interlace.runtime.ptx.addresses import address_of
 from interlace.runtime.ptx.instruction import Action, Instruction
 from interlace.runtime.ptx.memory import (
+    address_of,
     loading,
     storing,
     take_accessed,

@@ -16,7 +16,7 @@ from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.gpu.available import gpu_problem, own_gpu
+from interlace.runtime.places.gpu.driver import gpu_problem, own_gpu
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
@@ -26,7 +26,7 @@ from interlace.runtime.processes.signed_store import signed as signed
 
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
-    from interlace.runtime.places.gpu.processes.process_place import DeviceProcessPlace
+    from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
 
 
 def connect_place(
@@ -115,11 +115,11 @@ def on_gpu(
     device = own_gpu() if device is None else device
     place: DeviceProcessPlace
     if processes.name == "hosts":
-        from interlace.runtime.places.gpu.nvshmem.place import NvshmemPlace
+        from interlace.runtime.places.gpu.nvshmem import NvshmemPlace
 
         place = NvshmemPlace(processes, device, timeout=timeout)
     else:
-        from interlace.runtime.places.gpu.processes.place import CudaPlace
+        from interlace.runtime.places.gpu.process_place import CudaPlace
 
         place = CudaPlace(processes, device, timeout=timeout)
     place.high_priority = high_priority

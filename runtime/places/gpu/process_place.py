@@ -1,4 +1,4 @@
-"""Ranks on GPUs that are processes, one per rank: how they meet, agree, and learn of each other's end.
+"""Ranks on GPUs that are processes, one per rank, and the place ``cuda`` of those on one node.
 
 All that needs no GPU is done by another place of the same ranks, ``processes``: ``shm`` where they share
 a host, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
@@ -12,7 +12,7 @@ item waits only for items that every rank enqueues before it, so one hardware qu
 import atexit
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,16 +20,53 @@ import torch
 
 from interlace.kernels.signal import SPIN_LIMIT_WORD
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
+from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Place
-from interlace.runtime.core.stream import Event, Outcome
+from interlace.runtime.core.stream import Continued, Event, Outcome
+from interlace.runtime.places.gpu.agreement import Agreement
 from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.memory import IpcMemory, MemoryRefused, TorchMemory
 from interlace.runtime.places.gpu.plans import Plans
-from interlace.runtime.places.gpu.processes.agreement import Agreement
-from interlace.runtime.places.gpu.processes.messages import HostMessages
 from interlace.runtime.places.gpu.stream import DeviceEvent, Point
 from interlace.runtime.places.gpu.watchdog import Watchdog
 from interlace.runtime.processes import dump as record
+
+Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
+
+
+class HostMessages:
+    """Sends and receives by ``engine``, the host's. ``bring(to, source)`` copies to the GPU; its end.
+
+    A copy off the GPU, the message as ``processes`` moves it, a copy back. Right for every tag and
+    order, also from whoever sends first; not fast, and the sender's host waits for its GPU. The
+    receiver's does not: its ``Work.wait()`` waits for the message, as that cannot be enqueued, and then
+    only orders the stream.
+    """
+
+    def __init__(self, engine: Engine, bring: Bring) -> None:
+        self._engine, self._bring = engine, bring
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
+        """Send ``tensor`` as ``Engine.send`` does; waits for what makes ``tensor``."""
+        return self._engine.send(
+            _call("send", tensor), tensor.detach().to("cpu", copy=True), peer, tag
+        )
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
+        """Receive into ``tensor`` as ``Engine.recv`` does."""
+        arrived: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        def then(outcome: Outcome) -> Outcome:
+            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
+
+        return Continued(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
+
+
+def _call(op: str, tensor: torch.Tensor) -> Call:
+    return Call(op, (("dtype", tensor.dtype), ("shape", tuple(tensor.shape))))
+
 
 _places: "weakref.WeakSet[DeviceProcessPlace]" = weakref.WeakSet()
 
@@ -200,3 +237,54 @@ def _at_exit() -> None:
 
 
 atexit.register(_at_exit)
+
+
+class CudaPlace(DeviceProcessPlace):
+    """One rank on one GPU of one node, whose peers' memory is mapped; see :class:`DeviceProcessPlace`.
+
+    Ranks on one GPU take turns on it, a time slice each, for each is a process: right, and slow.
+    """
+
+    name = "cuda"
+
+    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
+        super().__init__(processes, device, timeout=timeout)
+        self._overlapping = False
+
+    @property
+    def memory_kind(self) -> str:
+        """The kind of the group's symmetric memory, by what makes it; "" before there is any."""
+        return "" if self._memory is None else str(self._memory.kind)
+
+    def _allocate(self, nbytes: int) -> SymmetricBuffer:
+        if self.world_size == 1:
+            own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            return SymmetricBuffer.over(0, [own])
+        if self._memory is not None:
+            again: SymmetricBuffer = self._memory.allocate(nbytes, overlapping=self._overlapping)
+            return again
+        # the group's first memory decides its kind: the first that all ranks can have
+        properties = torch.cuda.get_device_properties(self.device)
+        name = str(getattr(properties, "uuid", self.device))
+        names = self.exchange(name.encode(), "an allocation of symmetric memory")
+        self._overlapping = len(set(names)) < self.world_size
+        kinds, reasons = [self._by_torch], []
+        if self.processes.direct_access:  # of one host
+            kinds.append(lambda: IpcMemory(self.processes, self.device, self.exchange))
+        for make in kinds:
+            memory = make()
+            try:
+                buffer = memory.allocate(nbytes, overlapping=self._overlapping)
+            except MemoryRefused as error:
+                memory.close()
+                reasons.append(f"{memory.kind}: {error}")
+                continue
+            self._memory = memory
+            return buffer
+        raise PlaceUnavailableError(
+            f"rank {self.rank}: the group's GPUs cannot share memory; {'; '.join(reasons)}"
+        )
+
+    def _by_torch(self) -> TorchMemory | IpcMemory:
+        known = self.rank, self.world_size, self.device, self.exchange
+        return TorchMemory(*known, seconds=self.timeout)

@@ -6,6 +6,15 @@ what NVSHMEM has mapped, so on a machine whose nodes share one NVLink domain the
 nothing is put.
 
 Streams signal by kernels only: stream memory operations need the peer's address too.
+
+torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each
+peer's mapping: a null pointer says that the peer is reached over the network only. What torch needs,
+beside what ``memory.py`` says: the backend is chosen for the whole process,
+before its first symmetric tensor; and the group of all processes is registered as "0", by
+``torch.distributed`` or here. A rank's number in it is its number for NVSHMEM.
+
+A kernel that was linked with NVSHMEM's device library has a copy of its state in constant memory of its
+own module, which has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
 """
 
 from collections.abc import Sequence
@@ -20,9 +29,78 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.places.gpu import driver
-from interlace.runtime.places.gpu.nvshmem import memory as nvshmem
-from interlace.runtime.places.gpu.processes.memory import MemoryRefused
-from interlace.runtime.places.gpu.processes.process_place import DeviceProcessPlace
+from interlace.runtime.places.gpu.memory import Exchange, MemoryRefused, TorchMemory, together
+from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
+
+BACKEND, EVERYONE = "NVSHMEM", "0"
+
+
+def nvshmem_problem() -> str:
+    """Why this process cannot use NVSHMEM through torch; "" if it can, and then it is to be used."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    available = symmetric.nvshmem_available()
+    if available is None:
+        return f"this torch ({torch.__version__}) was built without NVSHMEM; install one for CUDA"
+    if not available:
+        return "torch finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13"
+    backend = symmetric.c10d._SymmetricMemory.get_backend(torch.device("cuda"))
+    if backend != BACKEND:
+        try:
+            symmetric.c10d._SymmetricMemory.set_backend(BACKEND)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            return (
+                f"torch's symmetric memory is of backend {backend!r} in this process and stays so: "
+                f"{first}"
+            )
+    return ""
+
+
+class NvshmemMemory(TorchMemory):
+    """Symmetric memory of a group of all processes. Everything is collective."""
+
+    kind = "NVSHMEM"
+
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, exchange: Exchange
+    ) -> None:
+        super().__init__(rank, world_size, device, exchange)
+        everyone = symmetric.registered(EVERYONE)
+        if everyone is None:  # NVSHMEM is begun with it, and is as long as the process
+            everyone = self._group
+            symmetric.c10d._register_process_group(EVERYONE, everyone)
+        number = everyone.rank()
+        self.numbers = [int(each) for each in exchange(b"%d" % number, "joining NVSHMEM")]
+        if everyone.size() != world_size:
+            raise PlaceUnavailableError(
+                f"rank {rank}: NVSHMEM's memory is made by all {everyone.size()} processes together, "
+                f"and this group has {world_size}"
+            )
+
+    def made(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Zeroed memory of this rank, and torch's handle of every rank's, which keeps it all alive.
+
+        Its ``buffer_ptrs`` are 0 of ranks over the network. MemoryRefused, on all ranks, if one fails.
+        """
+        with together(self._exchange):
+            memory = self._own(nbytes)
+            return memory, symmetric.c10d._SymmetricMemory.rendezvous(memory, self._name)
+
+
+def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
+    """The node of each rank, named by its first, by ``mapped[rank][peer]``, or PlaceUnavailableError."""
+    nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
+    for rank, row in enumerate(mapped):
+        for peer, there in enumerate(row):
+            if there != (nodes[peer] == nodes[rank]):
+                how = "addresses" if there else "does not address"
+                raise PlaceUnavailableError(
+                    f"rank {rank} {how} rank {peer}'s memory, but their peers differ: {nodes} are no "
+                    "nodes within which all is mapped"
+                )
+    return nodes
+
 
 PROBE_BYTES = 16
 
@@ -40,14 +118,14 @@ class NvshmemPlace(DeviceProcessPlace):
         self._modules: set[int] = set()  # that have their state
         library = self._agree_that_all_can()
         known = self.rank, self.world_size, device, self.exchange
-        memory = self._memory = nvshmem.NvshmemMemory(*known)
+        memory = self._memory = NvshmemMemory(*known)
         try:
             _, probe = memory.made(PROBE_BYTES)
         except MemoryRefused as error:
             raise PlaceUnavailableError(f"rank {self.rank}: NVSHMEM: {error}") from error
         mine = bytes(bool(address) for address in probe.buffer_ptrs)
         mapped = self.exchange(mine, "joining NVSHMEM")
-        nodes = nvshmem.nodes_of([[bool(there) for there in row] for row in mapped])
+        nodes = nodes_of([[bool(there) for there in row] for row in mapped])
         if len(set(nodes)) > 1:
             self.nodes = Nodes(tuple(nodes), "nvshmem", {"extern_libs": ((LIBRARY, library),)})
 
@@ -58,7 +136,7 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def _agree_that_all_can(self) -> str:
         """The path of the device library, once every rank has all that it needs."""
-        library, problem = "", nvshmem.problem()
+        library, problem = "", nvshmem_problem()
         if not problem:
             major, minor = torch.cuda.get_device_capability(self.device)
             try:

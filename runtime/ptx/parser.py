@@ -1,4 +1,4 @@
-"""The instructions of a piece of PTX, with names, scopes and labels resolved.
+"""PTX as text: what a module declares, and the instructions of a kernel with what it calls.
 
 Blocks in braces have names of their own, as in PTX, and a label or register of an outer block can be
 used inside. A vector, and a register of 128 bits, is several registers; as an operand, those in braces.
@@ -7,30 +7,257 @@ Branches get the index of the instruction that they go to.
 A function's instructions stand where it is called, with registers of their own, and go on behind
 themselves instead of returning. Its parameters are the caller's, so nothing is copied; its memory lies
 above the caller's, where that of the next function lies, too.
+
+Names, scopes and labels are resolved. Nothing in a body is looked at before a kernel that needs it is
+read, so a module may have much in it that is not known here.
 """
 
+import math
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from interlace.runtime.ptx.calls import called
-from interlace.runtime.ptx.instruction import CARRY, Instruction, Register, Symbol, error, split
-from interlace.runtime.ptx.text.module_text import PtxFunction
-from interlace.runtime.ptx.text.variables import Variable, declared
+from interlace.runtime.ptx.instruction import (
+    CARRY,
+    InlineAssemblyError,
+    Instruction,
+    Register,
+    Symbol,
+    error,
+    number_of,
+    split,
+)
 from interlace.runtime.ptx.types import PREDICATE, TYPES, ScalarType
 
-MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
+_DECLARED = re.compile(
+    r"\.(global|const|shared|local|param|reg) ?(?:\.attribute ?\([^)]*\) ?)?(?:\.align (\d+) ?)?"
+    r"(?:\.v([248]) ?)?\.(\w+) ?(?:\.ptr(?: ?\.\w+(?: \d+)?)* )?([^\s.].*)"
+)
+_NAME = re.compile(r"([\w$%.]+) ?((?:\[ ?\w* ?\] ?)*)(?:= ?(.*))?")
+_ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(?:([+-]) ?(\d+))?")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """``nbytes`` is None where the text leaves the size open; ``initial``: values as it has them.
+
+    ``extern``: another text has it.
+    """
+
+    name: str
+    space: str
+    kind: ScalarType
+    align: int
+    nbytes: int | None
+    initial: tuple[str, ...] = ()
+    extern: bool = False
+
+    def filled(self, address: Callable[[str], int | None]) -> bytes:
+        """Its memory in the beginning; ``address`` of another variable, None if there is none."""
+        parts = [self._filled_with(each, address) for each in self.initial]
+        return b"".join(parts).ljust(self.nbytes or 0, b"\0")
+
+    def _filled_with(self, text: str, address: Callable[[str], int | None]) -> bytes:
+        bits = number_of(text, self.kind)
+        if bits is None and (match := _ADDRESS.fullmatch(text)):
+            base = address(match[1] or match[2])
+            if base is not None and self.kind.bits == 64:
+                bits = base + int((match[3] or "") + (match[4] or "0"))
+        if bits is None:
+            raise InlineAssemblyError(f"PTX: {self.name} begins as '{text}', which is not known")
+        return bits.to_bytes(self.kind.bits // 8, "little")
+
+
+def declared(text: str) -> list[Variable]:
+    """The variables of one declaration, without its ';'. ValueError says what is wrong with it."""
+    match = _DECLARED.fullmatch(text := " ".join(text.split()))
+    kind = TYPES.get(match[4]) if match else None
+    if match is None or kind is None:
+        raise ValueError(f"'{text[:80]}' declares nothing that is known")
+    size = kind.bits // 8 * int(match[3] or 1)
+    found = []
+    for each in split(match[5]):
+        name = _NAME.fullmatch(each)
+        if name is None:
+            raise ValueError(f"'{each[:80]}' is no name of a variable")
+        initial = tuple(_flat(name[3] or ""))
+        extents = re.findall(r"\[ ?(\w*) ?\]", name[2])
+        nbytes: int | None = size * math.prod(int(each or "0", 0) for each in extents)
+        if extents and not extents[0]:  # as many as it takes
+            inner = size * math.prod(int(each, 0) for each in extents[1:])
+            nbytes = -(-len(initial) * kind.bits // 8 // inner) * inner if initial else None
+        found.append(Variable(name[1], match[1], kind, int(match[2] or size), nbytes, initial))
+    return found
+
+
+def _flat(text: str) -> list[str]:
+    """The values of an initialiser, whatever braces are around them."""
+    return [part for part in (each.strip() for each in re.split(r"[{},]", text)) if part]
+
+
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_MODULE_DIRECTIVE = re.compile(  # code may stand behind it on its line
+    r"(?<![\w%$.])\.(?:"
+    r"loc[ \t]+\d+[ \t]+\d+[ \t]+\d+(?:[ \t]*,[ \t]*(?:function_name[^,;\n]+|inlined_at[ \t\d]+))*"
+    r'|file[ \t]+\d+[ \t]+"[^"\n]*"?(?:[ \t]*,[ \t]*\d+)*'
+    r"|version[ \t]+[\d.]+|target[ \t]+\w+(?:[ \t]*,[ \t]*\w+)*|address_size[ \t]+\d+)"
+)
+_FUNCTION = re.compile(
+    r"\.(entry|func)\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^)]*)\))?\s*([\w$%]+)\s*(?:\(([^)]*)\))?(.*)",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(r"\.(global|const|shared)\b.*", re.DOTALL)
+_ALIAS = re.compile(r"\.alias\s+([\w$%]+)\s*,\s*([\w$%]+)")
+_WORDS = re.compile(r"[\w$%]+")
+_TAKEN = re.compile(r"\bmov\.[bus]64\s+[^,;]+,\s*([\w$%]+)")
+
+
+@dataclass(frozen=True)
+class PtxFunction:
+    """``body`` begins in ``line``; None of one that is only declared. ``directives`` stand before it."""
+
+    name: str
+    results: tuple[Variable, ...]
+    parameters: tuple[Variable, ...]
+    directives: str
+    body: str | None
+    line: int
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(_WORDS.findall(self.body or ""))
+
+
+@dataclass(frozen=True)
+class ModuleText:
+    kernels: Mapping[str, PtxFunction]
+    functions: Mapping[str, PtxFunction]
+    variables: Mapping[str, Variable]
+
+    def kernel(self, name: str | None) -> PtxFunction:
+        """The kernel of that name; None: the only one. InlineAssemblyError lists what there is."""
+        if name is None and len(self.kernels) == 1:
+            return next(iter(self.kernels.values()))
+        if name in self.kernels:
+            return self.kernels[name or ""]
+        wanted = "one kernel of a text is run, which has to be named" if name is None else ""
+        raise InlineAssemblyError(
+            f"PTX: {wanted or f'there is no kernel {name!r}'}; there are: "
+            f"{', '.join(self.kernels) or 'none'}"
+        )
+
+    def reached(self, kernel: PtxFunction) -> list[PtxFunction]:
+        """``kernel`` and the functions that it may come to, also by addresses that variables have."""
+        found = [kernel]
+        for each in found:
+            named = {*each.words, *self._in_values(each.words)}
+            others = (self.functions[name] for name in sorted(named & self.functions.keys()))
+            found += [other for other in others if other not in found]
+        return found
+
+    def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
+        """The variables that ``functions`` name, and those that the values of these name."""
+        words = frozenset().union(*(each.words for each in functions))
+        names = {*words, *self._in_values(words)}
+        return {name: each for name, each in self.variables.items() if name in names}
+
+    def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
+        """The functions with an address that ``functions`` take, or that a variable has."""
+        taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
+        words = frozenset().union(*(each.words for each in functions))
+        return (taken | self._in_values(words)) & self.functions.keys()
+
+    def _in_values(self, words: frozenset[str]) -> set[str]:
+        """What the initial values of variables among ``words`` name, and the values of those."""
+        found = [name for name in self.variables if name in words]
+        named: set[str] = set()
+        for name in found:
+            more = {*_WORDS.findall(" ".join(self.variables[name].initial))} - named
+            named |= more
+            found += [each for each in more if each in self.variables]
+        return named
+
+
+def read_text(ptx: str) -> ModuleText:
+    kernels: dict[str, PtxFunction] = {}
+    functions: dict[str, PtxFunction] = {}
+    variables: dict[str, Variable] = {}
+    for line, head, body in _declarations(_MODULE_DIRECTIVE.sub("", _uncommented(ptx))):
+        if match := _FUNCTION.search(head):
+            results, given = (_formals(each or "", line) for each in (match[2], match[4]))
+            made = PtxFunction(match[3], results, given, match[5], body, line)
+            if match[1] == "entry":
+                kernels[made.name] = made
+            elif body is not None or made.name not in functions:
+                functions[made.name] = made
+        elif match := _ALIAS.match(head):
+            functions[match[1]] = functions[match[2]]
+        elif match := _VARIABLE.search(head):
+            for variable in _declared(match[0]):
+                extern = head.startswith(".extern")
+                if not extern or variable.name not in variables:
+                    variables[variable.name] = replace(variable, extern=extern)
+    return ModuleText(kernels, functions, variables)
+
+
+def _uncommented(text: str) -> str:
+    """``text`` with its lines, and no comments."""
+    return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", text)
+
+
+def _declarations(text: str) -> Iterator[tuple[int, str, str | None]]:
+    """(line of the body, what stands before it, the body without its braces or None)."""
+    at = 0
+    while match := re.compile(r"[;{]").search(text, at):
+        head, body, end = text[at : match.start()].strip(), None, match.end()
+        if match[0] == "{" and "=" in head:
+            end = text.find(";", end) + 1 or len(text)
+            head = text[at : end - 1].strip()
+        elif match[0] == "{":
+            close = _closing(text, end)
+            body, end = text[end:close], close + 1
+        yield text.count("\n", 0, match.end()) + 1, head, body
+        at = end
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, at):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return brace.start()
+    raise InlineAssemblyError("PTX: a '{' is never closed")
+
+
+def _formals(text: str, line: int) -> tuple[Variable, ...]:
+    try:
+        return tuple(variable for each in split(text) for variable in declared(each))
+    except ValueError as error:
+        raise InlineAssemblyError(f"PTX: {error}; line {line}") from None
+
+
+def _declared(text: str) -> list[Variable]:
+    """Nothing of those of an unknown type: who uses one is told that it is not declared."""
+    try:
+        return declared(text)
+    except ValueError:
+        return []
+
+
+MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
 _RETURN = re.compile(r"(@.* )?ret(\.uni)?")
 _REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
 _DIRECTIVE = re.compile(r"\.\w+")
 _COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
-_DECLARED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
+_LISTED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 _END, _BEHIND = "<end>", "<behind>"  # labels: of a text, and of a call that some threads skip
 
 
@@ -88,8 +315,7 @@ class Parser:
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
         """One by one, when what is declared before is known. Branches have no target before the end."""
-        asm = _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", asm)
-        asm = re.sub(r"\$\{(\d+)\}", r"$\1", asm.replace("${:uid}", "0"))
+        asm = re.sub(r"\$\{(\d+)\}", r"$\1", _uncommented(asm).replace("${:uid}", "0"))
         yield from self._body(asm, line)
 
     def _body(self, asm: str, line: int) -> Iterator[Instruction]:
@@ -172,7 +398,7 @@ class Parser:
         parts = _HALVES if match[2] == "b128" else _COMPONENTS[: int(match[1] or 0)]
         registers, vectors = self._names.registers, self._names.vectors
         for given in match[3].split(","):
-            found = _DECLARED.fullmatch(given.strip())
+            found = _LISTED.fullmatch(given.strip())
             if found is None:
                 raise self._error(f"'{given.strip()}' is no name of a register")
             count = [""] if found[2] is None else map(str, range(int(found[2])))

@@ -1,1 +1,0 @@
-"""The place ``nvshmem``: as ``processes``, over many nodes."""

@@ -1,1 +1,0 @@
-"""The place ``cuda`` for one process per rank: symmetric memory, agreement, messages."""

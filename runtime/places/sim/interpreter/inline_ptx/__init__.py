@@ -1,1 +1,0 @@
-"""Inline PTX for the interpreter: operands of an asm text, and the threads that run it."""

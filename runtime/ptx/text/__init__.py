@@ -1,1 +1,0 @@
-"""PTX as text: what a module declares, and the instructions of a kernel with what it calls."""

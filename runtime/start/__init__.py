@@ -1,4 +1,0 @@
-"""The start of a group: joining through a store, GPUs, the pool of worker processes.
-
-The only folder that names every place.
-"""
