@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.compat.attributes import replaced
+from interlace.runtime.compat.stand_ins import replaced
 
 _C: Any = torch._C
 _ops: Any = torch._ops

@@ -1,4 +1,4 @@
-"""Modules that stand for others, for as long as something is imported or runs."""
+"""Modules and attributes that are replaced for as long as something is imported or runs."""
 
 import contextlib
 import functools
@@ -105,6 +105,27 @@ class _FoldersOfPackage(list[str]):
             if spec is not None:
                 return iter(spec.submodule_search_locations or ())
         return iter(())
+
+
+Replacement = tuple[Any, str, Any]
+"""An object, the name of its attribute, and the new value."""
+
+
+@contextlib.contextmanager
+def replaced(*replacements: Replacement) -> Iterator[None]:
+    """Set own attributes in order; afterwards put back, or remove, exactly what was there."""
+    before = []
+    try:
+        for target, name, value in replacements:
+            before.append((target, name, vars(target).get(name, _ABSENT)))
+            setattr(target, name, value)
+        yield
+    finally:
+        for target, name, value in reversed(before):
+            if value is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
 
 
 def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Triton's compiler and launcher, as far as interlace reaches into them. Tried with Triton 3.6 to 3.9.
+"""Triton's compiler, launcher and driver, as far as interlace reaches into them; with Triton 3.6 to 3.9.
 
 What differs by release, and how it is used::
 
@@ -17,8 +17,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 from urllib.parse import quote
 
-from interlace.runtime.compat.attributes import replaced
 from interlace.runtime.compat.releases import installed, needed, release, was_tried
+from interlace.runtime.compat.stand_ins import replaced
 
 FUSED = {"enable_fp_fusion": True}
 """What all releases do by default; 3.9 warns that the next will not."""
@@ -28,8 +28,11 @@ with needed("Triton", "Triton's compiler"):
     from triton import knobs
     from triton._C import libtriton
     from triton.backends import backends
-    from triton.runtime import _allocation
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import _allocation, driver
     from triton.runtime.jit import DependenciesFinder, mangle_type
+
+    _ = driver.set_active, driver._active
 
 __all__ = ["knobs", "mangle_type"]
 
@@ -39,9 +42,53 @@ DirectLaunch = Callable[
 """(grid, stream, (metadata, enter hook, leave hook), address of the scratch memory or None, values)"""
 
 
+PROGRAMS = 8
+"""That may wait for each other, each on an SM of its own."""
+
+
+class StandIn:
+    """A driver of a GPU that need not be here, for code that asks ``triton.runtime.driver.active``.
+
+    Host code asks it, and the compiler of ``tl.target_info``; its ``utils`` too.
+    """
+
+    def __init__(self, arch: int) -> None:
+        self.arch, self.utils = arch, self
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_active_torch_device(self) -> Any:
+        import torch  # compiling processes have none
+
+        on_gpu = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_device_properties(self, device: Any = 0) -> dict[str, int]:
+        return {
+            "max_shared_mem": (227 if self.arch >= 90 else 163) << 10,
+            "max_num_regs": 65536,
+            "multiprocessor_count": PROGRAMS,
+            "warpSize": 32,
+        }
+
+
+@contextmanager
+def driver_of(arch: int) -> Iterator[None]:
+    """Within the block the active driver is one of an ``arch``, 90 for sm_90."""
+    before = driver._active
+    driver.set_active(StandIn(arch))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
 def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, Any]) -> Any:
     """Triton's compiled kernel for a GPU that need not be here; ``arguments`` of Triton's ``ASTSource``."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kind: Any = ASTSource
@@ -56,7 +103,6 @@ def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str
 @functools.cache
 def ready_to_compile() -> None:
     """What Triton does once, before it compiles: imports, a digest of itself, versions of its tools."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
     make_backend(GPUTarget("cuda", 80, 32)).hash()

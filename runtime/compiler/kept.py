@@ -23,10 +23,7 @@ from interlace.runtime.compat.triton_launcher import version_and_settings
 from interlace.runtime.compiler.request import Compilation, Measurement
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
-_COMPILER = (
-    *("worker.py", "../compat/triton_driver.py", "../compat/triton_launcher.py"),
-    "../core/kernel_arguments.py",
-)
+_COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/kernel_arguments.py")
 
 
 def folder(path: str) -> pathlib.Path:

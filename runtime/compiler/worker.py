@@ -22,10 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from interlace.runtime.compat.stand_ins import installed
-from interlace.runtime.compat.triton_driver import driver_of
 from interlace.runtime.compat.triton_launcher import (
     cached,
     compiled,
+    driver_of,
     knobs,
     to_be_run,
     tool,

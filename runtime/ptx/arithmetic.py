@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.numerics.float_formats import SINGLE, encode, fused_multiply_add
-from interlace.runtime.numerics.sums import larger, smaller
+from interlace.runtime.numerics.exact import SINGLE, encode, fused_multiply_add, larger, smaller
 from interlace.runtime.ptx.instruction import CARRY, Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType

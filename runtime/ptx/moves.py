@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from interlace.runtime.numerics.float_formats import SINGLE, encode
-from interlace.runtime.numerics.sums import larger, smaller
+from interlace.runtime.numerics.exact import SINGLE, encode, larger, smaller
 from interlace.runtime.ptx.arithmetic import (
     BITS,
     FLOATS,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.numerics.sums import larger, smaller
+from interlace.runtime.numerics.exact import larger, smaller
 from interlace.runtime.ptx import memory, multicast
 from interlace.runtime.ptx.arithmetic import PAIRS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.numerics.float_formats import (
+from interlace.runtime.numerics.exact import (
     HALF,
     NARROW,
     STORED_AS_BITS,

@@ -10,7 +10,7 @@ import torch
 from faults.crew import LONG, MISUSE, Said, crew, tried
 from faults.rows import Plan, Row, Trial
 from interlace.runtime.core.call import Call
-from interlace.runtime.numerics import modes
+from interlace.runtime.numerics import reductions
 from multi.numerics import test_modes
 
 RANKS = 4
@@ -215,7 +215,7 @@ def computing(
     """Sums where the floating-point mode of rank 1 is ``mode``; the control does not see that it is."""
     join()
     if broken:
-        modes.is_usual = lambda: True
+        reductions.is_usual = lambda: True
     end.send(test_modes.reduced(mode, dtype, threads, seen=not broken))
 
 

@@ -33,7 +33,7 @@ import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD
 from interlace.runtime.compat import stand_ins
-from interlace.runtime.compat.triton_driver import PROGRAMS, driver_of
+from interlace.runtime.compat.triton_launcher import PROGRAMS, driver_of
 from interlace.runtime.core.call import MessageEnd, mismatch, take_first
 from interlace.runtime.core.errors import BlockedWait, InterlaceError, SourceText, rank_error
 from interlace.runtime.core.launch import KernelLaunch, checked_grid

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
-from interlace.runtime.numerics.sums import matrix_product
+from interlace.runtime.numerics.exact import matrix_product
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.shared import (

@@ -11,7 +11,7 @@ import triton.language as tl
 
 import interlace
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.numerics import modes, reductions
+from interlace.runtime.numerics import reductions
 from interlace.runtime.places.shm.machine_code import loader
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 
@@ -60,7 +60,7 @@ def reduced(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -
             reductions.fold(op, parts[nbytes], expected[op, nbytes])
     with in_mode(mode if rank else ""):
         torch.set_num_threads(threads)
-        assert modes.is_usual() == (rank == 0 or not seen)
+        assert reductions.is_usual() == (rank == 0 or not seen)
         for (op, nbytes), whole in expected.items():
             half = whole.chunk(2)[rank]
             summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
@@ -73,7 +73,7 @@ def reduced(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -
             for api, (found, meant) in pairs.items():
                 if not torch.equal(found.view(torch.uint8), meant.view(torch.uint8)):
                     wrong.append(f"{api}, {op} of {nbytes} bytes")
-            assert modes.is_usual() == (rank == 0 or not seen)
+            assert reductions.is_usual() == (rank == 0 or not seen)
     return wrong
 
 
@@ -102,5 +102,5 @@ def test_interpreted_kernels_compute_in_the_usual_mode(dtype: torch.dtype, mode:
         launch = KernelLaunch(add, (1,), arguments, "add")
         with in_mode(where):
             run_interpreted(launch, 0, lambda wait: None)
-            assert modes.is_usual() == (not where)
+            assert reductions.is_usual() == (not where)
     assert torch.equal(*[total.view(torch.uint8) for total in totals])

@@ -20,8 +20,8 @@ import torch
 import triton.language as tl
 from hypothesis import given, settings
 
-from interlace.runtime.numerics import float_formats as formats
-from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
+from interlace.runtime.numerics import exact as formats
+from interlace.runtime.numerics.exact import larger, matrix_product, reduce, smaller
 from tiers import few, thorough
 
 OTHER_PROCESSORS = [

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from cases.exact_numbers import BF16, E4M3, E5M2, F16, F32, LARGEST, NARROW, pair, rounded, same
-from interlace.runtime.compat.attributes import replaced
+from interlace.runtime.compat.stand_ins import replaced
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic, exact_overrides
 from interlace.verify import races
 from tiers import few

@@ -25,7 +25,7 @@ from cases.exact_numbers import (
     rounding_cases,
     same,
 )
-from interlace.runtime.compat.attributes import replaced
+from interlace.runtime.compat.stand_ins import replaced
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from interlace.groups import groups
-from interlace.runtime.compat.triton_driver import PROGRAMS
+from interlace.runtime.compat.triton_launcher import PROGRAMS
 from interlace.runtime.core.stream import Event as Point
 from interlace.runtime.places.sim.user_code import UserStream, UserStreams
 

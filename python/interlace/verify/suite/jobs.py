@@ -20,7 +20,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from interlace.runtime.compat.triton_driver import driver_of
+from interlace.runtime.compat.triton_launcher import driver_of
 from interlace.runtime.compiler.request import jitted_function
 from interlace.runtime.places.sim.programs.choice import compiled_for
 from interlace.tools.catalogue.build import build

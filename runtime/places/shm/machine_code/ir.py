@@ -240,7 +240,7 @@ compare.one:
 """
 
 # Blocks, then single elements; each time through all sources in order. Vectors of 512 bits convert 16-bit
-# floats a fifth slower (Zen 4, November 2026). In the usual floating-point mode, as ``numerics/modes.py``.
+# floats a fifth slower (Zen 4, November 2026). In the usual mode, as ``numerics/reductions.py``.
 _SUM = """
 define void @sum(ptr %registers, ptr %list, i64 %length, i64 %to, i64 %count)
     nounwind "prefer-vector-width"="256" "min-legal-vector-width"="0" {{

@@ -12,7 +12,7 @@ What follows the hardware and not torch: conversions to fp8 saturate (`cvt.satfi
 through fp32), and min, max and clamp return the number when one operand is nan.
 
 What stays a stand-in for the GPU:
-- `tl.dot` and reductions add in the order of `numerics/sums.py`, which is the same on every processor, but
+- `tl.dot` and reductions add in the order of `numerics/exact.py`, which is the same on every processor, but
   not that of a tensor core. fp32 operands are not rounded to tf32.
 - `tl.sum` of bf16, fp16 and fp8 adds in fp32 and rounds once; compiled code rounds every addition.
 - fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here as there.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.attributes import Replacement
+from interlace.runtime.compat.stand_ins import Replacement
 from interlace.runtime.compat.triton_interpreter import (
     TensorHandle,
     atomics,
@@ -35,8 +35,8 @@ from interlace.runtime.compat.triton_interpreter import (
     ir,
     triton_interpreter,
 )
-from interlace.runtime.numerics import float_formats as formats
-from interlace.runtime.numerics.sums import larger, matrix_product, reduce, smaller
+from interlace.runtime.numerics import exact as formats
+from interlace.runtime.numerics.exact import larger, matrix_product, reduce, smaller
 
 Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for
 UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
@@ -211,7 +211,7 @@ def _narrowed(tensor: Any, dtype: Any) -> Any:
 
 
 def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_impl`` of a reduction or scan of floats, in the order of ``numerics/sums.py``.
+    """``apply_impl`` of a reduction or scan of floats, in the order of ``numerics/exact.py``.
 
     bf16, fp8 and fp16 are computed in fp32 and rounded once. Triton's own method calls numpy on the stored
     data, which for bf16 and fp8 is bits, and the order of numpy's sums depends on the layout. A combine

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.attributes import Replacement
+from interlace.runtime.compat.stand_ins import Replacement
 from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.core.accesses import Hooks
 

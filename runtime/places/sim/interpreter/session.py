@@ -23,7 +23,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from interlace.runtime.compat.attributes import Replacement, replaced
+from interlace.runtime.compat.stand_ins import Replacement, replaced
 from interlace.runtime.compat.triton_interpreter import (
     NO_POLICY,
     Autotuner,

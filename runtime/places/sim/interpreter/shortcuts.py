@@ -50,7 +50,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from interlace.runtime.compat.attributes import Replacement
+from interlace.runtime.compat.stand_ins import Replacement
 from interlace.runtime.compat.triton_interpreter import (
     NO_POLICY,
     builder,

@@ -32,7 +32,7 @@ import torch
 
 from interlace.runtime.core import errors, kernel_arguments
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.numerics.modes import UsualMode
+from interlace.runtime.numerics.reductions import UsualMode
 from interlace.runtime.places.sim.interpreter import session
 from interlace.runtime.places.sim.scheduler import torch_state
 from interlace.runtime.places.sim.scheduler.allocations import addresses_told
