@@ -68,65 +68,54 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def empty(communicator: Communicator, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=communicator.place.device)
+@dataclass(frozen=True)
+class CutTensor:
+    """A tensor in blocks on the ranks of a group, of which some may have none."""
 
+    communicator: Communicator
+    shape: Dims
+    dtype: torch.dtype
+    blocks: Sequence[Block | None]
 
-def scatter(
-    communicator: Communicator,
-    whole: torch.Tensor | None,
-    blocks: Sequence[Block | None],
-    root: int,
-    dtype: torch.dtype,
-) -> torch.Tensor | None:
-    """This rank's block of ``whole``, which is on ``root``; None, and nothing is sent, if it has none."""
-    own = blocks[communicator.rank]
-    out = empty(communicator, (0,) if own is None else shape_of(own), dtype)
-    parts = None
-    if whole is not None:
-        parts = [whole.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    in_rank(lambda: rooted._scatter(communicator, (out, parts), (None, root)))
-    return None if own is None else out
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=self.dtype, device=self.communicator.place.device)
 
+    def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' blocks of ``whole``; a tensor without elements for a rank that has none."""
+        return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
 
-def gather(
-    communicator: Communicator,
-    part: torch.Tensor,
-    blocks: Sequence[Block | None],
-    root: int,
-    shape: Sequence[int],
-) -> torch.Tensor | None:
-    """On ``root``: the whole of every rank's ``part``; elsewhere None. Who has no block sends nothing."""
-    if blocks[communicator.rank] is None:
-        part = part.new_empty(0)
-    whole = outputs = None
-    if communicator.rank == root:
-        whole = empty(communicator, shape, part.dtype)
-        outputs = [part.new_empty(0) if each is None else cut(whole, each) for each in blocks]
-    in_rank(lambda: rooted._gather(communicator, (part, outputs), (None, root)))
-    return whole
+    def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
+        """This rank's block of ``whole``, which is on ``root``; None, and nothing sent, if it has none."""
+        own = self.blocks[self.communicator.rank]
+        out = self.empty((0,) if own is None else shape_of(own))
+        parts = None if whole is None else self.parts(whole)
+        in_rank(lambda: rooted._scatter(self.communicator, (out, parts), (None, root)))
+        return None if own is None else out
 
+    def gather(self, part: torch.Tensor, root: int) -> torch.Tensor | None:
+        """On ``root``: the whole of every rank's ``part``; elsewhere None. Without a block none is sent."""
+        if self.blocks[self.communicator.rank] is None:
+            part = part.new_empty(0)
+        whole = self.empty(self.shape) if self.communicator.rank == root else None
+        outputs = None if whole is None else self.parts(whole)
+        in_rank(lambda: rooted._gather(self.communicator, (part, outputs), (None, root)))
+        return whole
 
-def gather_sum(
-    communicator: Communicator,
-    part: torch.Tensor,
-    blocks: Sequence[Block],
-    root: int,
-    shape: Sequence[int],
-) -> torch.Tensor | None:
-    """Gather as :func:`gather`; of ranks with the same block, the sum of theirs, in fp32, in rank order."""
-    if len(set(blocks)) == len(blocks):
-        return gather(communicator, part, blocks, root, shape)
-    outputs = None
-    if communicator.rank == root:
-        outputs = [empty(communicator, shape_of(each), part.dtype) for each in blocks]
-    in_rank(lambda: rooted._gather(communicator, (part, outputs), (None, root)))
-    if outputs is None:
-        return None
-    whole = torch.zeros(tuple(shape), dtype=wide(part.dtype), device=part.device)
-    for block, replica in zip(blocks, outputs, strict=True):
-        cut(whole, block).add_(replica)
-    return whole.to(part.dtype)
+    def gather_sum(self, part: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Gather; of ranks with the same block, the sum of theirs, in fp32, in rank order."""
+        blocks = [each for each in self.blocks if each is not None]
+        if len(set(blocks)) == len(blocks):
+            return self.gather(part, root)
+        outputs = None
+        if self.communicator.rank == root:
+            outputs = [self.empty(shape_of(each)) for each in blocks]
+        in_rank(lambda: rooted._gather(self.communicator, (part, outputs), (None, root)))
+        if outputs is None:
+            return None
+        whole = torch.zeros(self.shape, dtype=wide(self.dtype), device=part.device)
+        for block, replica in zip(blocks, outputs, strict=True):
+            cut(whole, block).add_(replica)
+        return whole.to(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
 
 def shared(
     op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
-) -> tuple[tuple[int, ...], list[blocks.Block], bool]:
-    """The whole's shape, where the parts of all ranks lie in it, whether any requires gradients."""
+) -> tuple[blocks.CutTensor, bool]:
+    """The whole, of the parts of all ranks, and whether any requires gradients."""
     with communicator.accepting(op):
         own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
     terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
@@ -154,7 +154,8 @@ def shared(
     lengths = [shape[own.dim] for shape in shapes]
     whole = (*shapes[0][: own.dim], sum(lengths), *shapes[0][own.dim + 1 :])
     needs = any(facts.requires_grad for facts in parts)
-    return whole, blocks.along(whole, own.dim, lengths), needs
+    cuts = blocks.along(whole, own.dim, lengths)
+    return blocks.CutTensor(communicator, whole, tensor.dtype, cuts), needs
 
 
 def _check_parts(parts: list[TensorFacts]) -> None:

@@ -147,7 +147,8 @@ class ShardedTensor:
         wanted = facts.exchange(communicator, op, terms, needs)
         senders = self._sharding.replicas_of(root)
         cuts = [b if r in senders else None for r, b in enumerate(self._sharding.blocks)]
-        return gathered(communicator, local, cuts, root, tuple(self.shape), any(wanted))
+        whole = blocks.CutTensor(communicator, tuple(self.shape), self.dtype, cuts)
+        return gathered(whole, local, root, any(wanted))
 
     def to_dtensor(self) -> DTensor:
         """This tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.

@@ -90,23 +90,22 @@ def scattered(
     source: facts.TensorFacts,
 ) -> torch.Tensor:
     """This rank's block of ``tensor`` of ``root`` (see ``source``); in backward ``root`` gets the sum."""
-    shape, dtype = source.shape, source.dtype
-    assert shape is not None and dtype is not None
+    assert source.shape is not None and source.dtype is not None
     communicator = communicator.on(Placeholder((), device=source.device))
+    whole = blocks.CutTensor(communicator, source.shape, source.dtype, cuts)
     is_root = communicator.rank == root
-    whole = tensor.detach() if is_root and tensor is not None else None
-    part = blocks.scatter(communicator, whole, cuts, root, dtype)
+    part = whole.scatter(tensor.detach() if is_root and tensor is not None else None, root)
     assert part is not None
     if not source.requires_grad:
         return part
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-        mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, dtype)
-        whole = blocks.gather_sum(communicator, mine, cuts, root, shape)
+        mine = facts.gradient_here(communicator, "scatter_v", grad, part.shape, whole.dtype)
+        total = whole.gather_sum(mine, root)
         if is_root:
-            return whole
+            return total
         device, ranks = communicator.place.device, [communicator.ranks[root]]
-        return Placeholder(shape, dtype=dtype, device=device, ranks=ranks)
+        return Placeholder(whole.shape, dtype=whole.dtype, device=device, ranks=ranks)
 
     return facts.recorded(communicator, "scatter_v", part, tensor, gradient)
 
@@ -142,36 +141,31 @@ def gather_v(
     communicator = resolve(group).on(tensor)
     with communicator.accepting(op):
         root = checks.group_rank("dst", dst, group_dst, communicator, default=0)
-    shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
-    return gathered(communicator, tensor, cuts, root, shape, needs)
+    whole, needs = facts.shared(op, tensor, sizes, dim, communicator, (("root", root),))
+    return gathered(whole, tensor, root, needs)
 
 
 def gathered(
-    communicator: Communicator,
-    tensor: torch.Tensor,
-    cuts: Sequence[blocks.Block | None],
-    root: int,
-    shape: tuple[int, ...],
-    requires_grad: bool,
+    whole: blocks.CutTensor, tensor: torch.Tensor, root: int, requires_grad: bool
 ) -> torch.Tensor:
     """The whole on ``root``, a Placeholder elsewhere; in backward every rank gets its block's gradient."""
-    is_root = communicator.rank == root
-    own = tensor.detach()
-    whole = blocks.gather(communicator, own, cuts, root, shape)
-    if whole is None:
+    communicator, own = whole.communicator, tensor.detach()
+    result = whole.gather(own, root)
+    is_root = result is not None
+    if result is None:
         ranks = [communicator.ranks[root]]
-        whole = Placeholder(shape, dtype=own.dtype, device=own.device, ranks=ranks)
+        result = Placeholder(whole.shape, dtype=own.dtype, device=own.device, ranks=ranks)
     if not requires_grad:
-        return whole
+        return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
         given = None
         if is_root:
-            given = facts.gradient_here(communicator, "gather_v", grad, shape, own.dtype)
-        part = blocks.scatter(communicator, given, cuts, root, own.dtype)
+            given = facts.gradient_here(communicator, "gather_v", grad, whole.shape, own.dtype)
+        part = whole.scatter(given, root)
         return torch.zeros_like(own) if part is None else part
 
-    return facts.recorded(communicator, "gather_v", whole, tensor, gradient)
+    return facts.recorded(communicator, "gather_v", result, tensor, gradient)
 
 
 def all_gather_v(
@@ -202,20 +196,17 @@ def all_gather_v(
     with communicator.accepting(op):
         facts.check_accumulate(accumulate)
     terms = (("accumulate", accumulate),)
-    shape, cuts, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
-    own = tensor.detach()
-    whole = blocks.empty(communicator, shape, own.dtype)
-    into = [blocks.cut(whole, each) for each in cuts]
-    in_rank(lambda: rootless._all_gather(communicator, (into, own)))
+    whole, needs = facts.shared(op, tensor, sizes, dim, communicator, terms)
+    own, result = tensor.detach(), whole.empty(whole.shape)
+    in_rank(lambda: rootless._all_gather(communicator, (whole.parts(result), own)))
     if not needs:
-        return whole
+        return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
-        given = facts.gradient_here(communicator, op, grad, shape, own.dtype)
-        parts = [blocks.cut(given, each) for each in cuts]
-        return _reduced(communicator, parts, own, accumulate)
+        given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
+        return _reduced(communicator, whole.parts(given), own, accumulate)
 
-    return facts.recorded(communicator, op, whole, tensor, gradient)
+    return facts.recorded(communicator, op, result, tensor, gradient)
 
 
 def _reduced(
@@ -300,26 +291,25 @@ def indexed_all_to_all_v(
     picked = [each.to(device=own.device, dtype=torch.int64) for each in picked]
     lengths = [each.counts[rank] for each in parts]
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
-    whole = blocks.empty(communicator, shape, own.dtype)
-    cuts = blocks.along(whole.shape, dim, lengths)
+    whole = blocks.CutTensor(communicator, shape, own.dtype, blocks.along(shape, dim, lengths))
+    result = whole.empty(shape)
     bits = blocks.bits(own)  # torch selects numbers of some dtypes only
     sent = [bits.index_select(dim, each).view(own.dtype) for each in picked]
-    into = [blocks.cut(whole, each) for each in cuts]
-    in_rank(lambda: _all_to_all(communicator, (into, sent)))
+    in_rank(lambda: _all_to_all(communicator, (whole.parts(result), sent)))
     if not any(each.requires_grad for each in parts):
-        return whole
+        return result
 
     def gradient(grad: torch.Tensor | None) -> torch.Tensor:
         given = facts.gradient_here(communicator, op, grad, whole.shape, own.dtype)
         back = [torch.empty_like(each) for each in sent]
-        _all_to_all(communicator, (back, [blocks.cut(given, each) for each in cuts]))
+        _all_to_all(communicator, (back, whole.parts(given)))
         wide = blocks.wide(own.dtype, accumulate)
         total = torch.zeros(own.shape, dtype=wide, device=own.device)
         for where, each in zip(picked, back, strict=True):
             total.index_add_(dim, where, each.to(wide))
         return total.to(own.dtype)
 
-    return facts.recorded(communicator, op, whole, tensor, gradient)
+    return facts.recorded(communicator, op, result, tensor, gradient)
 
 
 def _checked_indices(indices: Any, length: int, communicator: Communicator) -> list[torch.Tensor]:
