@@ -311,9 +311,9 @@ def _heads(group: Any, rows: Any, backward: bool) -> None:
     problem = AttentionProblem(group, op, query, key, key, *about, ranks=tuple(range(len(rows))))
     if backward:
         result = AttentionResult(query, query, lse)
-        blocks.attention_of_heads_backward(problem, result, (query, key, key), tiles)
+        blocks.attention_to_all_backward(problem, result, (query, key, key), tiles, gather=False)
     else:
-        blocks.attention_of_heads(problem, query, lse, tiles)
+        blocks.attention_to_all(problem, query, lse, tiles, gather=False)
 
 
 def _decode(group: Any, rows: Any, configuration: Configuration) -> None:

@@ -16,7 +16,6 @@ from interlace.ops.attention.functional import (
     attention_of_heads,
     check_options,
     context_parallel_attention,
-    index_tensor,
     matmul_all_to_all,
     positions_of_ranks,
 )
@@ -261,7 +260,7 @@ class UlyssesAttention(OnGroup):
         )
         if rotary is not None:
             shards = TokenShards(tuple(lengths), self.balance)
-            q, k = rotary(q, k, index_tensor(shards.positions(self.group.rank), input.device))
+            q, k = rotary(q, k, shards.places([self.group.rank], input.device))
         y: Any = context_parallel_attention(q, k, v, method="ulysses", **how)
         made: Tensor = self.out(y.flatten(-2))
         return made

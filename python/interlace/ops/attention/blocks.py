@@ -28,6 +28,7 @@ from interlace.ops.attention.problem import (
     unit_rows,
 )
 from interlace.ops.matmul.operands import launch_options
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.stream import Event
 from interlace.runtime.tuning.configuration import Configuration
@@ -543,29 +544,63 @@ def differentiate_all(
     blocks.query_gradient(of_query)
 
 
-# -- where nothing travels -------------------------------------------------------------------------
+def _gathered(problem: AttentionProblem) -> Tensor:
+    """All ranks' packed keys, one's after another's, through the plain collective."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    packed = problem.packed()
+    if problem.shards.world_size == 1:
+        return packed
+    whole = packed.new_empty(problem.shards.total, problem.row_elements)
+    parts = [part.view(-1) for part in torch.split(whole, list(lengths))]
+    terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", packed.dtype))
+    event = communicator.engine.all_gather(Call(problem.op, terms), parts, packed.view(-1))
+    if event is not None:
+        communicator.compute.wait_event(event)
+    return whole
 
 
-def attention_of_heads(
-    problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration | None
+def attention_to_all(
+    problem: AttentionProblem,
+    output: Tensor,
+    lse: Tensor,
+    configuration: Configuration | None,
+    *,
+    gather: bool,
 ) -> Event:
-    """All ranks' tokens, and heads that no other rank has."""
-    packed, blocks = problem.packed(), blocks_of(problem, configuration)
+    """Attention to keys that are all there, or that a plain collective is to ``gather``."""
+    packed = _gathered(problem) if gather else problem.packed()
+    blocks = blocks_of(problem, configuration)
     problem.after_the_caller()
     blocks.attend(None, packed)
     blocks.merge(output, lse)
     return problem.communicator.compute.record()
 
 
-def attention_of_heads_backward(
+def attention_to_all_backward(
     problem: AttentionProblem,
     result: AttentionResult,
     grads: tuple[Tensor, Tensor, Tensor],
     configuration: Configuration | None,
+    *,
+    gather: bool,
 ) -> Event:
-    packed, blocks = problem.packed(), blocks_of(problem, configuration)
-    of_keys = torch.empty_like(packed, dtype=problem.wide)
+    """``gather``: the gradients of gathered keys go back by a plain collective, too."""
+    communicator, lengths = problem.communicator, problem.shards.lengths
+    packed = _gathered(problem) if gather else problem.packed()
+    blocks = blocks_of(problem, configuration)
+    total = of_keys = torch.empty_like(packed, dtype=problem.wide)
     problem.after_the_caller()
     differentiate_all(problem, blocks, packed, result, grads[0], of_keys)
-    problem.give(of_keys, grads[1:])
-    return problem.communicator.compute.record()
+    if gather and problem.shards.world_size > 1:
+        total = problem.empty_total()
+        # an engine begins with what the caller has issued, which the contributions are then among
+        event = communicator.compute.record()
+        communicator.place.hold_current(event, f"the gradients of {problem.op}")
+        terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", problem.wide))
+        call = Call(f"{problem.op} of keys", terms)
+        flat = [part.view(-1) for part in torch.split(of_keys, list(lengths))]
+        ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
+        if ended is not None:
+            communicator.compute.wait_event(ended)
+    problem.give(total, grads[1:])
+    return communicator.compute.record()

@@ -360,13 +360,11 @@ def _forward(
     if not problem.shards.total * math.prod(call.query.shape[1:]):
         return None  # no rank has anything
     method, algorithm, tiles = _chosen(problem, call)
-    if method == HEADS:
-        return blocks.attention_of_heads(problem, output, lse, tiles)
     if method == "ulysses":
         by_engine = algorithm == "unfused"
         return ulysses.exchanged_attention(problem, output, lse, tiles, by_engine=by_engine)
-    if algorithm == "unfused":
-        return key_transport.attention_unfused(problem, output, lse)
+    if method == HEADS or algorithm == "unfused":
+        return blocks.attention_to_all(problem, output, lse, tiles, gather=method != HEADS)
     if method == "all_gather" and tiles is not None:
         return key_transport.all_gather_attention_fused(problem, output, lse, tiles)
     return key_transport.attention_on_the_way(problem, method, output, lse, tiles)
@@ -393,13 +391,12 @@ def prepared_backward(
         result = AttentionResult(unit_rows(of_output), output, given.lse.detach(), of_lse)
         of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)
         into = of_query, of_key, of_value
-        if method == HEADS:
-            event = blocks.attention_of_heads_backward(problem, result, into, tiles)
-        elif method == "ulysses":
-            plain = algorithm == "unfused"
-            event = ulysses.exchanged_backward(problem, result, into, tiles, by_engine=plain)
-        elif algorithm == "unfused":
-            event = key_transport.attention_backward_unfused(problem, result, into)
+        unfused = algorithm == "unfused"
+        if method == "ulysses":
+            event = ulysses.exchanged_backward(problem, result, into, tiles, by_engine=unfused)
+        elif method == HEADS or unfused:
+            about = problem, result, into, tiles
+            event = blocks.attention_to_all_backward(*about, gather=method != HEADS)
         else:
             event = key_transport.attention_backward(problem, method, result, into, tiles)
         return Outcome(None, event)

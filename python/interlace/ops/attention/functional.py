@@ -330,7 +330,7 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
     if min(counts, default=0) < 0:
         raise ValueError(f"lengths must not be negative, got {list(counts)}")
     shards = TokenShards(counts, checks.one_of("balance", balance, BALANCES))
-    return index_tensor([p for r in range(len(shards.lengths)) for p in shards.positions(r)])
+    return shards.places(range(shards.world_size), None)
 
 
 def shard_sequence(
@@ -358,9 +358,7 @@ def shard_sequence(
             raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
         dim = checks.index("dim", dim, tensor.dim())
     shards = _even(communicator.world_size, tensor.shape[dim], balance)
-    return tensor.index_select(
-        dim, index_tensor(shards.positions(communicator.rank), tensor.device)
-    )
+    return tensor.index_select(dim, shards.places([communicator.rank], tensor.device))
 
 
 def unshard_sequence(
@@ -390,15 +388,9 @@ def unshard_sequence(
     shards = TokenShards(lengths, balance)
     gathered = own.new_empty(shards.total, *own.shape[1:])
     all_gather_v(gathered, own, lengths, group=communicator)
-    places = [p for rank in range(shards.world_size) for p in shards.positions(rank)]
     whole = torch.empty_like(gathered)
-    whole[index_tensor(places, own.device)] = gathered
+    whole[shards.places(range(shards.world_size), own.device)] = gathered
     return whole.movedim(0, dim)
-
-
-def index_tensor(places: list[int], device: torch.device | None = None) -> Tensor:
-    """int64, also of no places, which torch takes for floats."""
-    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _even(world_size: int, total: int, balance: str) -> TokenShards:

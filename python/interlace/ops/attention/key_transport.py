@@ -1,8 +1,7 @@
 """Attention to keys that travel to the queries, on streams, and gradients of keys that travel back.
 
 ``fused``      Triton kernels on the keys of one rank after another, or one that gathers all of them
-``pipelined``  torch on the keys of one rank after another
-``unfused``    a plain all-gather first, then torch; any dtype
+``pipelined``  torch on the keys of one rank after another; if "unfused" nothing travels (``blocks.py``)
 
 Ways of keys; the compute stream works on what is there while the copy stream brings what is next. On a CPU,
 where streams run their items at once and a peer's memory is as good as the own, staged keys are not copied.
@@ -26,11 +25,13 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Rows, Table
 from interlace.kernels.attention import forward
-from interlace.ops.attention.blocks import KernelBlocks, blocks_of
+from interlace.ops.attention.blocks import (
+    KernelBlocks,
+    blocks_of,
+)
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult, rows_argument
 from interlace.ops.collectives import launch as plain
 from interlace.ops.matmul import operands
-from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.reductions import fold
@@ -162,7 +163,7 @@ class StagedSums:
             if maker != rank:
                 compute.wait(workspace, maker, self._slots + maker)
         parts = [self._of(workspace, maker, rank) for maker in makers]
-        total = empty_total(problem)
+        total = problem.empty_total()
 
         def add_up() -> None:
             if parts:
@@ -190,7 +191,7 @@ class RingSums:
         nbytes = max(problem.shards.lengths) * problem.row_elements * problem.wide.itemsize
         self._buffers = [layout.add_data(nbytes) for _ in range(2)]
         layout.pulled = True
-        self._total = empty_total(problem)
+        self._total = problem.empty_total()
         self._used: dict[int, int] = {}  # of a buffer, in which step
 
     def _of(self, workspace: Workspace, maker: int, step: int) -> Tensor:
@@ -238,11 +239,6 @@ class RingSums:
         return self._total
 
 
-def empty_total(problem: AttentionProblem) -> Tensor:
-    shape = problem.shards.lengths[problem.rank], problem.row_elements
-    return problem.key.new_empty(shape, dtype=problem.wide)
-
-
 WAYS: dict[str, type[StagedKeys | RingKeys]] = {"all_gather": StagedKeys, "ring": RingKeys}
 BACK: dict[str, type[StagedSums | RingSums]] = {"all_gather": StagedSums, "ring": RingSums}
 
@@ -265,31 +261,6 @@ def attention_on_the_way(
         blocks.merge(output, lse)
 
     return problem.communicator.enqueue(problem.op, layout, body)
-
-
-def gathered_by_engine(problem: AttentionProblem) -> dict[int, Tensor]:
-    """All ranks' keys, by source, through the plain collective."""
-    communicator, lengths = problem.communicator, problem.shards.lengths
-    packed = problem.packed()
-    if problem.shards.world_size == 1:
-        return {0: packed}
-    whole = packed.new_empty(problem.shards.total, problem.row_elements)
-    parts = torch.split(whole, list(lengths))
-    terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", packed.dtype))
-    call = Call(problem.op, terms)
-    event = communicator.engine.all_gather(call, [part.view(-1) for part in parts], packed.view(-1))
-    if event is not None:
-        communicator.compute.wait_event(event)
-    return dict(enumerate(parts))
-
-
-def attention_unfused(problem: AttentionProblem, output: Tensor, lse: Tensor) -> Event:
-    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
-    problem.after_the_caller()
-    for source in problem.sources():
-        blocks.attend(source, gathered[source])
-    blocks.merge(output, lse)
-    return problem.communicator.compute.record()
 
 
 # -- backward --------------------------------------------------------------------------------------
@@ -320,36 +291,6 @@ def attention_backward(
         problem.give(sums.total(workspace), grads[1:])
 
     return problem.communicator.enqueue(problem.op, layout, body)
-
-
-def attention_backward_unfused(
-    problem: AttentionProblem, result: AttentionResult, grads: tuple[Tensor, Tensor, Tensor]
-) -> Event:
-    """Plain collectives around torch."""
-    communicator, lengths = problem.communicator, problem.shards.lengths
-    blocks, gathered = blocks_of(problem, None), gathered_by_engine(problem)
-    dtype = problem.wide
-    whole = problem.key.new_zeros(problem.shards.total, problem.row_elements, dtype=dtype)
-    parts = torch.split(whole, list(lengths))
-    problem.after_the_caller()
-    blocks.begin_backward(result)
-    for source in problem.sources():
-        blocks.differentiate(source, gathered[source], parts[source])
-    blocks.query_gradient(grads[0])
-    total = parts[0]
-    if problem.shards.world_size > 1:
-        total = torch.empty_like(parts[problem.rank])
-        # an engine begins with what the caller has issued, which the contributions are then among
-        event = communicator.compute.record()
-        communicator.place.hold_current(event, f"the gradients of {problem.op}")
-        terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", dtype))
-        call = Call(f"{problem.op} of keys", terms)
-        flat = [part.view(-1) for part in parts]
-        ended = communicator.engine.reduce_scatter(call, total.view(-1), flat, "sum")
-        if ended is not None:
-            communicator.compute.wait_event(ended)
-    problem.give(total, grads[1:])
-    return communicator.compute.record()
 
 
 # -- in one kernel ---------------------------------------------------------------------------------

@@ -242,6 +242,11 @@ class AttentionProblem:
 
         self.communicator.compute.call(copied, "gradients of the own keys")
 
+    def empty_total(self) -> torch.Tensor:
+        """For the gradients of the own keys, packed."""
+        shape = self.shards.lengths[self.rank], self.row_elements
+        return self.key.new_empty(shape, dtype=self.wide)
+
     def spans(self) -> torch.Tensor:
         """What each query sees."""
         who = self.whose

@@ -32,7 +32,6 @@ from interlace.ops.attention.blocks import (
     blocks_of,
     differentiate_all,
 )
-from interlace.ops.attention.key_transport import empty_total
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.core.call import Call
@@ -331,7 +330,7 @@ def exchanged_backward(
 def _added(own: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
     """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
     heads, problem = own.heads, own.problem
-    total = empty_total(problem)
+    total = problem.empty_total()
 
     def add_up() -> None:
         total.zero_()

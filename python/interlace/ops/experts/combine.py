@@ -42,7 +42,6 @@ from interlace.ops.experts.routing import (
     measured,
     most_dispatched,
     resolved,
-    senders_of,
     weights_of,
 )
 from interlace.ops.op.gradients import complete, kept, wait
@@ -176,7 +175,7 @@ class Combine:
 
     def unfused(self, routes: HostRoutes) -> Event:
         order = sorted_places(routes.segments(self.communicator.rank)).to(self.rows.device)
-        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
+        exchange = RowExchange(self.communicator, routes)
         back = exchange.back(self.rows, order)
         self.home.sum_rows(self.communicator, back)
         return self.communicator.compute.record()
@@ -290,13 +289,9 @@ def _on_device(
         event = None
         if most:
             name_algorithm("fused")
-            senders = senders_of(communicator, COMBINE)
-            bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
-            columns = rows.shape[1]
-            chosen = row_moves(communicator.place, max(1, columns * rows.element_size() // 4))
-            problem = rows.dtype, most * inverse.shape[1], columns
-            chosen = measured(communicator, COMBINE, *problem, "fused").over(chosen)
-            event = Combine(communicator, rows, home).fused(segments, bounds, chosen)
+            slots = most * inverse.shape[1]
+            moves = row_moves(communicator, COMBINE, rows, most, slots, routing)
+            event = Combine(communicator, rows, home).fused(segments, *moves)
         return Outcome(None if outputs else home.output, event)
 
     return start, (), None

@@ -53,7 +53,6 @@ from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.memory import Layout, Workspace
-from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning.configuration import Configuration, choose
 from interlace.runtime.tuning.table import FEW_ROWS
@@ -107,9 +106,18 @@ def slot_rows(
     return SlotRows(topk, next_power(experts), rows, columns, of_sum, scaled, weighted)
 
 
-def row_moves(place: Place, words: int) -> Configuration:
-    """The default of kernels that move rows of ``words`` of 4 bytes, few or many."""
-    return choose(place, torch.bfloat16, FEW_ROWS + 1, words, words)
+def row_moves(
+    communicator: Communicator, op: str, rows: Tensor, most: int, slots: int, routing: Routing
+) -> tuple[Bounds, Configuration]:
+    """Of kernels that move ``rows``; the rank with most has ``most`` tokens, in so many ``slots``."""
+    bounds = Bounds(
+        most, senders_of(communicator, op), routing.expert_rows(communicator.world_size)
+    )
+    columns = rows.shape[1]
+    words = max(1, columns * rows.element_size() // 4)  # few or many, whatever the rows
+    chosen = choose(communicator.place, torch.bfloat16, FEW_ROWS + 1, words, words)
+    tuned = measured(communicator, op, rows.dtype, slots, columns, "fused")
+    return bounds, tuned.over(chosen)
 
 
 @dataclass(frozen=True)
@@ -234,7 +242,7 @@ class Dispatch:
     def unfused(self, routes: HostRoutes, weights: Tensor | None) -> Event:
         compute, segments = self.communicator.compute, routes.segments(self.communicator.rank)
         self.result.segments.copy_(segments)
-        exchange = RowExchange(self.communicator, routes.counts, routes.assignment.per_rank)
+        exchange = RowExchange(self.communicator, routes)
         order = sorted_places(segments).to(self.x.device)
         for given, index, to in self._parts(routes, weights):
             arrived = exchange.there(given, index)
@@ -271,16 +279,14 @@ def sorted_places(segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """All-to-alls of rows between their homes and their experts; ``counts`` as of ``Dispatch.unfused``."""
+    """All-to-alls of rows between their homes and their experts."""
 
     communicator: Communicator
-    counts: Tensor
-    per_rank: int
+    routes: HostRoutes
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Rows that go to each rank, and that come from it."""
-        world_size, rank = self.communicator.world_size, self.communicator.rank
-        rows = self.counts.view(world_size, world_size, self.per_rank).sum(2)
+        rows, rank = self.routes.sizes(), self.communicator.rank
         return rows[rank].tolist(), rows[:, rank].tolist()
 
     def there(self, tensor: Tensor, index: Tensor) -> Tensor:
@@ -305,7 +311,7 @@ class RowExchange:
         if communicator.world_size == 1:
             return rows
         made = rows.new_empty(sum(received), rows.shape[1])
-        counts = tuple(map(tuple, self.counts.tolist()))
+        counts = tuple(map(tuple, self.routes.counts.tolist()))
         key = f"rows {way}", counts, rows.shape[1], rows.dtype
         call = agreed_call(communicator, "all_to_all", key)
         outputs = [part.view(-1) for part in torch.split(made, received)]
@@ -364,24 +370,6 @@ def _terms(x: Tensor, scales: Tensor | None, weighted: bool) -> Terms:
     )
 
 
-def _fused(
-    communicator: Communicator,
-    op: Dispatch,
-    sent: SentTokens,
-    most: int,
-    rows: int,
-    routing: Routing,
-) -> Event:
-    """``most`` tokens and ``rows`` has the rank with most."""
-    senders = senders_of(communicator, DISPATCH)
-    bounds = Bounds(most, senders, routing.expert_rows(communicator.world_size))
-    words = max(1, op.x.shape[1] * op.x.element_size() // 4)
-    chosen = row_moves(communicator.place, words)
-    problem = op.x.dtype, rows, op.x.shape[1]
-    chosen = measured(communicator, DISPATCH, *problem, "fused").over(chosen)
-    return op.fused(sent, bounds, chosen)
-
-
 def _on_device(
     communicator: Communicator,
     x: Tensor,
@@ -401,8 +389,8 @@ def _on_device(
         most, _ = agreed(communicator, DISPATCH, routing, shape, terms)
         name_algorithm("fused")
         op = Dispatch(communicator, x, scales, received_of(made, scales is not None, weighted))
-        rows = most * shape[1]
-        event = _fused(communicator, op, SentTokens(facts, tokens, lines), most, rows, routing)
+        moves = row_moves(communicator, DISPATCH, x, most, most * shape[1], routing)
+        event = op.fused(SentTokens(facts, tokens, lines), *moves)
         return Outcome(None if given else made, event)
 
     return start, (), None
@@ -434,7 +422,8 @@ def _with_counts(
             way = measured(communicator, DISPATCH, x.dtype, rows, x.shape[1]).algorithm or way
         name_algorithm(way)
         if way == "fused":
-            event = _fused(communicator, op, assignment.sent(weights), most, rows, routing)
+            moves = row_moves(communicator, DISPATCH, x, most, rows, routing)
+            event = op.fused(assignment.sent(weights), *moves)
         else:
             event = (op.pipelined if way == "pipelined" else op.unfused)(routes, weights)
         return Outcome(made if outputs is None else None, event)

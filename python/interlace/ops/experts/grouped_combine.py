@@ -231,7 +231,7 @@ class GroupedMatmulCombine:
             rows = slice(line[0][0], line[-1][0] + line[-1][1])
             part = expert_of(self.linear, expert, product)
             operands.enqueue_product(communicator, input[rows], part, rows, f"expert {expert}")
-        exchange = RowExchange(communicator, routes.counts, routes.assignment.per_rank)
+        exchange = RowExchange(communicator, routes)
         self.home.sum_rows(communicator, exchange.back(product, order))
         return communicator.compute.record()
 

@@ -138,9 +138,9 @@ def heads_kernels(
         if backward:
             result = AttentionResult(output, output, lse)
             grads = problem.query, problem.key, problem.value
-            blocks.attention_of_heads_backward(problem, result, grads, tiles)
+            blocks.attention_to_all_backward(problem, result, grads, tiles, gather=False)
         else:
-            blocks.attention_of_heads(problem, output, lse, tiles)
+            blocks.attention_to_all(problem, output, lse, tiles, gather=False)
 
     return [entry(launch, f"{dtype} head {sizes[2]}", arch) for launch in launched(run)]
 
