@@ -27,7 +27,17 @@ from interlace.ops.attention.context_parallel import (
 )
 from interlace.ops.attention.problem import BALANCES, TokenShards
 from interlace.ops.op.async_tensor import wait
-from interlace.ops.op.calls import check, flag, ints, keeps, number, refuse, run, run_to_list
+from interlace.ops.op.calls import (
+    check,
+    flag,
+    ints,
+    keeps,
+    number,
+    refuse,
+    run,
+    run_record,
+    run_to_list,
+)
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -261,7 +271,7 @@ def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
         refuse(FORWARD, group, tag, error)
     given.causal = bool(given.causal)
     tensors = given.query, given.key, given.value, given.cu_seqlens
-    return run_to_list(FORWARD, group, tag, tensors, *vars(given).values())
+    return run_record(FORWARD, group, tag, tensors, given)
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:

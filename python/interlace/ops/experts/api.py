@@ -15,7 +15,7 @@ from interlace.arguments.words import (
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.experts import counted, grouped, grouped_combine
-from interlace.ops.experts.grouped import GroupedCall
+from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import (
     OP,
     GroupedCombineArguments,
@@ -90,10 +90,9 @@ def all_gather_grouped_matmul(
     >>> interlace.run(layer, 2)[0]
     ([4.0, 8.0, 8.0, 8.0, 8.0, 16.0], [[1, 2], [2, 1]])
     """
-    call = GroupedCall(
-        input, weight, bias, input_splits, output_splits, return_received, algorithm, out_dtype,
-        grouped.GATHER, activation,
-    )  # fmt: skip
+    splits: Any = input_splits, output_splits
+    about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.GATHER
+    call = GroupedArguments(input, weight, bias, *splits, *about)
     return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
 
 
@@ -143,10 +142,9 @@ def all_to_all_grouped_matmul(
     >>> interlace.run(layer, 2)
     [([4.0, 4.0, 8.0, 8.0], [[2, 2]]), ([40.0, 80.0], [[1, 1]])]
     """
-    call = GroupedCall(
-        input, weight, bias, input_splits, output_splits, return_received, algorithm, out_dtype,
-        grouped.EXCHANGE, activation,
-    )  # fmt: skip
+    splits: Any = input_splits, output_splits
+    about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.EXCHANGE
+    call = GroupedArguments(input, weight, bias, *splits, *about)
     communicator = resolve(group).on(input)
     number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
     if num_max_rows_per_rank is not None:
@@ -260,7 +258,7 @@ def _with_handle(
     return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)
 
 
-def _grouped_matmul(given: GroupedCall, group: Group, async_op: bool, number: int = 0) -> Any:
+def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, number: int = 0) -> Any:
     op, communicator = given.op, resolve(group).on(given.input)
 
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:

@@ -23,7 +23,7 @@ from interlace.kernels.experts import grouped_matmul as kernels
 from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.experts.grouped import (
     EXCHANGE,
-    GroupedCall,
+    GroupedArguments,
     Routes,
     agree,
     checked,
@@ -164,7 +164,7 @@ class CountedMatmul:
         return communicator.enqueue("all_to_all_grouped_matmul", layout, body)
 
 
-def checked_bound(value: Any, call: GroupedCall) -> int:
+def checked_bound(value: Any, call: GroupedArguments) -> int:
     """``num_max_rows_per_rank``, if it goes with the rest of ``call``."""
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
@@ -179,7 +179,7 @@ def checked_bound(value: Any, call: GroupedCall) -> int:
 
 
 def _prepared(
-    communicator: Communicator, given: GroupedCall
+    communicator: Communicator, given: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
     """Checked on this rank: the form that goes on, its tensors and options."""
     call = checked_tensors(communicator, given)
@@ -201,7 +201,7 @@ def _prepared(
     return _planned, tensors, (sizes, chosen, call.activation, terms)
 
 
-def checked_splits(communicator: Communicator, call: GroupedCall) -> Tensor:
+def checked_splits(communicator: Communicator, call: GroupedArguments) -> Tensor:
     """``input_splits`` as int64, if it fits; what is only known on a GPU is kept within the rows there."""
     splits = checks.tensor("input_splits", call.input_splits, communicator)
     if splits.is_floating_point() or splits.is_complex() or splits.dtype is torch.bool:
@@ -228,13 +228,13 @@ def check_numbers(splits: Tensor, rows: int) -> None:
         raise ValueError(f"input_splits adds up to {int(splits.sum())}, input has {rows} rows")
 
 
-def with_counts(communicator: Communicator, given: GroupedCall) -> GroupedCall:
+def with_counts(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
     """``given``, checked on this rank, with splits that the host has read."""
     call = checked_tensors(communicator, given)
     return _counted(given, checked_splits(communicator, call).tolist())
 
 
-def _counted(given: GroupedCall, counts: list[int]) -> GroupedCall:
+def _counted(given: GroupedArguments, counts: list[int]) -> GroupedArguments:
     """``given`` with these splits, and no rows behind them."""
     return replace(given, input=given.input[: sum(counts)], input_splits=counts)
 
@@ -267,7 +267,7 @@ def _on_device(
 
 def _with_counts(
     communicator: Communicator,
-    given: GroupedCall,
+    given: GroupedArguments,
     splits: Tensor,
     output: Tensor,
     segments: Tensor,
@@ -292,14 +292,14 @@ def segments_of(routes: Routes) -> Tensor:
     return torch.tensor(routes.segment_lines()).view(-1, routes.world_size, 3)
 
 
-def padded(output: Tensor, routes: Routes, call: GroupedCall) -> list[Tensor]:
+def padded(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
     """What the op gives, from an ``output`` as long as it is."""
     rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
 
 
 def handle_of(
-    communicator: Communicator, call: GroupedCall, segments: Tensor, number: int
+    communicator: Communicator, call: GroupedArguments, segments: Tensor, number: int
 ) -> DispatchHandle:
     """That of a dispatch of the rows, each being a token with one expert."""
     splits = call.input_splits

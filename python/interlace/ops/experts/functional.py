@@ -19,7 +19,7 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
-from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run_to_list
+from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run_record, run_to_list
 
 if TYPE_CHECKING:
     pass
@@ -74,7 +74,7 @@ def dispatch(
     check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
     given = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
     tensors = (data, scales, topk_idx, topk_weights)
-    return named(run_to_list("dispatch", group, tag, tensors, *vars(given).values()), given, group)
+    return named(run_record("dispatch", group, tag, tensors, given), given, group)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -249,5 +249,5 @@ def _grouped(op: str, group: FunctionalGroup, tag: str, given: GroupedArguments)
     for name in ("input_splits", "output_splits"):
         setattr(given, name, ints(op, group, tag, name, getattr(given, name)))
     given.return_received = keeps(asked, [given.weight])
-    made = run_to_list(op, group, tag, tensors, *vars(given).values())
+    made = run_record(op, group, tag, tensors, given)
     return (made[1], made[0]) if asked else made[0]

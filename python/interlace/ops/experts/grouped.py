@@ -30,7 +30,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -195,33 +195,24 @@ class Routes:
 
 @dataclass
 class GroupedArguments:
-    """The splits are as above, by expert, and by expert and source rank."""
+    """The splits are as above, by expert, and by expert and source rank.
+
+    Eager callers have tensors as splits, too, and None as the second. When checked, they are lists of ints,
+    ``activation`` is a name, and ``out_dtype`` is that of the output. ``max_rows``: a bound of every rank's
+    rows, where counts stay on the device (``counted.py``).
+    """
 
     input: Tensor
     weight: Tensor
     bias: Tensor | None
-    input_splits: list[torch.SymInt]
-    output_splits: list[torch.SymInt]
+    input_splits: Annotated[Any, "SymInt[]"]
+    output_splits: Annotated[Any, "SymInt[]"]
     return_received: bool
     algorithm: str
-    out_dtype: torch.dtype | None
-
-
-@dataclass
-class GroupedCall(GroupedArguments):
-    """A call of either op, ``op``, as the record or eager callers have it, or as it was checked.
-
-    Splits of eager callers may be tensors, the second may be None. ``max_rows``: a bound of every rank's
-    rows, where counts stay on the device (``counted.py``). When checked, splits are lists of ints,
-    ``activation`` is a name, and ``out_dtype`` is that of the output.
-    """
-
-    input_splits: Any
-    output_splits: Any
-    out_dtype: Any
-    op: str
-    activation: Any = None
-    max_rows: int = 0
+    out_dtype: Annotated[Any, "ScalarType?"]
+    activation: Annotated[Any, ""] = None
+    max_rows: Annotated[int, ""] = 0
+    op: Annotated[str, ""] = GATHER
 
 
 def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
@@ -231,7 +222,7 @@ def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
 
 def grouped_matmul(
     communicator: Communicator,
-    given: GroupedCall,
+    given: GroupedArguments,
     output: Tensor | None = None,
     received: Tensor | None = None,
 ) -> PreparedCall:
@@ -263,7 +254,7 @@ def results_of(given: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | Non
 
 def started(
     communicator: Communicator,
-    call: GroupedCall,
+    call: GroupedArguments,
     routes: Routes,
     columns: int,
     output: Tensor,
@@ -324,7 +315,7 @@ def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
     return {**named, "algorithm": algorithm, "out_dtype": dtype}
 
 
-def checked_tensors(communicator: Communicator, given: GroupedCall) -> GroupedCall:
+def checked_tensors(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
     """The arguments but for splits, if they fit together on this rank."""
     operands = checked_operands(communicator, given)
     name = checks.activation("activation", given.activation)
@@ -332,7 +323,7 @@ def checked_tensors(communicator: Communicator, given: GroupedCall) -> GroupedCa
     return replace(given, **operands, activation=name)
 
 
-def checked(communicator: Communicator, given: GroupedCall) -> GroupedCall:
+def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
     """The arguments, if they fit together on this rank."""
     world_size = communicator.world_size
     call = checked_tensors(communicator, given)
@@ -375,7 +366,7 @@ def counts(name: str, value: Any) -> list[int]:
     return numbers
 
 
-def terms_of(call: GroupedCall, experts: int) -> Terms:
+def terms_of(call: GroupedArguments, experts: int) -> Terms:
     """What is equal on all ranks."""
     return (
         ("dtype of input", call.input.dtype),
@@ -388,7 +379,9 @@ def terms_of(call: GroupedCall, experts: int) -> Terms:
     )
 
 
-def agree(communicator: Communicator, call: GroupedCall, more: Terms = ()) -> tuple[Routes, int]:
+def agree(
+    communicator: Communicator, call: GroupedArguments, more: Terms = ()
+) -> tuple[Routes, int]:
     """The routes, and the columns of the widest weight; raises alike on all ranks.
 
     ``more``: on what else they have to agree.
@@ -635,9 +628,8 @@ def start(op: str, communicator: Communicator, given: GroupedArguments) -> Start
     with communicator.accepting(op):
         counts("output_splits", list(given.output_splits))
         made = results(given, communicator.world_size)
-    return Started(
-        made, FORMS[op](communicator, (GroupedCall(**vars(given), op=op), *made), (), True)
-    )
+    given.op = op
+    return Started(made, FORMS[op](communicator, (given, *made), (), True))
 
 
 class RowSplits(NamedTuple):
