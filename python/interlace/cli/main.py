@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,60 +26,51 @@ from interlace.runtime.core.errors import InterlaceError, RankError
 
 
 class Command(NamedTuple):
-    """Where a command is: its file below ``interlace.cli``; its line of help."""
+    """A command: its line of help, and its file below ``interlace.cli``, which has its options, too."""
 
-    file: str
     help: str
+    file: str
+
+    def attribute(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"interlace.cli.{self.file}"), name)
 
     def kind(self, name: str) -> type[CommandOptions]:
         """The class of its options."""
-        kind: type[CommandOptions] = _attribute(self.file, f"{name.capitalize()}Options")
+        kind: type[CommandOptions] = self.attribute(f"{name.capitalize()}Options")
         return kind
-
-    def function(self, name: str) -> Callable[[Any, Any], int]:
-        function: Callable[[Any, Any], int] = _attribute(self.file, name)
-        return function
-
-
-def _attribute(file: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"interlace.cli.{file}"), name)
-
-
-def _in_one_file(name: str, help: str) -> Command:
-    return Command(f"commands.{name}", help)
 
 
 COMMANDS = {
-    "demo": Command("demo.command", "Run the fused ops on real input and draw what happened"),
-    "inspect": _in_one_file(
-        "inspect", "Say where every rank of a job is, and who keeps the others waiting"
+    "demo": Command("Run the fused ops on real input and draw what happened", "demo.command"),
+    "inspect": Command(
+        "Say where every rank of a job is, and who keeps the others waiting", "commands.inspect"
     ),
-    "doctor": _in_one_file("doctor", "What this machine offers and which places work"),
+    "doctor": Command("What this machine offers and which places work", "commands.doctor"),
     "check": Command(
-        "check.command",
-        "Run every kernel against float64 references, those first that teach most",
+        "Run every kernel against float64 references, those first that teach most", "check.command"
     ),
-    "build": _in_one_file(
-        "build",
+    "build": Command(
         "Compile every kernel for the named architectures, without a GPU, and judge it",
+        "commands.build",
     ),
-    "verify": _in_one_file(
-        "verify", "Look for races, failing schedules and broken rules in kernels, without a GPU"
+    "verify": Command(
+        "Look for races, failing schedules and broken rules in kernels, without a GPU",
+        "commands.verify",
     ),
-    "new": _in_one_file(
-        "new", "Write a small fused kernel, its launch side, its tests, and a function for verify"
+    "new": Command(
+        "Write a small fused kernel, its launch side, its tests, and a function for verify",
+        "commands.new",
     ),
     "bench": Command(
-        "bench.command",
         "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
+        "bench.command",
     ),
     "tune": Command(
-        "tune.command",
-        "Measure which configuration of a fused op is fastest here, and remember it",
+        "Measure which configuration of a fused op is fastest here, and remember it", "tune.command"
     ),
-    "calibrate": _in_one_file(
-        "calibrate",
+    "calibrate": Command(
         "Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh",
+        "commands.calibrate",
     ),
 }
 
@@ -125,7 +116,8 @@ def run(arguments: list[str]) -> int:
             wanted = options.interprets()
             if wanted is not None:
                 need_interpreter(wanted, arguments)
-            return command.function(called)(new_console(), options)
+            code: int = command.attribute(called)(new_console(), options)
+            return code
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise

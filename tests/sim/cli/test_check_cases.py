@@ -14,12 +14,13 @@ import torch
 
 import interlace
 from interlace.cli.check import cases as known
-from interlace.cli.check.cases import DTYPES, CheckCase, DenseCase, RowsCase, run_case
+from interlace.cli.check.cases import CheckCase, DenseCase, RowsCase, run_case
 from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning.configuration import LARGEST_HEAD, gpu_attention
+from interlace.tools.catalogue.catalogue import DTYPES
 from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -41,7 +41,7 @@ def of_check(device: str) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for case in cases(device):
         about = f"{case.op}, {case.variant}, {case.shape}, {case.dtype}"
-        how = " ".join(f"{name}={value}" for name, value in case.overrides.items())
+        how = " ".join(f"{name}={value}" for name, value in sorted(case.overrides.items()))
         line = f"{about}; {case.branch}; {how}; {' '.join(case.kernels)}"
         found.setdefault(line, []).append(str(case.world_size))
     for line, ranks in sorted(found.items()):

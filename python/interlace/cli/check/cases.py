@@ -25,10 +25,9 @@ from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning import configuration
-from interlace.tools.catalogue.catalogue import ARCHES, entries
+from interlace.tools.catalogue.catalogue import ARCHES, BY_ENGINE, DTYPES, ROLES, entries
 from interlace.verify.suite.targets import CALLS, TARGETS
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Sizes = tuple[int, ...]
 
 
@@ -49,7 +48,7 @@ class CheckCase(ABC):
     dtype: str
     kernels: tuple[str, ...]
     _: KW_ONLY
-    overrides: dict[str, int | bool] = field(default_factory=dict)
+    overrides: Mapping[str, int | bool] = field(default_factory=dict)
     branch: str = ""
     by_switch: bool = False
     by_kernels: bool = False
@@ -78,9 +77,26 @@ class CheckCase(ABC):
     def on_rank(self, seed: int) -> Any:
         """Call the op on the calling rank."""
 
+    def _on_all(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
+        """The same result on every rank."""
+        return [(value, bound)] * self.world_size
+
+    def _shared(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
+        """A part of the result on every rank."""
+        parts = (reference.split(each, self.world_size) for each in (value, bound))
+        return list(zip(*parts, strict=True))
+
+    def expected(self, seed: int) -> list[reference.Bounded]:
+        """What :meth:`on_rank` has to return, by rank; [] if it returns the worst error over its bound."""
+        return []
+
     def ratio(self, results: Sequence[Any], seed: int) -> float:
-        """The worst error over its bound, from what :meth:`on_rank` returned on every rank; here that."""
-        return float(max(results))
+        """The worst error over its bound, from what :meth:`on_rank` returned on every rank."""
+        right = self.expected(seed)
+        if not right:
+            return float(max(results))
+        judged = zip(results, right, strict=True)
+        return max(reference.worst_ratio(result, *expected) for result, expected in judged)
 
 
 @dataclass
@@ -120,11 +136,10 @@ def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
         return Verdict(case, float("inf"), elapsed, f"{type(error).__name__}: {error}")
 
 
-Variant = tuple[str, dict[str, Any], dict[str, int | bool]]  # name, arguments, configuration
+Variant = tuple[str, dict[str, Any], Mapping[str, int | bool]]  # name, arguments, configuration
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 OF_STREAMS = ("wait_credits_kernel", "finish_kernel")
 """What streams of a GPU launch around copies; those of ``sim`` need none."""
-ROLES: dict[str, int | bool] = {"warp_roles": True, "copiers": 0}
 
 
 @dataclass
@@ -175,30 +190,24 @@ class DenseCase(CheckCase):
         op(output, source, **self.arguments)
         return output
 
-    def _expected(self, seed: int) -> list[reference.Bounded]:
-        """(reference, bound) by rank."""
+    def expected(self, seed: int) -> list[reference.Bounded]:
         every = (self._inputs(seed, rank) for rank in range(self.world_size))
         inputs, weights = zip(*every, strict=True)
         dtype, bias = DTYPES[self.dtype], self._bias(seed)
         reduce_op = self.arguments.get("reduce_op", "sum")
         if self.op == "all_gather_matmul":
-            found = reference.all_gather_matmul(inputs, weights[0], dtype, bias=bias, roundings=2)
-            return [found] * self.world_size
+            gathered = reference.all_gather_matmul(
+                inputs, weights[0], dtype, bias=bias, roundings=2
+            )
+            return self._on_all(*gathered)
         if self.op == "all_gather":
             whole = torch.cat(inputs).double()
-            return [(whole, torch.zeros_like(whole))] * self.world_size
+            return self._on_all(whole, torch.zeros_like(whole))
         if self.op in COLLECTIVES:
             value, bound = reference.reduce(inputs, reduce_op)
         else:
             value, bound = reference.matmul_all_reduce(inputs, weights, dtype, bias, reduce_op)
-        if "scatter" not in self.op:
-            return [(value, bound)] * self.world_size
-        values = reference.split(value, self.world_size)
-        return list(zip(values, reference.split(bound, self.world_size), strict=True))
-
-    def ratio(self, results: Sequence[torch.Tensor], seed: int) -> float:
-        judged = zip(results, self._expected(seed), strict=True)
-        return max(reference.worst_ratio(result, *expected) for result, expected in judged)
+        return self._shared(value, bound) if "scatter" in self.op else self._on_all(value, bound)
 
 
 def _fused() -> dict[str, list[Variant]]:
@@ -213,7 +222,7 @@ def _fused() -> dict[str, list[Variant]]:
     return {
         "all_gather_matmul": [
             ("fused, copiers", fused, {}),
-            ("fused, copy engine", {**fused, "bias": True}, {"copiers": 0}),
+            ("fused, copy engine", {**fused, "bias": True}, BY_ENGINE),
             ("fused, pointers", fused, {"descriptors": False}),
             ("fused, by switch", fused, {"multimem": True}),
             *plain,
@@ -323,17 +332,23 @@ class RowsCase(CheckCase):
 
 
 class _CheckedOp(NamedTuple):
-    """``sizes``: the sizes in ``sim`` and on a GPU."""
+    """``sizes``: the sizes in ``sim`` and on a GPU. ``ways``: algorithms with the kernels that they run."""
 
     op: str
-    algorithms: dict[str, tuple[str, ...]]  # with the kernels that they run
     sizes: tuple[Sizes, Sizes]
+    ways: dict[str, tuple[str, ...]] | None = None
+
+    @property
+    def algorithms(self) -> dict[str, tuple[str, ...]]:
+        """``ways``, or the fused one, with the kernels that ``verify`` knows of the op."""
+        return self.ways or {"fused": TARGETS[self.op].kernels}
 
 
 _MERGE = "merge_attention_kernel"
-_BACKWARD = ("attention_queries_backward_kernel", "attention_keys_backward_kernel")
+_BACKWARD = TARGETS["attention_backward"].kernels
 _GATHERED, _HEADS = ("all_gather_attention_kernel", _MERGE), ("attention_kernel", _MERGE)
 _DECODE = ("decode_attention_kernel", _MERGE, "decode_exchange_kernel")
+_GROUPED = ("grouped_matmul_kernel",)
 _TOKENS = (48, 4, 16), (1024, 8, 128)
 _PRODUCTS = (48, 48, 24), (1024, 1024, 512)
 _SMALL = (48, 48, 24), (128, 1024, 512)  # for which all-reduce is one kernel
@@ -342,40 +357,36 @@ _WORDS = (48, 32), (8, 1024)
 _ROWS = (
     _CheckedOp(
         "context_parallel_attention",
-        {"all_gather fused": _GATHERED, "ring fused": _HEADS, "ulysses fused": _HEADS},
         _TOKENS,
+        {"all_gather fused": _GATHERED, "ring fused": _HEADS, "ulysses fused": _HEADS},
     ),
     _CheckedOp(
         "context_parallel_attention_backward",
-        {"all_gather fused": (*_GATHERED, *_BACKWARD), "ring fused": (*_HEADS, *_BACKWARD)},
         _TOKENS,
+        {"all_gather fused": (*_GATHERED, *_BACKWARD), "ring fused": (*_HEADS, *_BACKWARD)},
     ),
-    _CheckedOp("distributed_decode", {"fused": _DECODE}, _TOKENS),
-    _CheckedOp(
-        "matmul_reduce_scatter_norm", {"fused": ("matmul_reduce_scatter_norm_kernel",)}, _PRODUCTS
-    ),
-    _CheckedOp("matmul_all_reduce_norm", {"fused": ("matmul_all_reduce_norm_kernel",)}, _SMALL),
-    _CheckedOp("reduce_scatter_norm", {"fused": ("reduce_norm_kernel",)}, _MOVED),
-    _CheckedOp(GATHERED_ROWS.name, {"fused": ("reduce_norm_kernel",)}, _MOVED),
-    _CheckedOp("all_reduce_norm", {"low_latency": ("low_latency_norm_kernel",)}, _WORDS),
-    _CheckedOp("dispatch", {"fused": ("dispatch_send_kernel", "dispatch_receive_kernel")}, _MOVED),
-    _CheckedOp("combine", {"fused": ("combine_kernel",)}, _MOVED),
+    _CheckedOp("distributed_decode", _TOKENS, {"fused": _DECODE}),
+    _CheckedOp("matmul_reduce_scatter_norm", _PRODUCTS),
+    _CheckedOp("matmul_all_reduce_norm", _SMALL),
+    _CheckedOp("reduce_scatter_norm", _MOVED),
+    _CheckedOp(GATHERED_ROWS.name, _MOVED, {"fused": TARGETS["reduce_scatter_norm"].kernels}),
+    _CheckedOp("all_reduce_norm", _WORDS, {"low_latency": ("low_latency_norm_kernel",)}),
+    _CheckedOp("dispatch", _MOVED),
+    _CheckedOp("combine", _MOVED),
     _CheckedOp(
         "all_to_all_grouped_matmul",
-        {"fused": ("grouped_matmul_kernel",), COUNTED: ("counted_grouped_matmul_kernel",)},
         _PRODUCTS,
+        {"fused": _GROUPED, COUNTED: ("counted_grouped_matmul_kernel",)},
     ),
-    _CheckedOp("all_gather_grouped_matmul", {"fused": ("grouped_matmul_kernel",)}, _PRODUCTS),
-    _CheckedOp("grouped_matmul_combine", {"fused": ("grouped_matmul_combine_kernel",)}, _PRODUCTS),
-    _CheckedOp("matmul_all_to_all", {"fused": ("matmul_all_to_all_kernel",)}, _PRODUCTS),
-    _CheckedOp("all_to_all_matmul", {"fused": ("all_to_all_matmul_kernel",)}, _PRODUCTS),
+    _CheckedOp("all_gather_grouped_matmul", _PRODUCTS),
+    _CheckedOp("grouped_matmul_combine", _PRODUCTS),
+    _CheckedOp("matmul_all_to_all", _PRODUCTS),
+    _CheckedOp("all_to_all_matmul", _PRODUCTS),
     *(
-        _CheckedOp(op, {"multimem": (f"multimem_{op}_kernel",)}, ((4096,), (1 << 20,)))
+        _CheckedOp(op, ((4096,), (1 << 20,)), {"multimem": (f"multimem_{op}_kernel",)})
         for op in ("all_gather", "reduce_scatter", "all_reduce")
     ),
-    _CheckedOp(
-        "broadcast", {"low_latency": ("low_latency_broadcast_kernel",)}, ((4096,), (1 << 14,))
-    ),
+    _CheckedOp("broadcast", ((4096,), (1 << 14,)), {"low_latency": TARGETS["broadcast"].kernels}),
 )
 
 _HEADS_OF = (
@@ -466,21 +477,15 @@ class ScaledCase(CheckCase):
         output = op(*on_device, out_dtype=OUTPUT, algorithm=self.variant)
         return functional.wait(output).cpu()
 
-    def ratio(self, results: Sequence[torch.Tensor], seed: int) -> float:
+    def expected(self, seed: int) -> list[reference.Bounded]:
         every = [self._operands(seed, rank) for rank in range(self.world_size)]
         products = [reference.scaled_matmul(*operands) for operands in every]
         if self.op == GATHER:
             value, bound = (torch.cat(each) for each in zip(*products, strict=True))
-            expected = [(value, bound)] * self.world_size
-        else:
-            unit = reference.unit_roundoff(torch.float32)
-            sums = reference.sum_of_rounded(products, OUTPUT, unit)
-            parts = (reference.split(each, self.world_size) for each in sums)
-            expected = list(zip(*parts, strict=True))
-        return max(
-            reference.worst_ratio(result, value, reference.rounded(bound, value, OUTPUT))
-            for result, (value, bound) in zip(results, expected, strict=True)
-        )
+            return self._on_all(value, reference.rounded(bound, value, OUTPUT))
+        unit = reference.unit_roundoff(torch.float32)
+        value, bound = reference.sum_of_rounded(products, OUTPUT, unit)
+        return self._shared(value, reference.rounded(bound, value, OUTPUT))
 
 
 def scaled(device: str, world_size: int) -> Iterator[CheckCase]:

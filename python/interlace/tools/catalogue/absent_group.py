@@ -21,6 +21,7 @@ from interlace.runtime.core.place import Nodes
 RANKS = 16
 MULTICAST = 1 << 40
 _BYTES = 1 << 40
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:

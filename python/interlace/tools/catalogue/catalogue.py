@@ -61,6 +61,7 @@ from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
+from interlace.tools.catalogue.absent_group import DTYPES as DTYPES
 from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
 from interlace.tools.catalogue.catalogue_attention import attention
 from interlace.tools.catalogue.catalogue_attention import decode_kernels as decode_kernels
@@ -68,7 +69,6 @@ from interlace.tools.catalogue.catalogue_attention import gathered_attention as 
 
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
 EXPERTS = 2

@@ -24,11 +24,10 @@ from interlace.ops.attention.problem import (
 )
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import for_decoding, gpu_attention
-from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
+from interlace.tools.catalogue.absent_group import DTYPES, RANKS, AbsentGroup, entry, launched, meta
 
 _ROWS = 4096
 _HEADS, _KEY_HEADS = 8, 2
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def attention(arch: int) -> Iterator[Entry]:
