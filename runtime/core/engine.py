@@ -6,12 +6,13 @@ calls of all ranks before any byte of a caller's tensor changes, and then does t
 
 An engine has three primitives. ``exchange``: ranks give tensors, others take them. ``reduce``: ranks give
 tensors, and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
-collective is a layout of what this rank gives and takes, and a :class:`Traffic`, which says what it cannot
+collective is a layout of what this rank gives and takes, and :class:`Sides`, which say what it cannot
 see of other ranks. From these an engine chooses among its ways: beside the message, in one copy, in rings,
-by a kernel, in pieces.
+by a kernel, in pieces. Several hosts have a way of their own for each collective that is large, because
+bytes cross between hosts once.
 
 =====================  ============  ==============
-traffic                exchange      reduce
+sides                  exchange      reduce
 =====================  ============  ==============
 all to all, alike      all_gather    all_reduce
 all to all             all_to_all    reduce_scatter
@@ -22,7 +23,7 @@ a root to all          scatter
 
 ================  ===============================================================================
 ``places/shm``    processes of one host: shared memory, torch operators, no Triton
-``engines``       everywhere else: copies, signals and sums on a rank's streams; within and between nodes
+``ops``           everywhere else: copies, signals and sums on a rank's streams; within and between nodes
 ``places/hosts``  processes of several hosts: the engine of ``shm`` within, TCP between
 ================  ===============================================================================
 """
@@ -43,10 +44,10 @@ Parts = torch.Tensor | Tensors
 """Tensors by rank, or one that is as many equal parts, one behind the other, on all ranks."""
 ENGINES: dict[str, Callable[[Any], "Engine"]] = {}
 """What makes the engine of a communicator; "streams" is for ranks that work on streams."""
-ALL = -1  # for a rank
+ALL = -1  # ranks
 
 
-class Traffic(NamedTuple):
+class Sides(NamedTuple):
     """Who gives and who takes: a rank, or ``ALL``. ``alike``: a rank gives the same tensor to everybody."""
 
     giver: int
@@ -54,8 +55,8 @@ class Traffic(NamedTuple):
     alike: bool
 
 
-TO_ALL, TO_EACH = Traffic(ALL, ALL, True), Traffic(ALL, ALL, False)
-traffic_of = functools.cache(Traffic)
+TO_ALL, TO_EACH = Sides(ALL, ALL, True), Sides(ALL, ALL, False)
+sides_of = functools.cache(Sides)
 
 
 class Engine(ABC):
@@ -80,7 +81,7 @@ class Engine(ABC):
         """Every rank's ``call.part``, by rank; nothing else moves."""
 
     @abstractmethod
-    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> Event | None:
+    def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         """What other ranks take, and what this rank takes of them.
 
         ``gives``: a tensor for each rank; one alone if ``alike``; () of a rank that gives nothing.
@@ -90,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce(
-        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> Event | None:
         """``take`` = the reduction over ranks of what they give to this one. All ranks give.
 
@@ -110,19 +111,19 @@ class Engine(ABC):
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         """``tensor`` = that of rank ``root``."""
         gives, takes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
-        return self.exchange(call, gives, takes, traffic_of(root, ALL, True))
+        return self.exchange(call, gives, takes, sides_of(root, ALL, True))
 
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
         """On ``root``: ``outputs[r]`` = rank r's ``input``. Elsewhere ``outputs`` is None."""
-        return self.exchange(call, (input,), outputs or (), traffic_of(ALL, root, True))
+        return self.exchange(call, (input,), outputs or (), sides_of(ALL, root, True))
 
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
         """``output`` = ``inputs[own rank]`` of ``root``. Elsewhere ``inputs`` is None."""
-        return self.exchange(call, inputs or (), (output,), traffic_of(root, ALL, False))
+        return self.exchange(call, inputs or (), (output,), sides_of(root, ALL, False))
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
         """``tensor`` = the reduction over ranks; every rank gets the same bits."""
@@ -131,7 +132,7 @@ class Engine(ABC):
     def reduce_to(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
         """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it stays as it is."""
         take = tensor if self.rank == root else None
-        return self.reduce(call, (tensor,), take, op, traffic_of(ALL, root, True))
+        return self.reduce(call, (tensor,), take, op, sides_of(ALL, root, True))
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Parts, op: str

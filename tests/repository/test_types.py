@@ -13,7 +13,7 @@ import stubs
 from interlace.arguments import checks, reduce_ops, words
 from interlace.kernels import epilogue
 from interlace.launcher import PLACES
-from interlace.ops.collectives import chosen_algorithm, rooted
+from interlace.ops.collectives import rooted, stream_engine
 from interlace.ops.matmul import scaled
 
 SCRIPT = pathlib.Path(__file__).with_name("user_script.py")
@@ -60,7 +60,7 @@ def test_what_is_checked_at_run_time_are_the_words_of_the_types() -> None:
         (checks.REDUCE_OPS, words.FusedReduceName),
         (reduce_ops.OPS[:-1], words.ReduceName),
         (scaled.ALGORITHMS, words.ScaledAlgorithm),
-        (chosen_algorithm.COLLECTIVE_ALGORITHMS, words.CollectiveAlgorithm),
+        (stream_engine.COLLECTIVE_ALGORITHMS, words.CollectiveAlgorithm),
         (rooted.BROADCAST_ALGORITHMS, words.BroadcastAlgorithm),
         (epilogue.ACTIVATIONS, words.Activation),
         (PLACES, words.RunPlace),

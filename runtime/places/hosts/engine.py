@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import ALL, TO_ALL, TO_EACH, Engine, Parts, Tensors, Traffic
+from interlace.runtime.core.engine import ALL, TO_ALL, TO_EACH, Engine, Parts, Sides, Tensors
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.partials import Partial
@@ -98,22 +98,22 @@ class HostsEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> None:
-        single, (giver, taker, alike) = isinstance(takes, torch.Tensor), traffic
+    def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
+        single, (giver, taker, alike) = isinstance(takes, torch.Tensor), sides
         gives, takes = self.cut(gives), self.cut(takes)
         sizes = {each.nbytes for each in (*gives, *takes)}
         if alike and giver != ALL:
             pieces = self._broadcast(call, (*gives, *takes)[0], giver)
-        elif traffic == TO_ALL:
+        elif sides == TO_ALL:
             if len(sizes) == 1 and gives[0].nbytes * self._most <= SMALL_BYTES:
                 pieces = [lambda: self._small_gather(gives[0], takes, ALL, None)]
             else:
                 pieces = self._gather_all(call, takes, gives[0])
         else:
-            even = single or (call.match is not None and (traffic != TO_EACH or len(sizes) == 1))
+            even = single or (call.match is not None and (sides != TO_EACH or len(sizes) == 1))
 
             def direct() -> OpPiece:
-                return self._direct(call, gives, takes, traffic, even=even)
+                return self._direct(call, gives, takes, sides, even=even)
 
             def small() -> OpPiece:
                 if alike:
@@ -163,10 +163,10 @@ class HostsEngine(Engine):
             _copy(parts[self.rank], input)
 
     def _direct(
-        self, call: Call, gives: Tensors, takes: Tensors, traffic: Traffic, *, even: bool
+        self, call: Call, gives: Tensors, takes: Tensors, sides: Sides, *, even: bool
     ) -> OpPiece:
         """Data goes from rank to rank. ``even``: all parts are equal in size, if messages are."""
-        (giver, taker, alike), mine = traffic, self._mine
+        (giver, taker, alike), mine = sides, self._mine
         sends: dict[int, torch.Tensor] = {}
         if alike:
             sends = {taker: gives[0]} if taker not in mine else {}
@@ -182,7 +182,7 @@ class HostsEngine(Engine):
         near_gives = gives if alike or not gives else [gives[rank] for rank in mine]
         near_takes = takes if giver != ALL or not takes else [takes[rank] for rank in mine]
         within = [rank if rank == ALL else mine.index(rank) for rank in (giver, taker)]
-        of_host = Traffic(within[0], within[1], alike)
+        of_host = Sides(within[0], within[1], alike)
 
         def share(call: Call, takes: Tensors) -> None:
             self._ops.local.exchange(call, near_gives, takes, of_host)
@@ -325,9 +325,9 @@ class HostsEngine(Engine):
     # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
-        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> None:
-        gives, (_, taker, alike) = self.cut(gives), traffic
+        gives, (_, taker, alike) = self.cut(gives), sides
         if not alike:
             assert take is not None
             self._reduce_scatter(call, take, gives, op)

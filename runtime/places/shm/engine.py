@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import ALL, TO_EACH, Engine, Parts, Traffic
+from interlace.runtime.core.engine import ALL, TO_EACH, Engine, Parts, Sides
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.shm.boxes import Boxes
@@ -105,19 +105,19 @@ class HostEngine(Engine):
 
     # -- moving --------------------------------------------------------------------------------
 
-    def exchange(self, call: Call, gives: Parts, takes: Parts, traffic: Traffic) -> None:
-        giver, _, alike = traffic
+    def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
+        giver, _, alike = sides
         key: Key | None
         if isinstance(takes, torch.Tensor):
             whole: Any = gives[0] if alike else gives
             extent = nbytes = takes.nbytes // self.world_size
             addresses = [whole.data_ptr(), takes.data_ptr()]
             in_place = alike and addresses[0] == addresses[1] + self.rank * nbytes
-            key = traffic, in_place, nbytes
+            key = sides, in_place, nbytes
         elif alike and giver != ALL:  # lengths are equal
             (whole,), in_place = gives or takes, False
             nbytes, addresses = whole.nbytes, [whole.data_ptr()]
-            extent, key = nbytes if gives else 0, (traffic, nbytes)
+            extent, key = nbytes if gives else 0, (sides, nbytes)
         else:
             tensors = [*gives, *takes]
             addresses = [each.data_ptr() for each in tensors]
@@ -125,9 +125,9 @@ class HostEngine(Engine):
             whole, nbytes = tensors[0], sizes[0]
             in_place = alike and len(takes) > 1 and addresses[1 + self.rank] == addresses[0]
             extent = max(sizes[: len(gives)], default=0)
-            known = traffic != TO_EACH and len(takes if alike else gives) > 0
+            known = sides != TO_EACH and len(takes if alike else gives) > 0
             known = known or call.match is not None
-            key = self._key(sizes, known, "list", traffic, in_place, nbytes)
+            key = self._key(sizes, known, "list", sides, in_place, nbytes)
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
                 _memmove(addresses[1], addresses[0], extent)
@@ -233,9 +233,9 @@ class HostEngine(Engine):
     # -- reducing ------------------------------------------------------------------------------
 
     def reduce(
-        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, traffic: Traffic
+        self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> None:
-        _, taker, alike = traffic
+        _, taker, alike = sides
         if alike:
             self._reduce(call, gives[0], op, None if taker == ALL else taker)
         else:

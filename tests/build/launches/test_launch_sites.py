@@ -33,7 +33,7 @@ SITES = {
         f"{OPS}/experts/grouped.py::GroupedMatmul.fused.body",
         f"{OPS}/attention/head_exchange.py::FromHeads.fused.body",
         f"{OPS}/collectives/low_latency.py::run_words",
-        f"{OPS}/collectives/multimem.py::BySwitch._run.body",
+        f"{OPS}/collectives/launch.py::BySwitch._run.body",
         f"{OPS}/matmul/node_reduce.py::matmul_reduce_scatter.body",
         f"{OPS}/collectives/node_moves.py::Partners._launch",
         f"{OPS}/collectives/node_moves.py::all_gather.body",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace.kernels import node_order as order
-from interlace.ops.collectives.node_engine import HierarchicalEngine
+from interlace.ops.collectives.stream_engine import HierarchicalEngine
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace import reference
-from interlace.ops.collectives import chosen_algorithm
+from interlace.ops.collectives import stream_engine
 from interlace.runtime.core.errors import MemoryAccessError, PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
@@ -183,7 +183,7 @@ def test_ranks_of_several_nodes_are_refused(algorithm: str) -> None:
     def call() -> None:
         group: Any = interlace.new_group()
         group.place.nodes = Nodes((0, 1), "stores")
-        chosen_algorithm.check_nodes("kernel", group)
+        stream_engine.check_nodes("kernel", group)
         interlace.all_reduce(torch.ones(4), group=group, algorithm=algorithm)
 
     error = failure(call, 2)

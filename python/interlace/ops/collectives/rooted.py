@@ -14,7 +14,7 @@ from interlace.arguments import checks, dense, reduce_ops
 from interlace.arguments.forms import apart, one_per_rank
 from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import chosen_algorithm
+from interlace.ops.collectives import stream_engine
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.memory import contiguous
@@ -41,7 +41,7 @@ def checked_broadcast(
     call = communicator.calls.get(key)
     if call is None:
         checks.one_of("algorithm", algorithm, BROADCAST_ALGORITHMS)
-        chosen_algorithm.check_nodes(algorithm, communicator)
+        stream_engine.check_nodes(algorithm, communicator)
         terms = (
             ("shape of tensor", tuple(data.shape)),
             ("dtype of tensor", data.dtype),
@@ -59,7 +59,7 @@ def _launch_broadcast(
     communicator: Communicator, call: Call, data: torch.Tensor, root: int, algorithm: str
 ) -> Event | None:
     made = contiguous(data)
-    event = chosen_algorithm.serving(communicator, algorithm).broadcast(call, made, root)
+    event = stream_engine.serving(communicator, algorithm).broadcast(call, made, root)
     if made is data or communicator.rank == root:
         return event
     return dense.copied_back(communicator, [data], [made], event)
@@ -79,7 +79,7 @@ def broadcast(
 ) -> Work | None:
     """``tensor`` becomes that of rank ``src``, in place. Any dtype.
 
-    ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``chosen_algorithm``'s words).
+    ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``stream_engine``'s words).
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or roots differ. Semantics: ``torch.distributed.broadcast``.
 

@@ -21,7 +21,7 @@ from interlace.arguments.words import (
     PerRank,
 )
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import chosen_algorithm, sparse
+from interlace.ops.collectives import sparse, stream_engine
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.engine import TO_ALL, TO_EACH
@@ -38,7 +38,7 @@ def checked_all_reduce(
     if factor is not None:
         reduce_ops.check_factor(factor, "tensor", data)
     if algorithm != "auto":
-        chosen_algorithm.check(algorithm, data.dtype, communicator, name)
+        stream_engine.check_algorithm(algorithm, data.dtype, communicator, name)
     key = ("all_reduce", data.dtype, data.shape, name, algorithm)
     call = communicator.calls.get(key)
     if call is None:
@@ -66,7 +66,7 @@ def _launch_all_reduce(
     algorithm: str,
 ) -> Event | None:
     made, name = reduce_ops.dense(data, name, factor)
-    event = chosen_algorithm.serving(communicator, algorithm).all_reduce(call, made, name)
+    event = stream_engine.serving(communicator, algorithm).all_reduce(call, made, name)
     return event if made is data else dense.copied_back(communicator, [data], [made], event)
 
 
@@ -142,7 +142,7 @@ def checked_all_gather(
     if whole is None:
         key = (*key, *[each.shape for each in outputs])
     if algorithm != "auto":
-        chosen_algorithm.check(algorithm, data.dtype, communicator)
+        stream_engine.check_algorithm(algorithm, data.dtype, communicator)
     call = communicator.calls.get(key)
     if call is None:
         terms = (
@@ -162,7 +162,7 @@ def _launch_all_gather(
     data: torch.Tensor,
     algorithm: str,
 ) -> Event | None:
-    made, serving = contiguous(data), chosen_algorithm.serving(communicator, algorithm)
+    made, serving = contiguous(data), stream_engine.serving(communicator, algorithm)
     return dense.filled(
         communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
     )
@@ -228,7 +228,7 @@ def checked_reduce_scatter(
     out = checks.target("output", output, communicator)
     name, factor = checks.reduce_op(op)
     if algorithm != "auto":
-        chosen_algorithm.check(algorithm, out.dtype, communicator, name)
+        stream_engine.check_algorithm(algorithm, out.dtype, communicator, name)
     key: Any = ("reduce_scatter", algorithm, name, out.dtype, out.shape)
     whole = None
     if isinstance(input, torch.Tensor):
@@ -271,7 +271,7 @@ def _launch_reduce_scatter(
 ) -> Event | None:
     made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
     reducing = name if factor is None else "sum"
-    serving = chosen_algorithm.serving(communicator, algorithm)
+    serving = stream_engine.serving(communicator, algorithm)
     return dense.filled(
         communicator,
         [out],

@@ -44,7 +44,7 @@ from interlace.ops.attention.head_exchange import FromHeads, ToHeads
 from interlace.ops.collectives import launch as plain
 from interlace.ops.collectives import low_latency as small
 from interlace.ops.collectives import node_moves
-from interlace.ops.collectives.multimem import BySwitch
+from interlace.ops.collectives.launch import BySwitch
 from interlace.ops.experts.combine import Combine, Home
 from interlace.ops.experts.counted import CountedMatmul, CountedSizes
 from interlace.ops.experts.dispatch import Dispatch
