@@ -45,49 +45,34 @@ FOLDERS = {
     "runtime/core": "runtime/compat",
     "runtime/numerics": "",
     "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
-    "runtime/ptx/frames": "runtime/ptx",
-    "runtime/ptx/text": "runtime/ptx",
-    "runtime/ptx/machine": (
-        "runtime/core runtime/numerics runtime/ptx runtime/ptx/frames runtime/ptx/text"
-    ),
-    "runtime/places": "",
-    "runtime/places/gpu": "runtime/compat runtime/core",
-    "runtime/places/sim/interpreter/inline_ptx": "runtime/compat runtime/ptx runtime/ptx/text",
-    "runtime/places/sim/interpreter": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/sim/interpreter/inline_ptx"
-    ),
+    "runtime/ptx/machine": "runtime/core runtime/numerics runtime/ptx",
+    "runtime/places/sim/interpreter": "runtime/compat runtime/core runtime/numerics runtime/ptx",
     "runtime/places/sim/scheduler": "runtime/core runtime/numerics runtime/places/sim/interpreter",
     "runtime/processes": "runtime/compat runtime/core",
     "runtime/places/shm/machine_code": "runtime/processes",
-    "runtime/places/gpu/processes": (
-        "runtime/compat runtime/core runtime/places/gpu runtime/processes"
-    ),
     "runtime/tuning": "runtime/compat runtime/core",
-    "runtime/compiler/lint": "runtime/core runtime/tuning",
+    "runtime/compiler/lint": "runtime/core",
     "runtime/compiler": "runtime/compat runtime/compiler/lint runtime/core",
-    "runtime/places/gpu/nvshmem": (
-        "runtime/compat runtime/compiler runtime/core runtime/places/gpu "
-        "runtime/places/gpu/processes"
-    ),
+    "runtime/places/gpu": "runtime/compat runtime/compiler runtime/core runtime/processes",
     "runtime/places/sim/programs": (
         "runtime/compat runtime/compiler runtime/core runtime/places/sim/scheduler runtime/ptx "
-        "runtime/ptx/machine runtime/ptx/text"
+        "runtime/ptx/machine"
     ),
     "runtime/places/shm": (
         "runtime/compat runtime/core runtime/numerics runtime/places/shm/machine_code "
-        "runtime/places/sim/interpreter runtime/places/sim/programs runtime/places/sim/scheduler "
-        "runtime/processes"
+        "runtime/places/sim/interpreter runtime/places/sim/programs "
+        "runtime/places/sim/scheduler runtime/processes"
     ),
     "runtime/places/hosts": (
         "runtime/compat runtime/core runtime/numerics runtime/places/shm runtime/processes"
     ),
+    "runtime/places": (
+        "runtime/compat runtime/core runtime/places/gpu runtime/places/hosts runtime/places/shm "
+        "runtime/processes"
+    ),
     "runtime/places/sim": (
         "runtime/compat runtime/core runtime/places/sim/programs runtime/places/sim/scheduler "
         "runtime/ptx"
-    ),
-    "runtime/start": (
-        "runtime/compat runtime/core runtime/places/gpu runtime/places/gpu/nvshmem "
-        "runtime/places/gpu/processes runtime/places/hosts runtime/places/shm runtime/processes"
     ),
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
@@ -95,7 +80,7 @@ FOLDERS = {
         "runtime/places/shm/machine_code runtime/tuning"
     ),
     "interlace/cli": "interlace/cli/output runtime/compat runtime/core",
-    "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/start",
+    "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/places",
     "interlace/ops/op": "interlace/arguments interlace/groups runtime/compat runtime/core",
     "interlace/ops/collectives": (
         "interlace/arguments interlace/groups interlace/ops/op runtime/compat runtime/core "
@@ -105,48 +90,19 @@ FOLDERS = {
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/op "
         "runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/ops/attention": (
-        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
-        "interlace/ops/op runtime/core runtime/numerics runtime/tuning"
-    ),
     "interlace/ops/experts": (
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
         "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/tools": "",
-    "interlace/tools/catalogue": (
-        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul runtime/compiler runtime/compiler/lint runtime/core "
-        "runtime/numerics runtime/tuning"
-    ),
-    "interlace/tools/bundle": (
-        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue runtime/core "
-        "runtime/tuning"
-    ),
-    "interlace/ops": (
-        "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
-    ),
-    "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
-    "interlace/functional": (
-        "interlace/groups interlace/ops interlace/ops/attention interlace/ops/collectives "
-        "interlace/ops/experts interlace/ops/matmul interlace/ops/op"
-    ),
-    "interlace/nn/functions": (
-        "interlace/arguments interlace/functional interlace/groups interlace/ops/attention "
-        "interlace/ops/collectives interlace/ops/matmul interlace/ops/op runtime/core"
-    ),
+    "interlace/nn/functions": "",
     "interlace/process_group": (
-        "interlace/groups interlace/ops/collectives runtime/compat runtime/core "
-        "runtime/places/gpu runtime/start"
+        "interlace/groups interlace/ops/collectives runtime/compat runtime/core runtime/places "
+        "runtime/places/gpu"
     ),
     "interlace/symmetric_memory": (
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
         "interlace/ops/op runtime/compat runtime/core"
-    ),
-    "interlace/tensor/uneven": (
-        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/op "
-        "runtime/core"
     ),
     "interlace/verify/lint_check": (
         "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
@@ -154,33 +110,46 @@ FOLDERS = {
     "interlace/verify/protocols": "runtime/core",
     "interlace": (
         "interlace/arguments interlace/groups interlace/ops/op runtime/core runtime/numerics "
-        "runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler runtime/start"
+        "runtime/places runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler"
     ),
-    "interlace/experts": (
-        "interlace/arguments interlace/groups interlace/ops/experts interlace/ops/matmul "
-        "interlace/ops/op runtime/compat runtime/core"
+    "interlace/ops/attention": (
+        "interlace interlace/arguments interlace/groups interlace/ops/collectives "
+        "interlace/ops/matmul interlace/ops/op runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/integrations": (
-        "interlace interlace/groups interlace/nn/functions runtime/compat runtime/core"
+    "interlace/tools/catalogue": (
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul runtime/compiler runtime/compiler/lint runtime/core "
+        "runtime/numerics runtime/tuning"
     ),
-    "interlace/tensor/mesh": (
+    "interlace/tools/bundle": (
+        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue "
+        "runtime/core runtime/tuning"
+    ),
+    "interlace/ops": (
+        "interlace/groups interlace/ops/attention interlace/ops/collectives "
+        "interlace/ops/experts interlace/ops/matmul interlace/ops/op runtime/compat "
+        "runtime/core"
+    ),
+    "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
+    "interlace/functional": (
+        "interlace/groups interlace/ops interlace/ops/attention interlace/ops/collectives "
+        "interlace/ops/experts interlace/ops/matmul interlace/ops/op"
+    ),
+    "interlace/experts": "interlace/ops/experts",
+    "interlace/tensor": (
         "interlace/arguments interlace/functional interlace/groups interlace/ops/collectives "
         "interlace/ops/op runtime/compat runtime/core runtime/tuning"
     ),
-    "interlace/tensor": "interlace/tensor/mesh interlace/tensor/uneven",
-    "interlace/nn/parameters": (
-        "interlace/groups interlace/ops/collectives interlace/tensor runtime/compat runtime/core"
+    "interlace/nn": (
+        "interlace/arguments interlace/functional interlace/groups interlace/ops/attention "
+        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/ops/op "
+        "interlace/tensor runtime/compat runtime/core runtime/numerics"
     ),
-    "interlace/nn/layers": (
-        "interlace/arguments interlace/experts interlace/functional interlace/groups "
-        "interlace/nn/functions interlace/nn/parameters interlace/ops/attention "
-        "interlace/ops/collectives interlace/ops/experts interlace/ops/op runtime/compat "
-        "runtime/core runtime/numerics"
-    ),
-    "interlace/nn": "interlace/nn/functions interlace/nn/layers interlace/nn/parameters",
+    "interlace/integrations": "interlace interlace/groups interlace/nn runtime/compat runtime/core",
     "interlace/verify/schedule_check": (
-        "interlace runtime/core runtime/places/sim runtime/places/sim/interpreter "
-        "runtime/places/sim/programs runtime/places/sim/scheduler runtime/start"
+        "interlace runtime/core runtime/places runtime/places/sim "
+        "runtime/places/sim/interpreter runtime/places/sim/programs "
+        "runtime/places/sim/scheduler"
     ),
     "interlace/verify/race_check": (
         "interlace interlace/verify/lint_check interlace/verify/schedule_check runtime/compat "
@@ -196,10 +165,10 @@ FOLDERS = {
     "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
         "interlace interlace/arguments interlace/cli interlace/compile interlace/experts "
-        "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
-        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/functional interlace/groups interlace/integrations interlace/nn "
+        "interlace/ops interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
         "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor "
-        "interlace/verify python runtime/compat runtime/core runtime/start runtime/tuning"
+        "interlace/verify python runtime/compat runtime/core runtime/places runtime/tuning"
     ),
     "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
     "interlace/benchmark": "interlace/benchmark/timing",
@@ -208,8 +177,8 @@ FOLDERS = {
         "runtime/tuning"
     ),
     "interlace/verify/shims": (
-        "face interlace/groups interlace/process_group interlace/symmetric_memory runtime/compat "
-        "runtime/compiler runtime/core runtime/places/sim runtime/ptx"
+        "face interlace/groups interlace/process_group interlace/symmetric_memory "
+        "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/shims/triton_dist": (
         "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
@@ -223,8 +192,9 @@ FOLDERS = {
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul "
-        "interlace/verify/suite runtime/compat runtime/core runtime/numerics runtime/tuning"
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/verify/suite runtime/compat runtime/core "
+        "runtime/numerics runtime/tuning"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups runtime/core "
@@ -243,14 +213,14 @@ FOLDERS = {
     ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
-        "interlace/tensor/mesh interlace/tools/bundle interlace/tools/catalogue interlace/verify "
+        "interlace/tensor interlace/tools/bundle interlace/tools/catalogue interlace/verify "
         "interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
         "runtime/compat runtime/compiler runtime/core runtime/processes runtime/tuning"
     ),
     "interlace/cli/tune": (
-        "face interlace interlace/arguments interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/bench interlace/cli/output interlace/ops/matmul "
-        "runtime/tuning"
+        "face interlace interlace/arguments interlace/benchmark/runs "
+        "interlace/benchmark/subjects interlace/benchmark/timing interlace/cli/bench "
+        "interlace/cli/output interlace/ops/matmul runtime/tuning"
     ),
     "program": "python",
 }

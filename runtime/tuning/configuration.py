@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from interlace.runtime.core.context import Overrides, context_with, current
+from interlace.runtime.core.launch import shared_bytes
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
 
@@ -339,7 +340,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
     each = c.block_m * c.block_n // (c.num_warps * WARP)
     if each > MOST_ACCUMULATORS and capability // 10 != 10:  # 10.x has tensor memory
         return f"{each} accumulators of a thread, more than {MOST_ACCUMULATORS}"
-    needed, most = shared_needed(c, itemsize, capability), table.shared_bytes(capability)
+    needed, most = shared_needed(c, itemsize, capability), shared_bytes(capability)
     if needed > most:
         return f"{needed} bytes of shared memory, sm_{capability} has {most}"
     return ""

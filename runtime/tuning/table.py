@@ -23,36 +23,18 @@ which comes first (``tuning.py`` has the order). ``docs/tune.md`` explains the c
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from interlace.runtime.core.launch import SHARED_KIB
+
 Values = dict[str, Any]
 """Fields of ``configuration.Configuration``, by name."""
 
 ANY = ""
 
 
-# Limits are those of the CUDA programming guide. Speeds are data sheets times a guess of what can be had
-# (0.85 of the matmul rate, 0.9 of memory, 0.83 of NVLink); nothing here was measured by this project.
-KIB = 1 << 10
-ANYWHERE_KIB = 48
-"""Shared memory that a program gets on every CUDA GPU without asking for more."""
-
-SHARED_KIB = {
-    75: 64,
-    **dict.fromkeys((80, 87), 163),
-    **dict.fromkeys((86, 89, 120, 121), 99),
-    **dict.fromkeys((90, 100, 103), 227),
-}
-"""What one program can have, by compute capability (90 is 9.0)."""
+# Speeds are data sheets times a guess of what can be had (0.85 of the matmul rate, 0.9 of memory, 0.83 of
+# NVLink); nothing here was measured by this project.
 BUILDABLE = tuple(sorted(arch for arch in SHARED_KIB if arch >= 80))
 """What kernels are compiled for: older ones have no bfloat16."""
-
-
-def shared_bytes(capability: int) -> int:
-    """Bytes of shared memory that one program can have; of an unknown chip, those that all have.
-
-    >>> shared_bytes(90), shared_bytes(999)
-    (232448, 49152)
-    """
-    return KIB * SHARED_KIB.get(capability, ANYWHERE_KIB)
 
 
 @dataclass(frozen=True)

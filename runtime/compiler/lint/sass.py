@@ -17,7 +17,7 @@ from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
 from interlace.runtime.compiler.lint.sass_program import operations
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
-from interlace.runtime.tuning.table import shared_bytes
+from interlace.runtime.core.launch import shared_bytes
 
 # On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
 STRICT_ARCHES = (90, 100)

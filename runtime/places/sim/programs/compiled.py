@@ -26,7 +26,7 @@ from interlace.runtime.compiler.pool import compile_one
 from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.kernel_arguments import leaves, specialised
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, shared_bytes
 from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.places.sim.scheduler.allocations import Allocations
 from interlace.runtime.ptx.machine.machine import PtxMachine
@@ -36,8 +36,6 @@ from interlace.runtime.ptx.parser import Variable
 from interlace.runtime.ptx.targets import number_of
 from interlace.runtime.ptx.types import Array
 
-MOST_SHARED = {80: 163 << 10, 90: 227 << 10}
-"""Bytes of shared memory that a program may have, by architecture."""
 _read = functools.lru_cache(maxsize=256)(read)
 
 
@@ -173,7 +171,7 @@ class CompiledPrograms:
 
 
 def _check_shared(source: PtxSource, arch: int) -> None:
-    found, most = source.kernel.static_bytes + source.shared_bytes, MOST_SHARED[arch]
+    found, most = source.kernel.static_bytes + source.shared_bytes, shared_bytes(arch)
     if found > most:
         raise ValueError(
             f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, is launched with "
