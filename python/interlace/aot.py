@@ -1,8 +1,8 @@
 """Load a bundle that ``python -m interlace build --op`` has made, and launch it, without Triton.
 
-This file and ``formulas.py`` need the standard library alone, and CuPy (with its NumPy) from the first
-launch on. Both are in every bundle, as one file, ``load.py``: whoever launches needs neither interlace nor
-Triton nor torch.
+This file needs the standard library alone, and CuPy (with its NumPy) from the first launch on. In every
+bundle it is ``load.py``, with the functions that it calls in the same file: whoever launches needs neither
+interlace nor Triton nor torch.
 
 >>> from interlace import aot
 >>> bundle = aot.load("all_gather_matmul_bundle")           # doctest: +SKIP
@@ -14,19 +14,28 @@ docs/aot.md has a whole program.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import operator
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from interlace.formulas import BundleError, Formulas, whole
+from interlace.kernels.bundle_formulas import (
+    CONDITIONS,
+    MOST_CHUNKS,
+    OPS,
+    BundleError,
+    LaunchValues,
+    inputs,
+    whole,
+)
 
 FORMAT = "interlace bundle"
-VERSION = 1
+VERSION = 2  # of the manifest, and of what the functions that the loader calls come to
 CUPY_MISSING = (
     "interlace.aot launches kernels through CuPy, which cannot be imported: install cupy-cuda12x or "
     "cupy-cuda13x, whichever is for the CUDA version that nvidia-smi shows"
@@ -49,8 +58,7 @@ _TYPES = frozenset((*_RANGES, _FLOAT, *(f"*{name}" for name in _ELEMENTS)))
 _KERNEL = {
     "symbol": str,
     "cubin": {"file": str, "sha256": str},
-    "grid": str,
-    "conditions": [str],
+    "conditions": [frozenset(CONDITIONS)],
     "cooperative": bool,
     "threads": _DIVISOR,
     "arguments": [
@@ -60,14 +68,12 @@ _KERNEL = {
     "scratch": {"bytes_per_program": _COUNT, "alignment": _DIVISOR},
 }
 _MANIFEST = {
-    "op": str,
+    "op": frozenset(OPS),
     "sequence": [str],
     "values": _TEXTS,
     "tables": _TEXTS,
-    "quantities": _TEXTS,
-    "functions": _TEXTS,
-    "workspace": {"formulas": _TEXTS},
-    "arches": {_ANY: {"constants": {}, "kernels": {_ANY: _KERNEL}}},
+    "workspace": {"layout": [str]},
+    "arches": {_ANY: {"constants": {_ANY: _COUNT}, "kernels": {_ANY: _KERNEL}}},
 }
 """What of a manifest is used here: types, or numbers, by field."""
 
@@ -93,8 +99,8 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
         raise BundleError(f"{folder / 'manifest.json'} is not the manifest of a bundle")
     if manifest.get("version") != VERSION:
         raise BundleError(
-            f"{folder} has format version {manifest.get('version')}, this loader reads {VERSION}; "
-            "use the load.py that is in the bundle"
+            f"{folder} has format version {manifest.get('version')}, this loader reads {VERSION}: "
+            "build it again with this version, or use the load.py that is in the bundle"
         )
     if arch is None:
         arch = _cupy().cuda.Device().compute_capability
@@ -122,21 +128,21 @@ class Bundle:
         self.op: str = manifest["op"]
         self.sequence: tuple[str, ...] = tuple(manifest["sequence"])
         facts = manifest["arches"][arch]
-        self._workspace: dict[str, str] = manifest["workspace"]["formulas"]
-        self._formulas = Formulas(manifest["functions"], manifest["quantities"], facts["constants"])
+        _require("CHUNKS", facts["constants"].get("CHUNKS", 1), range(1, MOST_CHUNKS + 1))
+        self._values = functools.partial(LaunchValues, self.op, constants=facts["constants"])
         self.kernels = {
-            name: Kernel(path, name, kernel, self._formulas)
+            name: Kernel(path, name, kernel, self._values)
             for name, kernel in facts["kernels"].items()
         }
         self._run = [self.kernels[name] for name in self.sequence]
 
     def evaluate(self, name: str, values: Mapping[str, Any]) -> Any:
-        """A quantity of the manifest ("slots", "sends") at launch ``values``.
+        """A quantity of the manifest ("slots", "sends"), or a kernel's grid, at launch ``values``.
 
         Tables come as lists of lines; a kernel wants them as int64 in device memory.
         """
         _check_ranks(values)
-        return self._formulas.value(name, values)
+        return self._values(values).value(name)
 
     def workspace(self, values: Mapping[str, Any]) -> dict[str, int]:
         """Where signal slots and data lie in the symmetric buffer, and its size, in bytes.
@@ -144,10 +150,9 @@ class Bundle:
         Take the ``values`` of the largest launch: for all launches on one buffer the offsets stay.
         """
         _check_ranks(values)
-        known = dict(values)
-        for name, formula in self._workspace.items():  # each may use those before it
-            known[name] = self._formulas.value(formula, known)
-        return {name: known[name] for name in self._workspace}
+        layout = self.manifest["workspace"]["layout"]
+        known = self._values({name: values[name] for name in values if name not in layout})
+        return {name: known.value(name) for name in layout}
 
     def launch(
         self,
@@ -178,7 +183,7 @@ class Bundle:
         numbers = {name: each for name, each in arguments.items() if self._counts(name)}
         for kernel in self._run:
             own = {name: arguments[name] for name in kernel.arguments if name in arguments}
-            # a formula may be over what another kernel is given
+            # a quantity may be of what another kernel is given
             others = {name: each for name, each in numbers.items() if name not in own}
             kernel.launch({**others, **values}, own, stream=stream)
 
@@ -192,9 +197,9 @@ class Kernel:
     """One kernel of a bundle. ``arguments`` are the names of what a caller passes, in order."""
 
     def __init__(
-        self, path: pathlib.Path, name: str, facts: dict[str, Any], formulas: Formulas
+        self, path: pathlib.Path, name: str, facts: dict[str, Any], values: Callable[..., Any]
     ) -> None:
-        self.name, self.facts, self._formulas = name, facts, formulas
+        self.name, self.facts, self._values = name, facts, values
         self.parameters: list[dict[str, Any]] = facts["arguments"]
         self._integers = [p for p in self.parameters if p["type"] in _RANGES]
         self.arguments = tuple(p["name"] for p in self.parameters if p["from"] == "caller")
@@ -204,10 +209,12 @@ class Kernel:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError if a condition of the kernel does not hold at ``values``."""
+        self._check(self._values(values))
+
+    def _check(self, known: LaunchValues) -> None:
         for condition in self.facts["conditions"]:
-            if not self._formulas.value(condition, values):
-                over = sorted(self._formulas.inputs(condition))
-                found = [f"{name} = {self._formulas.value(name, values)}" for name in over]
+            if not known.of(condition, CONDITIONS[condition]):
+                found = [f"{name} = {known.value(name)}" for name in inputs(condition)]
                 raise ValueError(f"{self.name} needs {condition}; {', '.join(found)}")
 
     def launch(
@@ -219,7 +226,7 @@ class Kernel:
     ) -> None:
         """Launch on ``stream``: CuPy's, torch's, an address; by default CuPy's current one.
 
-        ``grid`` is a number of programs, or the launch values for the formula of the manifest. From these
+        ``grid`` is a number of programs, or the launch values that the grid is computed of. From these
         come integer arguments that are not given, and "resident" is by default one program for each
         multiprocessor. ``arguments``, by name or all in order: integers; for pointers arrays of CuPy or
         torch, or addresses. Their memory has to live until the kernel has ended.
@@ -229,9 +236,9 @@ class Kernel:
         given, cupy = self._numbers(arguments), _cupy()
         if isinstance(grid, Mapping):
             resident = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-            known = {"resident": resident, **self._merged(grid, given)}
-            self.check(known)
-            extents = _extents(self._formulas.value(self.facts["grid"], known))
+            known = self._values({"resident": resident, **self._merged(grid, given)})
+            self._check(known)
+            extents = _extents(known.value(self.name))
             given = {**self._derived(known, given), **given}
         else:
             extents = _extents(grid)
@@ -268,19 +275,19 @@ class Kernel:
         }
 
     def _merged(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
-        """Launch values and integer arguments, which formulas may both name."""
+        """Launch values and integer arguments: quantities may be of both."""
         integers = {p["name"]: given[p["name"]] for p in self._integers if p["name"] in given}
         for name, value in integers.items():
             if name in values and values[name] != value:
                 raise ValueError(f"{name} is {value} as an argument, {values[name]} as a value")
         return {**values, **integers}
 
-    def _derived(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, int]:
+    def _derived(self, known: LaunchValues, given: Mapping[str, int]) -> dict[str, int]:
         """Integer arguments that are not given and that the launch values determine."""
         return {
-            p["name"]: _number(p["name"], p["type"], self._formulas.value(p["name"], values))
+            p["name"]: _number(p["name"], p["type"], known.value(p["name"]))
             for p in self._integers
-            if p["name"] not in given and self._formulas.knows(p["name"], values)
+            if p["name"] not in given and p["name"] in known
         }
 
     def _packed(self, given: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -4,8 +4,10 @@ There is no GPU here: launches are recorded by ``cupy_stand_in.py``. What is in 
 ``test_bundle.py``.
 """
 
+import ast
 import copy
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -13,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,10 +23,10 @@ from unittest import mock
 import pytest
 import torch
 
-import interlace.formulas
 from cases.bundles import manifest_of
 from cases.damage import read_100000_damaged
 from interlace import aot
+from interlace.kernels import bundle_formulas, launch_formulas
 from stand_ins import cupy_stand_in
 from tiers import thorough
 
@@ -115,12 +118,14 @@ print(json.dumps([shown, cupy.allocations, top]))
 
 
 def test_loader_is_in_the_bundle(bundles: dict[str, pathlib.Path]) -> None:
-    """Of two files one, that takes nothing from interlace."""
-    parts = [pathlib.Path(module.__file__).read_text() for module in (aot, interlace.formulas)]
-    own = [line for part in parts for line in part.partition("annotations\n")[2].splitlines()]
+    """All that it needs is in one file, which takes nothing from interlace."""
     for path in bundles.values():
-        lines = (path / "load.py").read_text().splitlines()
-        assert {*own} - {*lines} == {"from interlace.formulas import BundleError, Formulas, whole"}
+        text = (path / "load.py").read_text()
+        names = {node.name for node in ast.parse(text).body if hasattr(node, "name")}
+        for module in (aot, bundle_formulas, launch_formulas):
+            own = {name for name, each in vars(module).items() if inspect.isroutine(each)}
+            assert own <= names
+        assert not re.search(r"^\s*(from|import) interlace", text, re.MULTILINE)
         assert not list(path.glob(".*")), "nothing stays of the build"
 
 
@@ -270,16 +275,37 @@ def kernel_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest["arches"]["90"]["kernels"]["all_gather_kernel"]  # type: ignore[no-any-return]
 
 
+def constants_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["arches"]["90"]["constants"]  # type: ignore[no-any-return]
+
+
 CUBIN = "all_gather_kernel.sm_90.cubin"
 DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "has no manifest.json"),
     "cut short": (lambda p: (p / "manifest.json").write_text('{"for'), "is damaged"),
     "other JSON": (lambda p: (p / "manifest.json").write_text("[]"), "not the manifest of a"),
     "newer": (
-        lambda p: edit(p, lambda m: m.update(version=2)),
-        "format version 2, this .* reads 1",
+        lambda p: edit(p, lambda m: m.update(version=3)),
+        "format version 3, this .* reads 2",
     ),
-    "less": (lambda p: edit(p, lambda m: m.pop("functions")), "damaged: KeyError: 'functions'"),
+    "older": (
+        lambda p: edit(p, lambda m: m.update(version=1)),
+        "format version 1, this .* reads 2: build it again with this version",
+    ),
+    "less": (lambda p: edit(p, lambda m: m.pop("sequence")), "damaged: KeyError: 'sequence'"),
+    "an op that is none": (lambda p: edit(p, lambda m: m.update(op="x")), "damaged: .*op is 'x'"),
+    "code for a condition": (
+        lambda p: edit(p, lambda m: kernel_of(m)["conditions"].append("print(1)")),
+        r"damaged: .*conditions is 'print\(1\)'",
+    ),
+    "code for a constant": (
+        lambda p: edit(p, lambda m: constants_of(m).update(BLOCK="print(1)")),
+        r"damaged: .*constants.BLOCK is 'print\(1\)'",
+    ),
+    "chunks without end": (
+        lambda p: edit(p, lambda m: constants_of(m).update(CHUNKS=1 << 39)),
+        "damaged: .*CHUNKS is '549755813888'",
+    ),
     "changed cubin": (lambda p: (p / CUBIN).write_bytes(b"no"), f"{CUBIN} is not the file that"),
     "no cubin": (lambda p: (p / CUBIN).unlink(), f"{CUBIN} is missing"),
     "elsewhere": (
@@ -309,7 +335,6 @@ def test_100000_damaged_manifests_are_refused(
     path = tmp_path / "bundle"
     shutil.copytree(bundles["all_gather"], path)
     load = functools.partial(aot.load, path, arch=90)
-    # whole JSON takes 20 times as long: all of its functions are compiled
     assert read_100000_damaged(path / "manifest.json", load, ValueError, share=0.05) > 50_000
 
 
@@ -319,6 +344,65 @@ def test_architecture_has_to_be_in_the_bundle(cupy: Any, bundles: dict[str, path
     mock_86 = mock.patch.object(cupy.cuda.Device, "compute_capability", "86")
     with mock_86, pytest.raises(ValueError, match=r"arch is 86; .* was built for 90"):
         aot.load(bundles["all_gather"])
+
+
+# -- what the loader computes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("condition", bundle_formulas.CONDITIONS)
+def test_a_condition_is_what_its_text_says(condition: str) -> None:
+    source = inspect.getsource(bundle_formulas)
+    (table,) = (
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CONDITIONS"
+    )
+    assert isinstance(table, ast.Dict)
+    said = {
+        ast.literal_eval(key): function
+        for key, function in zip(table.keys, table.values, strict=True)
+    }
+    assert ast.unparse(said[condition].body).replace("v.", "") == condition
+
+
+NUMBERS = {"rank": 1, "world_size": 3, "rows": [50, 30, 41], "splits": [5, 0, 7, 9] * 9, "N": 96}
+NUMBERS |= {"resident": 40, "heads": 8, "key_heads": 2, "num_experts": 3, "CHUNKS": 3, "GATHERS": 2}
+NUMBERS |= {"WIDTH": 2, "BLOCK_M": 16, "BLOCK": 16, "DATA_ALIGNMENT": 256, "COPIERS": 4}
+
+
+def computed(op: str, changed: dict[str, Any]) -> dict[str, Any]:
+    """All that an op computes of some numbers; names that have none there have one by their letters."""
+    names, found = {*bundle_formulas.OPS[op], *bundle_formulas.SHARED}, dict[str, Any]()
+    given = {name: value for name, value in {**NUMBERS, **changed}.items() if name not in names}
+    while names:
+        name = min(names)
+        try:
+            found[name] = bundle_formulas.LaunchValues(op, given).value(name)
+        except bundle_formulas.LackingValueError as error:
+            lacking = str(error).split("'")[1]
+            given[lacking] = 8 + zlib.crc32(lacking.encode()) % 90
+        except aot.BundleError:
+            assert changed
+            names.remove(name)
+        else:
+            names.remove(name)
+    return found
+
+
+def test_another_result_is_another_version() -> None:
+    """A loader must not launch bundles that were built for other sizes: raise VERSION, and change this."""
+    found = json.dumps({op: computed(op, {}) for op in bundle_formulas.OPS}, sort_keys=True)
+    assert (aot.VERSION, zlib.crc32(found.encode())) == (2, 2188210519)
+
+
+@pytest.mark.parametrize("op", bundle_formulas.OPS)
+@pytest.mark.parametrize("name", ["BLOCK_M", "BLOCK", "BLOCK_N", "CHUNKS", "DATA_ALIGNMENT"])
+def test_no_constant_takes_long(op: str, name: str) -> None:
+    """Whatever number a manifest has, tables are as long as launch values and CHUNKS allow."""
+    for number in (0, 1, 256 if name == "CHUNKS" else (1 << 40) - 1):
+        changed = {"rows": [900] * 3, "CHUNKS": 256, name: number}
+        for table in computed(op, changed).values():
+            assert not isinstance(table, list) or len(table) <= max(3 * 900, 3 * 9 * 256)
 
 
 # -- the document ------------------------------------------------------------------------------
@@ -347,10 +431,7 @@ def test_document_shows_the_manifest(bundles: dict[str, pathlib.Path]) -> None:
     manifest = manifest_of(bundles["all_gather_matmul"])
     text = DOCUMENT.read_text()
     examples = re.findall(r"`([\w.]+)`[^`]*```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert [path for path, _ in examples] == [
-        "quantities",
-        "arches.90.kernels.all_gather_matmul_kernel",
-    ]
+    assert [path for path, _ in examples] == ["arches.90.kernels.all_gather_matmul_kernel"]
     for path, example in examples:
         real: Any = manifest
         for key in path.split("."):
@@ -360,7 +441,7 @@ def test_document_shows_the_manifest(bundles: dict[str, pathlib.Path]) -> None:
             assert key in example or f"`{key}`" in text, f"{path}.{key} is not explained"
     for key in manifest:
         assert f"`{key}`" in text, f"{key} is not explained"
-    changed = copy.deepcopy(manifest["quantities"]) | {"slots": "0"}
+    changed = copy.deepcopy(real) | {"symbol": "0"}
     assert missing(json.loads(examples[0][1]), changed, "control") != []
 
 

@@ -1,4 +1,4 @@
-"""Bundles of ``build --op``: the manifest is true of the cubin, and its formulas are the host's.
+"""Bundles of ``build --op``: the manifest is true of the cubin, and what the loader computes is the host's.
 
 SASS is looked at with cuobjdump. The launch side is the real one, on tensors without
 memory. Both comparisons are shown manifests that they must refuse.
@@ -29,10 +29,12 @@ from cases.bundles import (
 )
 from interlace import aot
 from interlace.cli.main import run
+from interlace.kernels import bundle_formulas, launch_formulas
+from interlace.kernels.bundle_formulas import LaunchValues
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.tuning.configuration import gpu_default
 from interlace.tools.bundle import bundle
-from interlace.tools.bundle.ops import OPS
+from interlace.tools.bundle.ops import OPS, kernels
 from interlace.tools.catalogue.build import BuildReport
 from tiers import few, thorough
 
@@ -42,7 +44,7 @@ KERNELS = [
     (op, arch, kernel)
     for op, arches in ARCHES.items()
     for arch in map(str, arches)
-    for kernel in (*OPS[op].grids, *(["finish_kernel"] if OPS[op].finished else []))
+    for kernel in (*kernels(op), *(["finish_kernel"] if OPS[op].finished else []))
 ]
 SHARED_MEMORY = {"80": 163 << 10, "90": 227 << 10, "100": 227 << 10}
 
@@ -148,7 +150,7 @@ def quick_or_not(op: str) -> Any:
     return () if (op, "90") in ONE_OF_EACH else thorough
 
 
-# -- the formulas and the host -----------------------------------------------------------------
+# -- the loader and the host -------------------------------------------------------------------
 
 CASES = [
     pytest.param(
@@ -162,109 +164,114 @@ CASES = [
 
 
 def host_differences(manifest: dict[str, Any], arch: str, shape: Shape) -> list[str]:
-    """Where the formulas of a manifest come to something else than the host launches, on any rank."""
+    """Where the loader computes something else than the host launches, on any rank."""
     op, facts = manifest["op"], manifest["arches"][arch]
     dtype = getattr(torch, manifest["options"]["dtype"])
     default = gpu_default(int(arch), dtype, 4096, shape.columns, INNER.get(op, 4096))
     configuration = replace(default, **manifest["options"]["overrides"])
     for rank in range(len(shape.rows)):
         group = launched_on_host(op, shape, rank, configuration)
-        assert [launch.name for launch in group.launches] == list(OPS[op].grids)
+        assert tuple(launch.name for launch in group.launches) == kernels(op)
         given = [outside(launch.arguments) for launch in group.launches]
         # the host takes fewer copiers where there is little to send
         sent = {"COPIERS": given[0].get("COPIERS")}
         constants = {name: sent.get(name, value) for name, value in facts["constants"].items()}
-        formulas = aot.Formulas(manifest["functions"], manifest["quantities"], constants)
         values: dict[str, Any] = {"rank": rank, "world_size": len(shape.rows), "resident": LIMIT}
         values |= {"rows": shape.rows} if "rows" in manifest["values"] else {}
         values |= {"splits": splits_of(op, shape.rows)} if "splits" in manifest["values"] else {}
         values |= {name: value for name, value in EXTRA.items() if name in manifest["values"]}
         for arguments in given:
             numbers = {name: value for name, value in arguments.items() if type(value) is int}
-            known = manifest["quantities"].keys() | constants.keys()
+            known = {*manifest["quantities"], *constants}
             values |= {name: each for name, each in numbers.items() if name not in known}
+        computed = LaunchValues(op, values, constants)
         pairs: dict[str, tuple[Any, Any]] = {}
         for layout in group.layouts:
-            pairs["slots"] = formulas.value("slots", values), layout.slots
-            pairs["data_bytes"] = formulas.value("data_bytes", values), layout.nbytes
+            pairs["slots"] = computed.slots, layout.slots
+            pairs["data_bytes"] = computed.data_bytes, layout.nbytes
         for launch, arguments in zip(group.launches, given, strict=True):
             kernel = facts["kernels"][launch.name]
             baked = {**kernel["constants"], **(sent if "COPIERS" in kernel["constants"] else {})}
             pairs["threads"] = kernel["threads"], 32 * launch.num_warps
             pairs |= {name: (baked[name], arguments.get(name)) for name in baked}
             grid = list(launch.grid) if isinstance(launch.grid, tuple) else [launch.grid]
-            found = formulas.value(kernel["grid"], values)
+            found = computed.value(launch.name)
             pairs["grid"] = (found if isinstance(found, list) else [found]), grid
             for argument, table in manifest["tables"].items():
                 if argument in arguments:
-                    flat = [value for line in formulas.value(table, values) for value in line]
+                    flat = [value for line in computed.value(table) for value in line]
                     pairs[argument] = flat, arguments[argument].view(-1).tolist()
             there = {name for name, value in arguments.items() if value is not None}
-            for argument in manifest["quantities"].keys() & there:
-                pairs[argument] = formulas.value(argument, values), arguments[argument]
+            for argument in {*manifest["quantities"], *OPS[op].constants} & there:
+                pairs[argument] = computed.value(argument), arguments[argument]
             if wrong := [f"{name}: {a} is not {b}" for name, (a, b) in pairs.items() if a != b]:
                 return wrong
     return []
 
 
 @pytest.mark.parametrize(("op", "arch", "shape"), CASES)
-def test_formulas_are_what_the_host_launches(
+def test_the_loader_computes_what_the_host_launches(
     op: str, arch: str, shape: Shape, bundles: dict[str, pathlib.Path]
 ) -> None:
     assert host_differences(manifest_of(bundles[op]), arch, shape) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "formula"),
-    [
-        ("slots", "chunk_slots(rows, chunk_size) + 1"),
-        ("data_bytes", "gathered_bytes(rows, K)"),
-        ("tiles", "tiles_n"),
-        ("num_sends", "len(sends) + 1"),
-        ("sends", "send_lines(0, world_size, rows, chunk_size)"),
-        ("chunks", "chunk_lines(rank, world_size, rows, chunk_size, BLOCK_M, 1)"),
-    ],
-)
-def test_control_a_false_formula_is_seen(
-    name: str, formula: str, bundles: dict[str, pathlib.Path]
-) -> None:
-    manifest = manifest_of(bundles["all_gather_matmul"])
-    manifest["quantities"][name] = formula
-    assert host_differences(manifest, "90", Shape((700, 0, 129), 272)) != []
+FALSE: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("all_gather_matmul", "slots"): lambda v: v.num_chunks + 1,
+    ("all_gather_matmul", "data_bytes"): lambda v: sum(v.rows) * v.K,
+    ("all_gather_matmul", "tiles"): lambda v: v.tiles_n,
+    ("all_gather_matmul", "num_sends"): lambda v: len(v.sends) + 1,
+    ("all_gather_matmul", "sends"): lambda v: launch_formulas.send_lines(
+        0, v.world_size, v.rows, v.chunk_size
+    ),
+    ("all_gather_matmul", "chunks"): lambda v: launch_formulas.chunk_lines(
+        v.rank, v.world_size, v.rows, v.chunk_size, v.BLOCK_M, 1
+    ),
+    ("reduce_norm", "scale_byte"): lambda v: v.sum_byte,
+    ("matmul_reduce_scatter_norm", "sum_byte"): lambda v: (
+        v.normed_byte + sum(v.rows) * v.N * v.ITEMSIZE
+    ),
+    ("dispatch", "facts_byte"): lambda v: v.x_byte,
+    ("combine", "data_bytes"): lambda v: v.most_tokens * v.N,
+    ("grouped_matmul_combine", "slots"): lambda v: v.programs,
+    ("all_gather_grouped_matmul", "tiles"): lambda v: v.tiles_n,
+    ("all_to_all_grouped_matmul", "slots"): lambda v: v.num_experts * v.world_size,
+    ("all_to_all_grouped_matmul", "sends"): lambda v: launch_formulas.expert_send_lines(
+        0, v.world_size, v.splits, v.num_experts, v.chunk_size
+    ),
+    ("matmul_all_to_all", "shards"): lambda v: launch_formulas.shard_lines(v.rows, v.BLOCK_M, 1),
+    ("all_to_all_matmul", "chunk_rows"): lambda v: v.BLOCK_M,
+    ("all_to_all_matmul", "sends"): lambda v: launch_formulas.head_send_lines(
+        0, v.world_size, v.rows, v.chunk_size, v.chunks
+    ),
+    ("context_parallel_attention", "parts"): lambda v: launch_formulas.key_part_lines(
+        0, v.world_size, v.rows, v.chunk_size
+    ),
+    ("attention_of_heads", "spans"): lambda v: launch_formulas.causal_spans(0, v.rows),
+    ("attention_of_heads_backward", "parts"): lambda v: launch_formulas.key_lines(v.rows[:1]),
+    ("distributed_decode", "piece"): lambda v: v.most,
+    ("low_latency_norm", "low_latency_norm_kernel"): lambda v: v.tokens + 1,
+    ("broadcast", "blocks"): lambda v: v.units,
+}
 
 
 @pytest.mark.parametrize(
-    ("op", "name", "formula"),
-    [
-        ("reduce_norm", "scale_byte", "sum_byte"),
-        ("matmul_reduce_scatter_norm", "sum_byte", "normed_byte + sum(rows) * N * ITEMSIZE"),
-        ("dispatch", "facts_byte", "x_byte"),
-        ("combine", "data_bytes", "most_tokens * N"),
-        ("grouped_matmul_combine", "slots", "programs"),
-        ("all_gather_grouped_matmul", "tiles", "tiles_n"),
-        ("all_to_all_grouped_matmul", "slots", "num_experts * world_size"),
-        (
-            "all_to_all_grouped_matmul",
-            "sends",
-            "expert_send_lines(0, world_size, splits, num_experts, chunk_size)",
-        ),
-        ("matmul_all_to_all", "shards", "shard_lines(rows, BLOCK_M, 1)"),
-        ("all_to_all_matmul", "chunk_rows", "BLOCK_M"),
-        ("all_to_all_matmul", "sends", "head_send_lines(0, world_size, rows, chunk_size, chunks)"),
-        ("context_parallel_attention", "parts", "key_part_lines(0, world_size, rows, chunk_size)"),
-        ("attention_of_heads", "spans", "causal_spans(0, rows)"),
-        ("attention_of_heads_backward", "parts", "key_lines(rows[:1])"),
-        ("distributed_decode", "piece", "most"),
-        ("low_latency_norm", "words_offset", "epochs_offset"),
-        ("broadcast", "blocks", "units"),
-    ],
+    ("op", "name"),
+    [pytest.param(*each, marks=quick_or_not(each[0])) for each in FALSE],
 )
-def test_control_a_false_formula_of_any_op_is_seen(
-    op: str, name: str, formula: str, bundles: dict[str, pathlib.Path]
+def test_control_a_false_function_is_seen(
+    op: str, name: str, bundles: dict[str, pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = manifest_of(bundles[op])
-    manifest["quantities"][name] = formula
-    assert host_differences(manifest, str(ARCHES[op][-1]), SHAPES[0]) != []
+    monkeypatch.setitem(bundle_formulas.OPS[op], name, FALSE[op, name])
+    shape = Shape((700, 0, 129), 272) if op == "all_gather_matmul" else SHAPES[0]
+    assert host_differences(manifest_of(bundles[op]), str(ARCHES[op][-1]), shape) != []
+
+
+@thorough
+def test_control_a_false_constant_is_seen(bundles: dict[str, pathlib.Path]) -> None:
+    manifest = manifest_of(bundles["low_latency_norm"])
+    manifest["arches"]["90"]["constants"]["words_offset"] += 8
+    assert host_differences(manifest, "90", SHAPES[0]) != []
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -5,34 +5,36 @@
     manifest.json                          see docs/aot.md; written last
     <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
 
-Nothing in the manifest is written by hand where it could drift: arguments, sizes and resources are those
-of this compilation (``compiler/artifacts.py``), formulas are what the launch side evaluates
-(``launch_formulas.py``), contracts are the kernels' docstrings.
+A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Nothing in it is
+written by hand where it could drift: arguments, sizes and resources are those of this compilation
+(``compiler/artifacts.py``), contracts are the paragraphs of the kernels' docstrings.
 """
 
 import contextlib
 import hashlib
+import importlib
+import inspect
 import json
 import os
 import pathlib
+import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import triton
 
-from interlace.kernels import signal
+from interlace.kernels import bundle_formulas, signal
 from interlace.kernels.collectives import low_latency as words
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.tools.bundle import ops
-from interlace.tools.bundle.options import RANKS
-from interlace.tools.bundle.texts import contracts, functions, names
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import Entry, entries, signals
 
 FORMAT = "interlace bundle"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 
 _WHOLE_GRID = (
@@ -43,6 +45,7 @@ _WHOLE_GRID = (
 _ALONE = "One program, which waits for nothing."
 _APART = "Any: no program waits for another, or for a rank."
 _LAST = "finish_kernel"
+_LABELS = ("legend", "ordering", "example")
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,10 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
     op, options = ops.OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
-    space = ops.WORDS_SPACE if op.words else ops.WORKSPACE if op.workspace else {}
-    every = [*op.grids.values(), *op.conditions, *op.quantities.values(), *space.values()]
-    needed = {
-        value for text in every for value in names(text)
-    } & ops.VALUES.keys() - op.quantities.keys()
+    functions = bundle_formulas.OPS[target.op]
+    needed = _names(each.__code__ for each in functions.values()) - functions.keys()
+    needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
+    layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -143,10 +145,10 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
         "options": {**asdict(options), "dtype": str(options.torch_dtype).removeprefix("torch.")},
         "sequence": [entry.kernel for entry in sequence],
         "values": {value: ops.VALUES[value] for value in ops.VALUES if value in needed},
-        "quantities": op.quantities,
+        "quantities": sorted(functions.keys() - set(ops.kernels(target.op))),
         "tables": op.tables,
         "workspace": {
-            "formulas": space,
+            "layout": list(layout[2:] if op.words else layout),
             "alignment": DATA_ALIGNMENT,
             "slot_bytes": WORD,
             # index of every int64 word of the header that a host has to do with; credits: of rank 0's
@@ -159,7 +161,6 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
             },
             "protocol": _protocol(words if op.words else signal),
         },
-        "functions": functions(every),
         "contracts": contracts(sequence, entries(target.arches[0])),
         "arches": per_arch,
     }
@@ -181,40 +182,69 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
     for entry in mains:  # in one that is first it is meant
         there = {name: value for name, value in entry.fixed.items() if value is not None}
         baked = {**there, **baked}
+    baked |= {**ops.CONSTANTS, **op.constants}
     conditions = (*op.conditions, *ops.descriptor_conditions(mains[0]))
-    formulas = (*op.grids.values(), *op.quantities.values(), *conditions)
-    used = {value for text in formulas for value in names(text)}
-    kernels = {
-        entry.kernel: _kernel(target, entry, staging, op.grids[entry.kernel], conditions)
-        for entry in mains
-    }
+    kernels = {entry.kernel: _kernel(target, entry, staging, conditions) for entry in mains}
     for last in _sequence(target, arch)[len(mains) :]:
-        kernels[last.kernel] = _kernel(target, last, staging, "1", RANKS)
-    return {
-        "constants": {value: baked[value] for value in sorted(used & baked.keys())},
-        "kernels": kernels,
-    }
+        kernels[last.kernel] = _kernel(target, last, staging, ops.RANKS)
+    numbers = {name: int(value) for name, value in baked.items() if isinstance(value, int)}
+    return {"constants": dict(sorted(numbers.items())), "kernels": kernels}
 
 
 def _kernel(
-    target: BundleTarget, entry: Entry, staging: pathlib.Path, grid: str, conditions: Sequence[str]
+    target: BundleTarget, entry: Entry, staging: pathlib.Path, conditions: Sequence[str]
 ) -> dict[str, Any]:
     """``staging`` has the artifacts of ``entry``."""
     stem, op = _stem(entry), ops.OPS[target.op]
     facts: dict[str, Any] = json.loads((staging / f"{stem}.json").read_text())
     for argument in facts["arguments"]:
         argument["name"] = op.names.get(entry.kernel, {}).get(argument["name"], argument["name"])
-    waits = entry.kernel not in (_LAST, *op.apart)
-    alone = _ALONE if grid == "1" else _APART
+    waits = op.workspace and entry.kernel not in (_LAST, *op.apart)
+    alone = _ALONE if entry.kernel == _LAST else _APART
     return {
         "cubin": _file(staging / f"{stem}.cubin"),
         "ptx": _file(staging / f"{stem}.ptx"),
-        "grid": grid,
         "conditions": list(conditions),
-        "residency": {"programs": grid, "contract": _WHOLE_GRID if waits else alone},
+        "residency": _WHOLE_GRID if waits else alone,
         "cooperative": waits,
         **facts,
     }
+
+
+def _names(functions: Iterable[types.CodeType]) -> set[str]:
+    """All names in functions, and in those within them."""
+    found = set[str]()
+    for code in functions:
+        within = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        found |= {*code.co_names} | _names(within)
+    return found
+
+
+def contract(module: str, kernel: str) -> dict[str, str]:
+    """The paragraphs of the docstring: "computes" is the first, the others are named in it."""
+    function = getattr(importlib.import_module(module), kernel)
+    paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
+    first, *others = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    found = {"computes": first}
+    for paragraph in others:
+        label, _, text = paragraph.partition(": ")
+        if label.lower() in _LABELS:
+            found[label.lower()] = text
+    return found
+
+
+def contracts(entries: list[Entry], known: list[Entry]) -> dict[str, dict[str, str]]:
+    """Of ``entries``, and of those among ``known`` that their texts refer to, by kernel."""
+    modules = {entry.kernel: entry.module for entry in known}
+    found: dict[str, dict[str, str]] = {}
+    missing = [entry.kernel for entry in entries]
+    while missing:
+        kernel = missing.pop(0)
+        if kernel not in found:
+            found[kernel] = contract(modules[kernel], kernel)
+            named = re.findall(r"\b\w+_kernel\b", " ".join(found[kernel].values()))
+            missing += [name for name in named if name in modules]
+    return found
 
 
 def _file(path: pathlib.Path) -> dict[str, Any]:

@@ -1,27 +1,157 @@
-"""Ops that are built ahead of time: their kernels in the order of their launches, and their formulas.
+"""Ops that are built ahead of time, and the options of a build.
 
-Formulas are over *launch values*, which whoever launches knows: the kernels' own arguments, and those of
-``VALUES``. They call the functions of the launch side (``launch_formulas.py``); tests compare
-what both come to. In upper case are constants of one build: constexprs of the kernels, and
-
-    CHUNKS     chunks per shard           ITEMSIZE   bytes of an element
-    GATHERS    results that all ranks get of rows that are normed, 0 to 2
+What their launches compute is in ``kernels/bundle_formulas.py``, by the same names.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 
+import torch
+
+from interlace.kernels import bundle_formulas
+from interlace.kernels.attention.decode import DECODE_LANES
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
-from interlace.kernels.signal import HEADER_WORDS
+from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
+from interlace.ops.attention.blocks import MERGED
+from interlace.ops.attention.decode import MOST_PIECES
 from interlace.ops.collectives.low_latency import (
     BLOCK_WORDS,
+    EPOCHS_OFFSET,
     MOST_PROGRAMS,
+    WORDS_OFFSET,
 )
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
-from interlace.tools.bundle.attention_ops import ATTENTION
-from interlace.tools.bundle.options import RANKS, ROWS, WORDS, BundleOp, Make
-from interlace.tools.bundle.options import KernelOptions as KernelOptions
-from interlace.tools.catalogue import catalogue
-from interlace.tools.catalogue.catalogue import Entry
+from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
+from interlace.tools.catalogue import catalogue, catalogue_attention
+from interlace.tools.catalogue.catalogue import (
+    DTYPES,
+    MANY_ROWS,
+    Entry,
+    ExpertsVariant,
+    MatmulVariant,
+    NormVariant,
+)
+
+# Not of one build: which path is an option, and how many programs is said at the launch.
+_NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """Options that specialise the kernels of a bundle. The world size does not.
+
+    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
+    "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
+    and, with ``quantize``, "fp8" or "fp8_static", are made fp8; ``gather`` "none", or which of them all
+    ranks get, "normed" or "both" with the sums. ``head_dim`` is of an attention, ``value_dim`` of its
+    values, 0 for the same; ``topk`` are slots of a token, ``experts`` those of a rank. For ``rows`` per
+    rank, ``columns`` and ``inner`` the tiles are chosen; where the last two are multiples of 16, so they
+    must be at every launch. ``overrides`` are values of the configuration.
+    """
+
+    dtype: str = "bf16"
+    weight: str = "kn"
+    bias: str = ""
+    average: bool = False
+    path: str = "auto"
+    rows: int = MANY_ROWS
+    columns: int = 4096
+    inner: int = 4096
+    norm: str = "rms"
+    quantize: str = ""
+    gather: str = "none"
+    head_dim: int = 128
+    value_dim: int = 0
+    topk: int = catalogue.TOPK
+    experts: int = catalogue.EXPERTS
+    overrides: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def configuration(self, arch: int) -> Configuration:
+        """The default one of ``arch`` with the overrides."""
+        default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
+        return replace(default, **self.overrides)  # type: ignore[arg-type]
+
+    @property
+    def variant(self) -> NormVariant:
+        return NormVariant(self.norm, self.quantize, "" if self.gather == "none" else self.gather)
+
+    @property
+    def routed(self) -> ExpertsVariant:
+        return ExpertsVariant(self.topk, self.experts)
+
+    def operands(self, arch: int) -> MatmulVariant:
+        possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
+        possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
+        if self.path == "tma" and not possible:
+            raise ValueError(
+                f"path is 'tma': sm_{arch} does not have it for {self.torch_dtype} with "
+                f"{self.columns} columns and inner dimension {self.inner}"
+            )
+        return MatmulVariant(
+            self.dtype,
+            self.weight,
+            possible and self.path != "pointers",
+            self.columns,
+            self.inner,
+            self.bias,
+            self.rows,
+            self.overrides,
+        )
+
+
+Make = Callable[[int, KernelOptions], list[Entry]]
+
+
+@dataclass(frozen=True)
+class BundleOp:
+    """One op of a bundle: ``entries`` are its kernels, in the order of their launches.
+
+    finish_kernel follows on the stream, but where the memory is that of ``words`` that carry their flags.
+    Those of ``apart`` wait for nothing, and without a ``workspace`` none does. ``tables`` name the quantity
+    that an argument points to; ``options`` are those that apply. ``names``: of a kernel's arguments those
+    that mean something else there than in the others, and what they are called. ``constants`` are the
+    same for all builds.
+    """
+
+    entries: Make
+    options: tuple[str, ...]
+    tables: dict[str, str] = field(default_factory=dict)
+    conditions: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    words: bool = False
+    workspace: bool = True
+    names: dict[str, dict[str, str]] = field(default_factory=dict)
+    constants: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether finish_kernel follows."""
+        return self.workspace and not self.words
+
+    def checked(self, name: str, options: KernelOptions) -> None:
+        """Raises ValueError for an option that ``name`` does not have, or that has no such value."""
+        for one in fields(KernelOptions):
+            changed = getattr(options, one.name) != getattr(KernelOptions(), one.name)
+            if changed and one.name not in (*self.options, "dtype", "rows", "overrides"):
+                raise ValueError(f"{one.name} is no option of {name}")
+        known = {f.name for f in fields(Configuration)} - set(_NOT_OVERRIDDEN)
+        chunks = options.overrides.get("chunks", 1)
+        if chunks > bundle_formulas.MOST_CHUNKS:
+            raise ValueError(
+                f"chunks is {chunks}; a bundle has {bundle_formulas.MOST_CHUNKS} at the most"
+            )
+        for key, value in options.overrides.items():
+            if key not in known:
+                raise ValueError(f"{key} is not in the configuration: {', '.join(sorted(known))}")
+            check_values({key: value})
+            if value == 0 and not isinstance(value, bool):
+                raise ValueError(f"{key} must be positive, got {value}")
+
 
 VALUES = {
     "rank": "this rank, from 0",
@@ -101,189 +231,124 @@ def _experts_rows(*kernels: str) -> Make:
     return made
 
 
-def _one(kernel: str, grid: str) -> dict[str, str]:
-    return {f"{kernel}_kernel": grid}
+def _attention(made: Callable[..., Iterable[Entry]]) -> Make:
+    return lambda arch, options: list(
+        made(
+            arch,
+            options.dtype,
+            options.head_dim,
+            value_size=options.value_dim or None,
+            **options.overrides,
+        )
+    )
 
 
-_SPLITS = ("num_experts > 0", "min(splits) >= 0", "max(splits) > 0")
+RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
+_ROWS = (*RANKS, "len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
+_SPLITS = (*RANKS, "num_experts > 0", "min(splits) >= 0", "max(splits) > 0")
+_SENT = (*RANKS, "senders > 0", "most_tokens > 0", "experts <= EXPERTS")
+# Without columns nobody would wait for what arrives, and it would hit the next op.
+_WAITED = ("N > 0", "resident > COPIERS")
+_BLOCKS = f"0 < blocks <= {MOST_PROGRAMS}"
 _FUSED = ("weight", "bias", "path", "columns", "inner")
 _NORM = ("average", "norm", "quantize")
 _ROUTED = ("topk", "experts", "columns")
-_SENT = (*RANKS, "senders > 0", "most_tokens > 0")
+_HEAD = ("head_dim", "value_dim")
+_SEGMENTS = {"segments_ptr": "segments"}
+_KEYS = {"parts_ptr": "parts", "spans_ptr": "spans"}
+_WORDS = {"epochs_offset": EPOCHS_OFFSET, "words_offset": WORDS_OFFSET}
+# Of all ops, for ``bundle_formulas.py``.
+CONSTANTS = {
+    "WORD": WORD,
+    "HEADER_WORDS": HEADER_WORDS,
+    "DATA_ALIGNMENT": DATA_ALIGNMENT,
+    "BLOCK_WORDS": BLOCK_WORDS,
+    "COUNT_NUMBERS": COUNT_NUMBERS,
+    "DECODE_LANES": DECODE_LANES,
+    "MERGED": MERGED,
+    "MOST_PIECES": MOST_PIECES,
+}
 
 
-def _after(byte: str) -> str:
-    """The next multiple at which a region of data begins."""
-    return f"ceil_div({byte}, {DATA_ALIGNMENT}) * {DATA_ALIGNMENT}"
-
-
-def _scattered(tiles_n: str) -> dict[str, str]:
-    """Quantities of a reduce-scatter of rows, and of the gather of what is made of them."""
-    return {
-        "sum_slots": f"reduce_slots(world_size, rows, BLOCK_M, {tiles_n})",
-        "sum_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
-        "segments": f"segment_lines(rank, world_size, segments_of(rows), BLOCK_M, {tiles_n})",
-        "slices": "slice_slots(1, rows, ROWS)",
-        "slots_byte": f"sum_slots * {WORD}",
-        "normed_byte": _after("sum_bytes"),
-        "sum_byte": _after("normed_byte + sum(rows) * N * NORMED_ITEMSIZE"),
-        "scale_byte": _after("sum_byte + (sum(rows) * N * ITEMSIZE if GATHERS == 2 else 0)"),
-        "slots": "sum_slots + (slice_slots(world_size, rows, ROWS) if GATHERS else 0)",
-        "data_bytes": "scale_byte + (sum(rows) * 4 if QUANTIZE else 0) if GATHERS else sum_bytes",
-    }
+def _of_heads(*, backward: bool) -> BundleOp:
+    return BundleOp(
+        _attention(functools.partial(catalogue_attention.heads_kernels, backward=backward)),
+        _HEAD,
+        _KEYS,
+        (*_ROWS, "min(rows) > 1", "heads % key_heads == 0"),
+        workspace=False,
+        constants={"span_stride": 0, "first_head": 0},
+    )
 
 
 OPS = {
     "all_gather_matmul": BundleOp(
         lambda arch, options: [catalogue.all_gather_matmul(arch, options.operands(arch))],
         _FUSED,
-        _one("all_gather_matmul", "persistent_grid(COPIERS, tiles, resident)"),
-        {
-            "chunk_size": "chunk_rows(rows, BLOCK_M, CHUNKS)",
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
-            "slots": "chunk_slots(rows, chunk_size)",
-            "data_bytes": "gathered_bytes(rows, K * ITEMSIZE)",
-            "sends": "send_lines(rank, world_size, rows, chunk_size)",
-            "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
-            "chunks": "chunk_lines(rank, world_size, rows, chunk_size, BLOCK_M, tiles_n)",
-            "num_chunks": "len(chunks)",
-            "multicast": "0",  # bundles send to each rank by itself
-        },
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},
-        # without columns nobody would wait for what arrives, and it would hit the next op
-        (*RANKS, *ROWS, "N > 0", "resident > COPIERS"),
+        (*_ROWS, *_WAITED),
+        constants={"multicast": 0},  # bundles send to each rank by itself
     ),
     "matmul_reduce_scatter": BundleOp(
         _reduced(catalogue.matmul_reduce_scatter),
         (*_FUSED, "average"),
-        _one("matmul_reduce_scatter", "persistent_grid(0, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
-            "slots": "reduce_slots(world_size, rows, BLOCK_M, tiles_n)",
-            "data_bytes": "contributed_bytes(world_size, rows, N * ITEMSIZE)",
-            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK_M, tiles_n)",
-            "own_rows": "rows[rank]",
-        },
-        {"segments_ptr": "segments"},
-        (*RANKS, *ROWS),
+        _SEGMENTS,
+        _ROWS,
     ),
     "matmul_all_reduce": BundleOp(
         _reduced(catalogue.matmul_all_reduce),
         (*_FUSED, "average"),
-        _one("matmul_all_reduce", "persistent_grid(0, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of([M], BLOCK_M, tiles_n)",
-            "slots": "reduce_slots(world_size, [M], BLOCK_M, tiles_n)",
-            "data_bytes": "contributed_bytes(world_size, [M], N * ITEMSIZE)",
-        },
         conditions=RANKS,
     ),
     "matmul_reduce_scatter_norm": BundleOp(
         _normed(catalogue.matmul_reduce_scatter_norm),
         (*_FUSED, *_NORM, "gather"),
-        _one("matmul_reduce_scatter_norm", "persistent_grid(0, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of(rows, BLOCK_M, tiles_n)",
-            **_scattered("tiles_n"),
-        },
-        {"segments_ptr": "segments"},
-        (*RANKS, *ROWS),
+        _SEGMENTS,
+        _ROWS,
     ),
     "matmul_all_reduce_norm": BundleOp(
         _normed(catalogue.matmul_all_reduce_norm),
         (*_FUSED, *_NORM),
-        _one("matmul_all_reduce_norm", "persistent_grid(0, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of([M], BLOCK_M, tiles_n)",
-            "slots": "reduce_slots(world_size, [M], BLOCK_M, tiles_n)",
-            "data_bytes": "contributed_bytes(world_size, [M], N * ITEMSIZE)",
-        },
         conditions=RANKS,
     ),
     "reduce_norm": BundleOp(
         _reduce_norm,
         ("columns", *_NORM, "gather"),
-        _one("reduce_norm", "persistent_grid(0, tiles_of(rows, ROWS, 1), resident)"),
-        _scattered("1"),
-        {"segments_ptr": "segments"},
-        (*RANKS, *ROWS, "N <= BLOCK_N"),
+        _SEGMENTS,
+        (*_ROWS, "N <= BLOCK_N"),
     ),
     "low_latency_norm": BundleOp(
         _low_latency_norm,
         ("columns", *_NORM),
-        _one("low_latency_norm", "tokens"),
-        {
-            "blocks": f"tokens * ceil_div(N * ITEMSIZE, {4 * BLOCK_WORDS})",
-            **WORDS,
-        },
-        conditions=(*RANKS, f"0 < blocks <= {MOST_PROGRAMS}", "N * ITEMSIZE % UNIT == 0"),
+        conditions=(*RANKS, _BLOCKS, "N * ITEMSIZE % UNIT == 0"),
         words=True,
+        constants=_WORDS,
     ),
     "dispatch": BundleOp(
         _experts_rows("dispatch_send_kernel", "dispatch_receive_kernel"),
         _ROUTED,
-        {
-            f"dispatch_{way}_kernel": "persistent_grid(0, world_size * senders, resident)"
-            for way in ("send", "receive")
-        },
-        {
-            "slots": "world_size * (1 + senders)",
-            "facts": "3 * TOPK",
-            "counts_byte": "0",
-            "x_byte": _after(f"world_size * ({COUNT_NUMBERS} + experts) * 8"),
-            "scales_byte": _after("x_byte + world_size * most_tokens * x_words * 4"),
-            "facts_byte": "scales_byte",
-            "scale_words": "facts",  # of none
-            "data_bytes": "facts_byte + world_size * most_tokens * facts * 4",
-        },
-        conditions=(*_SENT, "experts <= EXPERTS"),
+        conditions=_SENT,
+        constants={"counts_byte": 0},
     ),
     "combine": BundleOp(
         _experts_rows("combine_kernel"),
         _ROUTED,
-        _one("combine", "persistent_grid(0, world_size * senders, resident)"),
-        {
-            "slots": "world_size * senders",
-            "data_bytes": "most_tokens * TOPK * N * ITEMSIZE",
-            "tokens": "0",
-        },
-        conditions=(*_SENT, "experts <= EXPERTS"),
+        conditions=_SENT,
+        constants={"tokens": 0},
     ),
     "grouped_matmul_combine": BundleOp(
         lambda arch, options: [
             catalogue.grouped_matmul_combine(arch, options.operands(arch), options.routed)
         ],
         ("weight", "path", "columns", "inner", "topk", "experts"),
-        _one("grouped_matmul_combine", "programs"),
-        {"slots": "world_size * programs", "data_bytes": "home_rows * N * ITEMSIZE"},
         conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
     ),
     **{
         op: BundleOp(
             _by_columns(catalogue.grouped_matmul),
             _FUSED,
-            _one("grouped_matmul", "persistent_grid(COPIERS, tiles, resident)"),
-            {
-                "segments": "expert_segment_lines(rank, world_size, splits, num_experts)",
-                "received": "[expert_offsets(r, world_size, splits, num_experts)[-1] "
-                "for r in range(world_size)]",
-                "chunk_rows": "chunk_size",
-                "chunk_size": "chunk_rows(splits, BLOCK_M, CHUNKS)",
-                "tiles_n": "ceil_div(N, BLOCK_N)",
-                "tiles": "tiles_of([line[1] for line in segments], BLOCK_M, tiles_n)",
-                "slots": "num_experts * world_size + max(received) // chunk_size + 1",
-                "data_bytes": "max(received) * K * ITEMSIZE",
-                "sends": "expert_send_lines(rank, world_size, splits, num_experts, chunk_size)",
-                "num_sends": "len(sends)",
-            },
-            {"sends_ptr": "sends", "segments_ptr": "segments"},
-            # without columns nobody would wait for what arrives, and it would hit the next op
-            (*RANKS, *_SPLITS, experts, "N > 0", "resident > COPIERS"),
+            {"sends_ptr": "sends", **_SEGMENTS},
+            (*_SPLITS, experts, *_WAITED),
         )
         for op, experts in (
             ("all_gather_grouped_matmul", "len(splits) == world_size * num_experts"),
@@ -293,97 +358,64 @@ OPS = {
     "matmul_all_to_all": BundleOp(
         _by_columns(catalogue.matmul_all_to_all),
         _FUSED,
-        _one("matmul_all_to_all", "persistent_grid(0, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "own_tiles": "tiles_of([rows[rank]], BLOCK_M, tiles_n)",
-            "tiles": "max(own_tiles * world_size, tiles_of([max(rows)], BLOCK_M, tiles_n))",
-            "slots": "tiles_of(rows, BLOCK_M, tiles_n)",
-            "data_bytes": "gathered_bytes(rows, N * ITEMSIZE)",
-            "shards": "shard_lines(rows, BLOCK_M, tiles_n)",
-        },
         {"shards_ptr": "shards"},
-        (*RANKS, *ROWS),
+        _ROWS,
     ),
     "all_to_all_matmul": BundleOp(
         _by_columns(catalogue.all_to_all_matmul),
         ("weight", "bias", "columns", "inner"),
-        _one("all_to_all_matmul", "persistent_grid(COPIERS, tiles, resident)"),
-        {
-            "tiles_n": "ceil_div(N, BLOCK_N)",
-            "tiles": "tiles_of([rows[rank]], BLOCK_M, tiles_n)",
-            "own_rows": "rows[rank]",
-            "first_row": "sum(rows[:rank])",
-            "chunk_size": "chunk_rows(rows, BLOCK_M, CHUNKS)",
-            "chunk_rows": "chunk_size",
-            "chunks": "ceil_div(max(rows), chunk_size)",
-            "slots": "world_size * chunks",
-            "data_bytes": "contributed_bytes(world_size, rows, K * ITEMSIZE)",
-            "sends": "head_send_lines(rank, world_size, rows, chunk_size, chunks)",
-            "num_sends": "len(sends)",
-        },
         {"sends_ptr": "sends"},
-        # without a tile nobody would wait for what arrives, and it would hit the next op
-        (*RANKS, *ROWS, "min(rows) > 0", "N > 0", "resident > COPIERS"),
+        (*_ROWS, "min(rows) > 0", *_WAITED),
     ),
-    **ATTENTION,
+    "context_parallel_attention": BundleOp(
+        _attention(catalogue_attention.gathered_attention),
+        _HEAD,
+        {"sends_ptr": "sends", **_KEYS},
+        (*_ROWS, "min(rows) > 1", "resident > COPIERS", "heads % key_heads == 0"),
+        apart=("merge_attention_kernel",),
+        constants={"span_stride": 0, "first_head": 0},
+    ),
+    "attention_of_heads": _of_heads(backward=False),
+    "attention_of_heads_backward": _of_heads(backward=True),
+    "distributed_decode": BundleOp(
+        _attention(catalogue_attention.decode_kernels),
+        _HEAD,
+        conditions=(*RANKS, _BLOCKS),
+        apart=("decode_attention_kernel", "merge_attention_kernel"),
+        words=True,
+        # between the last two: what is merged is exchanged
+        names={
+            "merge_attention_kernel": {"output_ptr": "input_ptr"},
+            # a cache in one piece has none
+            "decode_attention_kernel": {"pages_ptr": "lengths_ptr"},
+        },
+        constants={"per_key": 1, "first_head": 0, "pages_stride": 0, "pages_size": 0, **_WORDS},
+    ),
     "all_gather": BundleOp(
         _collective("all_gather"),
         (),
-        _one("all_gather", "persistent_grid(COPIERS, num_arrivals, resident)"),
-        {
-            "chunk_size": "chunk_elements(rows, BLOCK, CHUNKS)",
-            "slots": "chunk_slots(rows, chunk_size)",
-            "data_bytes": "gathered_bytes(rows, ITEMSIZE)",
-            "sends": "send_lines(rank, world_size, rows, chunk_size)",
-            "num_sends": "sends_of(rank, world_size, rows, chunk_size)",
-            "arrivals": "arrival_lines(rank, world_size, rows, chunk_size, True)",
-            "num_arrivals": "slots",
-        },
         {"sends_ptr": "sends", "arrivals_ptr": "arrivals"},
-        (*RANKS, *ROWS, "resident > COPIERS"),
+        (*_ROWS, "resident > COPIERS"),
     ),
     "reduce_scatter": BundleOp(
         _collective("reduce_scatter"),
         ("average",),
-        _one("reduce_scatter", "persistent_grid(0, ceil_div(max(rows), BLOCK), resident)"),
-        {
-            "slots": "reduce_slots(world_size, rows, BLOCK, 1)",
-            "data_bytes": "contributed_bytes(world_size, rows, ITEMSIZE)",
-            "segments": "segment_lines(rank, world_size, segments_of(rows), BLOCK, 1)",
-            "own_elements": "rows[rank]",
-        },
-        {"segments_ptr": "segments"},
-        (*RANKS, *ROWS),
+        _SEGMENTS,
+        _ROWS,
     ),
     "all_reduce": BundleOp(
         _collective("all_reduce"),
         ("average",),
-        _one("all_reduce", "persistent_grid(0, ceil_div(elements, BLOCK), resident)"),
-        {
-            "slots": "reduce_slots(world_size, [elements], BLOCK, 1)",
-            "data_bytes": "contributed_bytes(world_size, [elements], ITEMSIZE)",
-        },
         conditions=RANKS,
     ),
     "broadcast": BundleOp(
         lambda arch, options: catalogue.broadcast(arch, options.dtype),
         (),
-        _one("low_latency_broadcast", "blocks"),
-        {"blocks": f"ceil_div(units * UNIT, {4 * BLOCK_WORDS})", **WORDS},
-        conditions=(*RANKS, "0 <= root < world_size", f"0 < blocks <= {MOST_PROGRAMS}"),
+        conditions=(*RANKS, "0 <= root < world_size", _BLOCKS),
         words=True,
+        constants=_WORDS,
     ),
 }
-
-# One op at a time; of several on one buffer, the largest. Slots and data never change places.
-WORKSPACE = {
-    "slot_offset": f"{HEADER_WORDS * WORD}",
-    "data_offset": _after(f"slot_offset + slots * {WORD}"),
-    "buffer_bytes": "data_offset + data_bytes",
-}
-# A buffer for such ops alone: what lies there is words of older epochs.
-WORDS_SPACE = {"buffer_bytes": f"words_offset + blocks * 2 * world_size * {BLOCK_WORDS * WORD}"}
 
 
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
@@ -393,3 +425,8 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
     if path in rows_of_weight:
         return "K > 0", "input_stride >= K", rows_of_weight[path]
     return ("keys_stride >= batches * key_heads * (HEAD_DIM + VALUE_DIM)",) if path else ()
+
+
+def kernels(op: str) -> tuple[str, ...]:
+    """Names of the kernels of an op itself, in the order of their launches."""
+    return tuple(name for name in bundle_formulas.OPS[op] if name.endswith("_kernel"))
