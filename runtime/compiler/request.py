@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import NOWHERE, Fault
-from interlace.runtime.compiler.lint.loops import Loop
+from interlace.runtime.compiler.lint.sass import Loop
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.kernel_arguments import leaves, outside
 

@@ -32,9 +32,8 @@ from interlace.runtime.compat.triton_launcher import (
 )
 from interlace.runtime.compiler import artifacts, kept
 from interlace.runtime.compiler.lint import sass as sass_rules
-from interlace.runtime.compiler.lint.faults import NOWHERE, selected
-from interlace.runtime.compiler.lint.lines import Frame, describe
-from interlace.runtime.compiler.lint.loops import loops
+from interlace.runtime.compiler.lint.faults import NOWHERE, Frame, describe, selected
+from interlace.runtime.compiler.lint.sass import loops
 from interlace.runtime.compiler.lint.triton_ir import TritonIR
 from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.core.errors import PlaceUnavailableError, RankError, SourceText

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.transfer import IN_FLIGHT_BYTES
-from interlace.runtime.compiler.lint.loops import Loop, loops
+from interlace.runtime.compiler.lint.sass import Loop, loops
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import entries
 from interlace.tools.catalogue.catalogue_attention import heads_kernels

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from interlace.runtime.compiler.lint.loops import Loop
 from interlace.runtime.compiler.lint.ptx import PtxModule
+from interlace.runtime.compiler.lint.sass import Loop
 from interlace.runtime.compiler.request import Entry
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build

@@ -8,8 +8,7 @@ when to ignore it. Instructions are recognised by the words of their operation, 
 
 from collections.abc import Callable
 
-from interlace.runtime.compiler.lint.faults import Fault
-from interlace.runtime.compiler.lint.lines import FrameChain, describe, later
+from interlace.runtime.compiler.lint.faults import Fault, FrameChain, describe, later
 from interlace.runtime.compiler.lint.ptx import PtxInstruction, PtxModule
 
 Rule = Callable[[PtxModule], list[Fault]]

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from interlace.runtime.compiler.lint.faults import Fault
-from interlace.runtime.compiler.lint.lines import Frame, FrameChain, describe
+from interlace.runtime.compiler.lint.faults import Fault, Frame, FrameChain, describe
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import is_acquire, polls
 

@@ -6,8 +6,7 @@ import pytest
 
 from interlace.runtime.compiler.lint import ptx_rules
 from interlace.runtime.compiler.lint import sass as sass_rules
-from interlace.runtime.compiler.lint.faults import RULES
-from interlace.runtime.compiler.lint.lines import Frame, later
+from interlace.runtime.compiler.lint.faults import RULES, Frame, later
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.sass import instruction_counts, without_tensor_cores
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR

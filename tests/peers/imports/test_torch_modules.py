@@ -25,7 +25,7 @@ import contextlib, importlib, json, os, pkgutil, sys, warnings
 
 import interlace, torch
 from interlace.verify import shims
-from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
+from interlace.verify.shims import torch_cuda, torch_distributed
 
 def below(package):
     yield package
@@ -50,7 +50,7 @@ warnings.simplefilter("ignore")
 with shims.installed("torch"), contextlib.redirect_stdout(sys.stderr):
     within = dict(refused(names))
     replaced = {**torch_cuda.REPLACED, **torch_distributed.REPLACED,
-                "Group": torch_distributed.SimulatedGroup, "Memory": torch_memory.MemoryOfTorch}
+                "Group": torch_distributed.SimulatedGroup, "Memory": torch_distributed.MemoryOfTorch}
 outside = dict(refused(within))
 kinds = [each for each in replaced.values() if getattr(each, "__module__", "").startswith("interlace")]
 kept = [f"{name}.{key}" for name, module in list(sys.modules.items()) if name.startswith("torch")

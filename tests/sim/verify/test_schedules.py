@@ -25,7 +25,7 @@ from interlace.verify import ScheduleReport, VerificationError, check, races, re
 from interlace.verify.race_check import check as race_check
 from interlace.verify.schedule_check import check as schedule_check
 from interlace.verify.schedule_check import sampling
-from interlace.verify.schedule_check.digest import digest_of
+from interlace.verify.schedule_check.check import digest_of
 from sim.verify import memory_kernels
 from sim.verify import race_kernels as kernels
 from sim.verify.test_races import buffer, launch

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from interlace.runtime.compiler.lint.faults import NOWHERE, RULES, Fault, selected
-from interlace.runtime.compiler.lint.lines import Frame, place
+from interlace.runtime.compiler.lint.faults import NOWHERE, RULES, Fault, Frame, place, selected
 from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import (

@@ -1,37 +1,287 @@
-"""``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders."""
+"""``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders.
+
+Kernels' accesses come from the interpreter. What user code does with tensors goes through torch's
+dispatcher, and there every operator says in its schema what it reads and what it writes. So an output
+that is used before its op was waited for is a race like any other.
+
+A schedule with findings is run again: for its story, in which their accesses are told, in memory of one
+rank too; by detectors without one of the rules; and as it would be with one line of a kernel changed. Such
+lines are barriers without which it would be in order as well, of programs whose threads are told apart, as
+of one that is interpreted it is not known which of its threads a barrier is for. And atomics that would
+order two accesses if they acquired and released, as of a counter that is relaxed, whose last program
+signals by another word: no signal between the two accesses is to blame.
+"""
 
 from __future__ import annotations
 
 import functools
+import linecache
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any, cast
 
+import torch
+
 from interlace import launcher
+from interlace.runtime.compat.torch_modes import DispatchMode
+from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.place import run_sim
 from interlace.runtime.places.sim.programs.choice import Rewrite, programs
+from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
-from interlace.runtime.places.sim.scheduler.source_lines import with_lines
+from interlace.runtime.places.sim.scheduler.source_lines import (
+    program_lines,
+    task_lines,
+    with_lines,
+)
 from interlace.runtime.places.sim.scheduler.strategies import for_seed
+from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify.lint_check.check import specialisation
 from interlace.verify.race_check import hints
-from interlace.verify.race_check.agents import Rules
-from interlace.verify.race_check.causes import Reach, by_cause, named
-from interlace.verify.race_check.changed_lines import counters, superfluous
-from interlace.verify.race_check.findings import Finding, RaceReport
+from interlace.verify.race_check.agents import Agent, Rules
+from interlace.verify.race_check.collector import At
+from interlace.verify.race_check.findings import Access, Finding, RaceReport, Reach, by_cause, named
 from interlace.verify.race_check.happens_before import Detector
-from interlace.verify.race_check.teller import RaceTeller
-from interlace.verify.race_check.torch_accesses import TorchAccesses
-from interlace.verify.schedule_check.interleaving import Story
+from interlace.verify.schedule_check.interleaving import Story, Storyteller
 from interlace.verify.schedule_check.sampling import (
     poisoned_memory,
     rare_collections,
     refused,
     seed_list,
 )
+
+# operators whose result is poison in a check, see ``sampling.poisoned_memory``
+_UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# and those that ask their argument for its shape and dtype alone, or for its op
+_SHAPES_ONLY = _UNDEFINED | {
+    "wait_tensor",
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full"),
+}
+
+
+class TorchAccesses(DispatchMode):
+    """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
+
+    def __init__(self, scheduler: Scheduler, detector: Any) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._detector = detector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._scheduler.inside and self._scheduler.current.program is None:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        task, detector = self._scheduler.current, self._detector
+        name = func.overloadpacket.__name__
+        given = list(_given(func, args, kwargs))
+        if name == "lift_fresh":  # the last step of torch.tensor(...) and torch.from_numpy(...)
+            for tensor, _ in given:
+                detector.new(task, tensor, "tensor")
+            return
+        if _is_view(func):
+            return
+        storages = set()
+        for tensor, writes in given:
+            storages.add(tensor.untyped_storage().data_ptr())
+            detector.know(tensor, task.rank)
+            if name not in _SHAPES_ONLY:
+                detector.touch(task, tensor, name, stores=writes)
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in storages:
+                detector.new(task, tensor, name, writes=name not in _UNDEFINED)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the operator returns an alias and touches no data."""
+    return torch.Tag.inplace_view in func.tags or any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for value in func._schema.returns
+    )
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Tensors among the arguments, and whether the operator writes them."""
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            value = args[position]
+        elif argument.name in kwargs:
+            value = kwargs[argument.name]
+        else:
+            continue
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value):
+            yield tensor, writes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type == "cpu":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+class RaceTeller(Storyteller):
+    """Notes what torch operators do to symmetric memory, too, and every access that ``findings`` name.
+
+    ``detector`` has to see what happens before the teller does: it knows what memory of one rank is
+    called, and finds the same again, with the number of the step of each access.
+    """
+
+    def __init__(
+        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[Any, ...], At]
+    ) -> None:
+        """``asked``: where the findings were, as :class:`Collector` has it."""
+        super().__init__()
+        self.detector = StepDetector(seed, asked, lambda: self._count)
+        every = [access for each in findings for access in (each.first, each.second)]
+        self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
+
+    def _is_named(self, task: Task, lines: tuple[SourceText, ...]) -> bool:
+        return (task.rank, self._who(task), lines) in self._named
+
+    def _place(self, task: Task, address: int) -> str | None:
+        found = super()._place(task, address)
+        if found is None and self._is_named(task, program_lines()):
+            found = self.detector.place(address)
+        return found
+
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        place = f" at {bad.memory}, byte {bad.offset}" if bad.memory else ""
+        text = f"{bad.does}{place}: {bad.kind}"
+        self._note(task, text, program_lines())
+
+    def on_signals_seen(self, task: Task, slots: Any) -> None:
+        before, lines = self._count, task_lines(task)
+        super().on_signals_seen(task, slots)
+        if self._count == before and self._is_named(task, lines):
+            self._note(task, "has waited for signals", lines)
+
+    def know(self, tensor: torch.Tensor, rank: int) -> None: ...
+
+    def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
+        if writes and self._memory.find(tensor.data_ptr()) is None:
+            self.touch(task, tensor, op, stores=True)
+
+    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
+        place, lines = self._memory.find(tensor.data_ptr()), task_lines(task)
+        if place is None and self._is_named(task, lines):
+            place = self.detector.place(tensor.data_ptr())
+        if place is not None:
+            verb = "writes" if stores else "reads"
+            self._note(task, f"{verb} ({op}) at {place}", lines)
+
+
+class StepDetector(Detector):
+    """A detector to which accesses differ by their step; ``step()`` is the number of the next one."""
+
+    done = False  # when it has found all it still has to name memory
+
+    def __init__(
+        self, seed: int, asked: Mapping[tuple[Any, ...], At], step: Callable[[], int]
+    ) -> None:
+        super().__init__(seed, asked=asked)
+        self._step = step
+
+    def place(self, address: int) -> str | None:
+        """The name of an address in memory that this run has touched."""
+        segment = self._memory.at(address)
+        return None if segment is None else f"{segment.label}, byte {address - segment.base}"
+
+    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
+        return Access(agent.rank, agent.who, what, lines, self._step())
+
+
+_WRITTEN = re.compile(r"barrier|syncthreads|bar\.sync")
+_OURS = re.compile(r"/interlace/(kernels|verify)/")
+BARRIER_SEEDS = 2  # that are asked for barriers
+MOST_ATOMICS = 16  # lines of atomics that are asked
+
+Asked = Mapping[tuple[Any, ...], At]
+
+
+class DetectorWithout(Detector):
+    """One that does not hear of the barriers of a ``line``, and is done with the first race."""
+
+    def __init__(self, seed: int, line: SourceText) -> None:
+        super().__init__(seed)
+        self._line = line
+
+    @property
+    def done(self) -> bool:
+        return bool(self.found)
+
+    def on_barrier(self, task: Task | None, threads: object = None) -> None:
+        if program_lines()[:1] != (self._line,):
+            super().on_barrier(task, threads)
+
+
+def superfluous(
+    lines: Iterable[SourceText],
+    seeds: Iterable[int],
+    observed: Callable[[int, list[DetectorWithout]], object],
+) -> tuple[SourceText, ...]:
+    """Of ``lines``, which have barriers, those whose author may leave them out, each by itself.
+
+    ``observed`` runs the schedule of a seed for some detectors.
+    """
+    left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
+    for seed in list(seeds)[:BARRIER_SEEDS]:
+        if left:
+            asked = [DetectorWithout(seed, line) for line in left]
+            observed(seed, asked)
+            left = [line for line, each in zip(left, asked, strict=True) if not each.done]
+    return tuple(left)
+
+
+def _is_written(line: SourceText) -> bool:
+    """Whether it stands in the user's source, and is not the compiler's."""
+    return any(
+        _WRITTEN.search(linecache.getline(path, number)) and not _OURS.search(path)
+        for path, number in line.frames
+    )
+
+
+class DetectorWith(Detector):
+    """One for which atomics at the line of ``access`` acquire and release."""
+
+    def __init__(self, seed: int, asked: Asked, access: Access) -> None:
+        super().__init__(seed, asked=asked)
+        self.access = access
+
+    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+        if program_lines()[:1] == self.access.lines[:1]:
+            atomic = replace(atomic, sem="acq_rel")
+        super().on_atomic(task, atomic, result)
+
+
+def counters(
+    detector: Detector, asked: Asked, observed: Callable[[list[DetectorWith]], object]
+) -> dict[tuple[Any, ...], Access]:
+    """By the key of a finding among those ``asked``: the atomic of such a line, if there is one.
+
+    ``observed`` runs the schedule of the ``detector`` for others.
+    """
+    lines = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
+    others = [DetectorWith(detector.seed, asked, each) for each in [*lines.values()][:MOST_ATOMICS]]
+    if others:
+        observed(others)
+    ordering = (
+        (key, each.access) for each in others[::-1] for key in asked if key not in each.found
+    )
+    return dict(ordering)
+
 
 SEEDS = 10
 

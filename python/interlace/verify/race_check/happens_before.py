@@ -46,8 +46,7 @@ from interlace.verify.race_check.agents import (
     ThreadsAgent,
     joined,
 )
-from interlace.verify.race_check.collector import At, does_of, stream_atomic
-from interlace.verify.race_check.fences import Fences
+from interlace.verify.race_check.collector import At, Collector, does_of, stream_atomic
 from interlace.verify.race_check.shadow import (
     WRITES,
     Conflict,
@@ -61,7 +60,7 @@ Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
 
 
-class Detector(Fences):
+class Detector(Collector):
     def __init__(
         self,
         seed: int,

@@ -10,10 +10,15 @@ printed as an interleaving.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+import torch
 
 from interlace import launcher
 from interlace.runtime.core.errors import EndlessTaskError
@@ -23,7 +28,6 @@ from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Prog
 from interlace.runtime.places.sim.scheduler.source_lines import with_lines
 from interlace.runtime.places.sim.scheduler.strategies import Replay, ScheduleSegment, for_seed
 from interlace.verify.schedule_check import parallel
-from interlace.verify.schedule_check.digest import digest_of
 from interlace.verify.schedule_check.interleaving import Story, Storyteller
 from interlace.verify.schedule_check.sampling import (
     poisoned_memory,
@@ -31,6 +35,55 @@ from interlace.verify.schedule_check.sampling import (
     refused,
     seed_list,
 )
+
+DEEPEST = 50
+
+
+def digest_of(value: Any) -> str:
+    """Equal for equal results. Tensors and arrays count by their bits, containers and dataclasses by
+    what is in them, other objects by their type alone: they may differ in their address only.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_bytes(value, DEEPEST))
+    return digest.hexdigest()
+
+
+def _bytes(value: Any, depth: int) -> bytes:
+    name = type(value).__name__.encode()
+    if depth == 0 or value is None:
+        return name
+    if isinstance(value, torch.Tensor):
+        return _tensor_bytes(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        data = b"" if array.dtype.hasobject else array.tobytes()
+        return f"{array.shape}{array.dtype}".encode() + data
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value).encode()
+    parts: list[bytes]
+    if isinstance(value, (list, tuple)):
+        parts = [_bytes(each, depth - 1) for each in value]
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted(_bytes(each, depth - 1) for each in value)
+    elif isinstance(value, dict):
+        parts = [_bytes(k, depth - 1) + b":" + _bytes(v, depth - 1) for k, v in value.items()]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        parts = [_bytes(getattr(value, field.name, None), depth - 1) for field in fields]
+    else:
+        return name
+    return name + b"(" + b",".join(str(len(part)).encode() + b" " + part for part in parts) + b")"
+
+
+def _tensor_bytes(value: torch.Tensor) -> bytes:
+    head = f"{tuple(value.shape)}{value.dtype}{value.layout}".encode()
+    if value.layout == torch.sparse_coo:
+        value = value.detach().to_dense()
+    if value.layout != torch.strided or value.device.type == "meta" or not value.numel():
+        return head
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return head + plain.view(torch.uint8).numpy().tobytes()
+
 
 SHRINK_RUNS = 300
 SHRINK_SECONDS = 30.0

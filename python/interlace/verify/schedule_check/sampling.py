@@ -1,4 +1,6 @@
-"""Seeds of schedules, poisoned memory, collections: what the checks that run schedules have in common."""
+"""Seeds, poisoned memory, collections, arguments: what the checks that run schedules have in common."""
+
+from __future__ import annotations
 
 import gc
 import itertools

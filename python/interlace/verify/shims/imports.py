@@ -142,14 +142,14 @@ def calls_a_shim(kernel: Any) -> bool:
 def _torch_of_a_gpu() -> Iterator[None]:
     """Within, code of a process and a GPU per rank runs on simulated ranks."""
     # what few need
-    from interlace.verify.shims import torch_cuda, torch_distributed, torch_memory
+    from interlace.verify.shims import torch_cuda, torch_distributed
 
     # torch imports it in places; it is to stay
     importlib.import_module("torch._dynamo")
     known = set(sys.modules) - _IMPORTED
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
     of_torch: Any = sys.modules["torch._C._distributed_c10d"]
-    made = torch_memory.MemoryOfTorch
+    made = torch_distributed.MemoryOfTorch
     group = {"ProcessGroup": torch_distributed.SimulatedGroup}
     replaced: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, torch_cuda.REPLACED),
@@ -183,7 +183,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
                         stand_ins.put(leaving, vars(module), name, value)
 
             leaving.enter_context(custom_ops.of_libraries())
-            torch_memory.replace_ops(leaving)
+            torch_distributed.replace_ops(leaving)
             for module, names in replaced:
                 for name, value in names.items():
                     stand_ins.put(leaving, vars(module), name, value)

@@ -171,67 +171,31 @@ def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem=None, scop
     )
 
 
-@triton.jit
-def atomic_add(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
+def _atomic(operation: Any) -> Any:
+    """``operation`` of ``tl`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+
+    @triton.jit
+    def atomic(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
                hint=None):  # fmt: skip
-    """``tl.atomic_add`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_add(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
+        address = _at(pointer, from_rank, to_rank, heap_bases)
+        return operation(address, val, mask=mask, sem=sem, scope=scope)
+
+    return atomic
 
 
-@triton.jit
-def atomic_xchg(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_xchg`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_xchg(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
+atomic_add, atomic_xchg = _atomic(tl.atomic_add), _atomic(tl.atomic_xchg)
+atomic_and, atomic_or, atomic_xor = map(_atomic, (tl.atomic_and, tl.atomic_or, tl.atomic_xor))
+atomic_min, atomic_max = _atomic(tl.atomic_min), _atomic(tl.atomic_max)
 
 
-@triton.jit
-def atomic_and(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_and`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_and(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
+def _of_context(atomic: Any) -> Any:
+    """The same as a method of :class:`DeviceContext`."""
 
+    @triton.jit
+    def method(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
+        return atomic(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
 
-@triton.jit
-def atomic_or(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_or`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_or(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
-
-
-@triton.jit
-def atomic_xor(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_xor`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_xor(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
-
-
-@triton.jit
-def atomic_min(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_min`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_min(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
-
-
-@triton.jit
-def atomic_max(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
-               hint=None):  # fmt: skip
-    """``tl.atomic_max`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
-    return tl.atomic_max(
-        _at(pointer, from_rank, to_rank, heap_bases), val, mask=mask, sem=sem, scope=scope
-    )
+    return method
 
 
 @tl.core._aggregate
@@ -281,33 +245,10 @@ class DeviceContext:
     def atomic_cas(self, pointer, cmp, val, to_rank, sem=None, scope=None, hint=None):
         return atomic_cas(pointer, cmp, val, self.rank, to_rank, self.heap_bases, sem, scope)
 
-    @triton.jit
-    def atomic_add(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_add(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_xchg(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_xchg(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_and(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_and(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_or(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_or(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_xor(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_xor(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_min(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_min(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
-
-    @triton.jit
-    def atomic_max(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
-        return atomic_max(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope)
+    atomic_add, atomic_xchg = _of_context(atomic_add), _of_context(atomic_xchg)
+    atomic_and, atomic_or = _of_context(atomic_and), _of_context(atomic_or)
+    atomic_xor = _of_context(atomic_xor)
+    atomic_min, atomic_max = _of_context(atomic_min), _of_context(atomic_max)
 
 
 Context = DeviceContext

@@ -34,9 +34,8 @@ from interlace.verify.lint_check.check import (
     settled,
 )
 from interlace.verify.protocols.patterns import PATTERNS, explored
-from interlace.verify.race_check.causes import on_more_ranks
 from interlace.verify.race_check.check import races
-from interlace.verify.race_check.findings import Finding, RaceReport
+from interlace.verify.race_check.findings import Finding, RaceReport, on_more_ranks
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
 from interlace.verify.shims.imports import calls_a_shim, needed_for
