@@ -294,6 +294,7 @@ ERRORS = {
     "--set is 'block_m'": ["--op=all_reduce", "--out", "{out}", "--set", "block_m"],
     "--set tiles=1: 'tiles' is no field": ["--op=all_reduce", "--out", "{out}", "--set", "tiles=1"],
     "--set block_m=3: block_m is 3;": ["--op=all_reduce", "--out", "{out}", "--set", "block_m=3"],
+    "chunks is 300; a bundle has 256": ["--op=all_gather", "--out", "{out}", "--set", "chunks=300"],
     "path is 'tma': sm_80": ["--op=matmul_all_reduce", "--out={out}", "--arch=80", "--path=tma"],
 }
 
