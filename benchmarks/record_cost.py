@@ -16,7 +16,7 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.shm.machine_code.steps import Steps
+from interlace.runtime.places.shm.machine_code import Steps
 from interlace.runtime.places.shm.message_steps import Listed
 from interlace.runtime.processes.recorder import FlightRecorder
 

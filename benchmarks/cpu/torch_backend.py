@@ -22,7 +22,7 @@ from cpu.measure import Case, Measurement, beside_gloo, measure
 from cpu.openmpi import openmpi
 
 import interlace
-from interlace.runtime.places.shm.machine_code.steps import Copier, available
+from interlace.runtime.places.shm.machine_code import Copier, available
 
 SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 DISPATCH_BYTES = 4

@@ -64,8 +64,8 @@ from interlace.runtime.processes.segment import Mapping
 
 LONGEST_SLEEP = 1e-3
 
-_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
-_FUTEX = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+FUTEX_NUMBERS = {"x86_64": 202, "AMD64": 202, "aarch64": 98}
+_FUTEX = FUTEX_NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYONE = 1 << 30  # threads to wake
 BELL = 64  # bytes from the word ASLEEP to the futex

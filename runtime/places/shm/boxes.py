@@ -10,7 +10,7 @@ The first has records: bytes of the record, tag, bytes of the message, number of
 and the data if it is short. A record does not go on at the ring's beginning: a negative length says how
 much of the ring's end is left out. Larger messages go through the second, in pieces of equal size. The
 memory of each is allocated when it is used first. A :class:`Pipe` is one direction of the second, as one of
-its ends sees it; machine code (``machine_code/mover_ir.py``) moves pieces, or Python.
+its ends sees it; machine code (``machine_code.ll``) moves pieces, or Python.
 
 A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
 may sleep in an op at the same time.
@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.shm.caches import Thresholds, own_caches
-from interlace.runtime.places.shm.machine_code import loader, mover_ir, steps
 from interlace.runtime.processes.control import (
     BOX_BYTES,
     BOXES,
@@ -41,6 +41,25 @@ from interlace.runtime.processes.segment import PAGE
 from interlace.runtime.processes.waiting import CROWD, give_core_away
 
 _PUT, _TAKEN, _SENT, _RECEIVED = 0, 8, 16, 24  # words
+_MOVE = {
+    name: number
+    for names in (
+        "PIECE SLOTS SPINS YIELDS IDLE LONG_YIELD CROWDED CROWDED_UNTIL ASLEEP",
+        "OURS THEIRS DONE SHIFT RING MEMORY TOTAL MOVED PUTS PAST THEIR_ASLEEP",
+    )
+    for number, name in enumerate(names.split())
+}
+"""Words of the terms of a move: bytes of a piece, pieces of a ring; polls, turns given away, ns without
+progress; as in ``machine_code.py``; the address of the own word ASLEEP, or 0 not to sleep. And of a
+pipe: addresses of the counters of pieces that this end and the other have done; this end's count, and
+how many slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those
+moved; whether
+this end puts or takes pieces, and whether past the caches; the other end's word ASLEEP."""
+_SPINS, _IDLE = _MOVE["SPINS"], _MOVE["IDLE"]
+_DONE, _SHIFT, _RING, _MEMORY, _TOTAL, _MOVED, _PUTS, _PAST = range(
+    _MOVE["DONE"], _MOVE["PAST"] + 1
+)
+_PIPE = 11  # words
 _RECORD = struct.Struct("<5q")
 _SLOTS = 4  # pieces of a ring, at least
 _MOST = 2 << 20  # bytes of both rings
@@ -76,7 +95,7 @@ class Pipe:
         owner, other = (own, peer) if puts else (peer, own)
         ring = control.bases[owner] + boxes.ring(other, pieces=True)
         self._piece, self._slots, self._puts = boxes.piece, boxes.slots, puts
-        self.words = (ctypes.c_int64 * mover_ir.PIPE)(
+        self.words = (ctypes.c_int64 * _PIPE)(
             *(words.address + 8 * index for words, index in (self._ours, self._theirs)),
             0, 0, ring, 0, 0, 0, puts, 0, control.mail_asleep(peer),
         )  # fmt: skip
@@ -86,39 +105,39 @@ class Pipe:
     def shift(self) -> int:
         """The shift of the message that is announced next: if the ring is empty it begins at slot 0."""
         words, (theirs, index) = self.words, self._theirs
-        if self.finished and theirs.acquired(index) == words[mover_ir.DONE]:
-            words[mover_ir.SHIFT] = -words[mover_ir.DONE] % self._slots
-        return words[mover_ir.SHIFT]
+        if self.finished and theirs.acquired(index) == words[_DONE]:
+            words[_SHIFT] = -words[_DONE] % self._slots
+        return words[_SHIFT]
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
         """A message, to or from ``address``; 0 lets its bytes go. ``past`` the caches or through them."""
         words = self.words
-        words[mover_ir.SHIFT] = shift
-        words[mover_ir.MEMORY], words[mover_ir.TOTAL] = address, nbytes
-        words[mover_ir.MOVED], words[mover_ir.PAST] = 0, past
+        words[_SHIFT] = shift
+        words[_MEMORY], words[_TOTAL] = address, nbytes
+        words[_MOVED], words[_PAST] = 0, past
 
     def let_go(self) -> None:
         """The rest of the message goes nowhere."""
-        self.words[mover_ir.MEMORY] = 0
+        self.words[_MEMORY] = 0
 
     @property
     def finished(self) -> bool:
-        return self.words[mover_ir.MOVED] >= self.words[mover_ir.TOTAL]
+        return self.words[_MOVED] >= self.words[_TOTAL]
 
     def move(self) -> bool:
         """Move the next piece, by Python, if it can be; whether it was."""
         words = self.words
-        done, moved = words[mover_ir.DONE], words[mover_ir.MOVED]
+        done, moved = words[_DONE], words[_MOVED]
         (theirs, index), (ours, own_index) = self._theirs, self._ours
         ahead = done - theirs.acquired(index)
         if self.finished or not (ahead < self._slots if self._puts else ahead < 0):
             return False
-        size = min(self._piece, words[mover_ir.TOTAL] - moved)
-        slot = words[mover_ir.RING] + (done + words[mover_ir.SHIFT]) % self._slots * self._piece
-        if memory := words[mover_ir.MEMORY]:
+        size = min(self._piece, words[_TOTAL] - moved)
+        slot = words[_RING] + (done + words[_SHIFT]) % self._slots * self._piece
+        if memory := words[_MEMORY]:
             both = (slot, memory + moved) if self._puts else (memory + moved, slot)
             ctypes.memmove(*both, size)
-        words[mover_ir.DONE], words[mover_ir.MOVED] = done + 1, moved + size
+        words[_DONE], words[_MOVED] = done + 1, moved + size
         ours.release(own_index, done + 1)
         self._ring()
         return True
@@ -126,13 +145,15 @@ class Pipe:
 
 @functools.cache
 def _machine_code() -> Callable[..., int] | None:
-    if not steps.available():
+    if not machine_code.available():
         return None
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p,
         ctypes.c_int64,
     )  # fmt: skip
-    move: Callable[..., int] = kind(loader.compiled(mover_ir.move(loader.PROCESSOR), "move"))
+    move: Callable[..., int] = kind(
+        machine_code.compiled(machine_code.module_ir("move", words=_MOVE), "move")
+    )
     return move
 
 
@@ -163,7 +184,7 @@ class Boxes:
         self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
         self._move = _machine_code()
         # With more ranks than cores a turn is better slept through than given away again and again.
-        self._spins, yields = (steps.PAUSES, steps.YIELDS) if group.spins else (1, 0)
+        self._spins, yields = (machine_code.PAUSES, machine_code.TURNS) if group.spins else (1, 0)
         self._terms = [
             (ctypes.c_int64 * 9)(self.piece, self.slots, 0, yields, 0, *CROWD, asleep)
             for asleep in (0, control.mail_asleep(self._rank))
@@ -264,10 +285,10 @@ class Boxes:
 
     def start(self, pipe: Pipe) -> None:
         """Move what can be moved now, once around the ring at most: its caller may have more to do."""
-        words, total = pipe.words, pipe.words[mover_ir.TOTAL]
-        words[mover_ir.TOTAL] = min(total, self.slots * self.piece)
+        words, total = pipe.words, pipe.words[_TOTAL]
+        words[_TOTAL] = min(total, self.slots * self.piece)
         self.move([pipe], (), 0.0, sleep=False)
-        words[mover_ir.TOTAL] = total
+        words[_TOTAL] = total
 
     def move(
         self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool,
@@ -286,8 +307,8 @@ class Boxes:
         if self._move is None:
             return self._by_python(pipes, count, seconds, sleep=sleep)
         terms = self._terms[sleep]
-        terms[mover_ir.IDLE] = int(seconds * 1e9)
-        terms[mover_ir.SPINS] = self._spins if seconds else 0
+        terms[_IDLE] = int(seconds * 1e9)
+        terms[_SPINS] = self._spins if seconds else 0
         addresses = (ctypes.c_int64 * len(pipes))(*[pipe.address for pipe in pipes])
         return self._move(terms, addresses, len(pipes), watched, count) >= 0
 

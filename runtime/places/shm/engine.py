@@ -23,7 +23,7 @@ from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.shm.boxes import Boxes
 from interlace.runtime.places.shm.direct import Direct
-from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand, available
+from interlace.runtime.places.shm.machine_code import SUMS, Operand, available
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
     INPUT,

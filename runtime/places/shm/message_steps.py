@@ -23,8 +23,15 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.context import current
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
-from interlace.runtime.places.shm.machine_code.ir import FIRST, REGISTERS, WAIT
-from interlace.runtime.places.shm.machine_code.steps import SUMS, Copier, Operand, Steps
+from interlace.runtime.places.shm.machine_code import (
+    FIRST,
+    REGISTERS,
+    SUMS,
+    WAIT,
+    Copier,
+    Operand,
+    Steps,
+)
 from interlace.runtime.processes.control import (
     AREA,
     HEADERS,

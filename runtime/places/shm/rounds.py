@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import Caches, RingWrites, own_caches
-from interlace.runtime.places.shm.machine_code.steps import SUMS, Operand
+from interlace.runtime.places.shm.machine_code import SUMS, Operand
 from interlace.runtime.places.shm.message_steps import Addresses, Doing, HostSteps, Key, at
 from interlace.runtime.processes.control import DONE, REDUCED, STAGED
 from interlace.runtime.processes.group import HostGroup

@@ -12,10 +12,10 @@ import triton.language as tl
 import interlace
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics import reductions
-from interlace.runtime.places.shm.machine_code import loader
+from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 
-UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(loader.PROCESSOR)
+UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(machine_code.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 MODES = ["no denormals", "upward"]
 SIZES = [64, 16 << 10, 240 << 10, 4 << 20]  # bytes: with the message, beside it, through rings

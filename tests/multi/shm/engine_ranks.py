@@ -21,7 +21,7 @@ from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import RingWrites, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
-from interlace.runtime.places.shm.machine_code.steps import available
+from interlace.runtime.places.shm.machine_code import available
 from interlace.runtime.places.shm.rounds import SLOTS
 from interlace.runtime.processes.control import SMALL_DATA
 

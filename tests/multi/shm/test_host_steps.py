@@ -15,13 +15,13 @@ import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.places.shm import engine as host_engine
-from interlace.runtime.places.shm.machine_code import steps
+from interlace.runtime.places.shm import machine_code
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
 from multi.shm import steps_ranks
 from tiers import few, thorough
 
-pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
+pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
 
 
 def run(fn: Any, world_size: int, *args: Any) -> list[Any]:

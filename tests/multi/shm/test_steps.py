@@ -16,14 +16,13 @@ import torch
 from llvmlite import binding
 
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.shm.machine_code import ir as steps_ir
-from interlace.runtime.places.shm.machine_code import loader, steps
-from interlace.runtime.places.shm.machine_code.steps import COMPARE, RING, SUMS, WAIT, Copier, Steps
+from interlace.runtime.places.shm import machine_code
+from interlace.runtime.places.shm.machine_code import COMPARE, RING, SUMS, WAIT, Copier, Steps
 from interlace.runtime.processes import waiting
 from interlace.runtime.processes.control import ANYONE, BELL, wake
 from tiers import thorough
 
-pytestmark = pytest.mark.skipif(not steps.available(), reason="no machine code on this host")
+pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
 
 Write = Callable[[Steps], None]
 
@@ -274,8 +273,8 @@ def test_a_wait_stops_when_it_takes_long_and_goes_on_where_it_was(spin: bool) ->
 
 def test_a_wait_is_bounded_in_time_where_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside busy processes each giving away of the core may take milliseconds, or many."""
-    monkeypatch.setattr(steps, "YIELDS", 1 << 40)
-    monkeypatch.setattr(steps, "PATIENCE", 20_000_000)
+    monkeypatch.setattr(machine_code, "TURNS", 1 << 40)
+    monkeypatch.setattr(machine_code, "PATIENCE_NS", 20_000_000)
     memory, addresses = words(1, 1, 0)
     made = listed(lambda s: s.wait(addresses, 1))
     before = time.perf_counter()
@@ -313,8 +312,8 @@ def test_a_word_that_another_thread_stores_ends_a_wait(
     keeps_lock: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter's lock is free during a wait. Where it is kept, the thread starves."""
-    monkeypatch.setattr(steps, "YIELDS", 1 << 40)
-    monkeypatch.setattr(steps, "PATIENCE", 20_000_000 if keeps_lock else 600_000_000_000)
+    monkeypatch.setattr(machine_code, "TURNS", 1 << 40)
+    monkeypatch.setattr(machine_code, "PATIENCE_NS", 20_000_000 if keeps_lock else 600_000_000_000)
     memory, (word,) = words(0)
     made = listed(lambda s: s.wait([word], 3), spin=True)
     if keeps_lock:
@@ -354,7 +353,7 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
             others[row, 70 + place] ^= 1
 
 
-@pytest.mark.parametrize("kind", [steps_ir.STAMP + 1, 99, -1])
+@pytest.mark.parametrize("kind", [machine_code.STAMP + 1, 99, -1])
 def test_an_unknown_kind_stops(kind: int) -> None:
     memory, (word,) = words(0)
 
@@ -369,7 +368,7 @@ def test_an_unknown_kind_stops(kind: int) -> None:
 
 def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
     made = listed(lambda s: None)
-    assert len(made.registers) == steps_ir.FIRST - steps_ir.REGISTERS
+    assert len(made.registers) == machine_code.FIRST - machine_code.REGISTERS
     assert made.registers[0] == 0
     with pytest.raises(AssertionError):
         made.ring([])
@@ -380,7 +379,7 @@ def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
 
 def test_ir_that_llvm_does_not_take_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="expected instruction opcode"):
-        loader.compiled("define void @f() { nonsense }", "f")
+        machine_code.compiled("define void @f() { nonsense }", "f")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ def test_ir_that_llvm_does_not_take_is_an_error() -> None:
 )
 def test_a_function_that_is_nowhere_is_an_error(ir: str) -> None:
     with pytest.raises(RuntimeError, match=r"[Ss]ymbols.* f "):
-        loader.compiled(ir, "f")
+        machine_code.compiled(ir, "f")
 
 
 def assembly(ir: str, processor: str) -> str:
@@ -413,36 +412,40 @@ def missing(ir: str, processor: str) -> set[str]:
     return {each for each in ORDERING[processor] if not re.search(rf"\b({each})\b", code)}
 
 
-@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+@pytest.mark.parametrize("processor", machine_code.PROCESSORS)
 def test_code_waits_and_orders_as_the_processor_has_it(processor: str) -> None:
-    assert not missing(steps_ir.run(processor), processor)
+    assert not missing(machine_code.module_ir("run", processor), processor)
 
 
 def test_weaker_orders_would_be_seen() -> None:
     """What x86-64 keeps in order by itself has to be asked for elsewhere."""
     for order, instruction in (("acquire", "ldar|ldapr"), ("release", "stlr")):
-        weaker = steps_ir.run("aarch64").replace(f"{order}, align", "monotonic, align")
+        weaker = machine_code.module_ir("run", "aarch64").replace(
+            f"{order}, align", "monotonic, align"
+        )
         assert missing(weaker, "aarch64") == {instruction}
-    unfenced = steps_ir.run("x86_64").replace("call void @llvm.x86.sse.sfence()", "")
+    unfenced = machine_code.module_ir("run", "x86_64").replace(
+        "call void @llvm.x86.sse.sfence()", ""
+    )
     assert missing(unfenced, "x86_64") == {"sfence"}
 
 
-@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+@pytest.mark.parametrize("processor", machine_code.PROCESSORS)
 def test_sums_call_nothing(processor: str) -> None:
-    for element in steps_ir.ELEMENTS:
-        code = assembly(steps_ir.summing(element, processor), processor)
+    for element in machine_code.ELEMENTS:
+        code = assembly(machine_code.sum_ir(element, processor), processor)
         assert not re.search(r"\b(call|bl|blr)\b", code), element.name
 
 
-@pytest.mark.parametrize("processor", steps_ir.PROCESSORS)
+@pytest.mark.parametrize("processor", machine_code.PROCESSORS)
 def test_sums_are_within_the_usual_mode(processor: str) -> None:
     """Between the two instructions that set it, wherever LLVM has moved what it may move."""
     setting, adding = {
         "x86_64": (r"\bv?ldmxcsr\b", r"\bv?addp[sd]\b|\bv?adds[sd]\b"),
         "aarch64": (r"\bmsr\s+FPCR\b", r"\bfadd\b"),
     }[processor]
-    for element in steps_ir.ELEMENTS:
-        code = assembly(steps_ir.summing(element, processor), processor)
+    for element in machine_code.ELEMENTS:
+        code = assembly(machine_code.sum_ir(element, processor), processor)
         to_usual, back = (each.start() for each in re.finditer(setting, code))
         additions = [each.start() for each in re.finditer(adding, code)]
         assert bool(additions) == (element.type in ("float", "double"))
@@ -460,14 +463,14 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
         raise OSError("no memory may be executed")
 
     if why == "variable":
-        monkeypatch.setenv(loader.VARIABLE, "0")
+        monkeypatch.setenv(machine_code.VARIABLE, "0")
     elif why == "processor":
-        monkeypatch.setattr(loader, "PROCESSOR", "riscv64")
+        monkeypatch.setattr(machine_code, "PROCESSOR", "riscv64")
     elif why == "halves":
-        monkeypatch.setattr(loader, "PROCESSOR", "x86_64")
+        monkeypatch.setattr(machine_code, "PROCESSOR", "x86_64")
         monkeypatch.setattr(binding, "get_host_cpu_features", dict)
     elif why == "system":
-        monkeypatch.setattr(loader.sys, "platform", "darwin")
+        monkeypatch.setattr(machine_code.sys, "platform", "darwin")
     elif why == "version":
         monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
     elif why == "llvmlite":
@@ -475,9 +478,9 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
     else:
         monkeypatch.setattr(binding, "check_jit_execution", refuse)
     # what is known of this process is cached
-    monkeypatch.setattr(loader, "supported", loader.supported.__wrapped__)
-    monkeypatch.setattr(steps, "_run", steps._run.__wrapped__)
-    assert not steps.available()
+    monkeypatch.setattr(machine_code, "supported", machine_code.supported.__wrapped__)
+    monkeypatch.setattr(machine_code, "_run", machine_code._run.__wrapped__)
+    assert not machine_code.available()
     with pytest.raises(RuntimeError, match="no machine code"):
         Steps()
 
@@ -485,8 +488,8 @@ def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.M
 @thorough
 def test_llvm_is_loaded_by_who_needs_it() -> None:
     """Not by an import: a process that never calls a CPU collective does not pay for it."""
-    steps = "interlace.runtime.places.shm.machine_code.steps"
+    module = "interlace.runtime.places.shm.machine_code"
     loaded = "print('llvmlite' in sys.modules)"
-    code = f"import sys, interlace, {steps} as s; {loaded}; s.available(); {loaded}"
+    code = f"import sys, interlace, {module} as s; {loaded}; s.available(); {loaded}"
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert said.split()[-2:] == ["False", "True"]

@@ -129,7 +129,7 @@ def _multicast() -> bool | None:
 
 
 def _machine_code() -> bool:
-    from interlace.runtime.places.shm.machine_code.steps import available
+    from interlace.runtime.places.shm.machine_code import available
 
     return available()
 

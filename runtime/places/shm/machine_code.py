@@ -1,0 +1,378 @@
+"""Steps of a collective, run by machine code: copies, sums, stores and waits on words of shared memory.
+
+An op of a few microseconds is mostly Python's own time, and with more ranks than cores most of that is
+time to get Python's code and data back into the caches after another rank has had the core. So what an op
+does between its first and its last word is written down once, as :class:`Steps`, and done by one call.
+
+Steps stop where only Python can help: a peer does not come (WAIT), or has sent another message (COMPARE).
+:meth:`Steps.run` then returns the number of that step; whoever runs them sees to it, and goes on there.
+
+Numbers that differ from run to run are in registers. Not for several threads at once.
+
+The code is made of LLVM IR (``machine_code.ll``) by llvmlite: no compiler and no assembler is needed.
+Each sum has a module of its own, so that a process makes the code of no sum that it does not use::
+
+    i64 run(i64 *words, i64 first)      the number of the step that stopped it, or -1 at the end
+    void sum(i64 *registers, i64 *list, i64 length, i64 target, i64 count)
+    i64 move(i64 *terms, i64 **pipes, i64 count, i64 *watched, i64 words)      see ``boxes.py``
+
+llvmlite is imported when code is wanted, not before: that takes as long as making the code does. There
+is none on processors of which nobody has written down what they need (PROCESSORS), without llvmlite,
+and where a hardened kernel refuses to execute fresh memory.
+"""
+
+import array
+import ctypes
+import functools
+import itertools
+import os
+import platform
+import re
+import string
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+from interlace.runtime.processes import control
+
+VARIABLE = "INTERLACE_MACHINE_CODE"
+"""Set to 0, no machine code is made, and Python and torch do it all."""
+
+OLDEST = (20,)
+"""LLVM's release: it knows pointers without types, splats, and intrinsics that nobody has declared."""
+
+PROCESSOR = platform.machine()
+PROCESSORS = {
+    "x86_64": ("call void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse.sfence()"),
+    "aarch64": ("call void @llvm.aarch64.hint(i32 1)", ""),
+}
+"""The instruction of a failed poll, and the one that orders stores past the caches before a release."""
+
+# Words of a list of steps. What does not change:
+SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(7)
+REGISTERS = 7  # the word of register 0, which is 0 always
+FIRST = 149  # the word at which the steps begin
+STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
+END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
+_WORDS = {name: value for name, value in globals().items() if type(value) is int}
+_WORDS |= {
+    name: getattr(control, name)
+    for name in ["ANYONE", "BELL", "EVERYONE", "FUTEX_WAIT", "FUTEX_WAKE"]
+}
+"""By name, with those of who sleeps."""
+
+Operand = int | tuple[int, int]
+"""A number, or a number and the register to add to it."""
+
+PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
+TURNS = 200  # times that it is given away before Python looks why
+PATIENCE_NS = 10_000_000  # of that
+_never = ctypes.c_int64()
+NO_CROWD = 1 << 62, 0, ctypes.addressof(_never)
+
+_kept: list[Any] = []  # code is loaded as long as these live
+_numbers = itertools.count()
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Element:
+    """A kind of elements: how they are loaded, added and stored."""
+
+    name: str
+    bits: int
+    memory: str
+    type: str  # in registers
+
+    @property
+    def lanes(self) -> int:
+        """Elements of a block: 1024 bits, which LLVM cuts into what the processor has."""
+        return 1024 // (self.bits if self.type == self.memory else 32)
+
+
+ELEMENTS = (
+    Element("float32", 32, "float", "float"),
+    Element("float64", 64, "double", "double"),
+    Element("float16", 16, "half", "float"),
+    Element("bfloat16", 16, "i16", "float"),
+    *(Element(f"int{bits}", bits, f"i{bits}", f"i{bits}") for bits in (8, 16, 32, 64)),
+)
+SUMS = {getattr(torch, element.name): element for element in ELEMENTS}
+SUMS |= {getattr(torch, f"uint{n}"): SUMS[getattr(torch, f"int{n}")] for n in (8, 16, 32, 64)}
+"""The dtypes that can be summed, with what ``reductions.fold`` gives for "sum", bit for bit: from left to
+right; integers wrap around, 16-bit floats are summed in fp32 and rounded once."""
+
+
+# -- LLVM IR -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _sections() -> dict[str, string.Template]:
+    """The parts of ``machine_code.ll`` by their names."""
+    text = (resources.files(__package__) / "machine_code.ll").read_text("ascii")
+    names = re.split(r"^; === (.+)\n", text, flags=re.MULTILINE)[1:]
+    return {name: string.Template(part) for name, part in zip(names[::2], names[1::2], strict=True)}
+
+
+def _filled(section: str, **values: object) -> str:
+    return _sections()[section].substitute(values)
+
+
+def module_ir(function: str, processor: str = PROCESSOR, *, words: Mapping[str, int] = {}) -> str:
+    """The module of ``run`` or ``move`` for one of PROCESSORS; ``words``: more numbers that it names."""
+    pause, fence = PROCESSORS[processor]
+    longest = int(control.LONGEST_SLEEP * 1e9)
+    return (
+        _filled("base", futex=control.FUTEX_NUMBERS[processor], longest=longest, **_WORDS)
+        + _filled("stream", name="through", hint="", fence="")
+        + _filled("stream", name="past", hint=", !nontemporal !0", fence=fence)
+        + _filled(function, pause=pause, **{**_WORDS, **words})
+    )
+
+
+def sum_ir(element: Element, processor: str = PROCESSOR) -> str:
+    """The module of ``sum`` of such elements for one of PROCESSORS."""
+    return _filled(
+        "sum",
+        lanes=element.lanes,
+        blocks=_loop(element, "b", element.lanes, ("0", "%whole"), ("entry", "s")),
+        single=_loop(element, "s", 1, ("%whole", "%count"), ("b", "end")),
+        usual=_filled(f"usual mode {processor}"),
+        before=_filled(f"mode before {processor}"),
+    )
+
+
+def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[str, str]) -> str:
+    """Elements of ``span``, ``lanes`` at a time, between the blocks ``around``."""
+
+    def of(kind: str) -> str:
+        return kind if lanes == 1 else f"<{lanes} x {kind}>"
+
+    def each(kind: str, number: float) -> str:
+        return str(number) if lanes == 1 else f"splat ({kind} {number})"
+
+    real = e.type in ("float", "double")
+    types = {
+        "v": v,
+        "memory": of(e.memory),
+        "kind": of(e.type),
+        "word": of("i32"),
+        "bytes": e.bits // 8,
+    }
+    numbers = {"sixteen": 16, "one": 1, "half": 32767, "nan": 32704}
+    types |= {name: each("i32", number) for name, number in numbers.items()}
+    how = "plain" if e.memory == e.type else e.name
+    return _filled(
+        "loop",
+        lanes=lanes,
+        first=span[0],
+        end=span[1],
+        before=around[0],
+        after=around[1],
+        size=e.bits // 8,
+        add="fadd" if real else "add",
+        neutral=each(e.type, -0.0 if real else 0),
+        load=_filled(f"load {how}", **types),
+        store=_filled(f"store {how}", truth=of("i1"), **types),
+        v=v,
+        kind=of(e.type),
+    )
+
+
+# -- made machine code -------------------------------------------------------------------------
+
+
+@functools.cache
+def supported() -> bool:
+    """Whether code for this processor can be made, as far as is known before trying."""
+    if os.environ.get(VARIABLE) == "0" or sys.platform != "linux" or PROCESSOR not in PROCESSORS:
+        return False
+    try:
+        from llvmlite import binding
+
+        binding.check_jit_execution()
+    except (ImportError, OSError):
+        return False
+    if binding.llvm_version_info < OLDEST:
+        return False  # whoever pins an older llvmlite has ops in Python, not errors
+    # without F16C, numbers of 16 bits would be converted by a library that need not be there
+    return PROCESSOR != "x86_64" or bool(binding.get_host_cpu_features().get("f16c"))
+
+
+@functools.cache
+def _jit() -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        codemodel="jitdefault",
+        jit=True,
+    )
+    return binding.create_lljit_compiler(machine)
+
+
+def compiled(ir: str, name: str) -> int:
+    """The address of function ``name`` of LLVM IR, which stays loaded; RuntimeError if LLVM refuses."""
+    from llvmlite import binding
+
+    module = binding.JITLibraryBuilder().add_ir(ir).export_symbol(name).add_current_process()
+    with _one_at_a_time:
+        library = module.link(_jit(), f"{name} {next(_numbers)}")
+        _kept.append(library)
+    address: int = library[name]
+    return address
+
+
+@functools.cache
+def _run() -> Callable[[int, int], int] | None:
+    if not supported():
+        return None
+    kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    run: Callable[[int, int], int] = kind(compiled(module_ir("run"), "run"))
+    return run
+
+
+@functools.cache
+def _summing(element: Element) -> int:
+    return compiled(sum_ir(element), "sum")
+
+
+def available() -> bool:
+    return _run() is not None
+
+
+class Steps:
+    """A list of steps. Add them in order, then :meth:`run` them, as often as you like.
+
+    ``words`` is the memory that they are in, of which ``registers[r]`` is register r; register 0 is 0.
+    ``memory`` are the registers as bytes.
+    Addresses must stay mapped, and lists and their order stay as they were when added.
+    """
+
+    __slots__ = ("_code", "_rows", "_words", "kinds", "memory", "notes", "registers", "run")
+
+    run: Callable[[int], int]
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, Sequence[int], int, tuple[Operand, ...]]] = []
+        self.kinds: list[int] = []
+        self.notes: dict[int, Any] = {}
+        self._words: ctypes.Array[ctypes.c_int64] | None = None
+        code = _run()
+        if code is None:
+            raise RuntimeError("no machine code can be made for this processor")
+        self._code = code
+
+    def _add(self, kind: int, listed: Sequence[int], count: int, *operands: Operand) -> None:
+        assert self._words is None, "steps are complete"
+        self._rows.append((kind, listed, count, operands))
+        self.kinds.append(kind)
+
+    def copy(self, target: Operand, source: Operand, nbytes: Operand) -> None:
+        """``nbytes`` from ``source`` to ``target``, which may overlap."""
+        self._add(COPY, (), 0, target, source, nbytes)
+
+    def stream(self, target: Operand, source: Operand, nbytes: Operand, *, past: bool) -> None:
+        """A copy of many bytes, ``past`` the caches or through them; they must not overlap."""
+        self._add(PAST if past else STREAM, (), 0, target, source, nbytes)
+
+    def release(self, address: int, value: Operand) -> None:
+        """Store a word; what was written before comes before it."""
+        self._add(RELEASE, (), 0, address, value)
+
+    def store(self, target: Operand, first: int, nbytes: int) -> None:
+        """``nbytes`` of the registers from ``first`` on to ``target``."""
+        self._add(STORE, (), 0, target, first, nbytes)
+
+    def stamp(self, address: Operand) -> None:
+        """Store the time of the clock's last tick, in ns of the monotonic clock."""
+        self._add(STAMP, (), 0, address)
+
+    def ring(self, asleep: Sequence[int], own: int = control.ANYONE) -> None:
+        """Wake those who have put ``own``, or ANYONE, into these words (``processes/control.py``)."""
+        self._add(RING, asleep, len(asleep), own)
+
+    def wait(
+        self, addresses: Sequence[int], value: Operand, note: Any = None, who: Sequence[int] = ()
+    ) -> None:
+        """Until each of these words is at least ``value``; stop if that takes long, with ``note``.
+
+        ``who`` releases each, as it calls itself in :meth:`ring`.
+        """
+        self.notes[len(self.kinds)] = note
+        listed = [*addresses, *(who or [control.ANYONE] * len(addresses))]
+        self._add(WAIT, listed, len(addresses), 0, value)
+
+    def compare(
+        self, own: Operand, others: Sequence[int], further: Operand, nbytes: Operand
+    ) -> None:
+        """Stop if one of ``others``, each ``further`` on, has other bytes than ``own``."""
+        self._add(COMPARE, others, len(others), own, further, nbytes)
+
+    def sum(
+        self, dtype: torch.dtype, target: Operand, sources: Sequence[Operand], count: Operand
+    ) -> None:
+        """``target`` = the sum of all sources, ``count`` elements; it may be one of them."""
+        pairs = [word for source in sources for word in _pair(source)]
+        self._add(SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
+
+    def complete(
+        self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD, asleep: int = 0
+    ) -> "Steps":
+        """No more steps. ``spin``: whether every rank has a core of its own. Returns itself.
+
+        ``crowd``: if to give the core away takes more ns than the first, the word at the address that is
+        the last is set to the time, so many times as long ahead, until which waits sleep instead.
+        ``asleep``: the address of the own word for those who sleep; 0 if nobody would wake this rank.
+        """
+        self._add(END, (), 0)
+        lists = FIRST + STEP * len(self._rows)
+        words = [PAUSES if spin else 1, TURNS, PATIENCE_NS, *crowd, asleep]
+        words += [0] * (lists - len(words))
+        memory = (ctypes.c_int64 * (lists + sum(len(row[1]) for row in self._rows)))()
+        address = ctypes.addressof(memory)
+        for number, (kind, listed, count, operands) in enumerate(self._rows):
+            at = FIRST + STEP * number
+            words[at : at + 3] = kind, address + 8 * len(words), count
+            for operand, place in zip(operands, (3, 5, 7), strict=False):
+                words[at + place : at + place + 2] = _pair(operand)
+            words += listed
+        view = memoryview(memory).cast("B").cast("q")
+        view[:] = memoryview(array.array("q", words))
+        self._words, self.run = memory, functools.partial(self._code, address)
+        self.registers = view[REGISTERS:FIRST]
+        self.memory = self.registers.cast("B")
+        self._rows = []
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of a list that is complete."""
+        assert self._words is not None
+        return ctypes.sizeof(self._words)
+
+
+class Copier:
+    """A single copy: ``copier(target, source, nbytes)``, past the caches or through them."""
+
+    def __init__(self, *, past: bool) -> None:
+        self._steps = steps = Steps()
+        steps.stream((0, 1), (0, 2), (0, 3), past=past)
+        steps.complete(spin=False)
+
+    def __call__(self, target: int, source: int, nbytes: int) -> None:
+        registers = self._steps.registers
+        registers[1], registers[2], registers[3] = target, source, nbytes
+        self._steps.run(0)
+
+
+def _pair(operand: Operand) -> tuple[int, int]:
+    return operand if isinstance(operand, tuple) else (operand, 0)
