@@ -1,4 +1,7 @@
-"""The interface of a place, for one rank. Places differ in this and nowhere else."""
+"""The interface of a place, for one rank: memory, control, streams, and kernels of user code.
+
+Places differ in this and nowhere else. A place has four roles; who needs one of them takes that.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -91,8 +94,8 @@ def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
-class Place(ABC):
-    """Memory, execution and control of one rank of one group.
+class PlaceRank:
+    """The rank that a place is of.
 
     Attributes
     ----------
@@ -101,41 +104,31 @@ class Place(ABC):
     address : at which the other ranks' processes reach this one's.
     device : where tensors of this rank live.
     simulated : True where all ranks are tasks of one scheduler, in one process and in its own time.
-    interpreted : True where Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
-    compiled : whether kernels are code of a GPU, with what only that can do: inline PTX, fences of proxies.
-    descriptors : whether kernels may load and store by descriptors: where they are compiled, from 9.0 on.
-    linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
     virtual : True where ranks share one process and its GPU.
-    direct_access : True where torch operators may read and write a peer's memory at full speed.
-    mapped : whether ranks have symmetric memory, which those on CPUs of several hosts have not.
-    nodes : which ranks share a node, where not all memory is mapped; None on one node.
-    program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
-    worker : the thread that runs what was submitted, where streams run their items at once; else None.
-    alone : whether an asynchronous op, too, may run in the caller: there is nobody it would wait for.
     """
 
     name: str
     rank: int
     world_size: int
     device: torch.device
-    interpreted: bool
-    direct_access: bool
-    compiled: bool = True
-    descriptors = True
     address = "127.0.0.1"
     simulated = False
-    linger = 0.0
     virtual = False
-    program_limit: int = 1 << 30
-    worker: Any = None
-    alone = False
-    joining = 0.0  # seconds that it took to meet the other processes
-    calls = 0  # how many this rank has made, where ranks do not wait for each other to compare them
-    recorder: Any = (
-        None  # of what a call enqueues, where that is planned; see ``places/gpu/plans.py``
-    )
-    nodes: Nodes | None = None
+
+
+class PlaceMemory(PlaceRank, ABC):
+    """Memory that all ranks of a group reach.
+
+    Attributes
+    ----------
+    direct_access : True where torch operators may read and write a peer's memory at full speed.
+    mapped : whether ranks have symmetric memory, which those on CPUs of several hosts have not.
+    nodes : which ranks share a node, where not all memory is mapped; None on one node.
+    """
+
+    direct_access: bool
     mapped = True
+    nodes: Nodes | None = None
 
     @property
     def all_mapped(self) -> bool:
@@ -146,40 +139,27 @@ class Place(ABC):
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         """Zeroed symmetric memory of ``nbytes`` on every rank. Collective."""
 
+
+class PlaceControl(PlaceRank, ABC):
+    """Messages between the hosts of the ranks, groups of some of them, and how a group fails and ends.
+
+    Attributes
+    ----------
+    joining : seconds that it took to meet the other processes.
+    linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
+    calls : how many this rank has made, where ranks do not wait for each other to compare them.
+    """
+
+    joining = 0.0
+    linger = 0.0
+    calls = 0
+
     @abstractmethod
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         """All-gather of a message of at most 64 KiB, without kernels; ``doing`` names the op in errors.
 
         Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
         """
-
-    def arrive(self) -> None:
-        """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
-        self.record_current().synchronize()
-
-    def depart(self) -> None:
-        """All ranks have come; the caller's later torch code is after all of theirs."""
-        return
-
-    def new_engine(self, communicator: Any) -> Engine:
-        """The engine of the plain collectives of ``communicator``, which is on this place."""
-        return ENGINES["streams"](communicator)
-
-    @abstractmethod
-    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
-        """A stream of this rank; ``priority`` asks for precedence over other streams."""
-
-    @abstractmethod
-    def record_current(self) -> Event:
-        """The point after all torch code that the caller has issued so far."""
-
-    @abstractmethod
-    def hold_current(self, event: Event, waiting_for: str) -> None:
-        """Let the caller's later torch code run only after ``event``: blocks on a CPU, not on a GPU."""
-
-    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
-        """A future of ``value``, which is there at ``event``; None where a plain one will do."""
-        return None
 
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> "Place":
@@ -224,7 +204,92 @@ class Place(ABC):
     def close(self) -> None:
         """Give memory and handles back. The place is unusable afterwards. Idempotent."""
 
-    # -- memory that user code shares, and kernels on the caller's current stream ----------------
+    def check(self) -> None:
+        """Raise what the group has failed with, if it has. To be closed in good order is no failure."""
+        return
+
+    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
+        """The error of call ``number`` after it was enqueued, as far as is known. Never blocks.
+
+        ``completed``: it was seen to have completed before the group failed.
+        """
+        return None
+
+    def settle(self) -> None:
+        """Return once all that this rank has enqueued has ended; raise what it failed with."""
+        return
+
+
+class PlaceStreams(PlaceRank, ABC):
+    """Streams of a rank, and how its kernels run on them.
+
+    Attributes
+    ----------
+    interpreted : True where Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
+    compiled : whether kernels are code of a GPU, with what only that can do: inline PTX, fences of proxies.
+    descriptors : whether kernels may load and store by descriptors: where they are compiled, from 9.0 on.
+    program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
+    worker : the thread that runs what was submitted, where streams run their items at once; else None.
+    alone : whether an asynchronous op, too, may run in the caller: there is nobody it would wait for.
+    recorder : of what a call enqueues, where that is planned; see ``places/gpu/plans.py``.
+    launching : entered around the launches of one collective op, after all allocation is done.
+    """
+
+    interpreted: bool
+    compiled: bool = True
+    descriptors = True
+    program_limit: int = 1 << 30
+    worker: Any = None
+    alone = False
+    recorder: Any = None
+    launching: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def arrive(self) -> None:
+        """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
+        self.record_current().synchronize()
+
+    def depart(self) -> None:
+        """All ranks have come; the caller's later torch code is after all of theirs."""
+        return
+
+    @abstractmethod
+    def new_stream(self, name: str, *, priority: bool = False) -> Stream:
+        """A stream of this rank; ``priority`` asks for precedence over other streams."""
+
+    @abstractmethod
+    def record_current(self) -> Event:
+        """The point after all torch code that the caller has issued so far."""
+
+    @abstractmethod
+    def hold_current(self, event: Event, waiting_for: str) -> None:
+        """Let the caller's later torch code run only after ``event``: blocks on a CPU, not on a GPU."""
+
+    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+        """A future of ``value``, which is there at ``event``; None where a plain one will do."""
+        return None
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
+        return False
+
+    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
+        """Run an op's launch side in order: here, or in a worker thread where streams run items at once."""
+        future: Future[T] = Future()
+        future.set_result(function())
+        return future
+
+    def finish(self) -> None:
+        """Return once what was submitted has ended, before the group is closed."""
+        return
+
+    def poll_limit(self) -> int:
+        """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
+        return 1 << 62
+
+
+class UserKernels(PlaceRank):
+    """Memory that user code shares, and kernels that it runs on its current stream."""
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
         """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
@@ -266,6 +331,18 @@ class Place(ABC):
             "use torch.distributed._symmetric_memory there"
         )
 
+
+class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
+    """Memory, execution and control of one rank of one group."""
+
+    def new_engine(self, communicator: Any) -> Engine:
+        """The engine of the plain collectives of ``communicator``, which is on this place."""
+        return ENGINES["streams"](communicator)
+
+    def new_plans(self, communicator: Any) -> Any:
+        """Plans to repeat fused calls of ``communicator`` at little cost for the host; None for nothing."""
+        return None
+
     # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
@@ -280,46 +357,3 @@ class Place(ABC):
         return PlaceUnavailableError(
             f"place {self.name!r} has no send and recv on streams, only collectives"
         )
-
-    # -- what most places do not need ------------------------------------------------------------
-
-    def poll_limit(self) -> int:
-        """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
-        return 1 << 62
-
-    def new_plans(self, communicator: Any) -> Any:
-        """Plans to repeat fused calls of ``communicator`` at little cost for the host; None for nothing."""
-        return None
-
-    launching: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around the launches of one collective op, after all allocation is done."""
-
-    @property
-    def capturing(self) -> bool:
-        """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
-        return False
-
-    def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run an op's launch side in order: here, or in a worker thread where streams run items at once."""
-        future: Future[T] = Future()
-        future.set_result(function())
-        return future
-
-    def check(self) -> None:
-        """Raise what the group has failed with, if it has. To be closed in good order is no failure."""
-        return
-
-    def finish(self) -> None:
-        """Return once what was submitted has ended, before the group is closed."""
-        return
-
-    def failure_of(self, number: int, *, completed: bool) -> Exception | None:
-        """The error of call ``number`` after it was enqueued, as far as is known. Never blocks.
-
-        ``completed``: it was seen to have completed before the group failed.
-        """
-        return None
-
-    def settle(self) -> None:
-        """Return once all that this rank has enqueued has ended; raise what it failed with."""
-        return

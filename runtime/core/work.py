@@ -14,7 +14,7 @@ from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_groups import is_synchronous
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Place, PlaceControl
 from interlace.runtime.core.stream import Continued, Outcome
 
 ZERO = timedelta(0)
@@ -207,7 +207,7 @@ def _settled(outcome: Future[Outcome]) -> bool:
     return Future.done(outcome) if isinstance(outcome, Continued) else outcome.done()
 
 
-def _abandon(outcome: Future[Outcome], place: Place, text: str) -> None:
+def _abandon(outcome: Future[Outcome], place: PlaceControl, text: str) -> None:
     """Nobody has its handle any more: nobody could know when its tensors may be used."""
     if not _settled(outcome):
         place.abort(f"{text}, and nobody has its handle")

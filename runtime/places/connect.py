@@ -15,7 +15,7 @@ import torch
 from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import Place, PlaceControl
 from interlace.runtime.places.gpu.driver import gpu_problem, own_gpu
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.shm.place import ShmPlace
@@ -80,7 +80,7 @@ def connect_place(
     return place
 
 
-def new_store(place: Place) -> Store:
+def new_store(place: PlaceControl) -> Store:
     """A store for torch and the ranks of ``place``, served by the first of them. Collective."""
     from interlace.runtime.compat.torch_groups import HashStore, TCPStore
 
@@ -126,7 +126,7 @@ def on_gpu(
     return place
 
 
-def all_have_gpus(processes: Place) -> bool:
+def all_have_gpus(processes: PlaceControl) -> bool:
     """Whether every rank of ``processes`` can run kernels on a GPU that no other rank has. Collective."""
     usable = not gpu_problem() and (local_rank() or 0) < torch.cuda.device_count()
     answers = processes.exchange(b"1" if usable else b"", "joining a group")

@@ -42,7 +42,7 @@ from interlace.runtime.compat.torch_groups import Store
 from interlace.runtime.compat.torch_symmetric_memory import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
-from interlace.runtime.core.place import Place
+from interlace.runtime.core.place import PlaceMemory
 
 AGAIN_SECONDS = 1.0
 
@@ -257,6 +257,9 @@ def cupy() -> Any:
     return cupy
 
 
+# -- CUDA IPC ----------------------------------------------------------------------------------
+
+
 class _Exported:
     """Memory of this rank that peers have open, until ``board`` says that they have closed it."""
 
@@ -283,7 +286,7 @@ class IpcMemory:
 
     kind = "CUDA IPC"
 
-    def __init__(self, place: Place, device: torch.device, exchange: Exchange) -> None:
+    def __init__(self, place: PlaceMemory, device: torch.device, exchange: Exchange) -> None:
         self._rank, self._world_size, self._exchange = place.rank, place.world_size, exchange
         self._device, self._index = device, device.index or 0
         self._exported: list[_Exported] = []
