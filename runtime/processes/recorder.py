@@ -222,6 +222,8 @@ class FlightRecorder:
         return offset
 
 
+# -- reading -----------------------------------------------------------------------------------
+
 _FOOT = struct.Struct("<q8s")
 _MAGIC = b"ilrecord"
 MOST_BYTES = 64 << 20  # of a file

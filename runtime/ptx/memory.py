@@ -211,27 +211,36 @@ def put(pointers: Any, value: Any, mask: Any) -> None:
 
 @builds("ld", "st")
 def build_access(instruction: Instruction) -> Action:
-    loads = instruction.mnemonic == "ld"
-    strongest = "acquire" if loads else "release"
-    sem, scope = take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
+    sem, scope = take_plain_ordering(instruction)
     if sem in ORDERS:
         instruction.flag("mmio")
     take_global(instruction)
-    incoherent = loads and instruction.flag("nc")
+    incoherent = instruction.mnemonic == "ld" and instruction.flag("nc")
     take_cache_hints(instruction)
-    vector, kind = take_accessed(instruction)
-    instruction.finish(2)
-    outer, inner = instruction.operands if loads else instruction.operands[::-1]
-    parts = take_parts(instruction, outer, vector)
-    at = address_of(instruction, inner, kind, len(parts))
-
-    def addresses(threads: Threads) -> list[Array]:
-        return [at(threads)]
-
-    if loads:
+    parts, kind, addresses = take_access(instruction)
+    if instruction.mnemonic == "ld":
         get = load_of(kind, sem, scope, incoherent=incoherent)
         return loading(instruction, parts, kind, addresses, get)
     return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
+
+
+def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
+    """As :func:`take_ordering`, of a load or a store."""
+    strongest = "acquire" if instruction.mnemonic == "ld" else "release"
+    return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
+
+
+def take_access(
+    instruction: Instruction, *, shared: bool = False, window: Reader | None = None
+) -> tuple[list[str], ScalarType, Addresses]:
+    """The registers of a load or a store, their type, and where it starts, as :func:`address_of`."""
+    vector, kind = take_accessed(instruction)
+    instruction.finish(2)
+    order = 1 if instruction.mnemonic == "ld" else -1
+    outer, inner = instruction.operands[::order]
+    parts = take_parts(instruction, outer, vector)
+    at = address_of(instruction, inner, kind, len(parts), shared=shared, window=window)
+    return parts, kind, lambda threads: [at(threads)]
 
 
 def take_accessed(instruction: Instruction) -> tuple[str | None, ScalarType]:

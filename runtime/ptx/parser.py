@@ -250,6 +250,8 @@ def _declared(text: str) -> list[Variable]:
         return []
 
 
+# -- instructions ------------------------------------------------------------------------------
+
 MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)

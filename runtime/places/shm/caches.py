@@ -129,6 +129,8 @@ def _listed(cores: str) -> set[int]:
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
+# -- writing into rings ------------------------------------------------------------------------
+
 FIRST = False, True, True, False, False, True  # past the caches or not, in the first ops
 KEPT = 3  # times of each way
 AGAIN = 64  # ops after which the other way is tried again: ranks may have moved

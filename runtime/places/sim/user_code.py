@@ -145,6 +145,8 @@ def _anew(contents: list[Any]) -> list[Any]:
     ]
 
 
+# -- streams -----------------------------------------------------------------------------------
+
 _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
     "interlace_user_stream", default=None
 )

@@ -10,13 +10,13 @@ import numpy as np
 
 from interlace.runtime.ptx.instruction import Action, Instruction
 from interlace.runtime.ptx.memory import (
-    address_of,
     loading,
     storing,
+    take_access,
     take_accessed,
     take_cache_hints,
-    take_ordering,
     take_parts,
+    take_plain_ordering,
 )
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
@@ -86,18 +86,10 @@ def local_addresses(threads: Threads) -> Array:
 
 def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
     """A load or a store of the memory of the threads that run."""
-    loads = instruction.mnemonic == "ld"
-    take_ordering(instruction, "weak", "volatile", "relaxed", "acquire" if loads else "release")
+    take_plain_ordering(instruction)
     take_cache_hints(instruction)
-    vector, kind = take_accessed(instruction)
-    instruction.finish(2)
-    outer, inner = instruction.operands if loads else instruction.operands[::-1]
-    parts = take_parts(instruction, outer, vector)
     window = None if generic else local_addresses
-    at = address_of(instruction, inner, kind, len(parts), window=window)
-
-    def addresses(threads: Threads) -> list[Array]:
-        return [at(threads)]
+    parts, kind, addresses = take_access(instruction, window=window)
 
     def get(threads: Threads, where: Array) -> Array:
         memory = threads.session.local
@@ -109,7 +101,7 @@ def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
         threads.session.changes += not (there[places] == bits).all()
         there[places] = bits
 
-    if loads:
+    if instruction.mnemonic == "ld":
         return loading(instruction, parts, kind, addresses, get)
     return storing(instruction, parts, kind, addresses, put)
 
@@ -175,15 +167,9 @@ def is_of_kernel(threads: Threads, addresses: Array) -> Array:
 
 def build_of_kernel(instruction: Instruction) -> Action:
     """A load from parameters of the kernel that are arrays, by generic addresses."""
-    take_ordering(instruction, "weak", "volatile", "relaxed", "acquire")
+    take_plain_ordering(instruction)
     take_cache_hints(instruction)
-    vector, kind = take_accessed(instruction)
-    instruction.finish(2)
-    parts = take_parts(instruction, instruction.operands[0], vector)
-    at = address_of(instruction, instruction.operands[1], kind, len(parts))
-
-    def addresses(threads: Threads) -> list[Array]:
-        return [at(threads)]
+    parts, kind, addresses = take_access(instruction)
 
     def get(threads: Threads, where: Array) -> Array:
         flat = [_of_kernel(threads, each, kind) for each in where.ravel().tolist()]

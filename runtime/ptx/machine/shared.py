@@ -35,10 +35,9 @@ from interlace.runtime.ptx.memory import (
     pointers_of,
     store_of,
     storing,
-    take_accessed,
+    take_access,
     take_cache_hints,
-    take_ordering,
-    take_parts,
+    take_plain_ordering,
 )
 from interlace.runtime.ptx.special import WARP, PtxSession, Threads
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
@@ -293,16 +292,10 @@ def build_access(instruction: Instruction) -> Action:
 
 
 def _build(instruction: Instruction) -> Action:
-    loads = instruction.mnemonic == "ld"
     if instruction.mnemonic not in ("ld", "st") or instruction.choose(*SPACES) is None:
         return MEMORY[instruction.mnemonic](instruction)
-    strongest = "acquire" if loads else "release"
-    sem, scope = take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
-    vector, kind = take_accessed(instruction)
-    instruction.finish(2)
-    outer, inner = instruction.operands if loads else instruction.operands[::-1]
-    parts = take_parts(instruction, outer, vector)
-    at = address_of(instruction, inner, kind, len(parts), shared=True)
+    sem, scope = take_plain_ordering(instruction)
+    parts, kind, addresses = take_access(instruction, shared=True)
     constant = all(instruction.literal(part, kind) is not None for part in parts)
 
     def get(threads: Threads, addresses: Array) -> Array:
@@ -311,10 +304,7 @@ def _build(instruction: Instruction) -> Action:
     def put(threads: Threads, addresses: Array, bits: Array) -> None:
         put_shared(threads, addresses, bits, kind, constant=constant)
 
-    def addresses(threads: Threads) -> list[Array]:
-        return [at(threads)]
-
-    if loads:
+    if instruction.mnemonic == "ld":
         ordered = load_of(kind, sem, scope, shared=True)
         return loading(instruction, parts, kind, addresses, ordered if sem in ORDERS else get)
     ordered_store = store_of(kind, sem, scope, shared=True)
