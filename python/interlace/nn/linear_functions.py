@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.ops.matmul import gather as gather_matmul
 from interlace.ops.matmul import reduce
@@ -579,7 +579,7 @@ def gather_rows(communicator: Communicator | None, rows: Tensor) -> Started:
     """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
     if communicator is None:
         return Started([rows], None)
-    return plain.all_gather(communicator, rows, 0)
+    return records.ALL_GATHER.begin(communicator, (rows, 0))
 
 
 class _Deferred(NamedTuple):

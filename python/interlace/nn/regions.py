@@ -28,7 +28,7 @@ from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives import records
 from interlace.ops.op.pending import finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
@@ -48,7 +48,7 @@ def _as_it_is(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 def _reduced(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    return finish(plain.all_reduce(group, tensor.detach(), "sum"))[0]
+    return finish(records.ALL_REDUCE.begin(group, (tensor.detach(), "sum")))[0]
 
 
 def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
@@ -56,11 +56,11 @@ def _part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 def _whole(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    return finish(plain.all_gather(group, tensor.detach(), dim))[0]
+    return finish(records.ALL_GATHER.begin(group, (tensor.detach(), dim)))[0]
 
 
 def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
-    return finish(plain.reduce_scatter(group, tensor.detach(), "sum", dim))[0]
+    return finish(records.REDUCE_SCATTER.begin(group, (tensor.detach(), "sum", dim)))[0]
 
 
 class _Region(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from interlace.groups import specs
 from interlace.ops import inductor
 from interlace.ops.attention import context_parallel, decode, head_exchange
-from interlace.ops.collectives import functional
+from interlace.ops.collectives import records
 from interlace.ops.experts import combine, dispatch, grouped, grouped_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
 from interlace.ops.op import calls, gradients, registry
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 NAMESPACE = "interlace"
 
 OPS = (
-    *functional.OPS,
+    *records.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
     *grouped.OPS,

@@ -26,10 +26,11 @@ import torch
 
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import eager as plain
+from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul.scaled import scaled_mm
 from interlace.ops.op import shapes
+from interlace.ops.op.op import Op
 from interlace.ops.op.pending import Started, finish
 from interlace.ops.op.pending import register as register_work
 from interlace.runtime.core.communicator import Communicator
@@ -48,6 +49,11 @@ Tensor = torch.Tensor
 def _ranks(group_name: str, tensor: Tensor) -> Communicator:
     """The ranks of the group, on the device of ``tensor``: a group of torch may serve two kinds."""
     return resolve(group_name).on(tensor)
+
+
+def _begin_into(op: Op, group_name: str, out: Tensor | None, *given: Any) -> Started:
+    more = {} if out is None else {"out": out}
+    return op.begin(_ranks(group_name, given[0]), given, **more)
 
 
 def _now(started: Started) -> Tensor:
@@ -81,9 +87,9 @@ def fused_all_gather_matmul(
 def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
     """Along ``dim``, which is outermost in memory, unless it is the last."""
     if dim % tensor.dim() == tensor.dim() - 1:
-        return _now(plain.all_gather(communicator, tensor, dim))
+        return _now(ALL_GATHER.begin(communicator, (tensor, dim)))
     first = tensor.movedim(dim, 0).contiguous()
-    return _now(plain.all_gather(communicator, first, 0)).movedim(0, dim)
+    return _now(ALL_GATHER.begin(communicator, (first, 0))).movedim(0, dim)
 
 
 def fused_matmul_reduce_scatter(
@@ -99,7 +105,7 @@ def fused_matmul_reduce_scatter(
 
 
 def _scattered(communicator: Communicator, tensor: Tensor, reduce_op: str, dim: int) -> Tensor:
-    return _now(plain.reduce_scatter(communicator, tensor.contiguous(), reduce_op, dim))
+    return _now(REDUCE_SCATTER.begin(communicator, (tensor.contiguous(), reduce_op, dim)))
 
 
 def fused_all_gather_scaled_matmul(
@@ -192,17 +198,17 @@ def fused_scaled_matmul_reduce_scatter(
 
 
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
-    return _in_flight(plain.all_gather(_ranks(group_name, tensor), tensor, 0))
+    return _in_flight(ALL_GATHER.begin(_ranks(group_name, tensor), (tensor, 0)))
 
 
 def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    return _in_flight(plain.reduce_scatter(_ranks(group_name, tensor), tensor, reduce_op, 0))
+    return _in_flight(REDUCE_SCATTER.begin(_ranks(group_name, tensor), (tensor, reduce_op, 0)))
 
 
 def one_shot_all_reduce(
     input: Tensor, reduce_op: str, group_name: str, out: Tensor | None = None
 ) -> Tensor:
-    return _now(plain.all_reduce(_ranks(group_name, input), input, reduce_op, out=out))
+    return _now(_begin_into(ALL_REDUCE, group_name, out, input, reduce_op))
 
 
 def one_shot_all_reduce_copy(symm_buffer: Tensor, *arguments: Any) -> Tensor:
@@ -225,16 +231,16 @@ def multimem_one_shot_reduce_out(
 ) -> Tensor:
     """Into ``out`` of rank ``root``; others' are left as they are."""
     communicator = _ranks(group_name, input)
-    reduced = _now(plain.reduce(communicator, input, reduce_op, root))
+    reduced = _now(REDUCE.begin(communicator, (input, reduce_op, root)))
     return out.copy_(reduced) if communicator.rank == root else out
 
 
 def multimem_all_gather_out(input: Tensor, group_name: str, out: Tensor) -> Tensor:
-    return _now(plain.all_gather(_ranks(group_name, input), input, 0, out=out))
+    return _now(_begin_into(ALL_GATHER, group_name, out, input, 0))
 
 
 def reduce_scatter_out(
     input: Tensor, group_name: str, split_last_dim: bool, output: Tensor
 ) -> Tensor:
     dim = -1 if split_last_dim else 0
-    return _now(plain.reduce_scatter(_ranks(group_name, input), input, "sum", dim, out=output))
+    return _now(_begin_into(REDUCE_SCATTER, group_name, output, input, "sum", dim))

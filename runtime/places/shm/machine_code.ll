@@ -299,7 +299,7 @@ compare.one:
 
 ; === sum
 ; Blocks, then single elements; each time through all sources in order. Vectors of 512 bits convert 16-bit floats a
-; fifth slower (Zen 4, November 2026). In the usual floating-point mode, as numerics/modes.py.
+; fifth slower (Zen 4, November 2026). In the usual mode, as numerics/reductions.py.
 define void @sum(ptr %registers, ptr %list, i64 %length, i64 %to, i64 %count)
     nounwind "prefer-vector-width"="256" "min-legal-vector-width"="0" {
 entry:

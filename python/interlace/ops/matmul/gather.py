@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
-from interlace.ops.collectives import reference as by_rank
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.operands import Linear, checked_bias, multiply, rows_of, unrows
 from interlace.ops.op import eager, shapes

@@ -26,7 +26,7 @@ from interlace.arguments.words import NormAlgorithm
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import low_latency
-from interlace.ops.collectives import reference as by_rank
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.stream_engine import check_nodes
 from interlace.ops.matmul import launch_norms as algorithms
 from interlace.ops.matmul import reduce

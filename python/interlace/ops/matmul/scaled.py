@@ -29,9 +29,8 @@ import torch
 from interlace.arguments import checks, dense
 from interlace.arguments.words import ScaledAlgorithm
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import eager as plain
 from interlace.ops.collectives import launch as collective_algorithms
-from interlace.ops.collectives import reference as by_rank
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
@@ -358,7 +357,7 @@ def start_reduce(communicator: Communicator, given: ScaledMatmulReduceScatterArg
             return Started([output], communicator.run(SCATTER, start, async_op=True))
     with communicator.accepting(SCATTER):
         whole = product(given, communicator.rank)
-    return plain.reduce_scatter(communicator, whole, given.reduce_op, given.scatter_dim)
+    return by_rank.REDUCE_SCATTER.begin(communicator, (whole, given.reduce_op, given.scatter_dim))
 
 
 # -- by one kernel ---------------------------------------------------------------------------------

@@ -1,0 +1,536 @@
+"""The plain collectives as ops: arguments, results, how they start, gradients, and references.
+
+==============  ==========================================================================================
+op              gradient of its input
+==============  ==========================================================================================
+all_reduce      all_reduce of the gradients; for max and min to the ranks that had the value, in equal
+                parts; for product times what the other ranks multiplied with
+reduce_scatter  all_gather, and so on as for all_reduce
+all_gather      reduce_scatter
+all_to_all      all_to_all with the sizes exchanged
+broadcast       reduce; of reduce: broadcast
+gather          scatter; of scatter: gather
+permute         permute, back
+==============  ==========================================================================================
+
+What is not dim 0 goes as a list of slices, which the op itself gathers and scatters in memory.
+
+A reference gets the arguments of an op by rank, in the order of the group, and its size, and returns the
+outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.
+Shapes, rounding and the order of sums are those of the ops themselves. References of other ops are made of
+the functions here, too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from interlace.arguments import checks, dense, reduce_ops
+from interlace.ops.collectives import rooted, rootless
+from interlace.ops.collectives.all_to_all import _all_to_all_single
+from interlace.ops.op import shapes
+from interlace.ops.op.gradients import wait
+from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.pending import Started
+from interlace.ops.op.registry import Ops
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.memory import contiguous, movable
+from interlace.runtime.core.work import Work
+from interlace.runtime.numerics import reductions
+
+_ops: Any = Ops()
+Tensor = torch.Tensor
+Length = torch.SymInt
+Tensors = list[Tensor]
+Outputs = list[Tensors]
+
+
+def _record(
+    name: str,
+    arguments: type,
+    gradient: Callable[[Any, Tensor], Tensor] | None,
+    reference: Callable[[Sequence[Any], int], Outputs],
+) -> Op:
+    """A collective. Its arguments make its output and start to fill it; ``gradient`` is its input's."""
+
+    def start(communicator: Communicator, given: Any, out: Tensor | None = None) -> Started:
+        try:
+            dense.check_not_quantized("input", given.input.dtype)
+            if given.input.is_conj() or given.input.is_neg():  # its memory is other numbers
+                given = replace(given, input=given.input.resolve_conj().resolve_neg())
+            made = given.outputs(communicator.world_size)
+            if out is None:
+                out = made
+            elif out.shape != made.shape or out.dtype != made.dtype or out.device != made.device:
+                raise ValueError(
+                    f"out must be {tuple(made.shape)} of {made.dtype} on {made.device}, got "
+                    f"{tuple(out.shape)} of {out.dtype} on {out.device}"
+                )
+        except Exception as error:
+            communicator.refuse(name, error)
+            raise
+        return Started([out], given.fill(communicator, out))
+
+    by_name = None
+    if gradient is not None:
+        by_name = OpGradient(_save, lambda ctx, grad: {"input": gradient(ctx, grad)})
+    return Op(
+        name,
+        arguments,
+        start,
+        lambda given, size: given.outputs(size),
+        by_name,
+        communicates={},
+        reference=reference,
+    )
+
+
+def _save(ctx: Any, given: Any, output: Tensor) -> None:
+    """The arguments without the tensors, which only some reductions need."""
+    tensors, reduce_op = [], getattr(given, "reduce_op", "")
+    if isinstance(given, (AllReduceArguments, ReduceScatterArguments)):
+        tensors += [given.input] if reduce_op in ("max", "min", "product") else []
+        tensors += [output] if reduce_op in ("max", "min") else []
+    ctx.save_for_backward(*tensors)
+    ctx.call, ctx.input_dim = {**vars(given), "input": None}, given.input.dim()
+
+
+def inputs(ranks: Sequence[Any]) -> Tensors:
+    return [each.input for each in ranks]
+
+
+def alike(op: str, name: str, tensors: Sequence[Tensor], but: int | None = None) -> None:
+    """ValueError or TypeError unless dtypes are equal, and shapes, apart from dimension ``but``."""
+    for what, kind, values in (
+        ("dtype", TypeError, [tensor.dtype for tensor in tensors]),
+        ("shape", ValueError, [_lengths(tensor, but) for tensor in tensors]),
+    ):
+        checks.equal_on_all(op, f"{what} of {name}", values, kind=kind)
+
+
+def _lengths(tensor: Tensor, but: int | None) -> tuple[Any, ...]:
+    skipped = None if but is None else but % tensor.dim()
+    return tuple(n for i, n in enumerate(tensor.shape) if i != skipped)
+
+
+def _check_root(name: str, root: int, size: int) -> None:
+    if not 0 <= root < size:
+        raise ValueError(f"{name} must be within 0..{size - 1}, a rank of the group, got {root}")
+
+
+def _copies(tensor: Tensor, size: int) -> Outputs:
+    return [[tensor]] + [[tensor.clone()] for _ in range(size - 1)]
+
+
+def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
+    """``tensor`` on ``root``, zeros elsewhere."""
+    return [[tensor if rank == root else torch.zeros_like(tensor)] for rank in range(size)]
+
+
+# -- reductions --------------------------------------------------------------------------------
+
+
+@dataclass
+class AllReduceArguments:
+    input: Tensor
+    reduce_op: str
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.like(self.input)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        if output is not self.input:
+            output.copy_(self.input)
+        return rootless._all_reduce(group, (output,), (self.reduce_op,), True)
+
+
+def _gradient_of_all_reduce(ctx: Any, grad: Tensor) -> Tensor:
+    total = wait(_ops.all_reduce(grad, "sum", ctx.size, ctx.name))
+    return _of_reduced(ctx, "all_reduce", total, lambda output: output)
+
+
+def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    """From the gradient of the whole reduced tensor, which ``whole`` makes, to that of the own input."""
+    size, name, reduce_op = ctx.size, ctx.name, ctx.call["reduce_op"]
+    result: Tensor
+    if reduce_op == "sum":
+        return total
+    if reduce_op == "avg":
+        result = total / size
+        return result
+    if reduce_op in ("max", "min"):
+        own, output = ctx.saved_tensors
+        mine: Tensor = (own == whole(wait(output))).to(total.dtype)
+        return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
+    if reduce_op == "product":
+        (own,) = ctx.saved_tensors
+        # the product of the others, not a quotient, which has no derivative where one is 0
+        every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
+        ranks = torch.arange(size, device=own.device).view(size, *[1] * own.dim())
+        others = torch.where(ranks == _ops.rank(own, size, name), 1, every).prod(0)
+        return total * others.conj()
+    raise RuntimeError(f"interlace.{op} with reduce_op {reduce_op!r} has no gradient")
+
+
+def reduced(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
+    """The reduction of all ranks' inputs, in their order."""
+    alike(op, "input", inputs)
+    name, _ = checks.reduce_op(reduce_op)
+    reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)
+    total = shapes.like(inputs[0])
+    if not (total.is_meta or isinstance(total, FakeTensor)):
+        reductions.fold(name, [each.contiguous() for each in inputs], total)
+    return total
+
+
+ALL_REDUCE = _record(
+    "all_reduce",
+    AllReduceArguments,
+    _gradient_of_all_reduce,
+    lambda ranks, size: _copies(reduced("all_reduce", inputs(ranks), ranks[0].reduce_op), size),
+)
+
+
+@dataclass
+class ReduceScatterArguments:
+    input: Tensor
+    reduce_op: str
+    scatter_dim: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.scattered(self.input, self.scatter_dim, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        dim = self.scatter_dim % self.input.dim()
+        whole: Any = self.input
+        if dim or not whole.is_contiguous():
+            whole = list(whole.tensor_split(group.world_size, dim))
+        return rootless._reduce_scatter(group, (output, whole), (self.reduce_op,), True)
+
+
+def _gradient_of_reduce_scatter(ctx: Any, grad: Tensor) -> Tensor:
+    def gather(tensor: Tensor) -> Tensor:
+        return wait(_ops.all_gather(tensor, ctx.call["scatter_dim"], ctx.size, ctx.name))
+
+    return _of_reduced(ctx, "reduce_scatter", gather(grad), gather)
+
+
+def scattered(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
+    """The parts of the reduction, by rank."""
+    shapes.scattered(inputs[0], dim, size)  # which says what is wrong
+    return _slices(reduced("reduce_scatter", inputs, reduce_op), dim, size)
+
+
+def _slices(tensor: Tensor, dim: int, size: int) -> Outputs:
+    return [[shapes.like(part).copy_(part)] for part in tensor.tensor_split(size, dim)]
+
+
+REDUCE_SCATTER = _record(
+    "reduce_scatter",
+    ReduceScatterArguments,
+    _gradient_of_reduce_scatter,
+    lambda ranks, size: scattered(inputs(ranks), ranks[0].reduce_op, ranks[0].scatter_dim, size),
+)
+
+
+@dataclass
+class ReduceArguments:
+    input: Tensor
+    reduce_op: str
+    dst: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.like(self.input)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """The reduction on ``dst``, zeros elsewhere."""
+        if group.rank == self.dst:
+            reduced = output.copy_(self.input)
+        else:
+            reduced = self.input.contiguous()  # which an expanded gradient is not
+            output.zero_()
+        return rooted._reduce(group, (reduced,), (None, self.dst, self.reduce_op), True)
+
+
+def _gradient_of_reduce(ctx: Any, grad: Tensor) -> Tensor:
+    reduce_op = ctx.call["reduce_op"]
+    if reduce_op not in ("sum", "avg"):
+        raise RuntimeError(f"interlace.reduce with reduce_op {reduce_op!r} has no gradient")
+    own = wait(_ops.broadcast(grad, ctx.call["dst"], ctx.size, ctx.name))
+    return own if reduce_op == "sum" else own / ctx.size
+
+
+def _reduce_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    dst = ranks[0].dst
+    _check_root("dst", dst, size)
+    return _only_on(dst, reduced("reduce", inputs(ranks), ranks[0].reduce_op), size)
+
+
+REDUCE = _record("reduce", ReduceArguments, _gradient_of_reduce, _reduce_on_all)
+
+
+# -- gathers and scatters ----------------------------------------------------------------------
+
+
+@dataclass
+class AllGatherArguments:
+    input: Tensor
+    gather_dim: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.gathered(self.input, self.gather_dim, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        dim = self.gather_dim % max(self.input.dim(), 1)
+        whole: Any = output
+        if dim or not output.is_contiguous():
+            whole = list(output.tensor_split(group.world_size, dim))
+        return rootless._all_gather(group, (whole, self.input), (), True)
+
+
+def _gradient_of_all_gather(ctx: Any, grad: Tensor) -> Tensor:
+    part = wait(_ops.reduce_scatter(grad, "sum", ctx.call["gather_dim"], ctx.size, ctx.name))
+    return part if ctx.input_dim else part.reshape(())
+
+
+def gathered(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
+    """All ranks' inputs, one behind the other along ``dim``."""
+    alike(op, "input", inputs)
+    whole = shapes.gathered(inputs[0], dim, size)
+    for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
+        part.copy_(input)
+    return whole
+
+
+ALL_GATHER = _record(
+    "all_gather",
+    AllGatherArguments,
+    _gradient_of_all_gather,
+    lambda ranks, size: _copies(
+        gathered("all_gather", inputs(ranks), ranks[0].gather_dim, size), size
+    ),
+)
+
+
+@dataclass
+class GatherArguments:
+    input: Tensor
+    dst: int
+    gather_dim: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.gathered(self.input, self.gather_dim, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Along ``gather_dim`` on ``dst``, zeros of the same shape elsewhere."""
+        parts = None
+        if group.rank == self.dst:
+            parts = list(output.tensor_split(group.world_size, self.gather_dim))
+            if not self.input.dim():
+                parts = list(output.unbind())
+        else:
+            movable(output).zero_()
+        return rooted._gather(group, (self.input, parts), (None, self.dst), True)
+
+
+def _gradient_of_gather(ctx: Any, grad: Tensor) -> Tensor:
+    given = ctx.call
+    part = wait(_ops.scatter(grad, given["dst"], given["gather_dim"], ctx.size, ctx.name))
+    return part if ctx.input_dim else part.reshape(())
+
+
+def _gather_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    dst = ranks[0].dst
+    _check_root("dst", dst, size)
+    return _only_on(dst, gathered("gather", inputs(ranks), ranks[0].gather_dim, size), size)
+
+
+GATHER = _record("gather", GatherArguments, _gradient_of_gather, _gather_on_all)
+
+
+@dataclass
+class ScatterArguments:
+    input: Tensor
+    src: int
+    scatter_dim: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.scattered(self.input, self.scatter_dim, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """The own slice of the input of ``src`` along ``scatter_dim``; other ranks' inputs are not read."""
+        parts = None
+        if group.rank == self.src:
+            parts = list(self.input.tensor_split(group.world_size, self.scatter_dim))
+        return rooted._scatter(group, (output, parts), (None, self.src), True)
+
+
+def _gradient_of_scatter(ctx: Any, grad: Tensor) -> Tensor:
+    return wait(_ops.gather(grad, ctx.call["src"], ctx.call["scatter_dim"], ctx.size, ctx.name))
+
+
+def _scatter_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    src, dim = ranks[0].src, ranks[0].scatter_dim
+    _check_root("src", src, size)
+    alike("scatter", "input", inputs(ranks))
+    shapes.scattered(ranks[0].input, dim, size)
+    return _slices(ranks[src].input, dim, size)
+
+
+SCATTER = _record("scatter", ScatterArguments, _gradient_of_scatter, _scatter_on_all)
+
+
+# -- other moves -------------------------------------------------------------------------------
+
+
+@dataclass
+class BroadcastArguments:
+    input: Tensor
+    src: int
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.like(self.input)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        if group.rank == self.src and output is not self.input:
+            movable(output).copy_(movable(self.input))
+        return rooted._broadcast(group, (output,), (None, self.src), True)
+
+
+def _gradient_of_broadcast(ctx: Any, grad: Tensor) -> Tensor:
+    return wait(_ops.reduce(grad, "sum", ctx.call["src"], ctx.size, ctx.name))
+
+
+def _broadcast_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    src = ranks[0].src
+    _check_root("src", src, size)
+    alike("broadcast", "input", inputs(ranks))
+    source = ranks[src].input
+    return [[shapes.like(source).copy_(source)] for _ in range(size)]
+
+
+BROADCAST = _record("broadcast", BroadcastArguments, _gradient_of_broadcast, _broadcast_on_all)
+
+
+@dataclass
+class AllToAllArguments:
+    input: Tensor
+    output_split_sizes: list[Length] | None
+    input_split_sizes: list[Length] | None
+
+    @property
+    def splits(self) -> Any:
+        return self.output_split_sizes, self.input_split_sizes
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.exchanged(self.input, *self.splits, size=size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        return _all_to_all_single(group, (output, self.input), self.splits, True)
+
+
+def _gradient_of_all_to_all(ctx: Any, grad: Tensor) -> Tensor:
+    received, sent = ctx.call["output_split_sizes"], ctx.call["input_split_sizes"]
+    return wait(_ops.all_to_all(grad, sent, received, ctx.size, ctx.name))
+
+
+def _all_to_all_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    outputs = [each.outputs(size) for each in ranks]
+    alike("all_to_all", "input", inputs(ranks), but=0)
+    parts = [
+        _split(rank, each.input, each.input_split_sizes, size) for rank, each in enumerate(ranks)
+    ]
+    for target, (output, own) in enumerate(zip(outputs, ranks, strict=True)):
+        for source, place in enumerate(_split(target, output, own.output_split_sizes, size)):
+            part = parts[source][target]
+            if part.shape != place.shape:
+                raise ValueError(
+                    f"all_to_all: rank {source} sends {part.shape[0]} rows to rank {target}, which "
+                    f"expects {place.shape[0]}"
+                )
+            place.copy_(part)
+    return [[output] for output in outputs]
+
+
+def _split(rank: int, tensor: Tensor, sizes: Sequence[int] | None, size: int) -> Sequence[Tensor]:
+    lengths = [tensor.shape[0] // size] * size if sizes is None else list(sizes)
+    if sum(lengths) != tensor.shape[0]:
+        raise ValueError(
+            f"all_to_all: input_split_sizes {lengths} of rank {rank} do not add up to the "
+            f"{tensor.shape[0]} rows of its input"
+        )
+    return torch.split(tensor, lengths)
+
+
+ALL_TO_ALL = _record("all_to_all", AllToAllArguments, _gradient_of_all_to_all, _all_to_all_on_all)
+
+
+@dataclass
+class PermuteArguments:
+    input: Tensor
+    src_dst: list[int]
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.permuted(self.input, self.src_dst, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> Work | None:
+        """Rank r's input goes to rank ``src_dst[r]``."""
+        size, rank, input = group.world_size, group.rank, self.input
+        sent, received = [0] * size, [0] * size
+        sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = input.numel()
+        flat = output.view(-1), contiguous(input).view(-1)
+        return _all_to_all_single(group, flat, (received, sent), True)
+
+
+def _gradient_of_permute(ctx: Any, grad: Tensor) -> Tensor:
+    src_dst = ctx.call["src_dst"]
+    back = [src_dst.index(rank) for rank in range(len(src_dst))]
+    return wait(_ops.permute(grad, back, ctx.size, ctx.name))
+
+
+def _permute_on_all(ranks: Sequence[Any], size: int) -> Outputs:
+    targets = list(ranks[0].src_dst)
+    alike("permute", "input", inputs(ranks))
+    shapes.permutation(targets, size)
+    sources = [ranks[targets.index(rank)].input for rank in range(size)]
+    return [[shapes.like(source).copy_(source)] for source in sources]
+
+
+PERMUTE = _record("permute", PermuteArguments, _gradient_of_permute, _permute_on_all)
+
+
+@dataclass
+class RankArguments:
+    input: Tensor
+
+    def outputs(self, size: Any) -> Tensor:
+        return shapes.number(self.input, size)
+
+    def fill(self, group: Communicator, output: Tensor) -> None:
+        output.fill_(group.rank)
+
+
+RANK = _record(
+    "rank",
+    RankArguments,
+    None,
+    lambda ranks, size: [
+        [torch.tensor(rank, device=ranks[0].input.device)] for rank in range(size)
+    ],
+)
+
+OPS = (
+    ALL_REDUCE,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE,
+    PERMUTE,
+    GATHER,
+    SCATTER,
+    RANK,
+)
