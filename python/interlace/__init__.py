@@ -44,9 +44,10 @@ try:
         new_group,
         new_subgroups,
         new_subgroups_by_enumeration,
+        rebuild,
+        shrink,
         split_group,
     )
-    from interlace.groups.recovery import rebuild, shrink
     from interlace.launcher import run
     from interlace.numerics import check_numerics
     from interlace.ops.attention.api import distributed_decode
@@ -57,7 +58,6 @@ try:
         all_reduce_coalesced,
         reduce_scatter_tensor_coalesced,
     )
-    from interlace.ops.collectives.monitored_barrier import monitored_barrier
     from interlace.ops.collectives.objects import (
         all_gather_object,
         broadcast_object_list,
@@ -71,6 +71,7 @@ try:
         batch_isend_irecv,
         irecv,
         isend,
+        monitored_barrier,
         recv,
         send,
     )

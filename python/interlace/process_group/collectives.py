@@ -15,11 +15,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from interlace.groups.groups import OnInterlace
-from interlace.ops.collectives import coalesced, point_to_point, rooted, rootless, sparse
-from interlace.ops.collectives import monitored_barrier as monitored
+from interlace.ops.collectives import coalesced, point_to_point, rooted, rootless
 from interlace.ops.collectives.all_to_all import _all_to_all, _all_to_all_single
 from interlace.process_group import dispatch
-from interlace.process_group.short_forms import all_flat, flat, long_form
+from interlace.process_group.dispatch import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.compat.torch_groups import c10d
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, above_autograd, modes_active
@@ -230,7 +229,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("allreduce", (tensors,), opts)
         (tensor,) = own
         dense = tensor.layout is torch.strided
-        start = rootless._all_reduce if dense else sparse._all_reduce
+        start = rootless._all_reduce if dense else rootless._all_reduce_sparse
         return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts=opts)
 
     def allreduce_coalesced(
@@ -381,7 +380,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         if self._own([]) is None:
             self._dispatched("monitored_barrier", (), timeout, wait_all_ranks)
             return
-        monitored._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
+        point_to_point._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
 
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER

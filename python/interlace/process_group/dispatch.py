@@ -24,16 +24,30 @@ This keeps ranks that run under a mode (a profiler on rank 0) in step with those
 
 Rejected: a second, C++ group for such calls. The ranks with and without a mode would wait for each other
 in different groups. It remains for one case, see :func:`needs_backend`.
+
+``torch.distributed`` calls the methods with lists and an options object. ``ProcessGroup`` also takes single
+tensors, and an op or a root in place of the options: ``group.allreduce(tensor, ReduceOp.MAX)``. A method of
+interlace's group that is called so calls itself again with what :func:`long_form` makes of the arguments.
+
+``all_gather_into_tensor_out`` and ``batch_p2p_ops`` of ``_c10d_functional`` ask the group for the C++
+backend of a device, which a group in Python does not have (torch 2.13). The CPU kernels here ask the group
+itself, whatever it is, so groups of other backends in the same process go on as before.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.runtime.compat.torch_groups import _create_work_from_future
+from interlace.runtime.compat.torch_groups import (
+    ProcessGroup,
+    _create_work_from_future,
+    _register_work,
+    resolve,
+)
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     DispatchMode,
@@ -42,6 +56,8 @@ from interlace.runtime.compat.torch_modes import (
 )
 
 _C: Any = torch._C
+_Library: Any = torch.library.Library
+_library: Any = None
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -121,3 +137,95 @@ def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
         _C._pop_torch_dispatch_stack(None)
         for mode in reversed(above):
             _C._push_on_torch_dispatch_stack(mode)
+
+
+# -- short forms -------------------------------------------------------------------------------
+
+
+def long_form(kind: type, short: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    """Lists of ``short``, which are tensors or lists, and options of ``kind`` with what ``args`` say.
+
+    ``args``: a root, a ReduceOp, a timeout, or options, in any order, as torch's forms have them. A list
+    beside a tensor is one per rank, which the long forms have in a list of its own.
+    """
+    single = any(isinstance(each, torch.Tensor) for each in short)
+    lists = [[each] if single else list(each) for each in short]
+    given = next((each for each in args if isinstance(each, kind)), None)
+    options: Any = kind() if given is None else given
+    for value in args:
+        if isinstance(value, timedelta):
+            options.timeout = value
+        elif isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            options.reduceOp = value
+        elif isinstance(value, int):
+            options.rootRank = value
+        elif value is not None and not isinstance(value, kind):
+            raise TypeError(f"expected {kind.__name__}, a root, ReduceOp or timeout, got {value!r}")
+    return (*lists, options)
+
+
+def flat(long: torch.Tensor, short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch lets a flat tensor stand for one of the same length; 0-dim and stacked ones stay."""
+    if long.dim() in (short.dim(), short.dim() + 1) or not long.is_contiguous():
+        return long, short
+    return long.view(-1), short.reshape(-1)
+
+
+def all_flat(
+    longs: list[torch.Tensor], shorts: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    pairs = [flat(long, short) for long, short in zip(longs, shorts, strict=True)]
+    return [long for long, _ in pairs], [short for _, short in pairs]
+
+
+# -- kernels of functional ops -----------------------------------------------------------------
+
+
+def register() -> None:
+    """Register the kernels, once per process."""
+    global _library
+    if _library is None:
+        _library = _Library("_c10d_functional", "IMPL")
+        for name, kernel in (
+            ("all_gather_into_tensor_out", _all_gather_into_tensor_out),
+            ("batch_p2p_ops", _batch_p2p_ops),
+        ):
+            if hasattr(torch.ops._c10d_functional, name):
+                _library.impl(name, kernel, "CPU")
+
+
+def _group(name_or_group: Any) -> Any:
+    """The process group itself; ops may be given its name, or the object that C++ made of it."""
+    if isinstance(name_or_group, str):
+        return resolve(name_or_group)
+    if isinstance(name_or_group, torch._C.ScriptObject):
+        return ProcessGroup.unbox(name_or_group)
+    return name_or_group
+
+
+def _all_gather_into_tensor_out(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    group = _group(group_name)
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base
+    _register_work(out, gather(out, input))
+    return out
+
+
+def _batch_p2p_ops(
+    op_list: list[str],
+    peer_list: list[int],
+    tag_list: list[int],
+    tensors: list[torch.Tensor],
+    group_name: Any,
+) -> list[torch.Tensor]:
+    """For every op its tensor, which is complete after ``wait_tensor``; for sends an empty one."""
+    group, results = _group(group_name), []
+    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        if op == "isend":
+            result, work = tensor.new_empty(0), group.send([tensor], peer, tag)
+        else:
+            result, work = tensor, group.recv([tensor], peer, tag)
+        _register_work(result, work)
+        results.append(result)
+    return results

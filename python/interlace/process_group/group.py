@@ -12,7 +12,7 @@ internal form of interlace's own function; a call that torch's dispatcher has to
   group over the same ranks, made when it is first needed, which takes all ranks of the group.
 - Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
   the first of them comes. Where ranks have no GPU for kernels they go through copies on the host.
-- ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``functional_kernels.py``.
+- ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``dispatch.py``.
 """
 
 import functools
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.process_group import functional_kernels
+from interlace.process_group import dispatch
 from interlace.process_group.collectives import Collectives
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.compat.launchers import local_rank
@@ -104,7 +104,7 @@ class InterlaceProcessGroup(Collectives):
     ) -> None:
         local_rank()  # which is asked for when others wait for this rank
         super().__init__(rank, size)
-        functional_kernels.register()
+        dispatch.register()
         if place is None:
             seconds = timeout.total_seconds()
             place = connect.connect_place(store, rank, size, timeout=seconds, name=name)

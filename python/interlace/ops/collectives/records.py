@@ -426,7 +426,8 @@ class AllToAllArguments:
         return self.output_split_sizes, self.input_split_sizes
 
     def outputs(self, size: Any) -> Tensor:
-        return shapes.exchanged(self.input, *self.splits, size=size)
+        received, sent = self.splits
+        return shapes.exchanged(self.input, received, sent, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         return _all_to_all_single(group, (output, self.input), self.splits, True)
