@@ -281,16 +281,20 @@ class Layer:
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
 
-def _on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
-    """A step of an autograd function which, where it fails on one rank, fails on all as ``op``."""
+def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
+    """A step of an autograd function which, where it fails on one rank, fails on all as ``op``.
+
+    The first argument of forward is a communicator, or has one, or None: backward goes on with that.
+    """
 
     def around(step: StepOfFunction) -> StepOfFunction:
         @functools.wraps(step)
         def run(ctx: Any, *given: Any) -> Any:
-            layer = given[0] if isinstance(given[0], Layer) else ctx.layer
-            if layer.communicator is None:
+            if not hasattr(ctx, "communicator"):
+                ctx.communicator = getattr(given[0], "communicator", given[0])
+            if ctx.communicator is None:
                 return step(ctx, *given)
-            with layer.communicator.accepting(op):
+            with ctx.communicator.accepting(op):
                 return step(ctx, *given)
 
         return cast(StepOfFunction, run)
@@ -354,7 +358,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the number of weights, the input, the weights, the biases."""
 
     @staticmethod
-    @_on_all_ranks("column_parallel_linear")
+    @on_all_ranks("column_parallel_linear")
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
         dtype = _compute_dtype(input)
         own = input.to(dtype)
@@ -385,7 +389,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_on_all_ranks("column_parallel_linear, backward")
+    @on_all_ranks("column_parallel_linear, backward")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         layer: Layer = ctx.layer
         kept, *weights = ctx.saved_tensors
@@ -440,7 +444,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     """Arguments: the layer, the input, the weight, the bias."""
 
     @staticmethod
-    @_on_all_ranks("row_parallel_linear")
+    @on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
         dtype = _compute_dtype(input)
         own, matrix = input.to(dtype), weight.to(dtype)
@@ -462,7 +466,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @_on_all_ranks("row_parallel_linear, backward")
+    @on_all_ranks("row_parallel_linear, backward")
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors

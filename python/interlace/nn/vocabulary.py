@@ -20,6 +20,7 @@ from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.nn import regions
 from interlace.nn.linear import InitMethod
+from interlace.nn.linear_functions import on_all_ranks
 from interlace.nn.sharding import OnGroup, ShardedModule, positive
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.runtime.compat.torch_modes import disable
@@ -181,7 +182,7 @@ def vocab_parallel_cross_entropy(
     counted = target != ignore_index
     local = torch.where(counted, target - first, -1)
     losses: Tensor = _VocabParallelCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
-        logits, local, counted, classes, float(label_smoothing), communicator
+        communicator, logits, local, counted, classes, float(label_smoothing)
     )
     if reduction == "none":
         return losses
@@ -222,73 +223,64 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Losses of ``logits`` in fp32; ``local`` are classes of this rank if they are in its range."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        ctx.group = given[-1]
-        with ctx.group.accepting(NAME):
-            return _forward(ctx, *given)
+    @on_all_ranks(NAME)
+    def forward(
+        ctx: Any,
+        group: Communicator,
+        logits: Tensor,
+        local: Tensor,
+        counted: Tensor,
+        classes: int,
+        smoothing: float,
+    ) -> Tensor:
+        rows = logits.detach().reshape(local.numel(), logits.shape[-1])
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        tokens, here = rows.shape
+        highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
+        if here and tokens:
+            highest.copy_(rows.amax(1))
+        _all_reduce(group, (highest,), ("max",))
+        sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
+        own = local.flatten()
+        for at in _pieces(tokens, here):
+            part = rows[at].to(wide) - highest[at, None]
+            mine = (own[at] >= 0) & (own[at] < here)
+            index = torch.where(mine, own[at], 0)
+            found = part.gather(1, index[:, None]).squeeze(1)
+            sums[1, at] = torch.where(mine, found, 0)
+            if smoothing:
+                torch.sum(part, 1, out=sums[2, at])
+            torch.sum(part.exp_(), 1, out=sums[0, at])
+        _all_reduce(group, (sums,))
+        log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
+        losses = (1 - smoothing) * (log_sum - sums[1])
+        if smoothing:
+            losses += smoothing * (log_sum - sums[2] / classes)
+        ctx.save_for_backward(logits, highest, log_sum, local, counted)
+        ctx.classes, ctx.smoothing = classes, smoothing
+        return losses.view(local.shape).masked_fill(~counted, 0)
 
     @staticmethod
     @once_differentiable
+    @on_all_ranks(f"{NAME}, backward")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        with ctx.group.accepting(f"{NAME}, backward"):
-            return _backward(ctx, grad), None, None, None, None, None
-
-
-def _forward(
-    ctx: Any,
-    logits: Tensor,
-    local: Tensor,
-    counted: Tensor,
-    classes: int,
-    smoothing: float,
-    group: Communicator,
-) -> Tensor:
-    rows = logits.detach().reshape(local.numel(), logits.shape[-1])
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    tokens, here = rows.shape
-    highest = rows.new_full((tokens,), -torch.inf, dtype=wide)
-    if here and tokens:
-        highest.copy_(rows.amax(1))
-    _all_reduce(group, (highest,), ("max",))
-    sums = rows.new_zeros((3 if smoothing else 2, tokens), dtype=wide)
-    own = local.flatten()
-    for at in _pieces(tokens, here):
-        part = rows[at].to(wide) - highest[at, None]
-        mine = (own[at] >= 0) & (own[at] < here)
-        index = torch.where(mine, own[at], 0)
-        found = part.gather(1, index[:, None]).squeeze(1)
-        sums[1, at] = torch.where(mine, found, 0)
-        if smoothing:
-            torch.sum(part, 1, out=sums[2, at])
-        torch.sum(part.exp_(), 1, out=sums[0, at])
-    _all_reduce(group, (sums,))
-    log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
-    losses = (1 - smoothing) * (log_sum - sums[1])
-    if smoothing:
-        losses += smoothing * (log_sum - sums[2] / classes)
-    ctx.save_for_backward(logits, highest, log_sum, local, counted)
-    ctx.classes, ctx.smoothing = classes, smoothing
-    return losses.view(local.shape).masked_fill(~counted, 0)
-
-
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
-    logits, highest, log_sum, local, counted = ctx.saved_tensors
-    result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    tokens, here = local.numel(), logits.shape[-1]
-    rows, into = logits.reshape(tokens, here), result.view(tokens, here)
-    own = local.flatten()
-    factor = grad.masked_fill(~counted, 0).flatten()
-    even = ctx.smoothing / ctx.classes
-    for at in _pieces(tokens, here):
-        part = rows[at].to(log_sum.dtype) - highest[at, None]
-        part = part.sub_(log_sum[at, None]).exp_()
-        if even:
-            part -= even
-        mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
-        index = own[at].clamp(0, here - 1)[:, None]
-        part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
-        into[at] = part.mul_(factor[at, None])
-    return result
+        logits, highest, log_sum, local, counted = ctx.saved_tensors
+        result = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        tokens, here = local.numel(), logits.shape[-1]
+        rows, into = logits.reshape(tokens, here), result.view(tokens, here)
+        own = local.flatten()
+        factor = grad.masked_fill(~counted, 0).flatten()
+        even = ctx.smoothing / ctx.classes
+        for at in _pieces(tokens, here):
+            part = rows[at].to(log_sum.dtype) - highest[at, None]
+            part = part.sub_(log_sum[at, None]).exp_()
+            if even:
+                part -= even
+            mine = ((own[at] >= 0) & (own[at] < here)).to(part.dtype)
+            index = own[at].clamp(0, here - 1)[:, None]
+            part.scatter_add_(1, index, (mine * (ctx.smoothing - 1))[:, None])
+            into[at] = part.mul_(factor[at, None])
+        return None, result, None, None, None, None
 
 
 def _pieces(tokens: int, here: int) -> list[slice]:
