@@ -108,6 +108,8 @@ class PlainDocstrings(griffe.Extension):
         if obj.docstring is not None:
             text = obj.docstring.value
             called = obj.is_function or (obj.is_class and "\nParameters\n" in text)
-            names = [each.name for each in obj.parameters] if called else []
-            parameters = [name for name in names if name not in ("self", "cls")]
+            given = list(obj.parameters) if called else []
+            # these are those of a TypedDict, which griffe's own extension puts into the signature
+            own = [each.name for each in given if not str(each.annotation).startswith("Unpack[")]
+            parameters = [name for name in own if name not in ("self", "cls")]
             obj.docstring.value = markdown(text, parameters)

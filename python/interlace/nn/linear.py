@@ -197,6 +197,7 @@ class ColumnParallelLinear(LinearParameters):
     init_method : see :class:`LinearParameters`.
     gradient_accumulation_fusion, save_gathered, deferred, out_dtype : see
         :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
+    device, dtype : of the parameters, as torch has it.
 
     Forward: ``input`` ``[s / world size, b, in] -> [s, b, out / world size]``. All gradients are complete
     after backward: those of the weight and the bias belong to this rank alone, that of the input is summed
