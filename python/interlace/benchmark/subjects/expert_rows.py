@@ -31,18 +31,31 @@ def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
     return Assignment((token + slot) % world_size, world_size, world_size)
 
 
-def refuse_rows(op: str, world_size: int, m: int | None) -> None:
-    """Raise ValueError if so many rows of a rank cannot be shared out evenly."""
-    parts = world_size * min(TOPK, world_size)
-    if (m or 0) % parts:
-        raise ValueError(
-            f"--m {m}: {op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
-            f"{min(TOPK, world_size)} experts for each token"
-        )
+class _RowsOfTokens(ByRows):
+    """M are the rows that a rank sends: its tokens, for each of their experts."""
+
+    def __init__(self, place: Place, dtype: torch.dtype, m: int, *sizes: int) -> None:
+        super().__init__(place, dtype, m, *sizes)
+        self.topk = min(TOPK, self.world_size)
+        self.chosen = evenly(m // self.topk, self.world_size, self.device)
+
+    @classmethod
+    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+        super().refuse(world_size, m, dtype)
+        parts = world_size * min(TOPK, world_size)
+        if (m or 0) % parts:
+            raise ValueError(
+                f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
+                f"{min(TOPK, world_size)} experts for each token"
+            )
+
+    def sums(self, home: torch.Tensor) -> torch.Tensor:
+        """By token, of rows that have come home."""
+        return home[self.chosen.inverse].sum(1)
 
 
-class _MovedRows(ByRows):
-    """Rows of tokens between ranks. M are those that a rank sends, N their elements."""
+class _MovedRows(_RowsOfTokens):
+    """Rows of tokens between ranks. N are their elements."""
 
     sizes = ("m", "n")
     without = "has rows and columns; it takes --m and --n"
@@ -54,16 +67,9 @@ class _MovedRows(ByRows):
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int) -> None:
         super().__init__(place, dtype, m, n)
-        self.topk = min(TOPK, self.world_size)
-        self.chosen = evenly(m // self.topk, self.world_size, self.device)
         self.slots = self.chosen.slots(m)  # by home row
         self.nbytes = m * n * dtype.itemsize
         self.bus_factor = bus_factor(self.op, self.world_size)
-
-    @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        refuse_rows(cls.op, world_size, m)
 
     def rows_of(self, rank: int, call: int, rows: int) -> torch.Tensor:
         flat = payload.vector(0, rows * self.n, rank, call, self.dtype, self.device)
@@ -150,17 +156,14 @@ class CombineRows(_MovedRows):
         combine: Any = interlace.experts.combine
         return lambda y: combine(y, handle, algorithm=algorithm)
 
-    def _sums(self, home: torch.Tensor) -> torch.Tensor:
-        return home[self.chosen.inverse].sum(1)
-
     def theirs(self, *arguments: Any) -> Any:
-        return self._sums(self.exchanged(arguments[0]))
+        return self.sums(self.exchanged(arguments[0]))
 
     def alone_inputs(self, call: int) -> Tensors:
         return None, self._home(call)
 
     def alone(self, *tensors: Any) -> Any:
-        return self._sums(tensors[1])
+        return self.sums(tensors[1])
 
     def _home(self, call: int) -> torch.Tensor:
         """This rank's rows as they come back: those of its tokens lie together on every rank."""
@@ -173,7 +176,7 @@ class CombineRows(_MovedRows):
         return torch.cat(parts)
 
     def right(self, call: int) -> torch.Tensor:
-        return self._sums(self._home(call).double())
+        return self.sums(self._home(call).double())
 
 
 class _Exchanged(Fused):
@@ -280,19 +283,12 @@ class AllGatherGroupedRows(AllGatherMatmul):
         return value, bound, bound
 
 
-class GroupedMatmulCombineRows(_Exchanged):
+class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
     op = "grouped_matmul_combine"
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
         super().__init__(place, dtype, m, n, k)
-        self.topk = min(TOPK, self.world_size)
-        self.chosen = evenly(m // self.topk, self.world_size, self.device)
         self.result_rows = (0, m // self.topk)
-
-    @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        refuse_rows(cls.op, world_size, m)
 
     def inputs(self, call: int) -> Tensors:
         return (
@@ -308,12 +304,9 @@ class GroupedMatmulCombineRows(_Exchanged):
             input, weight.unsqueeze(0), splits, idx, algorithm=algorithm
         )
 
-    def _sums(self, home: torch.Tensor) -> torch.Tensor:
-        return home[self.chosen.inverse].sum(1)
-
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         dist.all_to_all_single(buffer, torch.mm(input, weight))
-        return self._sums(buffer)
+        return self.sums(buffer)
 
     def alone_inputs(self, call: int) -> Tensors:
         """Besides, this rank's rows as they come home: every rank's products of them."""
@@ -328,7 +321,7 @@ class GroupedMatmulCombineRows(_Exchanged):
     def alone(self, *tensors: Any) -> torch.Tensor:
         input, weight, home = tensors
         torch.mm(input, weight)
-        return self._sums(home)
+        return self.sums(home)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         inverse, idx = self.chosen.inverse[rows], self.chosen.topk_idx[rows]
