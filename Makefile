@@ -82,6 +82,7 @@ lint: $(VENV)/test  ## ruff, its formatter in check mode, and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy python/interlace/__init__.py  # has code, which the stub beside it hides
 
 format: $(VENV)/test  ## apply ruff's fixes and formatting
 	$(PY) -m ruff check --fix .

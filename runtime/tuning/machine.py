@@ -1,17 +1,11 @@
 """One model of a machine, from which all predictions of times are made.
 
-A machine has links, as ``calibration.py`` has measured them or as data sheets have it; it has a speed, and
-where it is a known GPU the figures of its chip. What is asked of it:
+A machine has links, as ``calibration.py`` has measured them or as data sheets have it, and a speed; a known
+GPU has the figures of its chip. :class:`Machine` predicts whole ops for the fusion pass
+(``interlace/compile/prediction.py``), :func:`fused_us` fused ops by configuration, and
+:func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` asks the measured lines.
 
-======================  ====================================================================================
-:class:`Machine`        whole ops on any device, for the fusion pass: ``interlace/compile/prediction.py``
-:func:`measured_gather` the line of all_gather on this machine, for :func:`calibrated`, which puts it into a
-                        :class:`Machine`, and for ``tuning.py``, which puts it into a chip
-:func:`fused_us`        a fused op on one node of GPUs, by chip and configuration
-======================  ====================================================================================
-
-``interlace.tensor`` asks the measured lines, and torch's constants where there are none. Closed forms of
-what ``benchmarks/predict.py`` simulates event by event::
+Closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
     matmul  = max(waves of tiles * time of a tile + chunks of a program * what one costs,
                   bytes read / memory bandwidth)
