@@ -96,6 +96,14 @@ def test_ctrl_c_while_a_command_imports_prints_nothing(called: str, tmp_path: pa
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+def test_help_is_printed_without_torch_and_triton() -> None:
+    """They take seconds."""
+    command = [sys.executable, "-X", "importtime", "-m", "interlace", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "interlace.cli.main" in loaded and not loaded & {"torch", "triton", "numpy"}
+
+
 def test_a_command_behind_an_option_is_one_too() -> None:
     assert main.needs_torch(["-v", "bench"]) and not main.needs_torch(["inspect", "bench"])
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.runtime.tuning import (
     calibration,
@@ -148,7 +149,7 @@ def test_an_unknown_chip_gets_what_fits_any() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             made = gpu_default(capability, dtype, 4096)
             needed = configuration.shared_needed(made, dtype.itemsize)
-            assert needed <= table.shared_bytes(0) and not made.descriptors
+            assert needed <= shared_bytes(0) and not made.descriptors
 
 
 def test_the_interpreter_covers_the_extents() -> None:
