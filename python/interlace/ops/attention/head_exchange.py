@@ -29,7 +29,15 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import OwnRows, Table
 from interlace.kernels.attention import head_exchange as kernels
 from interlace.kernels.tiling import owner_order
-from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives.launch import (
+    agreed_call,
+    enqueue_kernel,
+    others,
+    resident_programs,
+    send_by_copy_engine,
+    sources,
+    wait_for_all,
+)
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, rows_of
 from interlace.ops.op.gradients import wait
@@ -216,9 +224,7 @@ class HeadExchange:
         dtype = outputs[0].dtype
         # an engine begins with what the caller has issued
         communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
-        call = plain.agreed_call(
-            communicator, op, (f"parts of {op}", tuple(self.rows), columns, dtype)
-        )
+        call = agreed_call(communicator, op, (f"parts of {op}", tuple(self.rows), columns, dtype))
         event = communicator.engine.all_to_all(call, outputs, inputs)
         if event is not None:
             communicator.compute.wait_event(event)
@@ -253,12 +259,10 @@ class ToHeads(HeadExchange):
             formulas.tiles_of([rows[rank]], block_m, tiles_n) * world_size,
             formulas.tiles_of([max(rows)], block_m, tiles_n),
         )
-        grid = formulas.persistent_grid(
-            0, tiles, plain.resident_programs(communicator, configuration)
-        )
+        grid = formulas.persistent_grid(0, tiles, resident_programs(communicator, configuration))
         kernel = kernels.matmul_all_to_all_kernel
         launch = kernel, grid, arguments, operands.launch_options(configuration, input)
-        return plain.enqueue_kernel(communicator, TO_HEADS, layout, *launch)
+        return enqueue_kernel(communicator, TO_HEADS, layout, *launch)
 
     def pipelined(self) -> Event:
         """A torch matmul per receiver, straight into its workspace."""
@@ -279,7 +283,7 @@ class ToHeads(HeadExchange):
                 if owner != rank:
                     stream.publish(workspace, owner, rank)
             arrived = workspace.data(rank, 0, shape, dtype)
-            for source in plain.sources(communicator)[1:]:
+            for source in sources(communicator)[1:]:
                 stream.wait(workspace, source, source)
                 begin, length = begins[source]
                 here = slice(begin, begin + length)
@@ -335,10 +339,10 @@ class FromHeads(HeadExchange):
         def body(workspace: Workspace) -> None:
             copiers = min(configuration.copiers, len(lines), max(1, place.program_limit // 4))
             if lines and not (copiers and tiles):
-                plain.send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
+                send_by_copy_engine(communicator, workspace, lines, [(input, 0)])
                 copiers = 0
             if tiles:
-                resident = plain.resident_programs(communicator, configuration, copiers)
+                resident = resident_programs(communicator, configuration, copiers)
                 grid = formulas.persistent_grid(copiers, tiles, max(copiers + 1, resident))
                 arguments = {**known, **operands.copies(configuration, copiers)}
                 kernel = kernels.all_to_all_matmul_kernel
@@ -348,7 +352,7 @@ class FromHeads(HeadExchange):
                 )
             else:
                 # No tile, so no program has waited; but what arrives late would hit the next op.
-                for source in plain.others(communicator):
+                for source in others(communicator):
                     for chunk in range(formulas.ceil_div(rows[rank], size)):
                         communicator.compute.wait(workspace, source, source * chunks + chunk)
             if received is not None:
@@ -376,14 +380,14 @@ class FromHeads(HeadExchange):
         def body(workspace: Workspace) -> None:
             stream, copying = communicator.compute, communicator.copying
             copying.wait_credits(workspace)
-            for peer in [rank, *plain.others(communicator)]:
+            for peer in [rank, *others(communicator)]:
                 first, count = begins[peer]
                 theirs = workspace.data(peer, 0, (count, world_size, inner), dtype)[:, rank]
                 copying.copy(theirs, input[first : first + count], f"rows to rank {peer}")
                 if peer != rank:
                     copying.publish(workspace, peer, rank)
             stream.wait_event(copying.record())
-            plain.wait_for_all(communicator, workspace, 0)
+            wait_for_all(communicator, workspace, 0)
             whole = workspace.data(rank, 0, (rows[rank], world_size * inner), dtype)
             operands.enqueue_product(communicator, whole, linear, slice(None), "matmul")
             if received is not None:

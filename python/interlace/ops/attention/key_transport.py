@@ -30,7 +30,7 @@ from interlace.ops.attention.blocks import (
     blocks_of,
 )
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult, rows_argument
-from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives import launch
 from interlace.ops.matmul import operands
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -330,11 +330,11 @@ def all_gather_attention_fused(
         copiers = min(configuration.copiers, len(lines), max(1, place.program_limit // 4))
         tiles = blocks.query_tiles
         if lines and not (copiers and tiles):
-            plain.send_by_copy_engine(communicator, workspace, lines, [(packed, 0)])
+            launch.send_by_copy_engine(communicator, workspace, lines, [(packed, 0)])
             copiers = 0
         if tiles:
             resident = max(
-                copiers + 1, plain.resident_programs(communicator, configuration, copiers)
+                copiers + 1, launch.resident_programs(communicator, configuration, copiers)
             )
             arguments = {
                 "keys": Rows(packed, packed.stride(0)),

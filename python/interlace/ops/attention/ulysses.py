@@ -33,7 +33,7 @@ from interlace.ops.attention.blocks import (
     differentiate_all,
 )
 from interlace.ops.attention.problem import AttentionProblem, AttentionResult
-from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives.launch import others, wait_for_all
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event
@@ -144,7 +144,7 @@ class ByPushes:
         copying, total = communicator.copying, self._problem.shards.total
         data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
         copying.wait_credits(self._workspace)
-        for peer in [rank, *plain.others(communicator)]:
+        for peer in [rank, *others(communicator)]:
             for tensors, (each, room) in zip(pieces, self._there, strict=True):
                 theirs = data(peer, room, each.shape(total, peer), each.dtype)[own]
                 for to, tensor in zip(each.tensors(theirs, peer), tensors, strict=True):
@@ -154,7 +154,7 @@ class ByPushes:
             if peer != rank:
                 copying.publish(self._workspace, peer, rank)
         communicator.compute.wait_event(copying.record())
-        plain.wait_for_all(communicator, self._workspace, 0)
+        wait_for_all(communicator, self._workspace, 0)
         return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
 
     def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
@@ -162,7 +162,7 @@ class ByPushes:
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
-        for peer in [*plain.others(communicator), rank]:
+        for peer in [*others(communicator), rank]:
             own = slice(self._begins[peer], self._begins[peer + 1])
             for tensors, (each, room) in zip(pieces, self._back, strict=True):
                 theirs = data(peer, room, each.shape(lengths[peer]), each.dtype)
@@ -172,7 +172,7 @@ class ByPushes:
                         compute.copy(mine, part[own], f"results to rank {peer}")
             if peer != rank:
                 compute.publish(self._workspace, peer, len(lengths) + rank)
-        plain.wait_for_all(communicator, self._workspace, len(lengths))
+        wait_for_all(communicator, self._workspace, len(lengths))
         return [
             each.tensors(data(rank, room, each.shape(lengths[rank]), each.dtype))
             for each, room in self._back

@@ -22,7 +22,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Combined, ExpertSizes, Rows, SlotRows
 from interlace.kernels.experts import combine as kernels
 from interlace.kernels.tiling import owner_order
-from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives.launch import wait_for_all
 from interlace.ops.experts.dispatch import (
     MAX_REGISTERS,
     RowExchange,
@@ -211,7 +211,7 @@ def pipelined_home(
                     put(theirs, expert, slice(first, first + count), label)
             if peer != rank:
                 stream.publish(workspace, peer, rank)
-        plain.wait_for_all(communicator, workspace, 0)
+        wait_for_all(communicator, workspace, 0)
         home.sum_rows(communicator, workspace.data(rank, 0, (own, columns), dtype))
 
     return communicator.enqueue(op, layout, body)

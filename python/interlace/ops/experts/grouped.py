@@ -329,7 +329,7 @@ def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArgum
     call = checked_tensors(communicator, given)
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
-    sent = counts("input_splits", call.input_splits)
+    sent = row_counts("input_splits", call.input_splits)
     if call.op == EXCHANGE and len(sent) % world_size:
         raise ValueError(
             f"input_splits has {len(sent)} experts, which world size {world_size} does not divide"
@@ -344,7 +344,7 @@ def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArgum
         raise ValueError(f"input_splits adds up to {sum(sent)}, input has {input.shape[0]} rows")
     expected = None
     if call.output_splits is not None:
-        expected = counts("output_splits", call.output_splits)
+        expected = row_counts("output_splits", call.output_splits)
         if len(expected) != weight.shape[0] * world_size:
             raise ValueError(
                 f"output_splits has {len(expected)} entries, {weight.shape[0]} experts and "
@@ -354,7 +354,7 @@ def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArgum
     return call
 
 
-def counts(name: str, value: Any) -> list[int]:
+def row_counts(name: str, value: Any) -> list[int]:
     """Numbers of rows: ints, or a tensor of integers, none negative."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -513,7 +513,7 @@ class GroupedMatmul:
                     copy(received[own.to : done], mine, "own rows")
 
     def pipelined(self) -> Event:
-        """Torch matmuls per source and expert, by order of arrival, staged as in ``gather_matmul.py``."""
+        """Torch matmuls per source and expert, by order of arrival, staged as for ``all_gather_matmul``."""
         communicator, input, routes = self.communicator, self.input, self.routes
         received, rank = self.received, communicator.rank
         inner, itemsize = input.shape[1], input.element_size()
@@ -626,7 +626,7 @@ def results(given: GroupedArguments, size: int) -> list[Tensor]:
 
 def start(op: str, communicator: Communicator, given: GroupedArguments) -> Started:
     with communicator.accepting(op):
-        counts("output_splits", list(given.output_splits))
+        row_counts("output_splits", list(given.output_splits))
         made = results(given, communicator.world_size)
     given.op = op
     return Started(made, FORMS[op](communicator, (given, *made), (), True))

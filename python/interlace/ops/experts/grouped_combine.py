@@ -42,8 +42,8 @@ from interlace.ops.experts.grouped import (
     checked_operands,
     expert_of,
     expert_operands,
+    row_counts,
 )
-from interlace.ops.experts.grouped import counts as splits_of
 from interlace.ops.experts.products import of_products, of_weights
 from interlace.ops.experts.routing import (
     Assignment,
@@ -280,7 +280,7 @@ def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
     """``splits`` as ints, if they fit the rows."""
-    found, each = splits_of("splits", splits), call.weight.shape[0]
+    found, each = row_counts("splits", splits), call.weight.shape[0]
     if len(found) != each * communicator.world_size:
         raise ValueError(
             f"splits has {len(found)} entries, {each} experts and {communicator.world_size} ranks make "
