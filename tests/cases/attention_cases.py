@@ -58,7 +58,7 @@ class AttentionCase:
 
 def attend(case: AttentionCase, method: str, algorithm: str) -> list[torch.Tensor]:
     """This rank's output, logarithms and gradients of q, k and v, as they come."""
-    places = TokenShards(case.lengths, case.balance).positions(interlace.get_rank())
+    places = TokenShards(case.lengths, case.balance).places([interlace.get_rank()], None).tolist()
     own = [each[:, places].clone() for each in case.tensors()]
     grad = case.grads()[0][:, places]
     if case.layout == "sbhd":
@@ -101,7 +101,7 @@ def ratios(case: AttentionCase, found: list[list[torch.Tensor]]) -> dict[str, fl
     names = ("output", "lse", "query", "key", "value")
     expected = (known.output(), known.sums(), *grads)
     for rank, tensors in enumerate(found):
-        places = shards.positions(rank)
+        places = shards.places([rank], None).tolist()
         for name, made, (right, bound) in zip(names, tensors, expected, strict=True):
             if name == "lse":
                 finite = right[..., places].isfinite()

@@ -35,7 +35,9 @@ def exercise(gpu: FakeGpu, *ways: tuple[str, int], rounds: int = 3) -> Callable[
     """Every way in flight in every round; values are others in each."""
 
     def on_rank() -> bool:
-        places = TokenShards(CASE.lengths, CASE.balance).positions(interlace.get_rank())
+        places = (
+            TokenShards(CASE.lengths, CASE.balance).places([interlace.get_rank()], None).tolist()
+        )
         query, key, value = CASE.tensors()
         whole = [each.transpose(1, 2) for each in (query, key, value)]
         right = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
@@ -65,7 +67,9 @@ def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], 
     """The gradients by every method, in flight at once; those of the output are others in each round."""
 
     def on_rank() -> bool:
-        places = TokenShards(FOUR.lengths, FOUR.balance).positions(interlace.get_rank())
+        places = (
+            TokenShards(FOUR.lengths, FOUR.balance).places([interlace.get_rank()], None).tolist()
+        )
         whole = [each.requires_grad_() for each in FOUR.tensors()]
         grad = FOUR.grads()[0]
         heads = [each.transpose(1, 2) for each in whole]

@@ -82,10 +82,6 @@ class TokenShards:
             found = [Run(*run) for run in formulas.zigzag_runs(rank, self.lengths)]
         return [run for run in found if run.rows]
 
-    def positions(self, rank: int) -> list[int]:
-        """The place in the sequence of each of a rank's tokens."""
-        return [run.position + row for run in self.runs(rank) for row in range(run.rows)]
-
     def places(self, ranks: Sequence[int], device: torch.device | None) -> torch.Tensor:
         """int64 ``[tokens of ranks]``: the place in the sequence of each."""
         runs = [run for rank in ranks for run in self.runs(rank)]
