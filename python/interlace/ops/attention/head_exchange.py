@@ -207,7 +207,7 @@ def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
 
 
 @dataclass(frozen=True)
-class HeadExchange:
+class HeadExchangeCall:
     """One call of either op; see the module."""
 
     communicator: Communicator
@@ -230,7 +230,7 @@ class HeadExchange:
             communicator.compute.wait_event(event)
 
 
-class ToHeads(HeadExchange):
+class ToHeads(HeadExchangeCall):
     """Matmul, then all-to-all."""
 
     def fused(self, configuration: Configuration) -> Event:
@@ -311,7 +311,7 @@ class ToHeads(HeadExchange):
         return communicator.compute.record()
 
 
-class FromHeads(HeadExchange):
+class FromHeads(HeadExchangeCall):
     """All-to-all, then matmul."""
 
     def fused(self, configuration: Configuration) -> Event:
