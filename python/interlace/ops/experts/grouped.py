@@ -63,15 +63,12 @@ Tensor = torch.Tensor
 _ops: Any = Ops()
 
 
-@dataclass(frozen=True)
-class RouteSegment:
-    """``rows`` rows that ``source`` has from ``first`` on and that go to row ``to`` of the result."""
+class RouteSegment(NamedTuple):
+    """``rows`` rows that a source has from ``first`` on and that go to row ``to`` of the result."""
 
-    expert: int
-    source: int
-    first: int
-    rows: int
     to: int
+    rows: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -120,34 +117,18 @@ class Routes:
         first, end = self.blocks[0]
         return self.world_size, [rows for each in self.counts for rows in each], end - first
 
-    def offsets(self, rank: int) -> list[int]:
-        return formulas.expert_offsets(rank, *self._splits)
-
     def segments(self, rank: int) -> list[list[RouteSegment]]:
         """The segments that ``rank`` multiplies, by expert and source; experts count from its first one."""
-        first, end = self.blocks[rank]
-        offsets, world_size = self.offsets(rank), self.world_size
+        to = iter(formulas.expert_offsets(rank, *self._splits))
+        sources = list(zip(self.counts, self.firsts, strict=True))
         return [
-            [
-                RouteSegment(
-                    expert - first,
-                    source,
-                    self.firsts[source][expert],
-                    self.counts[source][expert],
-                    offsets[(expert - first) * world_size + source],
-                )
-                for source in range(world_size)
-            ]
-            for expert in range(first, end)
+            [RouteSegment(next(to), rows[expert], firsts[expert]) for rows, firsts in sources]
+            for expert in range(*self.blocks[rank])
         ]
 
     @cached_property
     def mine(self) -> list[list[RouteSegment]]:
         return self.segments(self.rank)
-
-    def expert_rows(self) -> list[tuple[int, int]]:
-        """(first row, rows) of this rank's result, by expert."""
-        return [(each[0].to, sum(segment.rows for segment in each)) for each in self.mine]
 
     def splits(self) -> list[list[int]]:
         """Rows of this rank's result by expert and source."""
@@ -168,7 +149,7 @@ class Routes:
         return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
 
     def segment_lines(self) -> list[Line]:
-        return formulas.expert_segment_lines(self.rank, *self._splits)
+        return [[*segment] for each in self.mine for segment in each]
 
     def send_lines(self, chunk_rows: int) -> list[Line]:
         return formulas.expert_send_lines(self.rank, *self._splits, chunk_rows)
@@ -407,11 +388,12 @@ def _expected(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -
     """Compare a rank's ``output_splits`` with what the ranks have for it."""
     for number, segment in enumerate(s for each in routes.segments(receiver) for s in each):
         if expected[number] != segment.rows:
-            expert = routes.blocks[receiver][0] + segment.expert
+            expert, source = divmod(number, routes.world_size)
+            expert += routes.blocks[receiver][0]
             raise ValueError(
-                f"{op}: output_splits[{number}] (expert {expert} from rank {segment.source}) is "
+                f"{op}: output_splits[{number}] (expert {expert} from rank {source}) is "
                 f"{expected[number]} on rank {receiver}, input_splits[{expert}] is {segment.rows} on "
-                f"rank {segment.source}"
+                f"rank {source}"
             )
 
 
@@ -539,8 +521,8 @@ class GroupedMatmul:
             for source in routes.sources:
                 if source != rank:
                     (stream if direct else copying).wait(workspace, source, source)
-                for expert in routes.mine:
-                    segment = expert[source]
+                for expert, segments in enumerate(routes.mine):
+                    segment = segments[source]
                     if not segment.rows:
                         continue
                     rows = slice(segment.to, segment.to + segment.rows)
@@ -553,8 +535,8 @@ class GroupedMatmul:
                             copying.copy(received[rows], operand, f"rows of rank {source}")
                             stream.wait_event(copying.record())
                             operand = received[rows]
-                    label = f"expert {segment.expert}, rows of rank {source}"
-                    part = expert_of(self.linear, segment.expert)
+                    label = f"expert {expert}, rows of rank {source}"
+                    part = expert_of(self.linear, expert)
                     operands.enqueue_product(communicator, operand, part, rows, label)
                     if received is not None and (direct or source == rank):
                         stream.copy(received[rows], operand, "received")
@@ -577,14 +559,15 @@ class GroupedMatmul:
             arrived = self._by_source()
             begin = 0
             for source in range(routes.world_size):
-                for expert in routes.mine:
-                    segment = expert[source]
+                for segments in routes.mine:
+                    segment = segments[source]
                     if segment.rows:
                         to = received[segment.to : segment.to + segment.rows]
                         theirs = arrived[begin : begin + segment.rows]
                         stream.copy(to, theirs, f"rows of rank {source}")
                         begin += segment.rows
-        for index, (first, count) in enumerate(routes.expert_rows()):
+        for index, segments in enumerate(routes.mine):
+            first, count = segments[0].to, sum(segment.rows for segment in segments)
             part, rows = expert_of(self.linear, index), slice(first, first + count)
             label = f"expert {index}"
             operands.enqueue_product(self.communicator, received[rows], part, rows, label)
