@@ -50,7 +50,7 @@ try:
     )
     from interlace.launcher import run
     from interlace.numerics import check_numerics
-    from interlace.ops.attention.api import distributed_decode
+    from interlace.ops.attention.decode import distributed_decode
     from interlace.ops.collectives.all_to_all import all_to_all, all_to_all_single
     from interlace.ops.collectives.coalesced import (
         all_gather_coalesced,

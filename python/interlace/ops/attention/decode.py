@@ -9,15 +9,19 @@ Caches are read where they are: ``[batches, tokens, heads, size]``, any strides 
 table of pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may be of another size.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.arguments import checks
+from interlace.arguments.words import Group, ScaledAlgorithm
+from interlace.groups.groups import resolve
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Heads, Pages, Partials
 from interlace.kernels.attention import decode as kernels
@@ -33,6 +37,7 @@ from interlace.ops.attention.problem import (
 )
 from interlace.ops.collectives.low_latency import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
+from interlace.ops.op import registry
 from interlace.ops.op.op import Op
 from interlace.ops.op.pending import Started
 from interlace.runtime.core.call import Call, PreparedCall
@@ -441,3 +446,72 @@ def _start(communicator: Communicator, given: DecodeArguments) -> Started:
 DISTRIBUTED_DECODE = Op(
     OP, DecodeArguments, _start, _outputs, without_gradient(OP), communicates={}, several=True
 )
+
+
+def distributed_decode(
+    q: Tensor,
+    kv_cache: Sequence[Tensor],
+    *,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+    group: Group = None,
+    algorithm: ScaledAlgorithm = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens, the same on all ranks, to keys and values of which each rank has a part.
+
+    Parameters
+    ----------
+    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens (that were
+        guessed, for instance). The same on all ranks.
+    kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
+        read in place; where torch computes, 16 bits are widened and pages put together, as far as
+        ``lengths`` say. Tokens may differ between ranks; heads divide those of ``q``. Heads of keys have
+        the size of those of ``q``, heads of values any size. With ``block_table`` each ``[pages, tokens of
+        a page, heads, size]``.
+    lengths : int32 or int64 ``[batch]``, or ``[batch, tokens]``, for every token of ``q``: how many of this
+        rank's keys are seen; by default all. What is behind the most that a token of a sequence sees is not
+        read (by torch on a GPU it is, without an effect). None at all is fine. Of n new tokens
+        whose keys are the last of this rank's L, the i-th sees ``L - n + 1 + i``.
+    block_table : int32 or int64 ``[batch, n]``: the pages of this rank that have a sequence's keys, in its
+        order, as vLLM and FlashInfer have them. What is behind ``lengths`` may have any number.
+    scale : of the scores, by default ``1 / sqrt(size)``.
+    algorithm : "fused" (Triton kernels over the own keys, and one low-latency exchange of partial results
+        and their logarithms; of more than 64 KiB a plain all-gather), "unfused" (torch), "auto".
+    return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads]`` or
+        ``[batch, heads, tokens]``.
+
+    Returns
+    -------
+    The output, of the shape of ``q`` with the head size of the values, on all ranks with the same bits:
+    results are merged in the order of the ranks, in fp32. 0 where no rank has a key. No gradients: a
+    backward raises RuntimeError.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
+    data moves.
+
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache; split as in flash
+    decoding. Triton-distributed's distributed flash decode and FlashInfer's ``merge_state`` have the same
+    parts; here the exchange and the merge are one kernel.
+
+    >>> def decoded():
+    ...     keys, values = torch.zeros(1, 2, 1, 4), torch.full((1, 2, 1, 4), 1.0 + interlace.get_rank())
+    ...     return interlace.distributed_decode(torch.zeros(1, 2, 4), (keys, values))[0, :, 0].tolist()
+    >>> interlace.run(decoded, 2)
+    [[1.5, 1.5], [1.5, 1.5]]
+    """
+    communicator = resolve(group).on(q)
+    with communicator.accepting(OP):
+        key, value = checks.keys_and_values(kv_cache)
+        checks.flag("return_lse", return_lse)
+    tensors = q, key, value, lengths, block_table
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
+        given: Any = {"lengths": lengths, "block_table": block_table, "scale": scale}
+        recorded = registry.functional(OP)  # whose backward says that there is none
+        made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
+        output, lse = map(registry.functional("wait"), made)
+    else:
+        arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
+        output, lse = decode(communicator, (arguments,))  # type: ignore[misc]
+    return (output, lse) if return_lse else output
