@@ -1,4 +1,4 @@
-"""What launches of bundles compute: sizes, grids and tables of each op, as functions of launch values.
+"""Sizes, grids and tables that launches of bundles compute, of each op, as functions of launch values.
 
 They call the functions with which interlace itself launches (``kernels/launch_formulas.py``); tests compare
 what both come to. A manifest has the numbers, and no code: both files are part of the loader in every
@@ -12,7 +12,6 @@ Names in upper case are constants of one build, from its manifest: constexprs of
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -102,9 +101,9 @@ def whole(name: str, value: Any) -> Any:
     """A whole number or a list of them."""
     try:
         if isinstance(value, Iterable):
-            return [operator.index(one) for one in value]
-        return operator.index(value)
-    except TypeError:
+            return [one.__index__() for one in value]
+        return value.__index__()
+    except (AttributeError, TypeError):
         raise TypeError(f"{name} is {value!r}, not a whole number or a list of them") from None
 
 

@@ -49,7 +49,6 @@ FOLDERS = {
     "runtime/places/sim/interpreter": "runtime/compat runtime/core runtime/numerics runtime/ptx",
     "runtime/places/sim/scheduler": "runtime/core runtime/numerics runtime/places/sim/interpreter",
     "runtime/processes": "runtime/compat runtime/core",
-    "runtime/places/shm/machine_code": "runtime/processes",
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/compiler/lint": "runtime/core",
     "runtime/compiler": "runtime/compat runtime/compiler/lint runtime/core",
@@ -59,9 +58,8 @@ FOLDERS = {
         "runtime/ptx/machine"
     ),
     "runtime/places/shm": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/shm/machine_code "
-        "runtime/places/sim/interpreter runtime/places/sim/programs "
-        "runtime/places/sim/scheduler runtime/processes"
+        "runtime/compat runtime/core runtime/numerics runtime/places/sim/interpreter "
+        "runtime/places/sim/programs runtime/places/sim/scheduler runtime/processes"
     ),
     "runtime/places/hosts": (
         "runtime/compat runtime/core runtime/numerics runtime/places/shm runtime/processes"
@@ -77,7 +75,7 @@ FOLDERS = {
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
     "interlace/cli/output": (
         "interlace/arguments runtime/compat runtime/compiler runtime/core runtime/places/hosts "
-        "runtime/places/shm/machine_code runtime/tuning"
+        "runtime/places/shm runtime/tuning"
     ),
     "interlace/cli": "interlace/cli/output runtime/compat runtime/core",
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/places",
@@ -95,7 +93,6 @@ FOLDERS = {
         "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/tools": "",
-    "interlace/nn/functions": "",
     "interlace/process_group": (
         "interlace/groups interlace/ops/collectives runtime/compat runtime/core runtime/places "
         "runtime/places/gpu"

@@ -27,10 +27,8 @@ from interlace.groups.groups import (
 )
 from interlace.groups.new import (
     new_group as new_group, new_subgroups as new_subgroups,
-    new_subgroups_by_enumeration as new_subgroups_by_enumeration, split_group as split_group,
-)
-from interlace.groups.recovery import (
-    rebuild as rebuild, shrink as shrink,
+    new_subgroups_by_enumeration as new_subgroups_by_enumeration, rebuild as rebuild,
+    shrink as shrink, split_group as split_group,
 )
 from interlace.groups.specs import (
     GroupSpec as GroupSpec,
@@ -44,9 +42,6 @@ from interlace.launcher import (
 from interlace.numerics import (
     check_numerics as check_numerics,
 )
-from interlace.ops.collectives.monitored_barrier import (
-    monitored_barrier as monitored_barrier,
-)
 from interlace.ops.collectives.objects import (
     all_gather_object as all_gather_object, broadcast_object_list as broadcast_object_list,
     gather_object as gather_object, recv_object_list as recv_object_list,
@@ -54,7 +49,7 @@ from interlace.ops.collectives.objects import (
 )
 from interlace.ops.collectives.point_to_point import (
     P2POp as P2POp, batch_isend_irecv as batch_isend_irecv, irecv as irecv, isend as isend,
-    recv as recv, send as send,
+    monitored_barrier as monitored_barrier, recv as recv, send as send,
 )
 from interlace.ops.collectives.rootless import (
     _all_gather_base as _all_gather_base, _reduce_scatter_base as _reduce_scatter_base,

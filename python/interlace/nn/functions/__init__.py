@@ -1,1 +1,0 @@
-"""The autograd functions under the layers."""
