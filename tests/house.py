@@ -92,7 +92,7 @@ FOLDERS = {
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
         "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/tools": "",
+    "interlace/tools": "runtime/compat",
     "interlace/process_group": (
         "interlace/groups interlace/ops/collectives runtime/compat runtime/core runtime/places "
         "runtime/places/gpu"
@@ -134,11 +134,11 @@ FOLDERS = {
     ),
     "interlace/experts": "interlace/ops/experts",
     "interlace/tensor": (
-        "interlace/arguments interlace/functional interlace/groups interlace/ops/collectives "
-        "interlace/ops/op runtime/compat runtime/core runtime/tuning"
+        "interlace/arguments interlace/groups interlace/ops interlace/ops/collectives "
+        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core runtime/tuning"
     ),
     "interlace/nn": (
-        "interlace/arguments interlace/functional interlace/groups interlace/ops/attention "
+        "interlace/arguments interlace/groups interlace/ops interlace/ops/attention "
         "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/ops/op "
         "interlace/tensor runtime/compat runtime/core runtime/numerics"
     ),
@@ -181,17 +181,17 @@ FOLDERS = {
         "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
     ),
     "interlace/verify/suite": (
-        "face interlace/groups interlace/ops/attention interlace/ops/matmul "
+        "face interlace/groups interlace/ops/attention interlace/ops/matmul interlace/tools "
         "interlace/tools/catalogue interlace/verify/lint_check interlace/verify/protocols "
         "interlace/verify/race_check interlace/verify/schedule_check interlace/verify/shims "
-        "runtime/compat runtime/compiler runtime/core runtime/places/sim "
-        "runtime/places/sim/programs runtime/tuning"
+        "runtime/compiler runtime/core runtime/places/sim runtime/places/sim/programs "
+        "runtime/tuning"
     ),
     "interlace/benchmark/subjects": (
         "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
         "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/verify/suite runtime/compat runtime/core "
-        "runtime/numerics runtime/tuning"
+        "interlace/ops/matmul interlace/tools runtime/compat runtime/core runtime/numerics "
+        "runtime/tuning"
     ),
     "interlace/benchmark/runs": (
         "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups runtime/core "

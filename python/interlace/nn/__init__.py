@@ -41,6 +41,7 @@ from interlace.nn.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from interlace.ops import local_tensor as local_tensor  # registers the ops
 
 __all__ = [
     "ColumnParallelLinear",

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.kernels.epilogue import Activation
@@ -16,6 +15,7 @@ from interlace.nn.regions import copy_to_group
 from interlace.nn.router import Router
 from interlace.nn.sharding import ShardedModule, divisible, positive
 from interlace.ops.collectives.rootless import _all_reduce
+from interlace.ops.experts import functional
 from interlace.ops.experts.api import all_to_all_grouped_matmul, grouped_matmul_combine
 from interlace.ops.experts.api_rows import dispatch, permute
 from interlace.ops.experts.products import multiply

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
+from interlace.ops.collectives.functional import all_reduce
+from interlace.ops.op.async_tensor import wait
 from interlace.ops.op.pending import finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
@@ -120,7 +121,7 @@ class _CopyToGroup(torch.autograd.Function):
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        flat = functional.wait(functional.all_reduce(flat, group=ctx.group))
+        flat = wait(all_reduce(flat, group=ctx.group))
         parts = zip(torch.split(flat, [grad.numel() for grad in grads]), grads, strict=True)
         return None, *[part.view_as(grad).to(grad.dtype) for part, grad in parts]
 

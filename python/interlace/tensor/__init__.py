@@ -7,6 +7,7 @@ in length, ``placeholder.py`` what stands for a tensor on the ranks that have no
 ``sharded.py`` the tensor made of such parts.
 """
 
+from interlace.ops import local_tensor as local_tensor  # registers the ops
 from interlace.tensor.costs import (
     MeshTopoInfo,
     allgather_cost,

@@ -1,4 +1,7 @@
 # Written by tests/stubs.py from the signatures of the functions.
+from interlace.ops import (
+    local_tensor as local_tensor,
+)
 from interlace.runtime.core.work import (
     Work,
 )

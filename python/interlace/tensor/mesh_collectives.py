@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _collective_utils as utilities
 
-from interlace import functional
 from interlace.arguments import checks
 from interlace.arguments.words import Group
 from interlace.groups import rank_lists
@@ -23,8 +22,9 @@ from interlace.groups.groups import simulated
 from interlace.groups.specs import bound
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives.all_to_all import _all_to_all
+from interlace.ops.collectives.functional import all_to_all, broadcast, scatter
 from interlace.ops.collectives.rooted import _broadcast, _scatter
-from interlace.ops.op.async_tensor import AsyncTensor, wrapped
+from interlace.ops.op.async_tensor import AsyncTensor, wait, wrapped
 from interlace.ops.op.calls import direct
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES, modes_active
 from interlace.runtime.core.call import Call
@@ -88,7 +88,7 @@ def mesh_broadcast(
         return _done("broadcast", tensor, async_op)
     group = (mesh, mesh_dim)
     if _traced(tensor):
-        functional.broadcast(tensor, group_src, group=group, out=tensor)
+        broadcast(tensor, group_src, group=group, out=tensor)
         return _done("broadcast", tensor, async_op)
     communicator = _row("broadcast", *group).on(tensor)
     return _broadcast(communicator, (tensor,), (None, group_src), async_op)
@@ -132,7 +132,7 @@ def mesh_scatter(
             rows = output.new_empty((mesh.size(mesh_dim), output.numel()))
         else:
             rows = torch.stack([each.reshape(-1) for each in scatter_list])
-        output.copy_(functional.scatter(rows, group_src, group=group).view(output.shape))
+        output.copy_(scatter(rows, group_src, group=group).view(output.shape))
         return _done("scatter", output, async_op)
     communicator = _row("scatter", *group).on(output)
     mine = scatter_list if communicator.rank == group_src else None
@@ -233,7 +233,7 @@ def _functional(
     if input.is_meta:  # nobody needs to be there
         parts = rows.new_empty((ranks * mine, *rows.shape[1:]))
     else:
-        parts = functional.wait(functional.all_to_all(rows, received, sent, group=(mesh, index)))
+        parts = wait(all_to_all(rows, received, sent, group=(mesh, index)))
     parts = parts.view(ranks, mine, *rows.shape[1:]).movedim(1, 1 + shard_dim)
     return parts.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 

@@ -34,9 +34,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import style as torch_style
 from torch.distributed.tensor.placement_types import Placement
 
-from interlace import functional
 from interlace.arguments.checks import FLOAT_DTYPES
 from interlace.groups.specs import GroupSpec, describe
+from interlace.ops.collectives.functional import all_reduce
+from interlace.ops.matmul.functional import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from interlace.ops.op.async_tensor import wait
 from interlace.tensor import shared_gathers
 
 _EXPLANATION, _OF_OUTPUT = "_interlace_style", "_interlace_output_style"
@@ -169,14 +175,12 @@ class ColwiseLinear(FusedLinear):
         local, weight, bias = self._operands(local)
         self._say(f"all_gather_matmul over dimension {layout}")
         if not shared_gathers.can_share():
-            output = functional.all_gather_matmul(
-                local, weight, layout, bias=bias, group=style.group
-            )
-            return functional.wait(output), last
-        gathered, output = functional.all_gather_matmul(
+            output: Any = all_gather_matmul(local, weight, layout, bias=bias, group=style.group)
+            return wait(output), last
+        gathered, output = all_gather_matmul(
             local, weight, layout, bias=bias, group=style.group, return_gathered=True
         )
-        gathered, output = functional.wait(gathered), functional.wait(output)
+        gathered, output = wait(gathered), wait(output)
         shared_gathers.keep(input, self, gathered, output, layout, style.group)
         return output, last
 
@@ -209,10 +213,10 @@ class RowwiseLinear(FusedLinear):
         self._say(f"matmul_reduce_scatter over dimension {wanted}")
         if bias is not None:
             bias = _Replicated.apply(bias, style.group)  # type: ignore[no-untyped-call]
-        output = functional.matmul_reduce_scatter(
+        output: Any = matmul_reduce_scatter(
             local, weight, "sum", wanted, bias=bias, group=style.group
         )
-        return functional.wait(output), wanted
+        return wait(output), wanted
 
 
 class _Replicated(torch.autograd.Function):
@@ -225,7 +229,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return functional.wait(functional.all_reduce(grad.contiguous(), group=ctx.group)), None
+        return wait(all_reduce(grad.contiguous(), group=ctx.group)), None
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
@@ -237,7 +241,8 @@ class _ReplicatedMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.biased = bias is not None
-        return functional.wait(functional.matmul_all_reduce(input, weight, bias=bias, group=group))
+        product: Any = matmul_all_reduce(input, weight, bias=bias, group=group)
+        return wait(product)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

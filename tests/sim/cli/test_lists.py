@@ -1,4 +1,4 @@
-"""A list of the names that tools know: targets of verify, cases of check, the catalogue, ops of bench, tune.
+"""Names that the tools know: targets of verify, cases of check, the catalogue, ops of bench and tune.
 
 ``lists.txt`` has the names; a line that is gone is something that is no longer checked, built or measured.
 

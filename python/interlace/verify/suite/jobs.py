@@ -12,7 +12,6 @@ import os
 import pathlib
 import re
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from interlace.runtime.compat.triton_launcher import driver_of
 from interlace.runtime.compiler.request import jitted_function
 from interlace.runtime.places.sim.programs.choice import compiled_for
+from interlace.tools import user_files
 from interlace.tools.catalogue.build import build
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, one_of_each
 from interlace.verify.lint_check.check import (
@@ -436,38 +435,5 @@ def parameters_without_default(fn: Callable[..., Any]) -> list[str]:
 
 
 def load_function(text: str) -> Callable[[], Any]:
-    """The function of "path/to/file.py::function"; errors say what is wrong with the text or the file."""
-    path_text, _, name = text.partition("::")
-    path = pathlib.Path(path_text)
-    if not name or path.suffix != ".py":
-        raise ValueError(f"{text}: must be like path/to/file.py::function")
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
-    module_name = path.stem
-    known = sys.modules.get(module_name)
-    if known is not None and getattr(known, "__file__", None) != str(path.resolve()):
-        module_name = f"verified_{path.stem}"
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    own_arguments, sys.argv = sys.argv, [str(path)]  # a script may parse its own
-    try:
-        with driver_of(90):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        hint = _shim_hint(str(error), needed_for(error))
-        raise ValueError(
-            f"{path}: importing it fails: {type(error).__name__}: {error}{hint}"
-        ) from error
-    finally:
-        sys.argv = own_arguments
-    fn = getattr(module, name, None)
-    if not callable(fn):
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{path}: has no function {name!r}; it has {', '.join(public) or 'none'}")
-    # as jit functions of Triton have, interpreted or not
-    if hasattr(fn, "fn") and hasattr(fn, "run"):
-        raise ValueError(f"{path}: {name!r} is a kernel; name a function that launches it")
-    return fn  # type: ignore[no-any-return]
+    """As :func:`user_files.load_function`; errors name the shim that a file may need."""
+    return user_files.load_function(text, lambda error: _shim_hint(str(error), needed_for(error)))
