@@ -100,11 +100,13 @@ try:
         all_to_all_grouped_matmul,
         grouped_matmul_combine,
     )
-    from interlace.ops.matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from interlace.ops.matmul.norms_api import (
+    from interlace.ops.matmul.api import (
         LayerNorm,
         RMSNorm,
+        all_gather_matmul,
         all_reduce_norm,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
         reduce_scatter_norm,
     )
     from interlace.ops.op import registry as _registry

@@ -62,7 +62,7 @@ from interlace.ops.collectives.uneven import (
 from interlace.ops.experts.routing import (
     DispatchHandle,
 )
-from interlace.ops.matmul.norms_api import (
+from interlace.ops.matmul.api import (
     LayerNorm as LayerNorm, RMSNorm as RMSNorm,
 )
 from interlace.runtime.compat.launchers import (

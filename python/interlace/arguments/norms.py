@@ -6,7 +6,6 @@ import torch
 
 from interlace.arguments import checks
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.numerics.norms import BY_ROW as BY_ROW
 from interlace.runtime.numerics.norms import RowNorm as RowNorm
 
 Tensor = torch.Tensor

@@ -46,12 +46,11 @@ from interlace.ops.experts.functional import (
 )
 from interlace.ops.matmul.functional import (
     all_gather_matmul,
+    all_gather_scaled_matmul,
+    all_reduce_norm,
     matmul_all_reduce,
     matmul_reduce_scatter,
-)
-from interlace.ops.matmul.functional_norms import all_reduce_norm, reduce_scatter_norm
-from interlace.ops.matmul.functional_scaled import (
-    all_gather_scaled_matmul,
+    reduce_scatter_norm,
     scaled_matmul_reduce_scatter,
 )
 from interlace.ops.op.async_tensor import AsyncTensor, wait

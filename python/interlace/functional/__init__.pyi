@@ -27,7 +27,7 @@ from interlace.ops.collectives.functional import (
 from interlace.ops.experts.functional import (
     combine as combine, dispatch as dispatch, grouped_matmul_combine as grouped_matmul_combine,
 )
-from interlace.ops.matmul.functional_scaled import (
+from interlace.ops.matmul.functional import (
     scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
 )
 from interlace.ops.op.async_tensor import (

@@ -47,7 +47,7 @@ from interlace.ops.matmul import gather as gather_matmul
 from interlace.ops.matmul import reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
-from interlace.ops.matmul.reduce import ReduceArguments
+from interlace.ops.matmul.reduce import ReductionArguments
 from interlace.ops.op.pending import Started, finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
@@ -436,7 +436,7 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     if over is None:
         return Started([grad @ weight], None)
     return reduce.start(
-        over, ReduceArguments(grad, weight, scatter_dim=0 if layer.sharded else None)
+        over, ReductionArguments(grad, weight, scatter_dim=0 if layer.sharded else None)
     )
 
 
@@ -455,7 +455,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
                 output = _linear(own, matrix, vector, layer.out_dtype or dtype)
             else:
                 dim = layer.dim if layer.sharded else None
-                call = ReduceArguments(
+                call = ReductionArguments(
                     own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype
                 )
                 (output,) = _finished(reduce.start(communicator, call))

@@ -6,7 +6,7 @@ own op, so that torch's compilers treat the pair as they treat torch's collectiv
 
     op            parts that ops share: the registry, async tensors, gradients, ops on simulated ranks
     collectives, matmul, experts, attention      the families, and how each is launched
-    library       the schemas; what registers kernels, fake kernels and gradients with torch
-    inductor      lowerings: an op in flight reads its inputs until its wait
+    library       the schemas; what registers kernels, fake kernels and gradients with torch; lowerings
+                  for Inductor: an op in flight reads its inputs until its wait
     local_tensor  rules for torch's LocalTensorMode, where one process plays all ranks
 """

@@ -100,7 +100,7 @@ def fused_matmul_reduce_scatter(
     communicator = _ranks(group_name, A)
     if A.dtype not in checks.FLOAT_DTYPES or reduce_op not in checks.REDUCE_OPS:
         return _scattered(communicator, torch.matmul(A, B), reduce_op, scatter_dim)
-    call = reduce.ReduceArguments(A, B, reduce_op=reduce_op, scatter_dim=scatter_dim)
+    call = reduce.ReductionArguments(A, B, reduce_op=reduce_op, scatter_dim=scatter_dim)
     return _now(reduce.start(communicator, call)).contiguous()
 
 

@@ -10,7 +10,7 @@ import torch
 import interlace
 from interlace import experts, functional, nn
 from interlace.ops.library import OPS, WITH_OUT
-from interlace.ops.op import sim_dispatch as undispatched
+from interlace.ops.op import calls
 from interlace.ops.op.op import Op
 
 TAKEN: dict[str, Any] = {
@@ -45,10 +45,10 @@ def test_every_argument_is_named(op: Op) -> None:
             given = [taken(kind) for kind, _ in arguments]
             given[at] = object()
             with pytest.raises(TypeError, match=f"^{re.escape(name)} must be a.*, got object"):
-                undispatched.call(op.name, *given, 1, "0")
+                calls.call(op.name, *given, 1, "0")
             if op.name in WITH_OUT:
                 with pytest.raises(TypeError, match=f"^{re.escape(name)} must be a.*, got object"):
-                    undispatched.call_out(op.name, *given, 1, "0", out=torch.ones(1))
+                    calls.call_out(op.name, *given, 1, "0", out=torch.ones(1))
 
     interlace.run(on_rank, 1)
 

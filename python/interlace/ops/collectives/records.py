@@ -237,7 +237,7 @@ REDUCE_SCATTER = _record(
 
 
 @dataclass
-class RootedReduceArguments:
+class ReduceArguments:
     input: Tensor
     reduce_op: str
     dst: int
@@ -269,7 +269,7 @@ def _reduce_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     return _only_on(dst, reduced("reduce", inputs(ranks), ranks[0].reduce_op), size)
 
 
-REDUCE = _record("reduce", RootedReduceArguments, _gradient_of_reduce, _reduce_on_all)
+REDUCE = _record("reduce", ReduceArguments, _gradient_of_reduce, _reduce_on_all)
 
 
 # -- gathers and scatters ----------------------------------------------------------------------

@@ -1,19 +1,28 @@
-"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones."""
+"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones.
+
+Reductions that end with a norm of the rows are among them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
+from interlace.arguments.norms import LayerNorm as LayerNorm
+from interlace.arguments.norms import RMSNorm as RMSNorm
 from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
     FusedReduceOp,
     Group,
+    NormAlgorithm,
     Normed,
     Quantized,
     Tensors,
@@ -22,8 +31,19 @@ from interlace.arguments.words import (
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.matmul import gather, norms
-from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, ReduceArguments
+from interlace.ops.matmul.reduce import (
+    ALL_REDUCE,
+    ALL_REDUCE_NORM,
+    SCATTER,
+    SCATTER_NORM,
+    ReductionArguments,
+)
+from interlace.ops.op import eager, registry
+from interlace.ops.op.gradients import longest, padded
+from interlace.ops.op.op import tensors
 from interlace.runtime.core.work import Work
+from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import unrounded
 
 Tensor = torch.Tensor
 
@@ -78,7 +98,7 @@ def all_gather_matmul(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
     if requires_gradients(input, weight, bias):
-        made = gather.record(given, group, async_op)
+        made = record_gather(given, group, async_op)
         if made is not None:
             return made  # type: ignore[no-any-return]
         checks.warn_without_gradients(gather.OP)
@@ -146,7 +166,7 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    given = ReduceArguments(
+    given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
         algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, activation=activation,
     )  # fmt: skip
@@ -182,15 +202,121 @@ def matmul_all_reduce(
     >>> interlace.run(lambda: interlace.matmul_all_reduce(torch.ones(1, 8), torch.ones(8, 1)), 2)
     [tensor([[16.]]), tensor([[16.]])]
     """
-    given = ReduceArguments(
+    given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm,
         out_dtype=out_dtype, activation=activation,
     )  # fmt: skip
     return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
 
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: RowNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    reduce_op: FusedReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized | Work:
+    """``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
+
+    Parameters
+    ----------
+    input : ``[..., n]``, of equal shape on all ranks, any strides; float32, float16, bfloat16 or float64.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows of ``n``.
+    residual : of the shape and dtype of ``input``. It, ``bias``, ``(n,)``, and the vectors of ``norm`` must
+        be the same on all ranks, which is not compared: whose numbers count depends on the algorithm.
+    quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
+        1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
+        "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.
+    reduce_op : "sum" or "avg".
+    algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
+        rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
+        then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
+        64 KiB, every row in whole KiB), "auto".
+
+    Returns ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
+    ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the norm is that of the
+    rounded h, in fp32. Every rank gets the same bits.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
+
+    Semantics: ``torch.distributed.all_reduce``, an addition, ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``, where torch rounds after each, and "unfused" after the all-reduce. Like vLLM's fused
+    all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
+    ``all_reduce_bias_rms_norm``. It differs: nothing is in place, h is a new tensor; sums do not depend on
+    the order of arrival; the largest number of a row is taken of its fp32 norm; the norm may be a
+    ``LayerNorm``; it has gradients; the groups of blocks with a scale each that FlashInfer makes for fp4,
+    it does not make.
+
+    >>> def normed():
+    ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
+    ...     return interlace.all_reduce_norm(h, norm=interlace.RMSNorm(torch.ones(2), 0.0))
+    >>> interlace.run(normed, 2)[0]
+    (tensor([[1., 1.]]), tensor([[3., 3.]]))
+    """
+    given = ReductionArguments(
+        input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm
+    )
+    return run_reduction(ALL_REDUCE_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: RowNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    gather_normed: bool = False,
+    reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized | Work:
+    """``h``, this rank's part of the sum over ranks of ``input``, with bias and residual, and its norm.
+
+    Parameters
+    ----------
+    input, norm, bias, quantize, reduce_op : as for :func:`all_reduce_norm`, at least 2-D.
+    residual : of the shape of the own part.
+    scatter_dim : any but the last; parts as of :func:`matmul_reduce_scatter`, also uneven or empty.
+    gather_normed : all ranks get all ranks' normed rows: reduce-scatter, norm and all-gather of a
+        sequence-parallel block in one op. Normed rows are stored once here and once at every peer, as they
+        are made; there is no shard of them.
+    algorithm : as there, without "low_latency".
+
+    Returns
+    -------
+    ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work`. For ``scatter_dim``
+    other than 0 they are permuted views.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
+
+    Semantics: ``torch.distributed.reduce_scatter_tensor``, an addition, ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``; like the reduce-scatter + norm +
+    all-gather of vLLM's sequence parallelism and FlashInfer's two-shot ``trtllm_allreduce_fusion``, from
+    which it differs as :func:`all_reduce_norm` does.
+
+    >>> def normed():
+    ...     h = torch.full((2, 2), 1.0 + interlace.get_rank())
+    ...     return interlace.reduce_scatter_norm(h, norm=interlace.RMSNorm(torch.ones(2), 0.0))
+    >>> interlace.run(normed, 2)[0]
+    (tensor([[1., 1.]]), tensor([[3., 3.]]))
+    """
+    given = ReductionArguments(
+        input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, gather_normed=gather_normed,
+    )  # fmt: skip
+    return run_reduction(SCATTER_NORM, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
+
+
 def run_reduction(
-    op: str, given: ReduceArguments, norm: Any, quantize: Any, group: Group, async_op: bool
+    op: str, given: ReductionArguments, norm: Any, quantize: Any, group: Group, async_op: bool
 ) -> Any:
     """An eager reduction of a product, or of rows that are there already."""
     communicator = resolve(group)
@@ -202,7 +328,7 @@ def run_reduction(
         norms.take_norm(given, norm, quantize)
     vectors = given.residual, given.norm_weight, given.norm_bias
     if requires_gradients(given.input, given.weight, given.bias, *vectors):
-        return norms.record(given, norm, quantize, group, async_op)
+        return record_reduction(given, norm, quantize, group, async_op)
     return norms.FORMS[op](communicator.on(given.input), given, None, async_op)
 
 
@@ -217,3 +343,133 @@ def requires_gradients(*tensors: Any) -> bool:
         elif isinstance(each, (list, tuple)) and requires_gradients(*each):
             return True
     return False
+
+
+# -- eager calls whose gradients are recorded ------------------------------------------------------
+
+
+class GatheredShards(NamedTuple):
+    """Shards of these lengths along ``dim``; shorter ones travel with zeros behind them."""
+
+    lengths: list[int]
+    dim: int
+    along_k: bool
+
+    @property
+    def equal(self) -> bool:
+        return min(self.lengths) == max(self.lengths)
+
+    def padded(self, input: Tensor, weight: Any) -> tuple[Tensor, Any]:
+        """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
+        if self.equal:
+            return input, weight
+        most = max(self.lengths)
+        inner = sum(self.lengths) if self.along_k else input.shape[-1]
+
+        def met(weight: Tensor) -> Tensor:
+            if weight.dim() != 2 or weight.shape[0] != inner:
+                shape = tuple(weight.shape)
+                raise ValueError(f"weight has shape {shape}, the gathered input has k = {inner}")
+            if not self.along_k:
+                return weight
+            return torch.cat([padded(p, 0, most) for p in torch.split(weight, self.lengths)])
+
+        return padded(input, self.dim, most), tree_map_only(Tensor, met, weight)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """What was gathered, without the zeros."""
+        if self.equal:
+            return tensor
+        parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
+        return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
+
+
+def record_gather(given: gather.AllGatherMatmulArguments, group: Any, async_op: bool) -> Any:
+    """A call that autograd knows of; None where it cannot, as of what the op refuses.
+
+    The activation is torch's, after the op, because its gradient needs what it was taken of. It costs a
+    host message more, by which ranks learn the lengths of the shards.
+    """
+    input, dim = given.input, given.gather_dim
+    if not eager.matrices(input):
+        return None
+    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
+        return None
+    communicator = resolve(group)
+
+    def exchange() -> list[int]:
+        return communicator.parts(communicator.call_of(gather.OP, (), input.shape[dim]))
+
+    lengths = eager.agreed(communicator, gather.OP, (input, tensors(given.weights)), exchange)
+    dim %= input.dim()
+    shards = GatheredShards(lengths, dim, dim == input.dim() - 1)
+    several = not isinstance(given.weights, Tensor)
+    with communicator.accepting(gather.OP):
+        count = len(given.weights) if several else 1
+        names = checks.activations(given.activation, count, several)
+        input, weight = shards.padded(input, given.weights)
+    equal = dataclasses.replace(given, input=input, weights=weight, activation=None)
+
+    def finish(result: Any) -> Any:
+        whole: Any = None
+        if given.return_gathered:
+            whole, result = result
+        outputs = result if several else [result]
+        if not shards.along_k:
+            outputs = [shards.cut(each) for each in outputs]
+        done = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
+        made = done if several else done[0]
+        return (shards.cut(whole), made) if given.return_gathered else made
+
+    call = functools.partial(_functional().gather, equal, group)
+    return eager.record(gather.OP, async_op, call, finish)
+
+
+def record_reduction(
+    given: ReductionArguments, norm: Any, quantize: Any, group: Any, async_op: bool
+) -> Any:
+    """A reduction that autograd knows of.
+
+    An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
+    norm.
+    """
+    op, communicator = given.op, resolve(group)
+    plain, request = dataclasses.replace(given, activation=None), None
+    with communicator.accepting(op):
+        name = checks.activation("activation", given.activation)
+        if norm is not None and name:
+            if quantize is not None:
+                raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
+            request = norms.NormedReduce(communicator, given)
+            request.more_terms = (*request.more_terms, *eager.FIRST)
+    if request is not None:
+        eager.agreed(communicator, op, (given.input, given.weight), request.agree)
+        plain = ReductionArguments(
+            given.input, given.weight, given.bias, reduce_op=given.reduce_op,
+            scatter_dim=given.scatter_dim, algorithm=given.algorithm, out_dtype=given.out_dtype,
+        )  # fmt: skip
+        norm = None
+
+    def finish(made: Any) -> Any:
+        if request is None:
+            return activate(made, name) if name else made
+        total = activate(made, name)
+        total = total if given.residual is None else total + given.residual
+        normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
+        if request.dim is not None and given.gather_normed:
+            length = request.input.shape[request.dim]
+            part = padded(normed, request.dim, longest(length, communicator.world_size))
+            all_gather, wait = registry.functional("all_gather"), registry.functional("wait")
+            normed = wait(all_gather(part, request.dim, group=group)).narrow(request.dim, 0, length)
+        return normed, total
+
+    call = functools.partial(_functional().reduce, op, plain, norm, quantize, group)
+    return eager.record(op, async_op, call, finish)
+
+
+def _functional() -> Any:
+    """The module of the functional forms, which brings torch's compilers along."""
+    registry.FACES["functional"]()
+    from interlace.ops.matmul import functional
+
+    return functional

@@ -1,4 +1,7 @@
-"""The functional forms of the fused matmuls; part of ``interlace.functional``."""
+"""The functional forms of the fused matmuls and norms; part of ``interlace.functional``.
+
+See ``ops/matmul/scaled.py`` for what the scales of fp8 operands are.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,32 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.norms import BY_ROW, RowNorm
+from interlace.arguments.norms import RowNorm
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,
     FusedAlgorithm,
     FusedReduceOp,
+    NormAlgorithm,
     Normed,
     Quantized,
+    ScaledAlgorithm,
     Tensors,
     Unscaled,
 )
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
-from interlace.ops.matmul.norms import take_norm
-from interlace.ops.matmul.reduce import ALL_REDUCE, SCATTER, SCATTER_NORM, ReduceArguments
+from interlace.ops.matmul.norms import paired, take_norm
+from interlace.ops.matmul.reduce import (
+    ALL_REDUCE,
+    ALL_REDUCE_NORM,
+    SCATTER,
+    SCATTER_NORM,
+    ReductionArguments,
+)
+from interlace.ops.matmul.scaled import (
+    AllGatherScaledMatmulArguments,
+    ScaledMatmulReduceScatterArguments,
+)
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
 
 Tensor = torch.Tensor
@@ -95,7 +110,7 @@ def gather(
     asked, given.weights, given.biases = given.return_gathered, weights, biases
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
     made = run_record(op, group, tag, (given.input, *weights, *biases), given)
-    outputs = list(made[: len(weights)]) if several else made[0]
+    outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if asked else outputs
 
 
@@ -130,7 +145,7 @@ def matmul_reduce_scatter(
     >>> interlace.run(reduced, 2)
     [[16.0, 16.0, 16.0], [16.0, 16.0, 16.0]]
     """
-    given = ReduceArguments(
+    given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
         algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed,
     )  # fmt: skip
@@ -165,15 +180,87 @@ def matmul_all_reduce(
     >>> interlace.run(summed, 2)
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
-    given = ReduceArguments(
+    given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype
     )
     return reduce(ALL_REDUCE, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
+def all_reduce_norm(
+    input: Tensor,
+    *,
+    norm: RowNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    reduce_op: FusedReduceOp = "sum",
+    group: FunctionalGroup = None,
+    tag: str = "",
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized:
+    """``norm(all_reduce(input, reduce_op) + bias + residual)`` and what was normed.
+
+    As :func:`interlace.all_reduce_norm`: ``input``, ``[..., n]``, and ``residual``, which is the same on
+    all ranks, of its shape; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
+    residual)``.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
+    fp8. Semantics: ``torch.distributed.all_reduce``, then ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``.
+
+    >>> def normed():
+    ...     y, h = functional.all_reduce_norm(torch.ones(1, 2), norm=interlace.RMSNorm(eps=0.0))
+    ...     return y.tolist(), h.tolist()
+    >>> interlace.run(normed, 2)[0]
+    ([[1.0, 1.0]], [[2.0, 2.0]])
+    """
+    given = ReductionArguments(
+        input, None, bias, residual, reduce_op=reduce_op, algorithm=algorithm
+    )
+    return reduce(ALL_REDUCE_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_norm(
+    input: Tensor,
+    *,
+    norm: RowNorm,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | None = None,
+    gather_normed: bool = False,
+    reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    algorithm: NormAlgorithm = "auto",
+) -> Normed | Quantized:
+    """``norm(reduce_scatter(input, reduce_op, scatter_dim) + bias + residual)`` and what was normed.
+
+    As :func:`interlace.reduce_scatter_norm`; unequal parts as of :func:`matmul_reduce_scatter`. ``input``,
+    ``[..., n]``; ``residual`` is of
+    the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
+    residual)``; with ``gather_normed`` all ranks' normed rows.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
+    fp8. Semantics: ``torch.distributed.reduce_scatter_tensor``, then ``torch.nn.functional.rms_norm`` or
+    ``layer_norm``, then ``torch.distributed.all_gather_into_tensor``.
+
+    >>> def normed():
+    ...     y, h = functional.reduce_scatter_norm(torch.ones(2, 2), norm=interlace.RMSNorm(eps=0.0))
+    ...     return y.tolist(), h.tolist()
+    >>> interlace.run(normed, 2)[0]
+    ([[1.0, 1.0]], [[2.0, 2.0]])
+    """
+    given = ReductionArguments(
+        input, None, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
+        algorithm=algorithm, gather_normed=gather_normed,
+    )  # fmt: skip
+    return reduce(SCATTER_NORM, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
+
+
 def reduce(
     op: str,
-    given: ReduceArguments,
+    given: ReductionArguments,
     norm: Any,
     quantize: Any,
     group: FunctionalGroup,
@@ -203,6 +290,106 @@ def reduce(
         check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
         tensors += vectors
     made = run_record(op, group, tag, tensors, given)
-    if not given.kind:
-        return made[0]
-    return ((made[0], made[2]) if given.quantize == BY_ROW else made[0]), made[1]
+    return paired(made) if given.kind else made[0]
+
+
+def all_gather_scaled_matmul(
+    input: Tensor,
+    weight: Tensors,
+    input_scale: Tensor,
+    weight_scale: Tensors,
+    gather_dim: int = 0,
+    *,
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    return_gathered: bool = False,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    algorithm: ScaledAlgorithm = "auto",
+) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
+    """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
+
+    ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
+    ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
+    is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
+    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``
+    gives the gathered, unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies
+    fp8 where it arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the
+    gather), "auto".
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
+
+    >>> def gathered():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()  # contiguous along k
+    ...     return functional.all_gather_scaled_matmul(x, weight, one, one)[3, :2].tolist()
+    >>> interlace.run(gathered, 2)
+    [[4.0, 4.0], [4.0, 4.0]]
+    """
+    op = "all_gather_scaled_matmul"
+    several = not isinstance(weight, Tensor)
+    weights: list[Any] = list(weight) if several else [weight]
+    scales: list[Any] = (
+        list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
+    )
+    biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if all(each is None for each in biases):
+        biases = []
+    for number, (each, scale) in enumerate(zip(weights, scales, strict=False)):
+        named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
+        dims = {"gather_dim": gather_dim}
+        check(op, group, tag, dims, input=input, input_scale=input_scale, **named)
+    given = AllGatherScaledMatmulArguments(
+        input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
+        use_fast_accum, algorithm,
+    )  # fmt: skip
+    made = run_record(op, group, tag, (input, input_scale, *weights, *scales, *biases), given)
+    outputs = made[: len(weights)] if several else made[0]
+    return (made[len(weights)], outputs) if return_gathered else outputs
+
+
+def scaled_matmul_reduce_scatter(
+    input: Tensor,
+    weight: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0,
+    *,
+    bias: Tensor | None = None,
+    group: FunctionalGroup = None,
+    tag: str = "",
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    algorithm: ScaledAlgorithm = "auto",
+) -> Tensor:
+    """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
+
+    ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, in which products travel, as
+    for :func:`all_gather_scaled_matmul`, but every rank may have another scale; any dimension of the
+    product may be scattered. ``reduce_op``: "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is
+    added once. ``algorithm`` as there; with "unfused" the matmul is done when the call returns, and the
+    reduction is in flight.
+
+    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
+    no gradients. Semantics: ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``, which adds the bias
+    on every rank.
+
+    >>> def reduced():
+    ...     one, x = torch.tensor(0.5), torch.ones(2, 16).to(torch.float8_e4m3fn)
+    ...     weight = torch.ones(16, 16).to(torch.float8_e4m3fn).t()
+    ...     return functional.scaled_matmul_reduce_scatter(x, weight, one, one)[0, :2].tolist()
+    >>> interlace.run(reduced, 2)
+    [[8.0, 8.0], [8.0, 8.0]]
+    """
+    op, dims = "scaled_matmul_reduce_scatter", {"scatter_dim": scatter_dim}
+    scales = {"input_scale": input_scale, "weight_scale": weight_scale}
+    check(op, group, tag, dims, input=input, weight=weight, **scales)
+    given = ScaledMatmulReduceScatterArguments(
+        input, weight, input_scale, weight_scale, bias, name_of(reduce_op), scatter_dim, out_dtype,
+        use_fast_accum, algorithm,
+    )  # fmt: skip
+    tensors = input, weight, input_scale, weight_scale, bias
+    return run_record(op, group, tag, tensors, given)[0]  # type: ignore[no-any-return]

@@ -9,29 +9,32 @@ product's. The one that communicates is started first, and waited for last.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
-from interlace.groups.groups import resolve
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
-from interlace.ops.matmul.operands import Linear, checked_bias, multiply, rows_of, unrows
-from interlace.ops.op import eager, shapes
-from interlace.ops.op.gradients import padded, rows, wait
-from interlace.ops.op.op import Op, OpGradient, names_of_tensors, start_form, tensors
+from interlace.ops.matmul.operands import (
+    Linear,
+    checked_bias,
+    gathered_input,
+    gathered_rows,
+    multiply,
+    rows_of,
+)
+from interlace.ops.op import shapes
+from interlace.ops.op.gradients import rows, wait
+from interlace.ops.op.op import Op, OpGradient, Output, names_of_tensors, start_form
 from interlace.ops.op.pending import Started
 from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics.activations import activate
 from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.auto import choose_algorithm
 
@@ -61,9 +64,7 @@ def prepared(
     communicator: Communicator, given: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Checked on this rank. ``buffers``, one per weight and one for what is gathered, get the results."""
-    outputs = list(buffers or ())
-    gathered = outputs.pop() if outputs and given.return_gathered else None
-    biases = given.biases if given.biases is not None and len(given.biases) else None
+    biases = None if buffers is not None and not given.biases else given.biases
     operands = checks.operands(
         communicator, given.input, given.weights, biases, given, given.gather_dim
     )
@@ -78,7 +79,7 @@ def prepared(
 
     def start() -> Outcome:
         lengths, columns = _agreed(communicator, operands, dim, given.return_gathered)
-        if outputs and min(lengths) != max(lengths):
+        if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
                 f"are {lengths}; pad the shorter ones, or call interlace.{OP} itself, which takes them"
@@ -90,42 +91,35 @@ def prepared(
                     f"weight{f'[{number}]' if several else ''} has {each.shape[0]} rows, the gathered "
                     f"input has k = {inner} ({input.shape[-1]} on rank {communicator.rank})"
                 )
-        others = [length for i, length in enumerate(input.shape[:-1]) if i != dim]
-        rows = math.prod(others) * (1 if along_k else sum(lengths))
-        made = outputs or [
-            input.new_empty(rows, each.shape[1], dtype=operands.dtype) for each in operands.weights
-        ]
-        each_weight = zip(
-            operands.weights, operands.biases, made, operands.activations, strict=True
-        )
+        made: list[Output] = []
+        if buffers is None:
+            how = operands.weights, operands.dtype, given.return_gathered
+            made = _outputs(input, dim, sum(lengths), *how)
+        shard = input.movedim(-1, 0).flatten(1).contiguous() if along_k else rows_of(input, dim)
+        matrices = list(buffers or [each.matrix for each in made])
+        whole = matrices.pop() if given.return_gathered else None
         linears = [
             Linear(weight, bias, output, activation=name)
-            for weight, bias, output, name in each_weight
+            for weight, bias, output, name in zip(
+                operands.weights, operands.biases, matrices, operands.activations, strict=True
+            )
         ]
         if along_k:
-            shard = input.movedim(-1, 0).contiguous().view(input.shape[-1], rows)
-            columns_first = input.new_empty(inner, rows) if gathered is None else gathered
-            columns_first = columns_first.view(inner, rows)
+            if whole is None:
+                whole = input.new_empty(inner, shard.shape[1])
             event = algorithms.all_gather_inner_matmul(
-                communicator, shard, linears, lengths, columns_first
+                communicator, shard, linears, lengths, whole.view(inner, shard.shape[1])
             )
-            results = [each.output.view(*others, each.output.shape[1]) for each in linears]
-            kept: Tensor | None = columns_first.view(inner, *others).movedim(0, -1)
         else:
-            per_index = math.prod(others)
-            whole = gathered
-            if whole is None and given.return_gathered:
-                whole = input.new_empty(rows, inner)
-            counts = [length * per_index for length in lengths]
-            shard = rows_of(input, dim)
-            event = _multiply_rows(communicator, shard, linears, counts, whole, operands, columns)
-            shape = [sum(lengths), *others]
-            results = [unrows(each.output, shape, dim) for each in linears]
-            kept = None if whole is None else unrows(whole, shape, dim)
-        if outputs:
+            per_index = math.prod(n for i, n in enumerate(input.shape[:-1]) if i != dim)
+            rows = [length * per_index for length in lengths]
+            event = _multiply_rows(communicator, shard, linears, rows, whole, operands, columns)
+        if buffers is not None:
             return Outcome(None, event)
-        result = results if several else results[0]
-        return Outcome((kept, result) if given.return_gathered else result, event)
+        views = [each.view for each in made]
+        gathered = views.pop() if given.return_gathered else None
+        result = views if several else views[0]
+        return Outcome((gathered, result) if given.return_gathered else result, event)
 
     return start, (), None
 
@@ -188,21 +182,26 @@ def _multiply_rows(
     return run(communicator, shard, linears, rows, gathered, choice.configuration)
 
 
-def results(given: AllGatherMatmulArguments, size: int) -> list[shapes.Output]:
+def results(given: AllGatherMatmulArguments, size: int) -> list[Output]:
     """A product per weight, then the gathered input if asked for."""
     input = given.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
-    dim = shapes.dimension("gather_dim", given.gather_dim, input.dim())
-    dtype = checks.output_dtype(given.out_dtype, input)
-    made = []
     for each in given.weights:
         if each.dim() != 2:
             raise ValueError(f"weight must have 2 dimensions (k, n), got shape {tuple(each.shape)}")
-        made.append(shapes.gathered_rows(input, dim, size, each.shape[1], dtype))
-    if given.return_gathered:
-        made.append(shapes.gathered_input(input, dim, size))
-    return made
+    dim = shapes.dimension("gather_dim", given.gather_dim, input.dim())
+    dtype = checks.output_dtype(given.out_dtype, input)
+    how = given.weights, dtype, given.return_gathered
+    return _outputs(input, dim, input.shape[dim] * size, *how)
+
+
+def _outputs(
+    input: Tensor, dim: int, length: Any, weights: Sequence[Tensor], dtype: Any, gathered: bool
+) -> list[Output]:
+    """The results, where shards are of that ``length`` together."""
+    made = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
+    return [*made, gathered_input(input, dim, length)] if gathered else made
 
 
 def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Started:
@@ -291,88 +290,6 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             products[-1].view.copy_(whole)
         made.append([result.view for result in products])
     return made
-
-
-# -- eager calls whose gradients are recorded ------------------------------------------------------
-
-
-class Shards(NamedTuple):
-    """Shards of these lengths along ``dim``; shorter ones travel with zeros behind them."""
-
-    lengths: list[int]
-    dim: int
-    along_k: bool
-
-    @property
-    def equal(self) -> bool:
-        return min(self.lengths) == max(self.lengths)
-
-    def padded(self, input: Tensor, weight: Any) -> tuple[Tensor, Any]:
-        """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
-        if self.equal:
-            return input, weight
-        most = max(self.lengths)
-        inner = sum(self.lengths) if self.along_k else input.shape[-1]
-
-        def met(weight: Tensor) -> Tensor:
-            if weight.dim() != 2 or weight.shape[0] != inner:
-                shape = tuple(weight.shape)
-                raise ValueError(f"weight has shape {shape}, the gathered input has k = {inner}")
-            if not self.along_k:
-                return weight
-            return torch.cat([padded(p, 0, most) for p in torch.split(weight, self.lengths)])
-
-        return padded(input, self.dim, most), tree_map_only(Tensor, met, weight)
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """What was gathered, without the zeros."""
-        if self.equal:
-            return tensor
-        parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
-        return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
-
-
-def record(given: AllGatherMatmulArguments, group: Any, async_op: bool) -> Any:
-    """A call that autograd knows of; None where it cannot, as of what the op refuses.
-
-    The activation is torch's, after the op, because its gradient needs what it was taken of. It costs a
-    host message more, by which ranks learn the lengths of the shards.
-    """
-    input, dim = given.input, given.gather_dim
-    if not eager.matrices(input):
-        return None
-    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
-        return None
-    communicator = resolve(group)
-
-    def exchange() -> list[int]:
-        return communicator.parts(communicator.call_of(OP, (), input.shape[dim]))
-
-    lengths = eager.agreed(communicator, OP, (input, tensors(given.weights)), exchange)
-    dim %= input.dim()
-    shards = Shards(lengths, dim, dim == input.dim() - 1)
-    several = not isinstance(given.weights, Tensor)
-    with communicator.accepting(OP):
-        count = len(given.weights) if several else 1
-        names = checks.activations(given.activation, count, several)
-        input, weight = shards.padded(input, given.weights)
-    equal = dataclasses.replace(given, input=input, weights=weight, activation=None)
-
-    def finish(result: Any) -> Any:
-        whole: Any = None
-        if given.return_gathered:
-            whole, result = result
-        outputs = result if several else [result]
-        if not shards.along_k:
-            outputs = [shards.cut(each) for each in outputs]
-        done = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
-        made = done if several else done[0]
-        return (shards.cut(whole), made) if given.return_gathered else made
-
-    from interlace.ops.matmul import functional  # brings torch's compilers
-
-    call = functools.partial(functional.gather, equal, group)
-    return eager.record(OP, async_op, call, finish)
 
 
 ALL_GATHER_MATMUL = Op(

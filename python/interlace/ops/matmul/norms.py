@@ -23,7 +23,6 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.norms import checked_norm, checked_residual
 from interlace.arguments.words import NormAlgorithm
-from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import low_latency
 from interlace.ops.collectives import records as by_rank
@@ -31,7 +30,7 @@ from interlace.ops.collectives.stream_engine import check_nodes
 from interlace.ops.matmul import launch_norms as algorithms
 from interlace.ops.matmul import reduce
 from interlace.ops.matmul.launch_norms import WholeRows
-from interlace.ops.matmul.operands import Linear, partial_products, rows_of, unrows
+from interlace.ops.matmul.operands import Linear, dense_output, partial_products, rows_of
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -40,17 +39,18 @@ from interlace.ops.matmul.reduce import (
     SCATTER_NORM,
     SCATTERED,
     TENSORS,
-    ReduceArguments,
+    ReductionArguments,
     check_factors,
     equal_part,
     factor_gradients,
 )
-from interlace.ops.op import eager, registry, shapes
+from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, wait
 from interlace.ops.op.op import (
     Op,
     OpGradient,
     OpVariant,
+    Output,
     requiring,
     start_form,
     without_tensors,
@@ -61,7 +61,6 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import (
     BY_ROW,
     QUANTIZE,
@@ -69,7 +68,6 @@ from interlace.runtime.numerics.norms import (
     NormTail,
     RowNorm,
     backward,
-    unrounded,
 )
 from interlace.runtime.tuning import configuration, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
@@ -87,7 +85,7 @@ NO_FP8 = (
 SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
 
 
-def take_norm(given: ReduceArguments, norm: Any, quantize: Any) -> None:
+def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
     """Put what a call says about its norm into the record of its arguments; raise for what does not fit."""
     if norm is None and given.weight is not None:
         if given.residual is not None or quantize is not None or given.gather_normed:
@@ -111,7 +109,7 @@ def take_norm(given: ReduceArguments, norm: Any, quantize: Any) -> None:
     given.norm_weight, given.norm_bias = norm.weight, norm.bias
 
 
-def norm_of(given: ReduceArguments) -> RowNorm:
+def norm_of(given: ReductionArguments) -> RowNorm:
     """The norm of a record, as it was given."""
     return RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
 
@@ -119,28 +117,30 @@ def norm_of(given: ReduceArguments) -> RowNorm:
 class CheckedNorm:
     """The norm of a call and its residual, if they fit.
 
-    ``dim`` of ``lengths`` is scattered in ``parts``, (first, count) by rank, if it is not None; ``own`` are
-    the lengths of the own part. Rows are ``columns`` numbers of ``dtype``.
+    ``dim`` of the ``input`` is scattered in ``parts``, (first, count) by rank, if it is not None; ``own``
+    are the leading lengths of the own part. Rows are ``columns`` numbers of ``dtype``.
     """
 
     def __init__(
         self,
         communicator: Communicator,
-        given: ReduceArguments,
+        given: ReductionArguments,
+        input: Tensor,
         dim: int | None,
-        lengths: Sequence[int],
         parts: Sequence[tuple[int, int]],
         columns: int,
         dtype: torch.dtype,
     ) -> None:
-        self.own, self.gathers = list(lengths), given.gather_normed
-        if dim == len(lengths):
+        *self._lengths, _ = input.shape
+        self.own, self.gathers = list(self._lengths), given.gather_normed
+        if dim == len(self.own):
             raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
         if dim is not None:
             self.own[dim] = parts[communicator.rank][1]
         elif self.gathers:
             raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
-        self.quantize, self._dtype = given.quantize or None, dtype
+        self.quantize, self._input, self._dim = given.quantize or None, input, dim or 0
+        self._columns, self._dtype = columns, dtype
         self.norm = checked_norm(communicator, norm_of(given), columns, dtype)
         shape = (*self.own, columns)
         self.residual = checked_residual(communicator, given.residual, shape, dtype)
@@ -158,37 +158,31 @@ class CheckedNorm:
             ("dtype of bias of norm", None if norm.bias is None else norm.bias.dtype),
         )
 
-    def rows(
-        self,
-        like: Tensor,
-        dim: int,
-        buffers: Buffers,
-        extents: tuple[int, int],
-        own: tuple[int, int] | None = None,
-    ) -> "NormedRows":
-        """Memory for the results: ``extents`` are rows and columns of the normed.
+    def rows(self, buffers: Buffers, first: int = 0) -> "NormedRows":
+        """Memory for the results, ``buffers`` if given. ``first`` of all rows is the first own one.
 
-        ``own``: of these the first own row, and how many; the sum and the residual have own rows only.
+        Where all ranks' normed rows are gathered, the sum and the residual have own rows only.
         """
-        residual = None if self.residual is None else matrix_of(self.residual, dim)
-        rows, columns = extents
-        count = rows if own is None else own[1]
-        if buffers is None:
-            made = QUANTIZED if self.quantize else self._dtype
-            buffers = [
-                like.new_empty(rows, columns, dtype=made),
-                like.new_empty(count, columns, dtype=self._dtype),
-            ]
-            if self.quantize == BY_ROW:
-                buffers.append(like.new_empty(rows, 1, dtype=torch.float32))
-        normed, total, *scales = buffers
+        residual = None if self.residual is None else matrix_of(self.residual, self._dim)
+        result, matrices = None, buffers
+        if matrices is None:
+            rows = (self._lengths if self.gathers else self.own), self.own, self._dim
+            made = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
+            matrices, result = [each.matrix for each in made], paired([each.view for each in made])
+        normed, total, *scales = matrices
         scale = scales[0] if scales else None
-        if own is None:
-            return NormedRows(total, NormTail(self.norm, residual, normed, scale), None)
-        part = slice(own[0], own[0] + count)
+        if not self.gathers:
+            return NormedRows(total, NormTail(self.norm, residual, normed, scale), None, result)
+        part = slice(first, first + total.shape[0])
         scale_part = None if scale is None else scale[part]
         tail = NormTail(self.norm, residual, normed[part], scale_part)
-        return NormedRows(total, tail, WholeRows(normed, scale, None))
+        return NormedRows(total, tail, WholeRows(normed, scale, None), result)
+
+
+def paired(made: Sequence[Tensor]) -> Any:
+    """What a call returns of an op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``."""
+    normed, total, *scales = made
+    return ((normed, *scales) if scales else normed), total
 
 
 def matrix_of(tensor: Tensor, dim: int) -> Tensor:
@@ -197,21 +191,15 @@ def matrix_of(tensor: Tensor, dim: int) -> Tensor:
 
 
 class NormedRows(NamedTuple):
-    """Results as matrices. ``whole``: all ranks' rows, of which the others are this rank's."""
+    """Results as matrices. ``whole``: all ranks' rows, of which the others are this rank's.
+
+    ``result``: what an eager call returns; None where the caller has made the matrices.
+    """
 
     sum: Tensor
     tail: NormTail
     whole: WholeRows | None
-
-    def result(self, lengths: Sequence[int], own: Sequence[int], dim: int) -> Any:
-        """What a call returns; leading ``lengths`` of the normed, and ``own`` of the sum, dim first."""
-        normed, scale = self.tail.normed, self.tail.scale
-        if self.whole is not None:
-            normed, scale = self.whole.normed, self.whole.scale
-        made: Any = unrows(normed, lengths, dim)
-        if scale is not None:
-            made = made, unrows(scale, lengths, dim)
-        return made, unrows(self.sum, own, dim)
+    result: Any
 
 
 def kernel_makes_fp8(communicator: Communicator) -> bool:
@@ -226,51 +214,32 @@ def kernel_makes_fp8(communicator: Communicator) -> bool:
 class NormedReduce(reduce.CheckedReduce):
     """The checked arguments of a matmul with a norm."""
 
-    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
         super().__init__(communicator, given)
         parts = [] if self.dim is None else self._parts()
-        about = self.dim, self.input.shape[:-1], parts, self.weight.shape[1], self.dtype
+        about = self.input, self.dim, parts, self.weight.shape[1], self.dtype
         self.normed = CheckedNorm(communicator, given, *about)
         self.more_terms = self.normed.terms()
 
     def scattered_normed(self, buffers: Buffers) -> Outcome:
         """Start matmul_reduce_scatter with a norm."""
         self.agree()
-        made, dim = self.scattering(), self.dim
-        assert dim is not None
-        first, count = made.segments[self.communicator.rank]
-        columns = made.right.shape[1]
-        extents, own_rows = (count, columns), None
-        if self.normed.gathers:
-            extents = sum(count for _, count in made.segments), columns
-            own_rows = first, count
-        rows = self.normed.rows(self.input, dim, buffers, extents, own_rows)
-        linear = Linear(
-            made.right, self.bias, rows.sum, "n", self.activation, average=self.average,
-            tail=rows.tail,
-        )  # fmt: skip
+        made = self.scattering()
+        rows = self.normed.rows(buffers, made.segments[self.communicator.rank][0])
+        linear = self._linear(made.right, rows)
         event = self.reduce_scatter_normed(made.left, linear, made.segments, rows.whole)
-        if buffers is not None:
-            return Outcome(None, event)
-        own = [made.own, *made.others]
-        lengths = [made.length, *made.others] if self.normed.gathers else own
-        return Outcome(rows.result(lengths, own, dim), event)
+        return Outcome(rows.result, event)
 
     def summed_normed(self, buffers: Buffers) -> Outcome:
         """Start matmul_all_reduce with a norm."""
         self.agree()
-        left = rows_of(self.input, 0)
-        extents = left.shape[0], self.weight.shape[1]
-        rows = self.normed.rows(self.input, 0, buffers, extents)
-        linear = Linear(
-            self.weight, self.bias, rows.sum, "n", self.activation, average=self.average,
-            tail=rows.tail,
-        )  # fmt: skip
-        event = self.all_reduce_normed(left, linear)
-        if buffers is not None:
-            return Outcome(None, event)
-        lengths = self.input.shape[:-1]
-        return Outcome(rows.result(lengths, lengths, 0), event)
+        rows = self.normed.rows(buffers)
+        event = self.all_reduce_normed(rows_of(self.input, 0), self._linear(self.weight, rows))
+        return Outcome(rows.result, event)
+
+    def _linear(self, weight: Tensor, rows: NormedRows) -> Linear:
+        how = {"average": self.average, "tail": rows.tail}
+        return Linear(weight, self.bias, rows.sum, "n", self.activation, **how)  # type: ignore[arg-type]
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
         algorithm = super().chosen(rows, columns, tuned)
@@ -343,20 +312,20 @@ class NormedReduce(reduce.CheckedReduce):
 class _CheckedRows:
     """The checked arguments of all_reduce_norm and reduce_scatter_norm."""
 
-    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
         self.communicator, self.op = communicator, given.op
         self.input = checks.tensor("input", given.input, communicator)
         if self.input.dim() < 1:
             raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
         checks.float_dtype("input", self.input.dtype)
-        *lengths, self.columns = self.input.shape
+        self.columns = self.input.shape[-1]
         self.reduction = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
         dim, self.dim = None, 0
         if given.scatter_dim is not None:
             dim = self.dim = checks.index("scatter_dim", given.scatter_dim, self.input.dim())
             checks.part("length", given.length, self._parts(), communicator.rank)
         self.bias = checks.bias_of("bias", given.bias, (self.columns,), self.input, communicator)
-        about = dim, lengths, self._parts(), self.columns, self.input.dtype
+        about = self.input, dim, self._parts(), self.columns, self.input.dtype
         self.normed, self.free = CheckedNorm(communicator, given, *about), False
         self.algorithm = self._algorithm(given.algorithm)
 
@@ -426,17 +395,13 @@ class _CheckedRows:
         communicator, columns = self.communicator, self.columns
         communicator.parts(communicator.call_of(self.op, terms, None))
         left = matrix_of(self.input, self.dim)
-        others = [n for i, n in enumerate(self.input.shape[:-1]) if i != self.dim]
-        segments, length = None, left.shape[0]
-        extents, own = (length, columns), None
+        segments, first = None, 0
         if self.op == SCATTER_NORM:
+            others = [n for i, n in enumerate(self.input.shape[:-1]) if i != self.dim]
             per_index = math.prod(others)
             segments = [(first * per_index, count * per_index) for first, count in self._parts()]
-            if self.normed.gathers:
-                own = segments[communicator.rank]
-            else:
-                extents = (segments[communicator.rank][1], columns)
-        rows = self.normed.rows(self.input, self.dim, buffers, extents, own)
+            first = segments[communicator.rank][0]
+        rows = self.normed.rows(buffers, first)
         nothing = self.input.new_empty(0, columns)
         average = self.reduction == "avg"
         linear = Linear(nothing, self.bias, rows.sum, average=average, tail=rows.tail)
@@ -445,16 +410,12 @@ class _CheckedRows:
         event = algorithms.RowReduction(
             communicator, self.op, left, linear, segments, rows.whole, measured
         ).run(algorithm)
-        if buffers is not None:
-            return Outcome(None, event)
-        if self.input.dim() == 1:
-            return Outcome(rows.result([], [], 0), event)
-        mine = [self.normed.own[self.dim], *others]
-        whole = [self.input.shape[self.dim], *others]
-        return Outcome(rows.result(whole if self.normed.gathers else mine, mine, self.dim), event)
+        return Outcome(rows.result, event)
 
 
-def prepared(communicator: Communicator, given: ReduceArguments, buffers: Buffers) -> PreparedCall:
+def prepared(
+    communicator: Communicator, given: ReductionArguments, buffers: Buffers
+) -> PreparedCall:
     """Any reduction, checked: with a norm, or of a product without."""
     start: Callable[[Buffers], Outcome]
     if given.weight is None:
@@ -468,12 +429,12 @@ def prepared(communicator: Communicator, given: ReduceArguments, buffers: Buffer
 
 
 EAGER = (SCATTER, ALL_REDUCE, ALL_REDUCE_NORM, SCATTER_NORM)
-FORMS = {op: record_form(op, ReduceArguments, TENSORS, prepared) for op in EAGER}
+FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared) for op in EAGER}
 
 # -- as ops of torch -------------------------------------------------------------------------------
 
 
-def results(given: ReduceArguments, size: Any) -> list[shapes.Output]:
+def results(given: ReductionArguments, size: Any) -> list[Output]:
     """The normed rows, the sum with the residual, and, quantised by row, the scales."""
     input = given.input
     if given.weight is not None:
@@ -490,25 +451,36 @@ def results(given: ReduceArguments, size: Any) -> list[shapes.Output]:
             raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
         part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", given.length)
         own = [part if i == dim else n for i, n in enumerate(lengths)]
-    normed, made = lengths if given.gather_normed else own, QUANTIZED if given.quantize else dtype
-    found = [_output(input, normed, dim, columns, made), _output(input, own, dim, columns, dtype)]
-    if given.quantize == BY_ROW:
-        found.append(_output(input, normed, dim, 1, torch.float32))
-    return found
+    normed = lengths if given.gather_normed else own
+    return _outputs(input, (normed, own, dim), columns, dtype, given.quantize)
 
 
-def _output(
-    like: Tensor, lengths: Sequence[Any], dim: int, columns: Any, dtype: Any
-) -> shapes.Output:
-    """``[*lengths, columns]``, in memory with ``dim`` first."""
-    matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
-    if not lengths:
-        return shapes.Output(matrix, matrix.view(columns))
-    others = [n for i, n in enumerate(lengths) if i != dim]
-    return shapes.output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
+def _outputs(
+    like: Tensor,
+    rows: tuple[Sequence[Any], Sequence[Any], int],
+    columns: Any,
+    dtype: torch.dtype,
+    quantize: str | None,
+) -> list[Output]:
+    """The results. ``rows``: leading lengths of the normed, of the own ones, and which comes first."""
+    normed, own, dim = rows
+
+    def output(lengths: Sequence[Any], columns: Any, dtype: torch.dtype) -> Output:
+        """``[*lengths, columns]``, in memory with ``dim`` first."""
+        matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
+        if not lengths:
+            return Output(matrix, matrix.view(columns))
+        others = [n for i, n in enumerate(lengths) if i != dim]
+        return dense_output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
+
+    made = [
+        output(normed, columns, QUANTIZED if quantize else dtype),
+        output(own, columns, dtype),
+    ]
+    return [*made, output(normed, 1, torch.float32)] if quantize == BY_ROW else made
 
 
-def start(communicator: Communicator, given: ReduceArguments) -> Started:
+def start(communicator: Communicator, given: ReductionArguments) -> Started:
     with communicator.accepting(given.op):
         made = results(given, communicator.world_size)
     return start_form(FORMS[given.op], communicator, given, made)
@@ -517,7 +489,7 @@ def start(communicator: Communicator, given: ReduceArguments) -> Started:
 OTHERS = ("bias", "residual", "norm_weight", "norm_bias")
 
 
-def _save(ctx: Any, given: ReduceArguments, output: Sequence[Tensor]) -> None:
+def _save(ctx: Any, given: ReductionArguments, output: Sequence[Tensor]) -> None:
     ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
     others = {name: getattr(given, name) for name in OTHERS}
     ctx.dtypes = {n: t.dtype for n, t in others.items() if n in ctx.needs}
@@ -526,7 +498,7 @@ def _save(ctx: Any, given: ReduceArguments, output: Sequence[Tensor]) -> None:
     ctx.save_for_backward(output[1], given.input, given.weight, given.norm_weight, given.norm_bias)
 
 
-def full_name(given: ReduceArguments) -> str:
+def full_name(given: ReductionArguments) -> str:
     """The op of torch that takes these arguments, which have a norm."""
     return given.op if given.weight is None else f"{given.op}_norm"
 
@@ -584,7 +556,7 @@ def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
     return whole / ctx.size if ctx.arguments.reduce_op == "avg" else whole
 
 
-def reference(ranks: Sequence[ReduceArguments], size: int) -> list[list[Tensor]]:
+def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tensor]]:
     """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
     first, whole = ranks[0], by_rank.inputs(ranks)
     op = full_name(first)
@@ -614,51 +586,6 @@ def reference(ranks: Sequence[ReduceArguments], size: int) -> list[list[Tensor]]
     return made
 
 
-# -- eager calls whose gradients are recorded ------------------------------------------------------
-
-
-def record(given: ReduceArguments, norm: Any, quantize: Any, group: Any, async_op: bool) -> Any:
-    """A reduction that autograd knows of.
-
-    An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
-    norm.
-    """
-    op, communicator = given.op, resolve(group)
-    plain, request = dataclasses.replace(given, activation=None), None
-    with communicator.accepting(op):
-        name = checks.activation("activation", given.activation)
-        if norm is not None and name:
-            if quantize is not None:
-                raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-            request = NormedReduce(communicator, given)
-            request.more_terms = (*request.more_terms, *eager.FIRST)
-    if request is not None:
-        eager.agreed(communicator, op, (given.input, given.weight), request.agree)
-        plain = ReduceArguments(
-            given.input, given.weight, given.bias, reduce_op=given.reduce_op,
-            scatter_dim=given.scatter_dim, algorithm=given.algorithm, out_dtype=given.out_dtype,
-        )  # fmt: skip
-        norm = None
-
-    def finish(made: Any) -> Any:
-        if request is None:
-            return activate(made, name) if name else made
-        total = activate(made, name)
-        total = total if given.residual is None else total + given.residual
-        normed = unrounded(total, norm_of(given)).to(total.dtype)
-        if request.dim is not None and given.gather_normed:
-            length = request.input.shape[request.dim]
-            part = padded(normed, request.dim, longest(length, communicator.world_size))
-            gather, wait = registry.functional("all_gather"), registry.functional("wait")
-            normed = wait(gather(part, request.dim, group=group)).narrow(request.dim, 0, length)
-        return normed, total
-
-    from interlace.ops.matmul import functional  # brings torch's compilers
-
-    call = functools.partial(functional.reduce, op, plain, norm, quantize, group)
-    return eager.record(op, async_op, call, finish)
-
-
 # with gather_normed the gradients of the others are scattered first
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
 _PRODUCT = {"input": ("input",), "weight": ("weight",), **_SCATTERED}
@@ -666,7 +593,7 @@ _ROWS = ("weight", "out_dtype")
 OPS = tuple(
     Op(
         name,
-        ReduceArguments,
+        ReductionArguments,
         start,
         lambda given, size: [each.view for each in results(given, size)],
         OpGradient(_save, _backward),

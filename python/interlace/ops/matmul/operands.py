@@ -1,5 +1,6 @@
-"""The operands of a matmul and what the fused kernels are told about them."""
+"""The operands and outputs of a matmul, and what the fused kernels are told about them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.ops.collectives.launch import agreed_call
+from interlace.ops.op import shapes
+from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 from interlace.runtime.numerics.activations import activate
@@ -66,6 +69,49 @@ def factors(
 def unrows(matrix: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:
     """The inverse of :func:`rows_of` for other columns; ``lengths`` are the leading ones, dim first."""
     return matrix.view(*lengths, matrix.shape[-1]).movedim(0, dim)
+
+
+def dense_output(matrix: torch.Tensor, view: torch.Tensor) -> Output:
+    """An output, of no elements with the strides of a new tensor: so does Inductor lay those out."""
+    if any(isinstance(length, int) and length == 0 for length in view.shape):
+        view = view.new_empty(view.shape)
+    return Output(matrix, view)
+
+
+def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtype: Any) -> Output:
+    """``[.., length, .., columns]`` for ``input`` of ``[.., n, .., k]``; the matrix has ``dim`` first."""
+    lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
+    if dim == input.dim() - 1:  # every rank has all rows already
+        matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
+        return Output(matrix, matrix.view(*lengths, columns))
+    matrix = input.new_empty([length * math.prod(lengths), columns], dtype=dtype)
+    return Output(matrix, matrix.view(length, *lengths, columns).movedim(0, dim))
+
+
+def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
+    """The gathered input itself, in memory with ``dim``, now of ``length``, first."""
+    others = [n for i, n in enumerate(input.shape) if i != dim]
+    whole = input.new_empty([length, *others])
+    flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
+    return Output(flat, whole.movedim(0, dim))
+
+
+def scattered_product(
+    input: torch.Tensor, columns: Any, dim: int, length: Any, size: int, dtype: Any
+) -> Output:
+    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split.
+
+    ``length``: of the own part, if parts are unequal.
+    """
+    lengths = list(input.shape[:-1])
+    if dim == input.dim() - 1:
+        part = shapes.divided(columns, size, "the columns of weight", length)
+        matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
+        return dense_output(matrix, matrix.T.view(*lengths, part))
+    part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", length)
+    others = [n for i, n in enumerate(lengths) if i != dim]
+    matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
+    return dense_output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
 
 
 def multiply(

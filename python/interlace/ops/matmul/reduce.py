@@ -26,15 +26,17 @@ from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
     factors,
+    gathered_rows,
     partial_products,
     rows_of,
-    unrows,
+    scattered_product,
 )
 from interlace.ops.op import shapes
 from interlace.ops.op.gradients import longest, padded, rows, wait
 from interlace.ops.op.op import (
     Op,
     OpGradient,
+    Output,
     names_of_tensors,
     requiring,
     start_form,
@@ -58,7 +60,7 @@ _ops: Any = Ops()
 
 
 @dataclasses.dataclass
-class ReduceArguments:
+class ReductionArguments:
     """The arguments of all reductions: of a product, or of rows that are there already if there is no
     ``weight``; scattered, or on all ranks if there is no ``scatter_dim``; with a norm if it has a ``kind``.
 
@@ -90,11 +92,11 @@ class ReduceArguments:
         return ALL_REDUCE if self.scatter_dim is None else SCATTER
 
 
-TENSORS = names_of_tensors(ReduceArguments)
+TENSORS = names_of_tensors(ReductionArguments)
 
 
 def prepared(
-    communicator: Communicator, given: ReduceArguments, buffers: Sequence[Tensor] | None
+    communicator: Communicator, given: ReductionArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
     """Either op, checked; ``buffers``: a matrix for the result's rows, or columns transposed, if given."""
     request = CheckedReduce(communicator, given)
@@ -102,7 +104,7 @@ def prepared(
     return functools.partial(start, buffers[0] if buffers else None), (), None
 
 
-FORMS = {op: record_form(op, ReduceArguments, TENSORS, prepared) for op in (SCATTER, ALL_REDUCE)}
+FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared) for op in (SCATTER, ALL_REDUCE)}
 
 
 class Scattering(NamedTuple):
@@ -127,7 +129,7 @@ class CheckedReduce:
 
     more_terms: Terms = ()
 
-    def __init__(self, communicator: Communicator, given: ReduceArguments) -> None:
+    def __init__(self, communicator: Communicator, given: ReductionArguments) -> None:
         self.op, self.communicator = given.op, communicator
         operands = checks.operands(communicator, given.input, given.weight, given.bias, given)
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
@@ -165,35 +167,31 @@ class CheckedReduce:
         """Start matmul_reduce_scatter."""
         self.agree()
         made = self.scattering()
-        left, right, first, count = made.left, made.right, made.first, made.own
-        shape = (made.segments[self.communicator.rank][1], right.shape[1])
         output = buffer
-        if output is None:
-            output = left.new_empty(shape, dtype=self.dtype)
-        assert output.shape == shape
+        if buffer is None:
+            assert self.dim is not None
+            about = self.weight.shape[1], self.dim, made.own, self.communicator.world_size
+            output, view = scattered_product(self.input, *about, self.dtype)
+        assert output is not None
+        assert output.shape == (made.segments[self.communicator.rank][1], made.right.shape[1])
         bias, along = self.bias, made.along
         if along == "m" and bias is not None:
-            bias = bias[first : first + count]
-        linear = Linear(right, bias, output, along, self.activation, average=self.average)
-        event = self.reduce_scatter(left, linear, made.segments)
-        if buffer is not None:
-            return Outcome(None, event)
-        if along == "m":
-            return Outcome(output.T.view(*self.input.shape[:-1], count), event)
-        assert self.dim is not None
-        return Outcome(unrows(output, [count, *made.others], self.dim), event)
+            bias = bias[made.first : made.first + made.own]
+        linear = Linear(made.right, bias, output, along, self.activation, average=self.average)
+        event = self.reduce_scatter(made.left, linear, made.segments)
+        return Outcome(view if buffer is None else None, event)
 
     def summed(self, buffer: Tensor | None) -> Outcome:
         """Start matmul_all_reduce."""
         self.agree()
-        left, weight, output = rows_of(self.input, 0), self.weight, buffer
-        if output is None:
-            output = left.new_empty((left.shape[0], weight.shape[1]), dtype=self.dtype)
+        input, weight, output = self.input, self.weight, buffer
+        if buffer is None:
+            about = input.dim() - 1, None, weight.shape[1], self.dtype
+            output, view = gathered_rows(input, *about)
+        assert output is not None
         linear = Linear(weight, self.bias, output, "n", self.activation, average=self.average)
-        event = self.all_reduce(left, linear)
-        if buffer is not None:
-            return Outcome(None, event)
-        return Outcome(unrows(output, self.input.shape[:-1], 0), event)
+        event = self.all_reduce(rows_of(input, 0), linear)
+        return Outcome(view if buffer is None else None, event)
 
     def agree(self) -> None:
         """Exchange with all ranks and raise on any mismatch; learns the largest ``k``."""
@@ -280,24 +278,24 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
         )
 
 
-def result(given: ReduceArguments, size: int) -> shapes.Output:
+def result(given: ReductionArguments, size: int) -> Output:
     """The own part of the product, or all of it."""
     input, weight = given.input, given.weight
     check_factors(input, weight)
     dtype = checks.output_dtype(given.out_dtype, input)
     if given.scatter_dim is None:  # all rows, as where the last dimension is gathered
-        return shapes.gathered_rows(input, input.dim() - 1, size, weight.shape[1], dtype)
+        return gathered_rows(input, input.dim() - 1, None, weight.shape[1], dtype)
     dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
-    return shapes.scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
+    return scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
 
 
-def start(communicator: Communicator, given: ReduceArguments) -> Started:
+def start(communicator: Communicator, given: ReductionArguments) -> Started:
     with communicator.accepting(given.op):
         made = result(given, communicator.world_size)
     return start_form(FORMS[given.op], communicator, given, [made])
 
 
-def _save(ctx: Any, given: ReduceArguments, output: Tensor) -> None:
+def _save(ctx: Any, given: ReductionArguments, output: Tensor) -> None:
     ctx.arguments, ctx.needs = without_tensors(given), requiring(given)
     ctx.save_for_backward(given.input, given.weight)
 
@@ -365,11 +363,11 @@ def factor_gradients(
     return found
 
 
-def _view(given: ReduceArguments, size: int) -> Tensor:
+def _view(given: ReductionArguments, size: int) -> Tensor:
     return result(given, size).view
 
 
-def reference(ranks: Sequence[ReduceArguments], size: int) -> list[list[Tensor]]:
+def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tensor]]:
     first, weights = ranks[0], [each.weight for each in ranks]
     op = first.op
     products = [result(each, size).view for each in ranks]
@@ -395,7 +393,7 @@ _GRADIENT = OpGradient(_save, _backward)
 OPS = (
     Op(
         SCATTER,
-        ReduceArguments,
+        ReductionArguments,
         start,
         _view,
         _GRADIENT,
@@ -405,7 +403,7 @@ OPS = (
     ),
     Op(
         ALL_REDUCE,
-        ReduceArguments,
+        ReductionArguments,
         start,
         _view,
         _GRADIENT,

@@ -34,7 +34,7 @@ from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.op.op import Op, OpGradient, Output
 from interlace.ops.op.pending import Started
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
@@ -208,7 +208,7 @@ def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
     return found
 
 
-def gathered_products(given: AllGatherScaledMatmulArguments, size: int) -> list[shapes.Output]:
+def gathered_products(given: AllGatherScaledMatmulArguments, size: int) -> list[Output]:
     """A product per weight, then the gathered input, which is always made."""
     input = given.input
     if given.gather_dim in (-1, input.dim() - 1):
@@ -294,10 +294,12 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
         collective_algorithms.gather_made(communicator, part.reshape(-1), list(parts))
 
 
-def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> shapes.Output:
+def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> Output:
     """``[.., n / size, .., columns]``."""
     dtype, dim = given.out_dtype or torch.bfloat16, given.scatter_dim
-    unscaled = reduce.ReduceArguments(given.input, given.weight, scatter_dim=dim, out_dtype=dtype)
+    unscaled = reduce.ReductionArguments(
+        given.input, given.weight, scatter_dim=dim, out_dtype=dtype
+    )
     return reduce.result(unscaled, size)
 
 

@@ -47,19 +47,6 @@ def matrices(*tensors: Any) -> bool:
     )
 
 
-def run(
-    op: str,
-    async_op: bool,
-    operands: tuple[Any, ...],
-    then: Callable[[Any], Any],
-    options: Any,
-    **more: Any,
-) -> Any:
-    """Plain tensors, or a Work that returns them; ``then`` is done when complete, and seen by autograd."""
-    how = {"algorithm": options.algorithm, "out_dtype": options.out_dtype, **more}
-    return started(op, async_op, operands, then, **how)
-
-
 def started(
     op: str,
     async_op: bool,
@@ -67,7 +54,7 @@ def started(
     then: Callable[[Any], Any] = lambda result: result,
     **how: Any,
 ) -> Any:
-    """As :func:`run`, of any op of ``interlace.functional``."""
+    """What ``then`` makes of the result of ``op`` of ``interlace.functional``, as :func:`record`."""
     call = functools.partial(registry.functional(op), *operands, **how)
     return record(op, async_op, call, then)
 

@@ -15,7 +15,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from interlace.ops.op.pending import Started
-from interlace.ops.op.shapes import Output
 from interlace.runtime.core.communicator import Communicator
 
 GROUP = "SymInt group_size, str group_name"
@@ -161,6 +160,13 @@ class Op:
 def names_of_tensors(arguments: Any) -> list[str]:
     """The fields of a record that are tensors, or lists of some."""
     return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]
+
+
+class Output(NamedTuple):
+    """One output of an op. ``matrix`` is what the matmul writes, ``view`` its form for the caller."""
+
+    matrix: Tensor
+    view: Tensor
 
 
 def start_form(

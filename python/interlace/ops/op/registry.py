@@ -11,7 +11,7 @@ OPS: dict[str, Any] = {}
 """An ``Op`` by name; ``ops/library.py`` puts them here."""
 FACES: dict[str, Callable[..., Any]] = {}
 """``functional`` imports ``interlace.functional``; ``interlace`` itself puts it here. ``call`` is that of
-``sim_dispatch.py``, which does."""
+``calls.py``, which does."""
 
 
 def op(name: str) -> Any:

@@ -5,9 +5,8 @@ group's size, which comes last; what they need not know they skip. Kernels and f
 that a compiled graph and the run agree on every stride. Sizes may be symbolic.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -76,57 +75,6 @@ def exchanged(
             raise ValueError(f"{name} must have one entry per rank, {size}, got {len(sizes)}")
     rows = input.shape[0] if output_split_sizes is None else sum(output_split_sizes)
     return input.new_empty([rows, *input.shape[1:]])
-
-
-class Output(NamedTuple):
-    """One output of a fused op. ``matrix`` is what the matmul writes, ``view`` its form for the caller."""
-
-    matrix: torch.Tensor
-    view: torch.Tensor
-
-
-def output(matrix: torch.Tensor, view: torch.Tensor) -> Output:
-    """An output, of no elements with the strides of a new tensor: so does Inductor lay those out."""
-    if any(isinstance(length, int) and length == 0 for length in view.shape):
-        view = view.new_empty(view.shape)
-    return Output(matrix, view)
-
-
-def gathered_rows(input: torch.Tensor, dim: int, size: int, columns: Any, dtype: Any) -> Output:
-    """``[.., size * n, .., columns]`` for ``input`` of ``[.., n, .., k]``; the matrix has ``dim`` first."""
-    lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
-    if dim == input.dim() - 1:  # every rank has all rows already
-        matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
-        return Output(matrix, matrix.view(*lengths, columns))
-    rows = input.shape[dim] * size
-    matrix = input.new_empty([rows * math.prod(lengths), columns], dtype=dtype)
-    return Output(matrix, matrix.view(rows, *lengths, columns).movedim(0, dim))
-
-
-def gathered_input(input: torch.Tensor, dim: int, size: int) -> Output:
-    """The gathered input itself, in memory with ``dim`` first."""
-    others = [n for i, n in enumerate(input.shape) if i != dim]
-    whole = input.new_empty([input.shape[dim] * size, *others])
-    flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
-    return Output(flat, whole.movedim(0, dim))
-
-
-def scattered_product(
-    input: torch.Tensor, columns: Any, dim: int, length: Any, size: int, dtype: Any
-) -> Output:
-    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split.
-
-    ``length``: of the own part, if parts are unequal.
-    """
-    lengths = list(input.shape[:-1])
-    if dim == input.dim() - 1:
-        part = divided(columns, size, "the columns of weight", length)
-        matrix = input.new_empty([part, math.prod(lengths)], dtype=dtype)
-        return output(matrix, matrix.T.view(*lengths, part))
-    part = divided(lengths[dim], size, f"dimension {dim} of input", length)
-    others = [n for i, n in enumerate(lengths) if i != dim]
-    matrix = input.new_empty([part * math.prod(others), columns], dtype=dtype)
-    return output(matrix, matrix.view(part, *others, columns).movedim(0, dim))
 
 
 def permutation(src_dst: Sequence[int], size: int) -> None:
