@@ -504,7 +504,8 @@ def record_form(
     of arguments, where fields differ.
     """
     others = [each.name for each in fields(arguments) if each.name not in tensors]
-    tensors_of, others_of = operator.attrgetter(*tensors), operator.attrgetter(*others)
+    # of its dictionary, for attributes take longer
+    tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*others)
     order = [*tensors, "outputs", *others]
 
     def checked(communicator: Communicator, *values: Any) -> Any:
@@ -518,7 +519,8 @@ def record_form(
     def form(
         communicator: Communicator, given: Any, outputs: Any = None, async_op: bool = False
     ) -> Any:
-        return run(communicator, (*tensors_of(given), outputs), others_of(given), async_op)
+        known = given.__dict__
+        return run(communicator, (*tensors_of(known), outputs), others_of(known), async_op)
 
     return form
 

@@ -166,9 +166,9 @@ def matmul_reduce_scatter(
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    given = ReductionArguments(
-        input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
-        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, activation=activation,
+    given = ReductionArguments(  # by position, for names take twice the time
+        input, weight, bias, residual, None, None, reduce_op, scatter_dim, None, algorithm, out_dtype,
+        "", 0.0, "", gather_normed, activation,
     )  # fmt: skip
     return run_reduction(SCATTER, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
@@ -203,8 +203,8 @@ def matmul_all_reduce(
     [tensor([[16.]]), tensor([[16.]])]
     """
     given = ReductionArguments(
-        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm,
-        out_dtype=out_dtype, activation=activation,
+        input, weight, bias, residual, None, None, reduce_op, None, None, algorithm, out_dtype,
+        "", 0.0, "", False, activation,
     )  # fmt: skip
     return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from interlace.ops.op import registry
+from interlace.ops.op import pending, registry
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Terms
@@ -61,8 +61,6 @@ def started(
 
 def record(op: str, async_op: bool, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
     """What ``then`` makes of ``call()``, which starts ``op`` and records it; a Work if ``async_op``."""
-    from interlace.ops.op import pending
-
     with pending.watched() as works:
         result = call()
     work = RecordedWork(op, result, works, then)
