@@ -51,14 +51,18 @@ def checked_broadcast(
         call = dense.remember(communicator, key, Call("broadcast", terms))
     if algorithm == "auto" and data.is_contiguous():
         return functools.partial(communicator.engine.broadcast, call, data, root), (tensor,), call
-
-    def start() -> Event | None:
-        made, engine = contiguous(data), stream_engine.serving(communicator, algorithm)
-        event = engine.broadcast(call, made, root)
-        kept = made is data or is_root
-        return event if kept else dense.copied_back(communicator, [data], [made], event)
-
+    start = functools.partial(_launch_broadcast, communicator, call, data, root, algorithm)
     return start, (tensor,), call
+
+
+def _launch_broadcast(
+    communicator: Communicator, call: Call, data: torch.Tensor, root: int, algorithm: str
+) -> Event | None:
+    made = contiguous(data)
+    event = stream_engine.serving(communicator, algorithm).broadcast(call, made, root)
+    if made is data or communicator.rank == root:
+        return event
+    return dense.copied_back(communicator, [data], [made], event)
 
 
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
@@ -108,14 +112,23 @@ def checked_reduce(
             ("root", root),
         )
         call = dense.remember(communicator, key, Call("reduce", terms))
-
-    def start() -> Event | None:
-        made, reducing = reduce_ops.dense(data, name, factor)
-        event = communicator.engine.reduce_to(call, made, root, reducing)
-        kept = made is data or communicator.rank != root
-        return event if kept else dense.copied_back(communicator, [data], [made], event)
-
+    start = functools.partial(_launch_reduce, communicator, call, data, name, factor, root)
     return start, (tensor,), call
+
+
+def _launch_reduce(
+    communicator: Communicator,
+    call: Call,
+    data: torch.Tensor,
+    name: str,
+    factor: reduce_ops.Factor,
+    root: int,
+) -> Event | None:
+    made, name = reduce_ops.dense(data, name, factor)
+    event = communicator.engine.reduce_to(call, made, root, name)
+    if made is data or communicator.rank != root:
+        return event
+    return dense.copied_back(communicator, [data], [made], event)
 
 
 _reduce = internal_form("reduce", checked_reduce)

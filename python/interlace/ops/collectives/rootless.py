@@ -54,14 +54,21 @@ def checked_all_reduce(
     if factor is None and algorithm == "auto" and data.is_contiguous():
         reduce = communicator.engine.reduce
         return functools.partial(reduce, call, (data,), data, name, TO_ALL), (tensor,), call
-
-    def start() -> Event | None:
-        made, reducing = reduce_ops.dense(data, name, factor)
-        engine = stream_engine.serving(communicator, algorithm)
-        event = engine.all_reduce(call, made, reducing)
-        return event if made is data else dense.copied_back(communicator, [data], [made], event)
-
+    start = functools.partial(_launch_all_reduce, communicator, call, data, name, factor, algorithm)
     return start, (tensor,), call
+
+
+def _launch_all_reduce(
+    communicator: Communicator,
+    call: Call,
+    data: torch.Tensor,
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made, name = reduce_ops.dense(data, name, factor)
+    event = stream_engine.serving(communicator, algorithm).all_reduce(call, made, name)
+    return event if made is data else dense.copied_back(communicator, [data], [made], event)
 
 
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
@@ -226,14 +233,21 @@ def checked_all_gather(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("all_gather", terms))
-
-    def start() -> Event | None:
-        made, engine = contiguous(data), stream_engine.serving(communicator, algorithm)
-        return dense.filled(
-            communicator, outputs, lambda targets: engine.all_gather(call, targets, made)
-        )
-
+    start = functools.partial(_launch_all_gather, communicator, call, outputs, data, algorithm)
     return start, given, call
+
+
+def _launch_all_gather(
+    communicator: Communicator,
+    call: Call,
+    outputs: list[torch.Tensor],
+    data: torch.Tensor,
+    algorithm: str,
+) -> Event | None:
+    made, serving = contiguous(data), stream_engine.serving(communicator, algorithm)
+    return dense.filled(
+        communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
+    )
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
@@ -323,18 +337,28 @@ def checked_reduce_scatter(
             ("algorithm", algorithm),
         )
         call = dense.remember(communicator, key, Call("reduce_scatter", terms))
-
-    def start() -> Event | None:
-        made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
-        reducing = name if factor is None else "sum"
-        engine = stream_engine.serving(communicator, algorithm)
-        return dense.filled(
-            communicator,
-            [out],
-            lambda targets: engine.reduce_scatter(call, targets[0], made, reducing),
-        )
-
+    of = inputs, name, factor, algorithm
+    start = functools.partial(_launch_reduce_scatter, communicator, call, out, *of)
     return start, (output,), call
+
+
+def _launch_reduce_scatter(
+    communicator: Communicator,
+    call: Call,
+    out: torch.Tensor,
+    inputs: list[torch.Tensor],
+    name: str,
+    factor: reduce_ops.Factor,
+    algorithm: str,
+) -> Event | None:
+    made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
+    reducing = name if factor is None else "sum"
+    serving = stream_engine.serving(communicator, algorithm)
+    return dense.filled(
+        communicator,
+        [out],
+        lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
+    )
 
 
 _reduce_scatter = internal_form("reduce_scatter", checked_reduce_scatter, fills=True)
