@@ -110,8 +110,10 @@ class Engine(ABC):
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
         """``tensor`` = that of rank ``root``."""
-        gives, takes = ((tensor,), ()) if self.rank == root else ((), (tensor,))
-        return self.exchange(call, gives, takes, sides_of(root, ALL, True))
+        sides = sides_of(root, ALL, True)
+        if self.rank == root:
+            return self.exchange(call, (tensor,), (), sides)
+        return self.exchange(call, (), (tensor,), sides)
 
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int

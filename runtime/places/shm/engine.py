@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.engine import ALL, TO_EACH, Engine, Parts, Sides
+from interlace.runtime.core.engine import ALL, Engine, Parts, Sides
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.shm.boxes import Boxes
@@ -108,26 +108,29 @@ class HostEngine(Engine):
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
         giver, _, alike = sides
         key: Key | None
-        if isinstance(takes, torch.Tensor):
-            whole: Any = gives[0] if alike else gives
+        if alike and giver != ALL:  # lengths are equal
+            whole: Any = (gives or takes)[0]
+            nbytes, addresses, in_place = whole.nbytes, [whole.data_ptr()], False
+            extent, key = nbytes if gives else 0, (sides, nbytes)
+        elif isinstance(takes, torch.Tensor):
+            whole = gives[0] if alike else gives
             extent = nbytes = takes.nbytes // self.world_size
             addresses = [whole.data_ptr(), takes.data_ptr()]
             in_place = alike and addresses[0] == addresses[1] + self.rank * nbytes
             key = sides, in_place, nbytes
-        elif alike and giver != ALL:  # lengths are equal
-            (whole,), in_place = gives or takes, False
-            nbytes, addresses = whole.nbytes, [whole.data_ptr()]
-            extent, key = nbytes if gives else 0, (sides, nbytes)
         else:
             tensors = [*gives, *takes]
             addresses = [each.data_ptr() for each in tensors]
             sizes = [each.nbytes for each in tensors]
-            whole, nbytes = tensors[0], sizes[0]
-            in_place = alike and len(takes) > 1 and addresses[1 + self.rank] == addresses[0]
-            extent = max(sizes[: len(gives)], default=0)
-            known = sides != TO_EACH and len(takes if alike else gives) > 0
-            known = known or call.match is not None
-            key = self._key(sizes, known, "list", sides, in_place, nbytes)
+            whole, extent = tensors[0], sizes[0]
+            nbytes, in_place = extent, False
+            if alike:
+                known = len(takes) > 0
+                in_place = known and addresses[1 + self.rank] == addresses[0]
+            else:
+                known = giver != ALL and len(gives) > 0
+                extent = max(sizes[: len(gives)], default=0)
+            key = self._key(sizes, known or call.match is not None, "list", sides, in_place, nbytes)
         if self.world_size == 1:  # nobody to meet
             if len(addresses) > 1:
                 _memmove(addresses[1], addresses[0], extent)
@@ -236,29 +239,26 @@ class HostEngine(Engine):
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> None:
         _, taker, alike = sides
-        if alike:
-            self._reduce(call, gives[0], op, None if taker == ALL else taker)
-        else:
+        if not alike:
             assert take is not None
             self._reduce_scatter(call, gives, take, op)
-
-    def _reduce(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
-        """``tensor`` = the reduction, on ``root`` only unless that is None."""
+            return
         if self.world_size == 1:
             return
+        tensor, root = gives[0], None if taker == ALL else taker
         nbytes, dtype, steps = tensor.nbytes, tensor.dtype, self._steps
         with self._group.collective_lock:
             if nbytes > SMALL_DATA and nbytes > self._reduced_everywhere():
                 self._reduce_large(call, tensor, op, root)
                 steps.end()
                 return
-            here, key = root is None or root == self.rank, None
+            here, key = take is not None, None
             by_sum = sums(op, dtype) and (root is not None or steps.all_alike or steps.alike())
             if by_sum:
                 key = "reduce", nbytes, dtype, here
-            alike = steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),))
-            if not alike:
-                self._reduce_anew(alike, key, tensor, op, here)
+            same = steps.begin(call, nbytes, (0, 0), key, (tensor.data_ptr(),))
+            if not same:
+                self._reduce_anew(same, key, tensor, op, here)
                 steps.end()
             if by_sum and op == "avg" and here:
                 divide(tensor, self.world_size)
@@ -271,7 +271,7 @@ class HostEngine(Engine):
     def _reduce_anew(
         self, alike: bool | None, key: Key | None, tensor: torch.Tensor, op: str, here: bool
     ) -> None:
-        """The rest of :meth:`_reduce`, as :meth:`_move_anew`. ``here``: the result is wanted."""
+        """The rest of :meth:`reduce`, as :meth:`_move_anew`. ``here``: the result is wanted."""
         nbytes, what = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
