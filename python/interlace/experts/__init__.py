@@ -12,7 +12,7 @@ docs/experts.md.
 [[[20.0, 20.0]], [[40.0, 40.0]]]
 """
 
-from interlace.ops.experts.api_rows import (
+from interlace.ops.experts.api import (
     combine,
     dequantize,
     dispatch,

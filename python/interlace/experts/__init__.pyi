@@ -2,7 +2,7 @@
 from interlace.arguments.words import (
     FusedAlgorithm, Group,
 )
-from interlace.ops.experts.api_rows import (
+from interlace.ops.experts.api import (
     dequantize as dequantize, permute as permute, quantize as quantize,
 )
 from interlace.ops.experts.products import (

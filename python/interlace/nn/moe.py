@@ -16,8 +16,12 @@ from interlace.nn.router import Router
 from interlace.nn.sharding import ShardedModule, divisible, positive
 from interlace.ops.collectives.rootless import _all_reduce
 from interlace.ops.experts import functional
-from interlace.ops.experts.api import all_to_all_grouped_matmul, grouped_matmul_combine
-from interlace.ops.experts.api_rows import dispatch, permute
+from interlace.ops.experts.api import (
+    all_to_all_grouped_matmul,
+    dispatch,
+    grouped_matmul_combine,
+    permute,
+)
 from interlace.ops.experts.products import multiply
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.context import comparing

@@ -1,4 +1,8 @@
-"""The grouped matmuls as they are called: rows meet the weights of their experts, and go home."""
+"""The ops of experts as they are called: rows go to their experts, meet their weights, and go home.
+
+Of the low-latency forms the places of results are known before anything comes, for decoding. Rows may
+travel as fp8, with a scale for each token and 128 channels.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,14 @@ from interlace.arguments.words import (
 from interlace.groups.groups import check_group, resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.experts import counted, grouped, grouped_combine
+from interlace.ops.experts.combine import COMBINE, CombineArguments, combine_rows
+from interlace.ops.experts.dispatch import (
+    DISPATCH,
+    DispatchArguments,
+    dispatch_rows,
+    named,
+    values_and_scales,
+)
 from interlace.ops.experts.grouped import GroupedArguments
 from interlace.ops.experts.grouped_combine import (
     OP,
@@ -22,15 +34,20 @@ from interlace.ops.experts.grouped_combine import (
     RoutedCombineArguments,
 )
 from interlace.ops.experts.routing import (
+    Assignment,
     DispatchHandle,
+    Received,
     by_handle,
+    check_experts,
+    check_same_choice,
     choice,
     dispatch_number,
     flat,
     routing_for,
+    routing_of,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op import eager as recorded
+from interlace.ops.op import eager
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
@@ -39,6 +56,309 @@ if TYPE_CHECKING:
     pass
 
 Tensor = torch.Tensor
+BLOCK = 128
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 1e-4  # of what is taken for the largest of a block, so that a block of zeros has a scale
+
+
+def dispatch(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    num_max_dispatch_tokens_per_rank: int | None = None,
+    use_fp8: bool = False,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> tuple[Received, DispatchHandle] | Work:
+    """Send every token to the ranks that have its experts, where rows are sorted by expert.
+
+    Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
+    experts on one rank travels there once.
+
+    Parameters
+    ----------
+    x : ``(t, hidden)``, this rank's tokens; ``t`` may differ between ranks. Or fp8 with its scales, a pair
+        ``(values, scales)``, as :func:`quantize` makes it.
+    topk_idx : integers ``(t, k)``: the experts of each token, -1 for none. Different ones for one token.
+    topk_weights : ``(t, k)``, or None. They go with the rows, and :func:`combine` multiplies by them.
+    num_experts : of all ranks together.
+    capacity : the most rows that this rank sends to one expert; later tokens' rows are left out, and count
+        as 0 when combined. None: dropless.
+    num_max_dispatch_tokens_per_rank : a bound of every rank's ``t``. Then ``received.x`` is as long as it
+        can get, rows that nothing came for are zero, and on a GPU the host waits for nothing: counts are in
+        ``received``, on the device. None: it is as long as it is, for which the host of a GPU waits.
+    use_fp8 : quantize ``x`` first. Not differentiable then.
+    algorithm : "fused", Triton kernels; "pipelined", torch, rank after rank; "unfused", an all-to-all and
+        torch; "auto".
+
+    Returns
+    -------
+    ``(received, handle)``: :class:`Received`, whose ``x`` has a row for each token and expert of this rank,
+    by expert, then by source rank, then as the source's tokens are; and what :func:`combine` needs. With
+    ``async_op`` a :class:`Work` whose ``wait()`` returns it.
+
+    Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
+    data moves. Gradients go to ``x`` and ``topk_weights``.
+
+    Compared with DeepEP's ``Buffer.dispatch`` and torch's ``symm_mem.all_to_all_vdev_2d``: as DeepEP it
+    takes ``topk_idx`` and sends a token once per rank; its rows come sorted by expert, a row per expert, as
+    those of ``all_to_all_vdev_2d``, and not in the order of sources. There is no buffer to make, and no
+    layout to ask for first. The order does not depend on timing.
+
+    >>> def on_rank():
+    ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * interlace.get_rank()
+    ...     experts = torch.tensor([[0, 1], [1, -1]])  # of the second token only one
+    ...     received, _ = interlace.experts.dispatch(tokens, experts, None, 2)
+    ...     return received.x.flatten().tolist(), received.num_tokens_per_expert.tolist()
+    >>> interlace.run(on_rank, 2)
+    [([1.0, 11.0], [2]), ([1.0, 2.0, 11.0, 12.0], [4])]
+    """
+    most, how = num_max_dispatch_tokens_per_rank, {"capacity": capacity, "algorithm": algorithm}
+    operands = x, topk_idx, topk_weights, num_experts
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
+
+
+def _dispatched(
+    operands: tuple[Any, ...],
+    most: int | None,
+    use_fp8: bool,
+    group: Group,
+    async_op: bool,
+    **how: Any,
+) -> Any:
+    x, topk_idx, topk_weights, num_experts = operands
+    how["num_max_dispatch_tokens_per_rank"] = most
+    communicator = resolve(group).on(x, topk_idx)
+    number = dispatch_number(communicator)
+    with communicator.accepting(DISPATCH):
+        checks.flag("use_fp8", use_fp8)
+        if use_fp8:
+            if isinstance(x, (tuple, list)):
+                raise ValueError(
+                    "use_fp8 quantizes x, which is a pair of values and scales already"
+                )
+            x = quantize(x)
+        data, scales = values_and_scales(x)
+        routing = routing_of(num_experts, **how)
+    arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
+
+    def numbered(made: tuple[Received, DispatchHandle]) -> tuple[Received, DispatchHandle]:
+        return made[0], made[1]._replace(number=number)
+
+    if requires_gradients(data, scales, topk_idx, topk_weights):
+        operands = (x, topk_idx, topk_weights, num_experts)
+        return eager.started(DISPATCH, async_op, operands, numbered, group=communicator, **how)
+
+    def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
+        return numbered(named(made, arguments, communicator))
+
+    made = dispatch_rows(communicator, (arguments, None), async_op=async_op)
+    if async_op:
+        return eager.RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
+    return finish(made)
+
+
+def combine(
+    y: Tensor,
+    handle: DispatchHandle,
+    *,
+    weighted: bool = True,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> Tensor | Work:
+    """Send every row back to its token's rank, and sum over the token's experts: ``(t, n)``.
+
+    Parameters
+    ----------
+    y : ``(rows, n)``, what the experts have made of ``received.x``, row by row; of low latency ``(experts,
+        most rows, n)``. ``n`` may differ from ``hidden``.
+    handle : that of the :func:`dispatch`; it may be used several times.
+    weighted : multiply by the ``topk_weights`` that the dispatch was given, if there were any, in fp32 and
+        where the token is.
+    group : that of the handle; it is told if ``handle`` is none.
+    algorithm : as for :func:`dispatch`.
+
+    Returns ``(t, n)`` of ``y``'s dtype, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it:
+    the sum over slots 0, 1, 2 ... in fp32, rounded once. A token without any row is 0. Raises ValueError or
+    TypeError on every rank, before any data moves. Gradients go to ``y`` and ``topk_weights``.
+
+    Compared with DeepEP's ``Buffer.combine``: that sums over a rank's experts before rows travel, so bits
+    depend on where experts are, and it leaves weights to the caller (``weighted=False``, and multiply by
+    ``received.topk_weights``); Megatron's dispatcher (``unpermute``) gives the same sums in the order of
+    experts.
+
+    >>> def on_rank():
+    ...     weights = torch.tensor([[0.5, 0.25]])
+    ...     received, handle = interlace.experts.dispatch(
+    ...         torch.ones(1, 2), torch.tensor([[0, 1]]), weights, num_experts=2
+    ...     )
+    ...     return interlace.experts.combine(received.x * 4, handle).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[3.0, 3.0]], [[3.0, 3.0]]]
+    """
+    handled = isinstance(handle, DispatchHandle)
+    communicator = resolve(handle.group if handled else group).on(y)
+    with communicator.accepting(COMBINE):
+        if not handled:
+            raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
+        check_group(group, handle.group)
+        checks.flag("weighted", weighted)
+        if not isinstance(y, Tensor):
+            raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+        rows = flat(handle, "y", y)
+    weights = handle.topk_weights if weighted else None
+    routing = handle.routing._replace(algorithm=algorithm)
+    with by_handle(communicator, handle):
+        if requires_gradients(rows, weights):
+            how: Any = {"weighted": weighted, "algorithm": algorithm}
+            return eager.started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
+        segments, idx = handle.segments, handle.topk_idx
+        given = CombineArguments(rows, segments, idx, weights, False, *routing)
+        return combine_rows(communicator, (given, None), async_op=async_op)  # type: ignore[no-any-return]
+
+
+def permute(
+    x: Tensor, topk_idx: Tensor, num_experts: int, *, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``x`` by expert, and how many there are of each: what the grouped matmuls take.
+
+    ``x`` ``(t, hidden)``, ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r,
+    hidden)`` sorted by expert, then by token, and int64 ``(num_experts,)``. Without communication;
+    gradients go to ``x``. On a GPU the host waits for ``r``; ``num_out_tokens`` says it instead: with ``t *
+    k`` of them, all that there can be, rows of slots without an expert are the last ones. Raises
+    RuntimeError, torch's, for shapes that do not fit, and on a CPU, without ``num_out_tokens``, ValueError
+    for other experts. Semantics: Megatron-core's ``permute``.
+
+    >>> rows, splits = interlace.experts.permute(
+    ...     torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [1, -1]]), 2
+    ... )
+    >>> rows.flatten().tolist(), splits.tolist()
+    ([1.0, 1.0, 2.0], [1, 2])
+    """
+    traced = torch.compiler.is_compiling() or modes_active()
+    if num_out_tokens is None and topk_idx.device.type == "cpu" and not traced:
+        check_experts(topk_idx, num_experts)
+    chosen = Assignment(topk_idx.to(torch.int64), num_experts, 1)
+    slots = chosen.slots(int(chosen.counts.sum()) if num_out_tokens is None else num_out_tokens)
+    return x[slots // topk_idx.shape[1]], chosen.counts
+
+
+def low_latency_dispatch(
+    x: Tensor,
+    topk_idx: Tensor,
+    num_max_dispatch_tokens_per_rank: int,
+    num_experts: int,
+    *,
+    use_fp8: bool = True,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> tuple[Received, DispatchHandle] | Work:
+    """Dispatch few tokens into places that every expert has for all that can come.
+
+    ``x`` ``(t, hidden)``, ``t`` at most ``num_max_dispatch_tokens_per_rank``; ``topk_idx`` ``(t, k)``, -1
+    for none. ``use_fp8`` sends float8_e4m3fn with a scale per 128 channels. Returns ``(received, handle)``:
+    ``received.x`` is ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, hidden)``, and
+    ``received.num_tokens_per_expert``, on the device, says how many rows of each expert are there, from its
+    first one on; the others are zero. No host of a GPU waits for counts.
+
+    Raises ValueError or TypeError on every rank, before any data moves. Gradients as of
+    :func:`interlace.experts.dispatch`, without ``use_fp8``.
+
+    Compared with DeepEP's ``Buffer.low_latency_dispatch``: the same arguments and shapes; ``packed_recv_x``
+    and ``packed_recv_count`` are ``received.x`` (with ``received.scales``) and
+    ``received.num_tokens_per_expert``. Rows are in the order of source ranks and not of arrival, a token
+    travels once to each rank, and there is no hook: the two kernels follow each other on the group's
+    stream.
+
+    >>> def on_rank():
+    ...     x, experts = torch.full((1, 128), 1.0 + interlace.get_rank()), torch.tensor([[0, 1]])
+    ...     received, handle = interlace.experts.low_latency_dispatch(x, experts, 2, 2)
+    ...     counts = received.num_tokens_per_expert.tolist()
+    ...     return tuple(received.x.shape), received.x.dtype, counts
+    >>> interlace.run(on_rank, 2)[0]
+    ((1, 4, 128), torch.float8_e4m3fn, [2])
+    """
+    most, operands = num_max_dispatch_tokens_per_rank, (x, topk_idx, None, num_experts)
+    how = {"low_latency": True, "algorithm": algorithm}
+    return _dispatched(operands, most, use_fp8, group, async_op, **how)  # type: ignore[no-any-return]
+
+
+def low_latency_combine(
+    y: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    handle: DispatchHandle,
+    *,
+    group: Group = None,
+    async_op: bool = False,
+    algorithm: FusedAlgorithm = "auto",
+) -> Tensor | Work:
+    """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
+
+    ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
+    are looked at; ``topk_idx``, ``handle`` and ``group`` those of the dispatch. Sums as of
+    :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves:
+    also for another ``topk_idx`` than the dispatch's, of which a GPU's host sees the shape alone; rows go
+    home by the dispatch's.
+
+    Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
+
+    >>> def on_rank():
+    ...     x, experts, weights = torch.ones(1, 2), torch.tensor([[0, 1]]), torch.tensor([[1.0, 3.0]])
+    ...     received, handle = interlace.experts.low_latency_dispatch(x, experts, 1, 2, use_fp8=False)
+    ...     return interlace.experts.low_latency_combine(received.x, experts, weights, handle).tolist()
+    >>> interlace.run(on_rank, 2)
+    [[[4.0, 4.0]], [[4.0, 4.0]]]
+    """
+    if isinstance(handle, DispatchHandle):  # else combine refuses it
+        communicator = resolve(handle.group).on(y)
+        with communicator.accepting(COMBINE):
+            check_same_choice(communicator, handle.topk_idx, topk_idx)
+        handle = handle._replace(topk_weights=topk_weights)
+    return combine(y, handle, group=group, async_op=async_op, algorithm=algorithm)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` as float8_e4m3fn, and float32 scales: ``x ~= values * scales``, a scale per 128 channels.
+
+    ``x`` ``(..., hidden)``, ``hidden`` a multiple of 128; scales are ``(..., hidden / 128)``. A scale is
+    the largest magnitude of its channels / 448. Not differentiable. Raises ValueError for another
+    ``hidden``. Semantics: DeepEP's ``use_fp8``, its ``per_token_cast_to_fp8``.
+
+    >>> values, scales = interlace.experts.quantize(torch.full((1, 128), 7.0))
+    >>> values.dtype, values[0, 0].item(), round(448 * scales.item(), 4)
+    (torch.float8_e4m3fn, 448.0, 7.0)
+    """
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"hidden must be a multiple of {BLOCK}, got x of shape {tuple(x.shape)}")
+    blocks = (
+        x.detach().to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    )
+    scales = blocks.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
+    values = (blocks / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return values.flatten(-2), scales
+
+
+def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The numbers that ``x`` in fp8 ``(..., hidden)`` and its ``scales`` stand for, as ``dtype``.
+
+    Raises ValueError unless there is a scale per 128 channels. Semantics: the inverse of :func:`quantize`.
+
+    >>> interlace.experts.dequantize(*interlace.experts.quantize(torch.full((1, 128), 7.0)))[0, 0].item()
+    7.0
+    """
+    if x.shape[-1] != BLOCK * scales.shape[-1]:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} needs a scale per {BLOCK} channels, got {tuple(scales.shape)}"
+        )
+    blocks = x.to(torch.float32).contiguous().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def all_gather_grouped_matmul(
@@ -229,12 +549,12 @@ def grouped_matmul_combine(
                 received = grouped_combine.checked_splits(communicator, call, splits)
 
             def agree() -> Any:
-                return grouped_combine.agree(communicator, call, received, recorded.FIRST)
+                return grouped_combine.agree(communicator, call, received, eager.FIRST)
 
-            counts = recorded.agreed(communicator, OP, (input, weight, bias), agree)
+            counts = eager.agreed(communicator, OP, (input, weight, bias), agree)
             how |= {"home_splits": counts[communicator.rank].tolist(), "group": group}
             operands = (input, weight, received, topk_idx, topk_weights)
-            return recorded.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
+            return eager.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
         checks.warn_without_gradients(OP, stacklevel=3)
     return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)  # type: ignore[no-any-return]
 
@@ -245,7 +565,7 @@ def _with_handle(
     input, weight, bias, topk_idx, topk_weights = operands
     if requires_gradients(*operands, handle.topk_weights):
         operands = (input, weight, handle, topk_idx, topk_weights)
-        return recorded.started(OP, async_op, operands, bias=bias, **how)
+        return eager.started(OP, async_op, operands, bias=bias, **how)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
     routing = routing_for(handle, topk_idx)._replace(algorithm=how["algorithm"])
     communicator = resolve(handle.group).on(input)
@@ -272,9 +592,9 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
                 call = grouped.checked(communicator, known)
 
             def agree() -> Any:
-                return grouped.agree(communicator, call, recorded.FIRST)
+                return grouped.agree(communicator, call, eager.FIRST)
 
-            routes, _ = recorded.agreed(communicator, op, tensors, agree)
+            routes, _ = eager.agreed(communicator, op, tensors, agree)
             if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
                 splits = routes.splits()
 
@@ -289,11 +609,11 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
                 how |= {"algorithm": given.algorithm, "out_dtype": given.out_dtype, "group": group}
                 counts = call.input_splits, [n for each in splits for n in each]
                 operands = (known.input, given.weight, *counts)
-                return recorded.started(op, async_op, operands, finish, **how)
+                return eager.started(op, async_op, operands, finish, **how)
         checks.warn_without_gradients(op, stacklevel=4)
     if given.max_rows:
         made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
         if async_op:
-            return recorded.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
+            return eager.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
         return on_device(made)
     return grouped.FORMS[op](communicator, (given,), (), async_op)

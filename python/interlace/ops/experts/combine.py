@@ -331,7 +331,7 @@ def _with_counts(
 _planned = internal_form(COMBINE, _on_device, fills=False)
 _unplanned = internal_form(COMBINE, _on_device)  # of rows that are as many as they are
 _counted = internal_form(COMBINE, _with_counts)
-combine = composed_form(COMBINE, _prepared)
+combine_rows = composed_form(COMBINE, _prepared)
 """Of ``(arguments, outputs)``."""
 
 
@@ -362,7 +362,7 @@ def start(communicator: Communicator, given: CombineArguments) -> Started:
         if given.input.dim() != 2:
             raise ValueError(f"y must have 2 dimensions, got shape {tuple(given.input.shape)}")
         outputs = results(given, communicator.world_size)
-    return Started(outputs, combine(communicator, (given, outputs), async_op=True))
+    return Started(outputs, combine_rows(communicator, (given, outputs), async_op=True))
 
 
 def save(ctx: Any, given: CombineArguments, output: Sequence[Tensor]) -> None:

@@ -433,7 +433,7 @@ def _with_counts(
 
 _planned = internal_form(DISPATCH, _on_device, fills=False)
 _counted = internal_form(DISPATCH, _with_counts)
-dispatch = composed_form(DISPATCH, _prepared)
+dispatch_rows = composed_form(DISPATCH, _prepared)
 """Of ``(arguments, outputs)``: what :func:`results` lists."""
 
 
@@ -505,8 +505,8 @@ def start(communicator: Communicator, given: DispatchArguments) -> Started:
         with communicator.accepting(DISPATCH):
             made = results(given, communicator.world_size)
     if made is None:
-        return Started(dispatch(communicator, (given, None)), None)
-    return Started(made, dispatch(communicator, (given, made), async_op=True))
+        return Started(dispatch_rows(communicator, (given, None)), None)
+    return Started(made, dispatch_rows(communicator, (given, made), async_op=True))
 
 
 def save(ctx: Any, given: DispatchArguments, output: Sequence[Tensor]) -> None:

@@ -33,7 +33,7 @@ from interlace.ops.experts.dispatch import (
     DispatchArguments,
     RowExchange,
     as_many,
-    dispatch,
+    dispatch_rows,
     sorted_places,
 )
 from interlace.ops.experts.grouped import (
@@ -547,7 +547,7 @@ def routed_gradients(given: RoutedGradientArguments, size: int) -> list[Tensor]:
 def start_routed_backward(communicator: Communicator, given: RoutedGradientArguments) -> Started:
     about = given.topk_idx, given.topk_weights, *given.routing
     sent = DispatchArguments(given.grad, None, *about)
-    rows, *weights = dispatch(communicator, (sent, None))[:-1]
+    rows, *weights = dispatch_rows(communicator, (sent, None))[:-1]
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(given.weight.dtype), given.input.shape[0])
