@@ -19,7 +19,7 @@ from interlace.runtime.core.engine import ENGINES, Engine
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import Array, LocalMemory, SymmetricBuffer
-from interlace.runtime.core.stream import Event, Outcome, Stream
+from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
 
 T = TypeVar("T")
 
@@ -275,9 +275,7 @@ class PlaceStreams(PlaceRank, ABC):
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
         """Run an op's launch side in order: here, or in a worker thread where streams run items at once."""
-        future: Future[T] = Future()
-        future.set_result(function())
-        return future
+        return Settled(function())
 
     def finish(self) -> None:
         """Return once what was submitted has ended, before the group is closed."""
