@@ -36,10 +36,10 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
 
 
 def _start(name: str, collective: Collective, like: fx.Node, **given: Any) -> fx.Node:
-    """Start an op in place of the collective; of arguments by name it gets those it has, else None."""
-    dim, reduce_op = collective.dim, collective.reduce_op
-    about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": reduce_op, "algorithm": "auto"}
-    arguments = [{**about, **given}.get(each) for each in BY_NAME[name].kinds]
+    """Start an op in place of the collective; of arguments by name it gets those it has, else defaults."""
+    dim, record = collective.dim, BY_NAME[name]
+    about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": collective.reduce_op}
+    arguments = [{**record.defaults, **about, **given}.get(each) for each in record.kinds]
     op = getattr(torch.ops.interlace, name).default
     return call(op, (*arguments, collective.size, collective.name), like)
 
@@ -176,7 +176,7 @@ def _start_normed(
     given |= {**_vectors(collective, norm), "kind": norm.kind, "eps": norm.eps}
     quantize = "fp8" if norm.scale is not None else "" if norm.static is None else "fp8_static"
     name = fused_op(collective, products, norm)
-    started = _start(name, collective, like, quantize=quantize, gather_normed=False, **given)
+    started = _start(name, collective, like, quantize=quantize, **given)
     for index, old in enumerate((norm.normed, norm.total, norm.scale)):
         if old is not None:
             old.replace_all_uses_with(_as_before(_result(started, like, index), old))

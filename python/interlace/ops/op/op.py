@@ -112,6 +112,12 @@ class Op:
         return {name: kind for name, kind in every if kind and name not in self.without}
 
     @functools.cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The arguments that a caller may leave out, by name."""
+        every = dataclasses.fields(self.arguments)
+        return {e.name: e.default for e in every if e.default is not dataclasses.MISSING}
+
+    @functools.cached_property
     def parameters(self) -> str:
         """The arguments as a schema lists them, without the group."""
         return ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
