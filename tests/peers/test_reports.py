@@ -120,8 +120,10 @@ def test_memory_of_a_heap_has_the_names_of_a_kernels_arguments(tmp_path: pathlib
     mutant.write_text(kernels.replace(raised + 'lease"', raised + 'laxed"'))
     with shims.installed("iris"):
         (finding,) = races(load_function(f"{mutant}::two_rounds"), 2, seeds=2).findings
-    assert finding.signal and (finding.part, finding.signal.part) == ("inbox[0]", "ready[0]")
-    assert ", byte 1024 (ready[0]), index 256\n" in str(finding)
+    part = finding.signal and finding.signal.part  # of one of two programs
+    assert (finding.part, part) in (("inbox[0]", "ready[0]"), ("inbox[32]", "ready[1]"))
+    places = (", byte 1024 (ready[0]), index 256\n", ", byte 1028 (ready[1]), index 257\n")
+    assert places[part == "ready[1]"] in str(finding)
 
     stuck = tmp_path / "silent_ring.py"
     stuck.write_text(re.sub(r"(?m)^    iris.atomic_xchg\(ready.*$", "", kernels))

@@ -7,7 +7,7 @@ out, and all gradients, with its part of the unsharded ones.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -325,17 +325,26 @@ def _own(group: Any, tensor: torch.Tensor, reduce_op: str) -> Started:
     return Started([tensor.clone()], None)
 
 
+class _Record(NamedTuple):
+    """In place of an op's record: it starts with ``start``."""
+
+    start: Callable[..., Started]
+
+    def begin(self, group: Any, given: tuple[Any, ...]) -> Started:
+        return self.start(group, *given)
+
+
 def _own_sum(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
     return tensor
 
 
 REGIONS = "interlace.nn.regions"
 DROPPED = {
-    "layer norm": (f"{REGIONS}.functional.all_reduce", _own_sum, "gradient of weight"),
-    "row, skip bias": (f"{REGIONS}.functional.all_reduce", _own_sum, "gradient of bias"),
+    "layer norm": (f"{REGIONS}.all_reduce", _own_sum, "gradient of weight"),
+    "row, skip bias": (f"{REGIONS}.all_reduce", _own_sum, "gradient of bias"),
     "row": ("interlace.nn.linear_functions._all_reduce", _nothing, "gradient of bias"),
-    "embedding": (f"{REGIONS}.plain.reduce_scatter", _own_part, "output"),
-    "embedding, replicated": (f"{REGIONS}.plain.all_reduce", _own, "output"),
+    "embedding": (f"{REGIONS}.records.REDUCE_SCATTER", _Record(_own_part), "output"),
+    "embedding, replicated": (f"{REGIONS}.records.ALL_REDUCE", _Record(_own), "output"),
 }
 
 
@@ -352,7 +361,7 @@ def without_a_sum(name: str) -> str:
 
 
 def without_the_replicas_sum() -> str:
-    with mock.patch(f"{REGIONS}.functional.all_reduce", _own_sum):
+    with mock.patch(f"{REGIONS}.all_reduce", _own_sum):
         try:
             run_replicated_heads(1)
         except AssertionError as error:

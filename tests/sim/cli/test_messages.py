@@ -101,7 +101,7 @@ def test_help_is_printed_without_torch_and_triton() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "interlace", "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "interlace.cli.main" in loaded and not loaded & {"torch", "triton", "numpy"}
+    assert "interlace.cli.output.options" in loaded and not loaded & {"torch", "triton", "numpy"}
 
 
 def test_a_command_behind_an_option_is_one_too() -> None:

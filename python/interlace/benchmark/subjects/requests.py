@@ -15,7 +15,6 @@ from interlace.benchmark.timing.kernel import ALGORITHM, BASELINE, PART, BenchCa
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
-from interlace.tools.user_files import load_function
 
 _PLAIN: tuple[type[Plain], ...] = (
     plain.AllReduce, plain.AllGather, plain.ReduceScatter, plain.AllToAll, plain.Broadcast,
@@ -167,6 +166,8 @@ def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subjec
 @functools.cache
 def loaded(target: str) -> Callable[..., Any]:
     """The function that a kernel of one's own is named by. Raises ValueError or OSError."""
+    from interlace.tools.user_files import load_function
+
     return load_function(target)
 
 
