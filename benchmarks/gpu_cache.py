@@ -53,7 +53,7 @@ class Listener:
 
 def checks() -> Iterator[CacheJob]:
     """The cases of ``interlace check --device cuda``."""
-    from interlace.cli.check.cases import RowsCase, cases
+    from interlace.cli.commands.check_cases import RowsCase, cases
 
     def called(case: Any) -> None:
         with case.circumstances():
@@ -163,7 +163,7 @@ def ops() -> Iterator[CacheJob]:
     """The part ops of ``gpu.py``."""
     from gpu_parts.ops import requests
 
-    from interlace.benchmark.subjects.requests import DTYPES, OPS
+    from interlace.benchmark.requests import DTYPES, OPS
     from interlace.groups.groups import default_group
 
     def called(request: Any) -> None:

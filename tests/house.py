@@ -167,11 +167,10 @@ FOLDERS = {
         "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor "
         "interlace/verify python runtime/compat runtime/core runtime/places runtime/tuning"
     ),
-    "interlace/benchmark/timing": "face interlace interlace/groups runtime/core",
-    "interlace/benchmark": "interlace/benchmark/timing",
-    "interlace/cli/demo": (
-        "face interlace interlace/cli/output interlace/groups runtime/places/sim/scheduler "
-        "runtime/tuning"
+    "interlace/benchmark": (
+        "face interlace interlace/arguments interlace/groups interlace/ops/attention "
+        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/tools "
+        "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/verify/shims": (
         "face interlace/groups interlace/process_group interlace/symmetric_memory "
@@ -187,37 +186,13 @@ FOLDERS = {
         "runtime/compiler runtime/core runtime/places/sim runtime/places/sim/programs "
         "runtime/tuning"
     ),
-    "interlace/benchmark/subjects": (
-        "face interlace interlace/arguments interlace/benchmark/timing interlace/groups "
-        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/tools runtime/compat runtime/core runtime/numerics "
-        "runtime/tuning"
-    ),
-    "interlace/benchmark/runs": (
-        "interlace/benchmark/subjects interlace/benchmark/timing interlace/groups runtime/core "
-        "runtime/tuning"
-    ),
-    "interlace/cli/bench": (
-        "face interlace interlace/benchmark/runs interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/output interlace/groups runtime/compat "
-        "runtime/core"
-    ),
-    "interlace/cli/check": (
-        "face interlace interlace/arguments interlace/benchmark/subjects "
-        "interlace/benchmark/timing interlace/cli/output interlace/functional interlace/groups "
-        "interlace/ops/collectives interlace/ops/matmul interlace/tools/catalogue "
-        "interlace/verify/suite runtime/places/gpu runtime/tuning"
-    ),
     "interlace/cli/commands": (
-        "face interlace interlace/arguments interlace/cli/bench interlace/cli/output "
+        "face interlace interlace/arguments interlace/benchmark interlace/cli/output "
+        "interlace/functional interlace/groups interlace/ops/collectives interlace/ops/matmul "
         "interlace/tensor interlace/tools/bundle interlace/tools/catalogue interlace/verify "
         "interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
-        "runtime/compat runtime/compiler runtime/core runtime/processes runtime/tuning"
-    ),
-    "interlace/cli/tune": (
-        "face interlace interlace/arguments interlace/benchmark/runs "
-        "interlace/benchmark/subjects interlace/benchmark/timing interlace/cli/bench "
-        "interlace/cli/output interlace/ops/matmul runtime/tuning"
+        "runtime/compat runtime/compiler runtime/core runtime/places/gpu "
+        "runtime/places/sim/scheduler runtime/processes runtime/tuning"
     ),
     "program": "python",
 }

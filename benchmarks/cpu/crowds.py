@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cpu.measure import Case, Measurement, beside_gloo, measure
 
 import interlace
-from interlace.benchmark.timing.protocol import slowest
+from interlace.benchmark.protocol import slowest
 
 LOADS = (0, 2, 6, 12)
 THREADS = (1, 2)

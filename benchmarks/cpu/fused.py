@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from cpu.measure import Case
 
-from interlace.benchmark.subjects.requests import FUSED
+from interlace.benchmark.requests import FUSED
 from interlace.groups.groups import default_group
 
 SMALL = [(256, 512, 512), (1024, 1024, 1024)]

@@ -1,6 +1,6 @@
 """The protocol of the benchmarks: one for all ops, on all ranks of a group of processes.
 
-The protocol is ``interlace.benchmark.timing.protocol``'s, with blocks of one call unless a module says
+The protocol is ``interlace.benchmark.protocol``'s, with blocks of one call unless a module says
 otherwise: candidates of a case are timed in turn within every repetition, and a block takes as long as its
 slowest rank, from a common barrier to the end of the op on that rank. Results are medians over repetitions;
 ratios are of medians of the same run.
@@ -15,7 +15,7 @@ from statistics import median
 import torch.distributed as dist
 
 import interlace
-from interlace.benchmark.timing.protocol import alternate
+from interlace.benchmark.protocol import alternate
 
 
 @dataclass

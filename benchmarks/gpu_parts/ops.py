@@ -5,8 +5,8 @@ from typing import Any
 
 from gpu_parts.timing import Record, Time, on_ranks, record
 
-from interlace.benchmark.runs.measure import measure
-from interlace.benchmark.subjects.requests import OPS, BenchRequest
+from interlace.benchmark.measure import measure
+from interlace.benchmark.requests import OPS, BenchRequest
 
 Sizes = tuple[int, ...]
 TOKENS = (8192, 16, 128), (32, 2, 16)  # on a GPU, and in a dry run

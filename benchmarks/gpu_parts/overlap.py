@@ -26,7 +26,7 @@ from gpu_parts.timing import (
 from gpu_parts.torch_pipelined import TorchPipelined
 
 import interlace
-from interlace.benchmark.timing.figures import overlap
+from interlace.benchmark.figures import overlap
 from interlace.groups.groups import default_group
 
 CALLS = 3

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from interlace.cli.bench.command import BenchOptions, bench
+from interlace.cli.commands.bench import BenchOptions, bench
 
 FAST: dict[str, Any] = {"repetitions": 2}
 

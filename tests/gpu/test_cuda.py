@@ -6,7 +6,7 @@ import torch
 import interlace
 from cases import device_ranks as ranks
 from cases import linear_cases
-from interlace.cli.check.cases import CheckCase, cases, run_case
+from interlace.cli.commands.check_cases import CheckCase, cases, run_case
 
 
 @pytest.mark.parametrize(

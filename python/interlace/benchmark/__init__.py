@@ -1,5 +1,5 @@
 """The measurements of ``python -m interlace bench``; :class:`Kernel` is for kernels of one's own."""
 
-from interlace.benchmark.timing.kernel import Kernel
+from interlace.benchmark.kernel import Kernel
 
 __all__ = ["Kernel"]

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from interlace.cli.output.consoles import new_console, write
 from interlace.cli.output.options import (
@@ -24,55 +24,30 @@ from interlace.cli.output.options import (
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core.errors import InterlaceError, RankError
 
-
-class Command(NamedTuple):
-    """A command: its line of help, and its file below ``interlace.cli``, which has its options, too."""
-
-    help: str
-    file: str
-
-    def attribute(self, name: str) -> Any:
-        return getattr(importlib.import_module(f"interlace.cli.{self.file}"), name)
-
-    def kind(self, name: str) -> type[CommandOptions]:
-        """The class of its options."""
-        kind: type[CommandOptions] = self.attribute(f"{name.capitalize()}Options")
-        return kind
-
-
 COMMANDS = {
-    "demo": Command("Run the fused ops on real input and draw what happened", "demo.command"),
-    "inspect": Command(
-        "Say where every rank of a job is, and who keeps the others waiting", "commands.inspect"
-    ),
-    "doctor": Command("What this machine offers and which places work", "commands.doctor"),
-    "check": Command(
-        "Run every kernel against float64 references, those first that teach most", "check.command"
-    ),
-    "build": Command(
-        "Compile every kernel for the named architectures, without a GPU, and judge it",
-        "commands.build",
-    ),
-    "verify": Command(
-        "Look for races, failing schedules and broken rules in kernels, without a GPU",
-        "commands.verify",
-    ),
-    "new": Command(
-        "Write a small fused kernel, its launch side, its tests, and a function for verify",
-        "commands.new",
-    ),
-    "bench": Command(
-        "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
-        "bench.command",
-    ),
-    "tune": Command(
-        "Measure which configuration of a fused op is fastest here, and remember it", "tune.command"
-    ),
-    "calibrate": Command(
-        "Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh",
-        "commands.calibrate",
-    ),
+    "demo": "Run the fused ops on real input and draw what happened",
+    "inspect": "Say where every rank of a job is, and who keeps the others waiting",
+    "doctor": "What this machine offers and which places work",
+    "check": "Run every kernel against float64 references, those first that teach most",
+    "build": "Compile every kernel for the named architectures, without a GPU, and judge it",
+    "verify": "Look for races, failing schedules and broken rules in kernels, without a GPU",
+    "new": "Write a small fused kernel, its launch side, its tests, and a function for verify",
+    "bench": "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
+    "tune": "Measure which configuration of a fused op is fastest here, and remember it",
+    "calibrate": "Measure latency and bandwidth of collectives on this machine, along each dimension of "
+    "a mesh",
 }
+"""The line of help of each; its file in ``cli/commands`` has a function of its name, and its options."""
+
+
+def _attribute(command: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"interlace.cli.commands.{command}"), name)
+
+
+def options_of(command: str) -> type[CommandOptions]:
+    """The class of a command's options."""
+    kind: type[CommandOptions] = _attribute(command, f"{command.capitalize()}Options")
+    return kind
 
 
 def _called(arguments: list[str]) -> str:
@@ -91,11 +66,11 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"interlace {INTERLACE_VERSION}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=CommandParser)
-    for name, command in COMMANDS.items():
+    for name, line in COMMANDS.items():
         if only in (None, name):
-            add_command(commands, name, command.help, command.kind(name))
+            add_command(commands, name, line, options_of(name))
         else:
-            commands.add_parser(name, help=command.help)
+            commands.add_parser(name, help=line)
     return top
 
 
@@ -109,14 +84,13 @@ def run(arguments: list[str]) -> int:
     if given.command is None:
         top.print_help()
         return 0
-    command = COMMANDS[called]
-    options = from_arguments(command.kind(called), given)
+    options = from_arguments(options_of(called), given)
     try:
         with _terminable():
             wanted = options.interprets()
             if wanted is not None:
                 need_interpreter(wanted, arguments)
-            code: int = command.attribute(called)(new_console(), options)
+            code: int = _attribute(called, called)(new_console(), options)
             return code
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):

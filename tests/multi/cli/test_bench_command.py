@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from cases.bench_runs import rows, run
-from interlace.benchmark.subjects import plain
+from interlace.benchmark import plain
 from interlace.cli import main
-from interlace.cli.bench.command import BenchOptions, bench
+from interlace.cli.commands.bench import BenchOptions, bench
 from interlace.cli.output.consoles import PlainConsole
 from interlace.cli.output.files import draw_bars, refuse_unwritable
 from support import under_torchrun

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import interlace
 from cases.bench_runs import rows, run
-from interlace.benchmark.subjects.requests import OPS
+from interlace.benchmark.requests import OPS
 from interlace.cli import main
 from interlace.groups.groups import default_group
 from tiers import thorough

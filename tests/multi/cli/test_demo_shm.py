@@ -2,9 +2,9 @@
 
 import torch
 
-from interlace.cli.demo import workload
-from interlace.cli.demo.command import CASES, run_case
-from interlace.cli.demo.workload import DemoOptions
+from interlace.cli.commands import demo_workload as workload
+from interlace.cli.commands.demo import CASES, run_case
+from interlace.cli.commands.demo_workload import DemoOptions
 from interlace.runtime.places.sim.scheduler.recording import MICROSECONDS
 
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch.utils._pytree import tree_map
 
 import interlace
-from interlace.benchmark.runs.tune import by_name
-from interlace.benchmark.subjects.requests import TUNED
-from interlace.cli.tune.command import TuneOptions, tune
+from interlace.benchmark.requests import TUNED
+from interlace.benchmark.tune import by_name
+from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.ops.attention import head_exchange
 from interlace.ops.experts.combine import Combine
 from interlace.ops.experts.dispatch import Dispatch

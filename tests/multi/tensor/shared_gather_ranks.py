@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 import interlace.compile
 import interlace.tensor as styles
-from interlace.tensor import shared_gathers, styles
+from interlace.tensor import shared_gathers
 from multi.tensor.style_ranks import INNER, SEQUENCE, WIDTH, both, sequence, shape_of
 
 
@@ -72,8 +72,8 @@ OF_LINEARS = {"attention.wq": GATHERED, "attention.wk": SHARED, "attention.wv": 
 
 def counted() -> Any:
     """The fused gathers that run in a ``with``."""
-    real = styles.all_gather_matmul
-    return unittest.mock.patch.object(styles, "all_gather_matmul", side_effect=real)
+    real = styles.styles.all_gather_matmul
+    return unittest.mock.patch.object(styles.styles, "all_gather_matmul", side_effect=real)
 
 
 def one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 import interlace
-from interlace.cli.tune.command import TuneOptions, tune
+from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.runtime.tuning import cache
 from multi.tuning import tune_ranks
 from tiers import thorough

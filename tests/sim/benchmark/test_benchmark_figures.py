@@ -13,10 +13,9 @@ from hypothesis import strategies
 
 import interlace
 import interlace.benchmark
-from interlace.benchmark.subjects import baselines
-from interlace.benchmark.subjects.requests import FUSED, OPS
-from interlace.benchmark.timing import figures, kernel, payload, protocol
-from interlace.benchmark.timing.figures import Spread
+from interlace.benchmark import baselines, figures, kernel, payload, protocol
+from interlace.benchmark.figures import Spread
+from interlace.benchmark.requests import FUSED, OPS
 
 CPU = torch.device("cpu")
 

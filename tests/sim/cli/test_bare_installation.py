@@ -28,7 +28,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 @thorough
 def test_the_scripts_for_a_gpu_import() -> None:
     done = run(
-        "import interlace.cli.main, interlace.cli.check.command, interlace.cli.commands.doctor\n"
+        "import interlace.cli.main, interlace.cli.commands.check, interlace.cli.commands.doctor\n"
         "import interlace.nn, interlace.tensor, interlace.integrations.megatron\n"
         "import gpu_facts, gpu_probe, host_cost\n"
         "from gpu_parts import host, lone_rank, ops, overlap, shapes, timing, torch_pipelined\n"
@@ -66,7 +66,7 @@ def test_the_commands_for_a_gpu_run() -> None:
     done = run(
         "from interlace.cli.main import run\n"
         "run(['doctor'])\n"
-        "from interlace.cli.check import command as check; from interlace.cli.output import consoles\n"
+        "from interlace.cli.commands import check; from interlace.cli.output import consoles\n"
         "verdict = check.Verdict(check.cases('cpu')[0], 0.5, 0.1)\n"
         "check.cases = lambda device, has_roles: [verdict.case]\n"
         "check.run_case = lambda *rest: verdict\n"

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.check import cases as known
-from interlace.cli.check.cases import CheckCase, DenseCase, RowsCase, run_case
-from interlace.cli.check.command import LEFT_OUT, CheckOptions, check
+from interlace.cli.commands import check_cases as known
+from interlace.cli.commands.check import LEFT_OUT, CheckOptions, check
+from interlace.cli.commands.check_cases import CheckCase, DenseCase, RowsCase, run_case
 from interlace.cli.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from interlace.benchmark.runs.tune import by_name
-from interlace.benchmark.subjects.fused import ByRows
-from interlace.benchmark.subjects.requests import FUSED, OPS, TUNED
-from interlace.cli.check.cases import WORLDS, cases
+from interlace.benchmark.fused import ByRows
+from interlace.benchmark.requests import FUSED, OPS, TUNED
+from interlace.benchmark.tune import by_name
+from interlace.cli.commands.check_cases import WORLDS, cases
 from interlace.tools.catalogue.catalogue import ARCHES, entries
 from interlace.verify.suite.targets import TARGETS
 

@@ -11,12 +11,12 @@ import sysconfig
 
 import pytest
 
-from interlace.benchmark.runs.measure import BenchRow, MeasuredSize, SizeResult
-from interlace.benchmark.timing.figures import Spread
-from interlace.benchmark.timing.kernel import ALGORITHM
+from interlace.benchmark.figures import Spread
+from interlace.benchmark.kernel import ALGORITHM
+from interlace.benchmark.measure import BenchRow, MeasuredSize, SizeResult
 from interlace.cli import main
-from interlace.cli.bench.command import notes as notes_of
 from interlace.cli.commands import doctor
+from interlace.cli.commands.bench import notes as notes_of
 from interlace.cli.output import consoles, files
 from interlace.cli.output.options import arches
 from interlace.verify import RULES
@@ -43,12 +43,12 @@ def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_help_of_a_command_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, command in main.COMMANDS.items():
+    for name, line in main.COMMANDS.items():
         with pytest.raises(SystemExit) as ended:
             main.run([name, "--help"])
         printed = capsys.readouterr().out
-        first = (command.kind(name).__doc__ or "").splitlines()[0]
-        assert ended.value.code == 0 and first in printed and command.help == first.rstrip(".")
+        first = (main.options_of(name).__doc__ or "").splitlines()[0]
+        assert ended.value.code == 0 and first in printed and line == first.rstrip(".")
 
 
 SCRIPT = str(pathlib.Path(sysconfig.get_path("scripts"), "interlace"))

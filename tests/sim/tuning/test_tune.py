@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 
 import interlace
-from interlace.benchmark.runs import tune as measuring
-from interlace.benchmark.runs.tune import (
+from interlace.benchmark import tune as measuring
+from interlace.benchmark.requests import TUNED
+from interlace.benchmark.tune import (
     CandidateError,
     Timed,
     TuneCandidate,
@@ -27,9 +28,8 @@ from interlace.benchmark.runs.tune import (
     search,
     untuned,
 )
-from interlace.benchmark.subjects.requests import TUNED
 from interlace.cli import main
-from interlace.cli.tune.command import TuneOptions, tune
+from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.runtime.tuning import cache, configuration, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not

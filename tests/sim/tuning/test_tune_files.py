@@ -15,8 +15,8 @@ from rich.console import Console
 
 from cases.damage import read_100000_damaged
 from interlace.cli import main
-from interlace.cli.tune import command
-from interlace.cli.tune.command import TuneOptions
+from interlace.cli.commands import tune as command
+from interlace.cli.commands.tune import TuneOptions
 from interlace.runtime.tuning import cache, calibration, files
 from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh

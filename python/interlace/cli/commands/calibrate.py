@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli.bench.command import MOST_RANKS, under_torchrun, world_size_of
+from interlace.cli.commands.bench import MOST_RANKS, under_torchrun, world_size_of
 from interlace.cli.output.consoles import Progress, write
 from interlace.cli.output.files import file_to_write, tell_written
 from interlace.cli.output.options import CommandOptions, option

@@ -1,6 +1,6 @@
 """``interlace tune``: measure which configuration is fastest for some shapes, keep it, say what it gained.
 
-``runs/tune.py`` measures on the ranks, ``runtime/tuning/cache.py`` writes; here one shape
+``benchmark/tune.py`` measures on the ranks, ``runtime/tuning/cache.py`` writes; here one shape
 comes after another, each written when it is done, so an interrupted run keeps what it has.
 """
 
@@ -16,7 +16,10 @@ import torch
 
 import interlace
 from interlace.arguments.words import RunPlace
-from interlace.benchmark.runs.tune import (
+from interlace.benchmark.figures import parse_size, parse_sizes
+from interlace.benchmark.fused import ByRows
+from interlace.benchmark.requests import DTYPES, FUSED, TUNED
+from interlace.benchmark.tune import (
     AUTO,
     Timed,
     TuneCandidate,
@@ -28,10 +31,7 @@ from interlace.benchmark.runs.tune import (
     search,
     untuned,
 )
-from interlace.benchmark.subjects.fused import ByRows
-from interlace.benchmark.subjects.requests import DTYPES, FUSED, TUNED
-from interlace.benchmark.timing.figures import parse_size, parse_sizes
-from interlace.cli.bench.command import MOST_RANKS, under_torchrun
+from interlace.cli.commands.bench import MOST_RANKS, under_torchrun
 from interlace.cli.output.consoles import Progress, write
 from interlace.cli.output.files import (
     draw_bars,

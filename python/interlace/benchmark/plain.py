@@ -1,6 +1,6 @@
 """A plain collective at one size: through interlace, through torch.distributed, and on one rank alone.
 
-The size is that of ``timing/figures.py``, rounded down to whole elements for every rank. Results land in
+The size is that of ``figures.py``, rounded down to whole elements for every rank. Results land in
 poisoned memory. Where a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
 would overflow. "Alone" is the baseline ``torch``: copies and sums of what all ranks bring, from the rank's
 own memory, without a rank waiting for another.
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.figures import bus_factor
+from interlace.benchmark import payload
+from interlace.benchmark.figures import bus_factor
 from interlace.runtime.core.place import Place
 
 Tensors = tuple[Any, ...]

@@ -16,9 +16,9 @@ import torch
 import interlace
 from interlace import functional, reference
 from interlace.arguments.words import RunPlace
-from interlace.benchmark.subjects.expert_rows import AllToAllGroupedRows
-from interlace.benchmark.subjects.requests import OPS
-from interlace.benchmark.timing import protocol
+from interlace.benchmark import protocol
+from interlace.benchmark.expert_rows import AllToAllGroupedRows
+from interlace.benchmark.requests import OPS
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.ops.matmul.norms import GATHERED_ROWS

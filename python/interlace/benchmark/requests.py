@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.subjects import attention, baselines, expert_rows, fused, norms, plain
-from interlace.benchmark.subjects.fused import ByRows, Fused
-from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.timing import kernel
-from interlace.benchmark.timing.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
+from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, norms, plain
+from interlace.benchmark.fused import ByRows, Fused
+from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
+from interlace.benchmark.plain import Plain
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place

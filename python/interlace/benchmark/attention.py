@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.fused import ByRows, Expected
-from interlace.benchmark.subjects.plain import AllGather, ReduceScatter, Tensors, torchs
-from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.figures import bus_factor
+from interlace.benchmark import payload
+from interlace.benchmark.figures import bus_factor
+from interlace.benchmark.fused import ByRows, Expected
+from interlace.benchmark.plain import AllGather, ReduceScatter, Tensors, torchs
 from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.cache import BY_OP

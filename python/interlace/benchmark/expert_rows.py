@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.fused import INPUT, AllGatherMatmul, ByRows, Expected, Fused
-from interlace.benchmark.subjects.plain import AllToAll, Tensors
-from interlace.benchmark.timing import payload
-from interlace.benchmark.timing.figures import bus_factor
+from interlace.benchmark import payload
+from interlace.benchmark.figures import bus_factor
+from interlace.benchmark.fused import INPUT, AllGatherMatmul, ByRows, Expected, Fused
+from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
 from interlace.runtime.core.place import Place
 

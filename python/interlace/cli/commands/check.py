@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.cli.check.cases import Verdict, cases, listed, run_case
+from interlace.cli.commands.check_cases import Verdict, cases, listed, run_case
 from interlace.cli.output.consoles import write
 from interlace.cli.output.options import CommandOptions, option, positive_int, seed_number
 

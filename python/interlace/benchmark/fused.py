@@ -21,7 +21,8 @@ import torch.distributed as dist
 import interlace
 from interlace import reference
 from interlace.arguments import checks
-from interlace.benchmark.subjects.plain import (
+from interlace.benchmark import payload
+from interlace.benchmark.plain import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -29,7 +30,6 @@ from interlace.benchmark.subjects.plain import (
     ReduceScatter,
     Tensors,
 )
-from interlace.benchmark.timing import payload
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.tuning import Problem
 

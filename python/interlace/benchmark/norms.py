@@ -15,13 +15,14 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark.subjects.fused import (
+from interlace.benchmark import payload
+from interlace.benchmark.fused import (
     ByRows,
     Expected,
     MatmulAllReduce,
     MatmulReduceScatter,
 )
-from interlace.benchmark.subjects.plain import (
+from interlace.benchmark.plain import (
     AllGather,
     AllReduce,
     Plain,
@@ -29,7 +30,6 @@ from interlace.benchmark.subjects.plain import (
     Tensors,
     torchs,
 )
-from interlace.benchmark.timing import payload
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm

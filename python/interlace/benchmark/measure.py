@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from interlace.benchmark.subjects.baselines import joined
-from interlace.benchmark.subjects.requests import BenchRequest, source
-from interlace.benchmark.timing import figures, kernel, protocol
-from interlace.benchmark.timing.figures import Spread, format_size
-from interlace.benchmark.timing.kernel import (
+from interlace.benchmark import figures, kernel, protocol
+from interlace.benchmark.baselines import joined
+from interlace.benchmark.figures import Spread, format_size
+from interlace.benchmark.kernel import (
     ALGORITHM,
     BASELINE,
     PART,
@@ -21,7 +20,8 @@ from interlace.benchmark.timing.kernel import (
     Facts,
     Subject,
 )
-from interlace.benchmark.timing.protocol import cache_bytes, sets_needed
+from interlace.benchmark.protocol import cache_bytes, sets_needed
+from interlace.benchmark.requests import BenchRequest, source
 from interlace.groups import groups
 from interlace.runtime.core.place import Place
 

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.benchmark.runs.measure import BenchRow, SizeResult, measure
-from interlace.benchmark.subjects import baselines
-from interlace.benchmark.subjects.fused import ByRows
-from interlace.benchmark.subjects.norms import GatherNormed
-from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.subjects.requests import DTYPES, OPS, BenchRequest, loaded
-from interlace.benchmark.timing import kernel, protocol
-from interlace.benchmark.timing.figures import format_size, parse_sizes
-from interlace.benchmark.timing.kernel import BASELINE, PART
+from interlace.benchmark import baselines, kernel, protocol
+from interlace.benchmark.figures import format_size, parse_sizes
+from interlace.benchmark.fused import ByRows
+from interlace.benchmark.kernel import BASELINE, PART
+from interlace.benchmark.measure import BenchRow, SizeResult, measure
+from interlace.benchmark.norms import GatherNormed
+from interlace.benchmark.plain import Plain
+from interlace.benchmark.requests import DTYPES, OPS, BenchRequest, loaded
 from interlace.cli.output.consoles import Progress, write
 from interlace.cli.output.files import (
     TERMINAL,

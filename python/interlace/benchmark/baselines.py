@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.benchmark.subjects.plain import Plain
-from interlace.benchmark.timing.kernel import BASELINE, BenchCandidate
+from interlace.benchmark.kernel import BASELINE, BenchCandidate
+from interlace.benchmark.plain import Plain
 from interlace.runtime.compat.launchers import local_rank
 
 NAMES = ("torch", "nccl", "gloo", "symm_mem")

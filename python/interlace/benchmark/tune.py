@@ -4,7 +4,7 @@
     2  the best third, and the best tiles with the best sends: two blocks
     3  the best three and the default: blocks in turn, of which medians count
 
-As ``bench`` does (``timing/protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All
+As ``bench`` does (``protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All
 ranks see the same times, so all go on with the same candidates. What the budget does not allow is not
 tried. The candidates, the default first:
 
@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from interlace.benchmark.runs.measure import Tick, rank_0, sets_of
-from interlace.benchmark.subjects.fused import ByRows
-from interlace.benchmark.subjects.requests import TRITON, TUNED
-from interlace.benchmark.timing import protocol
+from interlace.benchmark import protocol
+from interlace.benchmark.fused import ByRows
+from interlace.benchmark.measure import Tick, rank_0, sets_of
+from interlace.benchmark.requests import TRITON, TUNED
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.runtime.tuning import configuration, machine, table, tuning

@@ -1,1 +1,0 @@
-"""Measuring and tuning on all ranks, and rows of results."""

@@ -1,1 +1,0 @@
-"""The measured ops: each through interlace, torch and gloo."""

@@ -1,1 +1,0 @@
-"""``python -m interlace check``: every kernel of the catalogue on real inputs, against float64."""

@@ -1,1 +1,0 @@
-"""``interlace tune``."""
