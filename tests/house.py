@@ -98,20 +98,20 @@ FOLDERS = {
         "runtime/places/gpu"
     ),
     "interlace/symmetric_memory": (
-        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
-        "interlace/ops/op runtime/compat runtime/core"
+        "interlace/arguments interlace/groups interlace/ops/matmul runtime/compat runtime/core"
     ),
     "interlace/verify/lint_check": (
         "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
     ),
     "interlace/verify/protocols": "runtime/core",
     "interlace": (
-        "interlace/arguments interlace/groups interlace/ops/op runtime/core runtime/numerics "
-        "runtime/places runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler"
+        "interlace/arguments interlace/groups interlace/ops/matmul interlace/ops/op "
+        "runtime/core runtime/places runtime/places/gpu runtime/places/sim "
+        "runtime/places/sim/scheduler"
     ),
     "interlace/ops/attention": (
-        "interlace interlace/arguments interlace/groups interlace/ops/collectives "
-        "interlace/ops/matmul interlace/ops/op runtime/core runtime/numerics runtime/tuning"
+        "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
+        "interlace/ops/op runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/tools/catalogue": (
         "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
@@ -173,8 +173,9 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/verify/shims": (
-        "face interlace/groups interlace/process_group interlace/symmetric_memory "
-        "runtime/compat runtime/compiler runtime/core runtime/places/sim runtime/ptx"
+        "face interlace/groups interlace/ops/matmul interlace/process_group "
+        "interlace/symmetric_memory runtime/compat runtime/compiler runtime/core "
+        "runtime/places/sim runtime/ptx"
     ),
     "interlace/verify/shims/triton_dist": (
         "face interlace/symmetric_memory interlace/verify/shims runtime/compat"

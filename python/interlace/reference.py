@@ -1,283 +1,60 @@
 """float64 references of every op, and how far a correct result may be from them.
 
-A bound is derived from the dtypes alone. It has three sources, two of them standard (Higham, *Accuracy and
-Stability of Numerical Algorithms*, chapter 3), with ``u`` a unit roundoff and ``S = |A| |B|``:
-
-accumulation  a sum of n products, in any order, errs by at most ``gamma(n) * S``, where
-              ``gamma(n) = n u / (1 - n u)`` and u is that of fp32 (of float64 if that is accumulated)
-rounding      each rounding of x to a dtype errs by ``u |x|``, and near zero by half its smallest denormal
-activation    makes an error of x at most its steepest slope times as large, and errs by itself by at most
-              ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
-
-Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
-Functions that are named after an op take tensors of any float dtype and give two of float64: the value, and
-the largest error that a correct result has. They share no formula with ``Op.reference``, of which
-LocalTensors are made and which rounds as the op does; tests hold one against the other. ``check``, ``demo``
-and ``bench`` take these.
+They are those of ``ops/matmul/reference.py``, which says where the bounds come from; those of attention
+stand in ``ops/attention/reference.py``.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-
-from interlace.kernels.tiling import split_rows
-from interlace.runtime.numerics.activations import SLOPES, activate
-from interlace.runtime.numerics.norms import RowNorm
-
-# Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
-# 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
-# torch and of CUDA by at most 4.
-ACTIVATION_ROUNDINGS = 8
-Bounded = tuple[torch.Tensor, torch.Tensor]
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding to nearest: half the distance of 1 to the next."""
-    return torch.finfo(dtype).eps / 2
-
-
-def half_denormal(dtype: torch.dtype) -> float:
-    """The largest absolute error of one rounding near zero."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * info.eps / 2
-
-
-def accumulation_unit(*dtypes: torch.dtype) -> float:
-    """The unit roundoff of sums: fp32's, on the safe side for float64 output, unless all is float64."""
-    wide = all(dtype == torch.float64 for dtype in dtypes)
-    return unit_roundoff(torch.float64 if wide else torch.float32)
-
-
-def gamma(count: int, unit: float) -> float:
-    """``count`` roundings, one after another, are at most this relative error."""
-    return count * unit / (1 - count * unit)
-
-
-def rounded(error: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The error bound of ``value`` (itself off by ``error``) after a rounding to ``dtype``."""
-    return error + unit_roundoff(dtype) * (value.abs() + error) + half_denormal(dtype)
-
-
-def _product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return input.double() @ weight.double()
-
-
-def _product_error(
-    input: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, extra: int
-) -> torch.Tensor:
-    """A bound on the error of the product before rounding. ``extra``: operations after the K products."""
-    unit = accumulation_unit(input.dtype, out_dtype)
-    magnitude = _product(input.abs(), weight.abs())
-    # 3 more: the rounding of both operands, which float64 into anything narrower needs; the last addition
-    return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
-
-
-def _activated(
-    error: torch.Tensor, value: torch.Tensor, name: str, unit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The error bound of an activation of ``value``, which is itself off by ``error``; its value."""
-    own = ACTIVATION_ROUNDINGS * unit * (value.abs() + error) if name else 0.0
-    return SLOPES[name] * error + own, activate(value, name)
-
-
-def matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    out_dtype: torch.dtype,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str = "",
-    roundings: int = 1,  # to out_dtype; 2: before bias and activation too, as in some of torch's on CPU
-) -> Bounded:
-    """``activation(input @ weight + bias)``, elementwise ``[..., n]``."""
-    value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
-    unit = accumulation_unit(input.dtype, out_dtype)
-    for _ in range(roundings - 1):
-        error = rounded(error, value, out_dtype)
-    if bias is not None:
-        value = value + bias.double()
-        error = error + unit * (value.abs() + error)
-        if activation and roundings > 1:
-            error = rounded(error, value, out_dtype)
-    error, value = _activated(error, value, activation, unit)
-    return value, rounded(error, value, out_dtype)
-
-
-def all_gather_matmul(
-    shards: Sequence[torch.Tensor],
-    weight: torch.Tensor,
-    out_dtype: torch.dtype,
-    gather_dim: int = 0,
-    **options: Any,
-) -> Bounded:
-    """``activation(cat(shards, gather_dim) @ weight + bias)``; ``options`` as for :func:`matmul`.
-
-    >>> all_gather_matmul([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1), torch.float32)[0].tolist()
-    [[2.0], [2.0]]
-    """
-    return matmul(torch.cat(list(shards), gather_dim), weight, out_dtype, **options)
-
-
-def matmul_all_reduce(
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    reduce_op: str = "sum",
-    activation: str = "",
-) -> Bounded:
-    """``activation(sum or average of inputs[r] @ weights[r], + bias)``: each product is rounded once."""
-    parts = [
-        (_product(a, b), _product_error(a, b, out_dtype, 0))
-        for a, b in zip(inputs, weights, strict=True)
-    ]
-    unit = accumulation_unit(inputs[0].dtype, out_dtype)
-    value, error = sum_of_rounded(parts, out_dtype, unit, reduce_op)
-    if bias is not None:
-        value = value + bias.double()
-        error = error + unit * (value.abs() + error)
-    error, value = _activated(error, value, activation, unit)
-    return value, rounded(error, value, out_dtype)
-
-
-def scaled_matmul(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-) -> Bounded:
-    """``(input * input_scale) @ (weight * weight_scale)`` in fp32, not rounded: a scale is a rounding more.
-
-    >>> one, two = torch.ones(1, 1), torch.tensor(2.0)
-    >>> scaled_matmul(one, one, two, two)[0].tolist()
-    [[4.0]]
-    """
-    scales = input_scale.double() * weight_scale.double()
-    error = _product_error(input, weight, torch.float32, 3) * scales.abs()
-    return _product(input, weight) * scales, error
-
-
-def sum_of_rounded(
-    parts: Sequence[Bounded], dtype: torch.dtype, unit: float, reduce_op: str = "sum"
-) -> Bounded:
-    """The sum or average of ``parts``, each rounded to ``dtype`` before it travels; not rounded itself.
-
-    >>> part = torch.ones(1).double(), torch.zeros(1).double()
-    >>> sum_of_rounded([part, part], torch.float32, 0.0, "avg")[0].tolist()
-    [1.0]
-    """
-    errors = [rounded(error, value, dtype) for value, error in parts]
-    magnitudes = [value.abs() + error for (value, _), error in zip(parts, errors, strict=True)]
-    total, error = (
-        torch.stack([value for value, _ in parts]).sum(0),
-        _sum_error(errors, magnitudes, unit),
-    )
-    if reduce_op == "avg":
-        return total / len(parts), error / len(parts)
-    return total, error
-
-
-def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dtype) -> Bounded:
-    """A sum with a residual, which is added before the sum is rounded, or after: both are right."""
-    if residual is None:
-        return total
-    value, error = total[0] + residual.double(), total[1]
-    return value, rounded(error, value, dtype)
-
-
-def _sum_error(
-    errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
-) -> torch.Tensor:
-    """A bound for a sum of terms that are off by ``errors``; one operation more is the average's."""
-    return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
-
-
-def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype) -> Bounded:
-    """The sum over slots of a token's rows, ``(t, k, n)`` and their bounds, times ``weights`` ``(t, k)``.
-
-    >>> row = torch.ones(1, 2, 1).double()
-    >>> combine((row, 0 * row), torch.tensor([[0.5, 2.0]]), torch.float32)[0].tolist()
-    [[2.5]]
-    """
-    value, error = rows
-    unit = accumulation_unit(out_dtype)
-    if weights is not None:
-        scale = weights.double().unsqueeze(-1)
-        value, error = value * scale, error * scale.abs()
-        error = error + unit * (value.abs() + error)
-    slots = range(value.shape[1])
-    total = _sum_error([error[:, k] for k in slots], [value[:, k].abs() for k in slots], unit)
-    return value.sum(1), rounded(total, value.sum(1), out_dtype)
-
-
-def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
-    """A norm of whole rows, of which the last dimension is one; ``rows`` are what is normed, exactly.
-
-    >>> norm(torch.tensor([[3.0, -3.0]]), RowNorm("rms", 0.0), torch.float32)[0].tolist()
-    [[1.0, -1.0]]
-    """
-    unit, x = accumulation_unit(rows.dtype, out_dtype), rows.double()
-    sums = gamma(rows.shape[-1] + 8, unit)
-    off = torch.zeros_like(x)
-    if given.kind == "layer":
-        off = off + sums * x.abs().mean(-1, keepdim=True)  # of the mean
-        x = x - x.mean(-1, keepdim=True)
-    off = off + unit * (x.abs() + off)
-    variance = x.square().mean(-1, keepdim=True)
-    wrong = (2 * x.abs() * off + off.square()).mean(-1, keepdim=True) + sums * variance
-    # 8 units: a GPU's reciprocal square root errs by 2, and more are rounded on the way
-    relative = wrong / (variance + given.eps) + 8 * unit
-    value = x / (variance + given.eps).sqrt()
-    error = off / (variance + given.eps).sqrt() * (1 + relative) + value.abs() * relative
-    for vector, add in ((given.weight, False), (given.bias, True)):
-        if vector is not None:
-            value = value + vector.double() if add else value * vector.double()
-            error = error if add else error * vector.double().abs()
-            error = error + unit * (value.abs() + error)
-    return value, rounded(error, value, out_dtype)
-
-
-def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bounded:
-    """``exact`` with the error of fp8 times scale; ``scaled``: the fp8 and the scales that were found."""
-    values, scale = scaled
-    value, error = exact
-    step = scale.double()
-    return value, error + unit_roundoff(values.dtype) * (
-        value.abs() + error
-    ) + step * half_denormal(values.dtype)
-
-
-def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:
-    """The parts of all ranks, as ``torch.chunk`` cuts them, trailing ranks perhaps with nothing."""
-    parts = split_rows(whole.shape[dim], world_size)
-    return [whole.narrow(dim, first, count) for first, count in parts]
-
-
-def reduce(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> Bounded:
-    """The sum or average over ranks of tensors of equal shape, in their own dtype."""
-    dtype = inputs[0].dtype
-    value = torch.stack([tensor.double() for tensor in inputs]).sum(0)
-    magnitudes = [tensor.double().abs() for tensor in inputs]
-    exact = [torch.zeros_like(value)] * len(inputs)
-    error = _sum_error(exact, magnitudes, accumulation_unit(dtype))
-    if reduce_op == "avg":
-        value, error = value / len(inputs), error / len(inputs)
-    return value, rounded(error, value, dtype)
-
-
-def worst_ratio(actual: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest error as a multiple of its bound: at most 1 is correct, nan anywhere is inf.
-
-    >>> worst_ratio(torch.tensor([1.5]), torch.tensor([1.0]).double(), torch.tensor([0.25]).double())
-    2.0
-    """
-    if actual.shape != reference.shape:
-        raise ValueError(
-            f"actual has shape {tuple(actual.shape)}, reference has {tuple(reference.shape)}"
-        )
-    if not actual.numel():
-        return 0.0
-    error = (actual.double() - reference).abs()
-    ratio = torch.where(error == 0, 0.0, error / bound)
-    return float(torch.nan_to_num(ratio, nan=torch.inf, posinf=torch.inf).max())
+from interlace.ops.matmul.reference import (
+    Bounded as Bounded,
+)
+from interlace.ops.matmul.reference import (
+    accumulation_unit as accumulation_unit,
+)
+from interlace.ops.matmul.reference import (
+    all_gather_matmul as all_gather_matmul,
+)
+from interlace.ops.matmul.reference import (
+    combine as combine,
+)
+from interlace.ops.matmul.reference import (
+    dequantized as dequantized,
+)
+from interlace.ops.matmul.reference import (
+    gamma as gamma,
+)
+from interlace.ops.matmul.reference import (
+    half_denormal as half_denormal,
+)
+from interlace.ops.matmul.reference import (
+    matmul as matmul,
+)
+from interlace.ops.matmul.reference import (
+    matmul_all_reduce as matmul_all_reduce,
+)
+from interlace.ops.matmul.reference import (
+    norm as norm,
+)
+from interlace.ops.matmul.reference import (
+    reduce as reduce,
+)
+from interlace.ops.matmul.reference import (
+    rounded as rounded,
+)
+from interlace.ops.matmul.reference import (
+    scaled_matmul as scaled_matmul,
+)
+from interlace.ops.matmul.reference import (
+    split as split,
+)
+from interlace.ops.matmul.reference import (
+    sum_of_rounded as sum_of_rounded,
+)
+from interlace.ops.matmul.reference import (
+    unit_roundoff as unit_roundoff,
+)
+from interlace.ops.matmul.reference import (
+    with_residual as with_residual,
+)
+from interlace.ops.matmul.reference import (
+    worst_ratio as worst_ratio,
+)

@@ -26,10 +26,12 @@ FILES = (
 
 
 def defined(module: str) -> list[str]:
-    """The functions and classes that the file of ``module`` defines under public names."""
+    """The functions and classes that the file of ``module`` defines, or hands on, under public names."""
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     kinds = ast.FunctionDef, ast.ClassDef
     found = [node.name for node in tree.body if isinstance(node, kinds)]
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    found += [each.name for node in imports for each in node.names if each.asname == each.name]
     return [name for name in found if not name.startswith("_")]
 
 

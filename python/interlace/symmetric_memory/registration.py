@@ -132,7 +132,7 @@ def _has_kernel(op: str) -> bool:
 
 def _loading(name: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        from interlace.symmetric_memory import torch_ops
+        from interlace.ops.matmul import torch_ops
 
         return getattr(torch_ops, name)(*args, **kwargs)
 

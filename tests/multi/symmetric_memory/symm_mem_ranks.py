@@ -271,7 +271,7 @@ def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable
 
 def pipelined(path: str) -> tuple[list[str], list[bool]]:
     """Inductor's own pass finds its patterns, and its ops run here: which, and whether all is right."""
-    from interlace.symmetric_memory import torch_ops
+    from interlace.ops.matmul import torch_ops
 
     calls: list[str] = []
     right = []
@@ -421,7 +421,7 @@ def graphs(path: str) -> dict[str, list[str]]:
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from interlace.symmetric_memory import torch_ops
+    from interlace.ops.matmul import torch_ops
 
     found, calls = {}, []
     with world(path) as group, contextlib_all(calls, torch_ops):

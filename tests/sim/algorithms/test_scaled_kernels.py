@@ -11,6 +11,7 @@ import torch
 
 import interlace
 from interlace import functional, reference
+from interlace.ops.matmul.reference import _sum_error as sum_error
 from interlace.runtime.tuning.configuration import override
 from support import failure, noise, poisoned
 
@@ -226,7 +227,7 @@ def test_one_row_or_column_has_no_stride_that_matters(
     parts = [reference.scaled_matmul(x, weight, one, scale) for x in inputs]
     total = sum(value for value, _ in parts)
     magnitudes = [value.abs() + error for value, error in parts]
-    bound = reference._sum_error([e for _, e in parts], magnitudes, reference.unit_roundoff(F32))
+    bound = sum_error([e for _, e in parts], magnitudes, reference.unit_roundoff(F32))
     with poisoned(), override(**SMALL):
         for rank, (gathered, reduced) in enumerate(interlace.run(on_rank, world)):
             check(gathered, value, error, F32)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import interlace
+from interlace.ops.matmul import torch_ops
 from interlace.ops.op import pending
 from interlace.ops.op.pending import Started
-from interlace.symmetric_memory import torch_ops
 from interlace.symmetric_memory.registration import TAKEN_OVER
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu

@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from interlace.reference import Bounded, gamma, half_denormal, rounded, unit_roundoff
+from interlace.ops.matmul.reference import Bounded, gamma, half_denormal, rounded, unit_roundoff
 
 Tensor = torch.Tensor
 MERGES = 16  # roundings of an element where partial results are merged

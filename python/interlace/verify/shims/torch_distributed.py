@@ -22,11 +22,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from interlace import new_group as new_simulated_group
 from interlace.groups import groups, rank_lists
+from interlace.ops.matmul import torch_ops
 from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
-from interlace.symmetric_memory import functions, handle, torch_ops
+from interlace.symmetric_memory import functions, handle
 from interlace.symmetric_memory.registration import NAMES
 from interlace.verify.shims.torch_cuda import get_device_capability, run_streams
 
