@@ -52,8 +52,7 @@ def _part(name: str) -> Callable[[bool, int], Iterator[Record]]:
 
 def circumstances() -> Record:
     """The device and all versions, beside what ``run.py`` says of every benchmark."""
-    from circumstances import circumstances as of_host
-    from circumstances import said_by
+    from circumstances import circumstances as of_host, said_by
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

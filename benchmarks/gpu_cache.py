@@ -180,8 +180,7 @@ def ops() -> Iterator[CacheJob]:
 
 def tests() -> Iterator[CacheJob]:
     """Ops and warps with roles of tests/gpu, with float32 and on two ranks."""
-    from cases import device_ranks as ranks
-    from cases import linear_cases
+    from cases import device_ranks as ranks, linear_cases
 
     x, weight = ranks.input_of(0, 0), ranks.weight()
     for name, op in ranks.OPS.items():

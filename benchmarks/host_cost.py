@@ -170,8 +170,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     from interlace.groups import groups
     from interlace.runtime.core.launch import KernelLaunch
     from interlace.runtime.core.memory import SymmetricBuffer
-    from interlace.runtime.places.gpu import driver as cuda_driver
-    from interlace.runtime.places.gpu import stream as cuda_stream
+    from interlace.runtime.places.gpu import driver as cuda_driver, stream as cuda_stream
     from interlace.runtime.places.gpu.process_place import CudaPlace
     from interlace.runtime.places.gpu.watchdog import Watchdog
 

@@ -17,8 +17,7 @@ Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 import triton
 import triton.language as tl
 
-from interlace.kernels import node_order as order
-from interlace.kernels import node_puts as nvshmem
+from interlace.kernels import node_order as order, node_puts as nvshmem
 from interlace.kernels.arguments import Span
 from interlace.kernels.signal import (
     CREDIT_WORDS,

@@ -112,8 +112,10 @@ try:
     from interlace.ops.op import registry as _registry
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
-    from interlace.runtime.compat.releases import INTERLACE_VERSION as _INTERLACE_VERSION
-    from interlace.runtime.compat.releases import warn_of_untried as _warn_of_untried
+    from interlace.runtime.compat.releases import (
+        INTERLACE_VERSION as _INTERLACE_VERSION,
+        warn_of_untried as _warn_of_untried,
+    )
     from interlace.runtime.core.errors import (
         AbortedError,
         CollectiveTimeoutError,
@@ -160,15 +162,17 @@ _ON_FIRST_USE = (
 )
 
 if _typing.TYPE_CHECKING:
-    from interlace import aot as aot
-    from interlace import compile as compile
-    from interlace import experts as experts
-    from interlace import functional as functional
-    from interlace import integrations as integrations
-    from interlace import nn as nn
-    from interlace import ops as ops
-    from interlace import tensor as tensor
-    from interlace import verify as verify
+    from interlace import (
+        aot as aot,
+        compile as compile,
+        experts as experts,
+        functional as functional,
+        integrations as integrations,
+        nn as nn,
+        ops as ops,
+        tensor as tensor,
+        verify as verify,
+    )
     from interlace.groups.specs import GroupSpec
 else:
 

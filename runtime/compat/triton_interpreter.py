@@ -30,8 +30,11 @@ with needed("Triton", "Triton's interpreter"):
     from triton._C.libtriton import interpreter as atomics
     from triton.runtime import interpreter as triton_interpreter
     from triton.runtime.autotuner import Autotuner
-    from triton.runtime.interpreter import InterpretedFunction, TensorHandle
-    from triton.runtime.interpreter import interpreter_builder as builder
+    from triton.runtime.interpreter import (
+        InterpretedFunction,
+        TensorHandle,
+        interpreter_builder as builder,
+    )
     from triton.runtime.jit import JITFunction, KernelInterface
 
     for _name in BUILDER:

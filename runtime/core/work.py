@@ -3,15 +3,13 @@
 import sys
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from interlace.runtime.compat.torch_groups import Work as TorchWork
-from interlace.runtime.compat.torch_groups import is_synchronous
+from interlace.runtime.compat.torch_groups import Work as TorchWork, is_synchronous
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.errors import CollectiveTimeoutError
 from interlace.runtime.core.place import Place, PlaceControl

@@ -7,8 +7,7 @@ import pickle
 import signal
 import time
 from dataclasses import dataclass
-from multiprocessing import connection as mp_connection
-from multiprocessing import parent_process
+from multiprocessing import connection as mp_connection, parent_process
 from multiprocessing.process import BaseProcess
 from typing import Any
 

@@ -30,8 +30,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.processes import dump as record
-from interlace.runtime.processes import meetings, rendezvous
+from interlace.runtime.processes import dump as record, meetings, rendezvous
 from interlace.runtime.processes.blame import Blame, aborted_by
 from interlace.runtime.processes.control import (
     ABORTED,

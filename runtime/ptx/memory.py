@@ -21,8 +21,7 @@ import triton.language as tl
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
 from interlace.runtime.core.accesses import NULL, Atomic
 from interlace.runtime.numerics.exact import larger, smaller
-from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS
-from interlace.runtime.ptx.arithmetic import lanewise
+from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS, lanewise
 from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
 from interlace.runtime.ptx.special import Reader, Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType

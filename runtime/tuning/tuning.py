@@ -40,8 +40,7 @@ from interlace.runtime.core.context import Overrides, current
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import cache, configuration, machine, table
 from interlace.runtime.tuning.configuration import Configuration
-from interlace.runtime.tuning.machine import GatherTime, measured_gather
-from interlace.runtime.tuning.machine import Problem as Problem
+from interlace.runtime.tuning.machine import GatherTime, Problem as Problem, measured_gather
 
 NEAR = 2
 MOST_CHOICES = 1024

@@ -22,16 +22,17 @@ from interlace.ops.attention.problem import (
     AttentionResult,
     TokenShards,
 )
-from interlace.ops.collectives import launch as plain
-from interlace.ops.collectives import low_latency
+from interlace.ops.collectives import launch as plain, low_latency
 from interlace.ops.experts.combine import Combine, Home
 from interlace.ops.experts.dispatch import Dispatch
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedMatmul, Routes
 from interlace.ops.experts.grouped_combine import GroupedMatmulCombine
 from interlace.ops.experts.routing import Assignment, Bounds, Received
-from interlace.ops.matmul import launch_gather as gather_matmul
-from interlace.ops.matmul import launch_norms as normed
-from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul import (
+    launch_gather as gather_matmul,
+    launch_norms as normed,
+    launch_reduce as matmul_reduce,
+)
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import interlace
-from interlace.benchmark.requests import OPS as MEASURED
-from interlace.benchmark.requests import TUNED
+from interlace.benchmark.requests import OPS as MEASURED, TUNED
 from interlace.tools.bundle.ops import OPS as BUNDLES
 from interlace.verify.suite.targets import TARGETS
 

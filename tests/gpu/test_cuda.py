@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import interlace
-from cases import device_ranks as ranks
-from cases import linear_cases
+from cases import device_ranks as ranks, linear_cases
 from interlace.cli.commands.check_cases import CheckCase, cases, run_case
 
 

@@ -18,8 +18,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from interlace.kernels import products as matmul
-from interlace.kernels import signal, transfer
+from interlace.kernels import products as matmul, signal, transfer
 from interlace.kernels.collectives import reduction
 from interlace.kernels.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from interlace.runtime.core.accesses import Atomic

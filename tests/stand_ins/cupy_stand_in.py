@@ -10,10 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
-from numpy import int64 as int64
-from numpy import uint8 as uint8
-from numpy import uint16 as uint16
-from numpy import uint64 as uint64
+from numpy import int64 as int64, uint8 as uint8, uint16 as uint16, uint64 as uint64
 
 MULTIPROCESSORS = 132
 DEFAULT_STREAM = 0

@@ -10,8 +10,7 @@ import triton
 
 from interlace.runtime.core.kernel_arguments import leaves, outside
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.gpu import driver, virtual_place
-from interlace.runtime.places.gpu import stream as cuda_stream
+from interlace.runtime.places.gpu import driver, stream as cuda_stream, virtual_place
 from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.processes import recorder

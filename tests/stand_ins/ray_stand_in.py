@@ -3,8 +3,13 @@
 import importlib
 import multiprocessing
 import sys
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import (
+    ALL_COMPLETED,
+    FIRST_COMPLETED,
+    Future,
+    ThreadPoolExecutor,
+    wait as wait_for,
+)
 from types import ModuleType, SimpleNamespace
 from typing import Any
 

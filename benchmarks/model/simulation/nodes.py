@@ -17,8 +17,7 @@ Neither is one fused kernel in interlace today; plain gathers and reductions ove
 from collections.abc import Sequence
 from functools import lru_cache
 
-from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import node_order as node_order
+from interlace.kernels import launch_formulas as formulas, node_order as node_order
 from interlace.kernels.tiling import arrival_order
 from interlace.runtime.tuning.configuration import Configuration
 from model.simulation.cluster import Cluster

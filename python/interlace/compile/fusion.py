@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from interlace.compile import graph_nodes as nodes
-from interlace.compile import norms
+from interlace.compile import graph_nodes as nodes, norms
 from interlace.compile.collectives import Collective, at, find, others
 from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
 from interlace.compile.prediction import Machine, Prediction, Times, machine_for, predict, why_not

@@ -37,8 +37,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from interlace.compile.collectives import Collective
-from interlace.compile.collectives import find as collectives
+from interlace.compile.collectives import Collective, find as collectives
 from interlace.compile.graph_nodes import (
     CONVERTS,
     RESHAPES,

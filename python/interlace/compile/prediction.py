@@ -16,11 +16,13 @@ from typing import NamedTuple
 import torch
 
 from interlace.arguments import checks
-from interlace.runtime.tuning.machine import CPU as CPU
-from interlace.runtime.tuning.machine import GPU as GPU
-from interlace.runtime.tuning.machine import Machine as Machine
-from interlace.runtime.tuning.machine import calibrated as calibrated
-from interlace.runtime.tuning.machine import machine_for as machine_for
+from interlace.runtime.tuning.machine import (
+    CPU as CPU,
+    GPU as GPU,
+    Machine as Machine,
+    calibrated as calibrated,
+    machine_for as machine_for,
+)
 
 
 class Prediction(NamedTuple):

@@ -19,8 +19,7 @@ group, before any data moves.
 """
 
 from interlace.groups.specs import GroupSpec
-from interlace.ops import library as library
-from interlace.ops import local_tensor as local_tensor
+from interlace.ops import library as library, local_tensor as local_tensor
 from interlace.ops.attention.functional import (
     all_to_all_matmul,
     distributed_decode,

@@ -43,8 +43,7 @@ from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
-from interlace.ops.matmul import gather as gather_matmul
-from interlace.ops.matmul import reduce
+from interlace.ops.matmul import gather as gather_matmul, reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments

@@ -19,8 +19,7 @@ from interlace.ops.experts import combine, dispatch, grouped, grouped_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
 from interlace.ops.op import calls, gradients, registry
 from interlace.ops.op.op import GROUP, Op
-from interlace.ops.op.pending import finish
-from interlace.ops.op.pending import register as register_work
+from interlace.ops.op.pending import finish, register as register_work
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, needing

@@ -30,8 +30,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
-from interlace.runtime.places.gpu import driver
-from interlace.runtime.places.gpu import stream as streams
+from interlace.runtime.places.gpu import driver, stream as streams
 from interlace.runtime.places.gpu.launch import LaunchCache
 from interlace.runtime.places.gpu.residency import Residency, residency
 from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point, StreamTarget

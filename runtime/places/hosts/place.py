@@ -37,8 +37,7 @@ from interlace.runtime.places.hosts.pieces import Frames
 from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
-from interlace.runtime.processes import dump as record
-from interlace.runtime.processes import meetings
+from interlace.runtime.processes import dump as record, meetings
 from interlace.runtime.processes.control import check_size
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting

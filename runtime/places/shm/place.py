@@ -36,8 +36,7 @@ from interlace.runtime.places.shm import user_launches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.sim.scheduler import trace
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
-from interlace.runtime.processes import dump as record
-from interlace.runtime.processes import meetings
+from interlace.runtime.processes import dump as record, meetings
 from interlace.runtime.processes.atomics import Cells, load_acquire, store_release
 from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup

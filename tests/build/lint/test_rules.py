@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from interlace.runtime.compiler.lint import ptx_rules
-from interlace.runtime.compiler.lint import sass as sass_rules
+from interlace.runtime.compiler.lint import ptx_rules, sass as sass_rules
 from interlace.runtime.compiler.lint.faults import RULES, Frame, later
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.sass import instruction_counts, without_tensor_cores

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import interlace
-from multi.functional import functional_ranks as ranks
-from multi.functional import functional_ranks_misuse as wrong
+from multi.functional import functional_ranks as ranks, functional_ranks_misuse as wrong
 from multi.functional.functional_ranks_cases import CASES
 from tiers import few, thorough
 

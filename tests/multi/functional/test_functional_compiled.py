@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import interlace
-from multi.functional import functional_ranks
-from multi.functional import functional_ranks_compiled as ranks
-from multi.functional import functional_ranks_groups as groups
+from multi.functional import (
+    functional_ranks,
+    functional_ranks_compiled as ranks,
+    functional_ranks_groups as groups,
+)
 from multi.functional.functional_ranks_cases import CASES
 from tiers import few, thorough
 

@@ -84,8 +84,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     from interlace.runtime.core.communicator import Communicator
     from interlace.runtime.places.connect import connect_place
     from interlace.runtime.places.hosts import host_map
-    from multi.hosts import failing_scenarios
-    from multi.hosts import hosts_scenarios as scenarios
+    from multi.hosts import failing_scenarios, hosts_scenarios as scenarios
 
     torch.set_num_threads(1)
     report = Report(folder / f"{rank}.json")

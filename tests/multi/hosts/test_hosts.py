@@ -32,8 +32,7 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
-from multi.hosts import failing_scenarios
-from multi.hosts import hosts_scenarios as scenarios
+from multi.hosts import failing_scenarios, hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import HOSTS
 from tiers import thorough
 

@@ -21,9 +21,7 @@ from interlace.groups import groups
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.places.shm import engine as host_engine
-from interlace.runtime.places.shm import message_steps
-from interlace.runtime.places.shm import rounds as host_rounds
+from interlace.runtime.places.shm import engine as host_engine, message_steps, rounds as host_rounds
 from interlace.runtime.places.shm.caches import Caches, RingWrites, Thresholds, own_caches
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.shm.rounds import cuts

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from torch.distributed import HashStore
 
 import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.places.shm import engine as host_engine
-from interlace.runtime.places.shm import machine_code
+from interlace.runtime.places.shm import engine as host_engine, machine_code
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
 from multi.shm import steps_ranks

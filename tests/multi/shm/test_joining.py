@@ -19,8 +19,7 @@ from guard import MOST
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.processes import group as group_module
-from interlace.runtime.processes import rendezvous
+from interlace.runtime.processes import group as group_module, rendezvous
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting, reason
 from interlace.runtime.processes.rendezvous import Rendezvous, meet

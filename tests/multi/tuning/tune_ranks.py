@@ -9,8 +9,7 @@ import torch
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.tuning import cache as tune_cache
-from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning import cache as tune_cache, tuning
 from interlace.runtime.tuning.machine import Problem
 
 PROBLEM = Problem("all_gather_matmul", torch.float32, 64, 32, 64, 3)

@@ -14,8 +14,7 @@ import hypothesis
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import interlace
 from interlace import reference

@@ -14,8 +14,7 @@ import triton.language as tl
 
 from interlace.kernels import products as matmul
 from interlace.ops.collectives import launch as plain
-from interlace.ops.matmul import launch_gather as gather_matmul
-from interlace.ops.matmul import launch_reduce as matmul_reduce
+from interlace.ops.matmul import launch_gather as gather_matmul, launch_reduce as matmul_reduce
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import HEADER_WORDS, WORD, Layout, SymmetricBuffer, Workspace

@@ -9,8 +9,7 @@ from unittest import mock
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import interlace
 from interlace import reference

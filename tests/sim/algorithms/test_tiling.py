@@ -3,8 +3,7 @@
 import itertools
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from interlace.kernels import launch_formulas, tiling
 

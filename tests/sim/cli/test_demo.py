@@ -14,9 +14,11 @@ from rich.console import Console
 
 import interlace
 from interlace import reference
-from interlace.cli.commands import demo as command
-from interlace.cli.commands import demo_timeline as timeline
-from interlace.cli.commands import demo_workload as workload
+from interlace.cli.commands import (
+    demo as command,
+    demo_timeline as timeline,
+    demo_workload as workload,
+)
 from interlace.cli.commands.demo import CASES, run_case
 from interlace.cli.commands.demo_workload import DemoOptions
 from interlace.kernels.tiling import split_rows

@@ -10,8 +10,7 @@ import torch
 from rich.console import Console
 
 from interlace.cli import main
-from interlace.cli.commands import demo as command
-from interlace.cli.commands import demo_workload as workload
+from interlace.cli.commands import demo as command, demo_workload as workload
 from interlace.cli.commands.demo_workload import DemoOptions
 from interlace.runtime.places.sim.scheduler import recording
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.commands import demo as command
-from interlace.cli.commands import demo_timeline as timeline
-from interlace.cli.commands import sarif, verify
+from interlace.cli.commands import demo as command, demo_timeline as timeline, sarif, verify
 from interlace.cli.main import run
 from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import SourceText

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from torch.distributed import HashStore
 
 from cases import damage
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts import links, wires
-from interlace.runtime.places.hosts import pieces as hosts_pieces
+from interlace.runtime.places.hosts import links, pieces as hosts_pieces, wires
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.processes import dump, meetings, recorder, rendezvous
 from interlace.runtime.processes.control import said

@@ -20,8 +20,7 @@ from interlace.runtime.places.gpu.device_place import DevicePlace
 from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from stand_ins import fake_host
-from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree
-from stand_ins.fake_cuda import gpu as fake_gpu
+from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree, gpu as fake_gpu
 from stand_ins.fake_driver import install
 from tiers import few
 

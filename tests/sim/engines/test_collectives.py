@@ -6,8 +6,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import interlace
 from interlace import reference

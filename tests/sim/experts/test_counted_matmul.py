@@ -6,8 +6,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import interlace
 from interlace import experts, reference

@@ -17,8 +17,7 @@ import interlace
 from interlace.runtime.compiler import kept, pool
 from interlace.runtime.places.sim.programs import compiled
 from interlace.verify import races, schedules
-from sim.interpreter import compiled_kernels
-from sim.interpreter import thread_kernels as kernels
+from sim.interpreter import compiled_kernels, thread_kernels as kernels
 
 ALL = 1 << 20
 

@@ -16,8 +16,12 @@ import interlace
 from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
 from interlace import nn
 from interlace.groups.groups import resolve
-from interlace.nn import DeferredWeightGradients, column_parallel_linear, row_parallel_linear
-from interlace.nn import linear_functions as linear
+from interlace.nn import (
+    DeferredWeightGradients,
+    column_parallel_linear,
+    linear_functions as linear,
+    row_parallel_linear,
+)
 from interlace.runtime.core.work import Work
 from support import noise
 

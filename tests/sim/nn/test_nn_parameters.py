@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import interlace
-from interlace import functional
-from interlace import nn as inn
+from interlace import functional, nn as inn
 from interlace.nn.linear import LinearOptions
 from support import failure
 

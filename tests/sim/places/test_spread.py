@@ -3,8 +3,7 @@
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from interlace.runtime.processes import control as spread
 from interlace.runtime.processes.control import CoreSpread, move

@@ -12,8 +12,7 @@ from interlace.runtime.places.sim.programs.choice import arch_for
 from interlace.runtime.ptx.targets import needed
 from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import kernel
-from sim.ptx.test_ptx_forms import FORMS
-from sim.ptx.test_ptx_forms import kernel as kernel_of_forms
+from sim.ptx.test_ptx_forms import FORMS, kernel as kernel_of_forms
 
 LATER = {
     "sm_90a": """

@@ -131,9 +131,11 @@ def test_candidates_are_all_valid_and_contain_the_default() -> None:
 
 
 def test_thresholds_are_read_from_the_table() -> None:
-    from interlace.ops.matmul import launch_gather as gather_matmul
-    from interlace.ops.matmul import launch_reduce as matmul_reduce
-    from interlace.ops.matmul import reduce
+    from interlace.ops.matmul import (
+        launch_gather as gather_matmul,
+        launch_reduce as matmul_reduce,
+        reduce,
+    )
     from interlace.runtime.tuning import auto
 
     assert table.threshold("smallest_fused_rows") == auto.SMALLEST_FUSED_ROWS

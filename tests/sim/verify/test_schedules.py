@@ -23,11 +23,9 @@ from interlace.runtime.places.sim.scheduler.strategies import Priority, Random, 
 from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
 from interlace.verify.race_check import check as race_check
-from interlace.verify.schedule_check import check as schedule_check
-from interlace.verify.schedule_check import sampling
+from interlace.verify.schedule_check import check as schedule_check, sampling
 from interlace.verify.schedule_check.check import digest_of
-from sim.verify import memory_kernels
-from sim.verify import race_kernels as kernels
+from sim.verify import memory_kernels, race_kernels as kernels
 from sim.verify.test_races import buffer, launch
 from sim.verify.user_exchange import exchange, exchange_kernel, last_program
 from tiers import few

@@ -38,8 +38,7 @@ from interlace.cli.output.files import (
 from interlace.cli.output.machine import refuse_size
 from interlace.cli.output.options import MOST, CommandOptions, option
 from interlace.groups import groups
-from interlace.launcher import JOB_PLACES
-from interlace.launcher import PLACES as OWN_PLACES
+from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
 from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
 from interlace.runtime.core.place import MOST_SECONDS

@@ -24,8 +24,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
 from interlace.tools.bundle.bundle import BundleTarget, build_bundles
 from interlace.tools.bundle.ops import OPS, KernelOptions
-from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport
-from interlace.tools.catalogue.build import build as build_entries
+from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport, build as build_entries
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report

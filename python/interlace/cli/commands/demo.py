@@ -21,8 +21,7 @@ from rich.table import Table
 
 import interlace
 from interlace import reference, tracing
-from interlace.cli.commands import demo_timeline as timeline
-from interlace.cli.commands import demo_workload as workload
+from interlace.cli.commands import demo_timeline as timeline, demo_workload as workload
 from interlace.cli.commands.demo_workload import DemoOptions, Workload
 from interlace.cli.output.consoles import write
 from interlace.cli.output.files import refuse_format, refuse_outputs, refuse_unreadable

@@ -37,8 +37,7 @@ from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning import configuration as configurations
-from interlace.runtime.tuning import tuning
+from interlace.runtime.tuning import configuration as configurations, tuning
 from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.configuration import LARGEST_HEAD, Configuration, choose_attention
 from interlace.runtime.tuning.table import threshold

@@ -24,8 +24,7 @@ from interlace.arguments.words import Group, ScaledAlgorithm
 from interlace.groups.groups import resolve
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Heads, Pages, Partials
-from interlace.kernels.attention import decode as kernels
-from interlace.kernels.attention import forward
+from interlace.kernels.attention import decode as kernels, forward
 from interlace.ops.attention.blocks import attended, merged
 from interlace.ops.attention.context_parallel import scale_of, without_gradient
 from interlace.ops.attention.problem import (

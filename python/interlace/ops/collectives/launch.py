@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import transfer
+from interlace.kernels import launch_formulas as formulas, transfer
 from interlace.kernels.arguments import Table
 from interlace.kernels.collectives import multimem, reduction
 from interlace.kernels.tiling import owner_order, prefix_sums

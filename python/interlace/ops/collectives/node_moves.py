@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import node_order as order
-from interlace.kernels import transfer
+from interlace.kernels import launch_formulas as formulas, node_order as order, transfer
 from interlace.kernels.arguments import Node, NodeSlots, Regions, Rows, Table, TablePart
-from interlace.kernels.collectives import node_moves as move_kernels
-from interlace.kernels.collectives import node_reduction as reduction
+from interlace.kernels.collectives import node_moves as move_kernels, node_reduction as reduction
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of, neighbours, overlap
 from interlace.runtime.core.place import Nodes

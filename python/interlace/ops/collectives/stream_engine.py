@@ -65,8 +65,7 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import CollectiveAlgorithm
 from interlace.kernels.tiling import owner_order, prefix_sums, split_rows
-from interlace.ops.collectives import launch as algorithms
-from interlace.ops.collectives import low_latency, node_moves
+from interlace.ops.collectives import launch as algorithms, low_latency, node_moves
 from interlace.ops.collectives.launch import KERNEL_DTYPES, BySwitch, Staged, Taken
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call

@@ -14,9 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
-from interlace.arguments.norms import LayerNorm as LayerNorm
-from interlace.arguments.norms import RMSNorm as RMSNorm
-from interlace.arguments.norms import RowNorm
+from interlace.arguments.norms import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,

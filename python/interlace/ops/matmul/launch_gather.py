@@ -17,8 +17,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Table
 from interlace.kernels.matmul import all_gather_matmul as all_gather_matmul_kernels
 from interlace.ops.collectives import launch as plain
-from interlace.ops.matmul import node_gather as node_fused
-from interlace.ops.matmul import operands
+from interlace.ops.matmul import node_gather as node_fused, operands
 from interlace.ops.matmul.node_gather import GatherMoves
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator

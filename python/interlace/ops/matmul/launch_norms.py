@@ -20,10 +20,8 @@ from interlace.kernels.arguments import Gathered, NormOperands, Tail
 from interlace.kernels.matmul import low_latency_norm, matmul_norm, reduce_norm
 from interlace.kernels.matmul.row_norms import IN_FLIGHT
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import launch as plain
-from interlace.ops.collectives import low_latency
-from interlace.ops.matmul import launch_reduce as matmul_reduce
-from interlace.ops.matmul import operands
+from interlace.ops.collectives import launch as plain, low_latency
+from interlace.ops.matmul import launch_reduce as matmul_reduce, operands
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import WORD, Layout, Workspace

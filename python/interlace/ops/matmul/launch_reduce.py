@@ -15,13 +15,17 @@ from collections.abc import Sequence
 import torch
 
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.matmul import matmul_all_reduce as matmul_all_reduce_kernels
-from interlace.kernels.matmul import matmul_reduce_scatter as matmul_reduce_scatter_kernels
+from interlace.kernels.matmul import (
+    matmul_all_reduce as matmul_all_reduce_kernels,
+    matmul_reduce_scatter as matmul_reduce_scatter_kernels,
+)
 from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import launch as plain
-from interlace.ops.matmul import node_gather as node_fused
-from interlace.ops.matmul import node_reduce as node_matmul_reduce
-from interlace.ops.matmul import operands
+from interlace.ops.matmul import (
+    node_gather as node_fused,
+    node_reduce as node_matmul_reduce,
+    operands,
+)
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace

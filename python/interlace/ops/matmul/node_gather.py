@@ -17,8 +17,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import launch as plain
-from interlace.ops.collectives import node_moves as algorithms
+from interlace.ops.collectives import launch as plain, node_moves as algorithms
 from interlace.ops.matmul import operands
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Layout, Workspace, bytes_of

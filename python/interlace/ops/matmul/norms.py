@@ -24,11 +24,9 @@ from interlace.arguments import checks
 from interlace.arguments.norms import checked_norm, checked_residual
 from interlace.arguments.words import NormAlgorithm
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import low_latency
-from interlace.ops.collectives import records as by_rank
+from interlace.ops.collectives import low_latency, records as by_rank
 from interlace.ops.collectives.stream_engine import check_nodes
-from interlace.ops.matmul import launch_norms as algorithms
-from interlace.ops.matmul import reduce
+from interlace.ops.matmul import launch_norms as algorithms, reduce
 from interlace.ops.matmul.launch_norms import WholeRows
 from interlace.ops.matmul.operands import Linear, dense_output, partial_products, rows_of
 from interlace.ops.matmul.reduce import (

@@ -19,8 +19,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import launch as plain
-from interlace.ops.collectives import records as by_rank
+from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.operands import (
     Linear,

@@ -29,8 +29,7 @@ import torch
 from interlace.arguments import checks, dense
 from interlace.arguments.words import ScaledAlgorithm
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import launch as collective_algorithms
-from interlace.ops.collectives import records as by_rank
+from interlace.ops.collectives import launch as collective_algorithms, records as by_rank
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.runtime.compat.torch_groups import Work as TorchWork
-from interlace.runtime.compat.torch_groups import _register_work
+from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
 from interlace.runtime.core.work import ZERO, Work
 
 

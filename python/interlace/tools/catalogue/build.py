@@ -7,8 +7,11 @@ variants are defaults, and which kernels load by descriptor what peers have writ
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.runtime.compiler.lint.sass import STRICT_ARCHES as STRICT_ARCHES
-from interlace.runtime.compiler.lint.sass import spilled, too_much_shared
+from interlace.runtime.compiler.lint.sass import (
+    STRICT_ARCHES as STRICT_ARCHES,
+    spilled,
+    too_much_shared,
+)
 from interlace.runtime.compiler.pool import compile_all
 from interlace.runtime.compiler.request import Entry, Measurement
 

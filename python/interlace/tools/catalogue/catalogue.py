@@ -35,15 +35,12 @@ from typing import Any
 
 import torch
 
-from interlace.kernels import launch_formulas as formulas
-from interlace.kernels import signal, slots
+from interlace.kernels import launch_formulas as formulas, signal, slots
 from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.kernels.node_puts import LIBRARY
 from interlace.ops.attention.head_exchange import FromHeads, ToHeads
-from interlace.ops.collectives import launch as plain
-from interlace.ops.collectives import low_latency as small
-from interlace.ops.collectives import node_moves
+from interlace.ops.collectives import launch as plain, low_latency as small, node_moves
 from interlace.ops.collectives.launch import BySwitch
 from interlace.ops.experts.combine import Combine, Home
 from interlace.ops.experts.counted import CountedMatmul, CountedSizes
@@ -51,21 +48,31 @@ from interlace.ops.experts.dispatch import Dispatch
 from interlace.ops.experts.grouped import GroupedMatmul, Routes
 from interlace.ops.experts.grouped_combine import GroupedMatmulCombine
 from interlace.ops.experts.routing import Assignment, Bounds, Received
-from interlace.ops.matmul import launch_gather as gather_matmul
-from interlace.ops.matmul import launch_norms as normed
-from interlace.ops.matmul import launch_reduce as matmul_reduce
-from interlace.ops.matmul import node_reduce as node_matmul_reduce
+from interlace.ops.matmul import (
+    launch_gather as gather_matmul,
+    launch_norms as normed,
+    launch_reduce as matmul_reduce,
+    node_reduce as node_matmul_reduce,
+)
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.compiler.request import Entry as Entry
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics.norms import BY_ROW, QUANTIZE, QUANTIZED, NormTail, RowNorm
 from interlace.runtime.tuning.configuration import Configuration, gpu_default
-from interlace.tools.catalogue.absent_group import DTYPES as DTYPES
-from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, entry, launched, meta
-from interlace.tools.catalogue.catalogue_attention import attention
-from interlace.tools.catalogue.catalogue_attention import decode_kernels as decode_kernels
-from interlace.tools.catalogue.catalogue_attention import gathered_attention as gathered_attention
+from interlace.tools.catalogue.absent_group import (
+    DTYPES as DTYPES,
+    RANKS,
+    AbsentGroup,
+    entry,
+    launched,
+    meta,
+)
+from interlace.tools.catalogue.catalogue_attention import (
+    attention,
+    decode_kernels as decode_kernels,
+    gathered_attention as gathered_attention,
+)
 
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}

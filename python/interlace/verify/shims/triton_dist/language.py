@@ -19,8 +19,8 @@ import triton.language as tl
 
 from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
 from interlace.verify.shims.triton_dist import missing
-from interlace.verify.shims.triton_dist.vectors import ThreadVector as vector
 from interlace.verify.shims.triton_dist.vectors import (
+    ThreadVector as vector,
     ld_vector,
     make_vector,
     simt_exec_region,
