@@ -23,8 +23,7 @@ MODULES: tuple[Any, ...] = (
 
 NO_OPS = (
     "get_rank", "get_world_size", "new_group", "new_subgroups",
-    "rebuild", "shrink", "check_numerics", "permute",
-    "shard_sequence",
+    "rebuild", "shrink", "check_numerics", "shard_sequence",
 )  # fmt: skip
 """About groups or about one rank's tensors: nothing is sent, or nothing that takes time."""
 
@@ -45,6 +44,7 @@ SAME = {
     "all_reduce_coalesced": "all_reduce",
     "all_to_all_single": "all_to_all",
     "all_to_all_v": "all_to_all",
+    "permute": "all_to_all",
     "broadcast_object_list": "broadcast",
     "gather_object": "gather",
     "gather_v": "gather",

@@ -51,6 +51,10 @@ def missing(listed: Iterable[str], there: set[str]) -> list[str]:
 def test_public_names_are_those_of_the_list() -> None:
     listed, there = LIST.read_text().splitlines(), public()
     assert missing(listed, there) == [], "a name that users import is gone"
-    assert missing(there, {*listed}) == [], f"a new name belongs into {LIST.name}"
+    assert missing(there, {*listed}) == [], f"python {__file__} writes a new name"
     assert listed == sorted(listed)
     assert missing(["interlace.nothing"], there) == ["interlace.nothing"]
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(sorted(public())) + "\n")

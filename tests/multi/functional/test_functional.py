@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import interlace
+from interlace.ops.collectives.records import OPS as COLLECTIVES
 from multi.functional import functional_ranks as ranks, functional_ranks_misuse as wrong
 from multi.functional.functional_ranks_cases import CASES
 from tiers import few, thorough
@@ -24,9 +25,14 @@ def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
 # -- gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, 2])  # of two ranks every permutation is its own inverse
 def test_values_and_gradients_of_every_op(world_size: int) -> None:
     assert on_ranks(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
+
+
+def test_every_collective_has_a_case() -> None:
+    names = {case.partition(" ")[0] for case in CASES}
+    assert {op.name for op in COLLECTIVES} - names == {"rank"}  # the rank itself
 
 
 def test_only_what_requires_gradients_gets_them() -> None:

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
+from interlace.ops.collectives.records import OPS as COLLECTIVES
 
 TP = interlace.GroupSpec("tp", 4)
 ANY = interlace.GroupSpec("any")
@@ -38,6 +39,12 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     ),
     "matmul_all_reduce": (lambda x, g, w: functional.matmul_all_reduce(x, w, group=g), (8, 8)),
 }
+
+
+def test_every_collective_is_traced() -> None:
+    assert {op.name for op in COLLECTIVES} - OPS.keys() == {"rank"}  # which no function gives
+
+
 every_op = pytest.mark.parametrize("name", OPS)
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace import functional as F
 from interlace.ops import local_tensor
+from interlace.ops.collectives.records import OPS as COLLECTIVES
 from support import SCALES_BY_ROW
 
 RANKS = 4
@@ -141,6 +142,10 @@ def as_ranks() -> dict[str, list[torch.Tensor]]:
     """What the calling rank of a real group gets."""
     x = values(8, 6, rank=interlace.get_rank()).requires_grad_()
     return {name: with_gradients(case, x) for name, case in {**PLAIN, **FUSED}.items()}
+
+
+def test_every_collective_has_a_case() -> None:
+    assert {op.name for op in COLLECTIVES} <= {case.partition(" ")[0] for case in PLAIN}
 
 
 @pytest.fixture(scope="module")
