@@ -151,7 +151,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
 
     made = catalogue.entry
     catalogue.entry = catalogue_attention.entry = entry
-    catalogue.gpu_default = lambda *of: replace(gpu_default(*of), **SMALL)
+    catalogue.gpu_default = lambda *of, **more: replace(gpu_default(*of, **more), **SMALL)
     operands = catalogue.MatmulVariant(overrides=SMALL)  # by descriptors
     configuration = operands.configuration(90)
     catalogue.all_gather_matmul(90, operands)
