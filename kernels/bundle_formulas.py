@@ -88,7 +88,7 @@ class LaunchValues:
         """The result of ``function``, which errors call ``name``."""
         self._asking.append(name)
         try:
-            return function(self)
+            return fitting(name, function(self))
         except (BundleError, LackingValueError):
             raise
         except Exception as error:
@@ -97,12 +97,20 @@ class LaunchValues:
             self._asking.pop()
 
 
+def fitting(name: str, value: Any) -> Any:
+    """``value``, unless it is a number, or a list with one, of more than 64 bits: BundleError."""
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, int) and not -(1 << 63) <= one < 1 << 63:
+            raise BundleError(f"{name!r} comes to no number of 64 bits")
+    return value
+
+
 def whole(name: str, value: Any) -> Any:
     """A whole number or a list of them."""
     try:
         if isinstance(value, Iterable):
-            return [one.__index__() for one in value]
-        return value.__index__()
+            return fitting(name, [one.__index__() for one in value])
+        return fitting(name, value.__index__())
     except (AttributeError, TypeError):
         raise TypeError(f"{name} is {value!r}, not a whole number or a list of them") from None
 

@@ -6,7 +6,12 @@ The shared memory that they need is bounded by the arithmetic that refuses candi
 import pytest
 
 from interlace.runtime.tuning import table
-from interlace.runtime.tuning.configuration import Configuration, shared_needed, why_not
+from interlace.runtime.tuning.configuration import (
+    Configuration,
+    shared_needed,
+    tile_candidates,
+    why_not,
+)
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
@@ -67,5 +72,5 @@ def test_it_compiles_within_the_bounds(name: str, reports: dict[str, BuildReport
     assert 0 < report.shared <= shared_needed(configuration, 2, arch)
     if name == "a wide candidate on 9.0":
         base = catalogue.MatmulVariant().configuration(90)
-        found = configuration.tile_candidates(base, 90, 2)
+        found = tile_candidates(base, 90, 2)
         assert any(vars(each)["block_m"] == 256 and each.block_n == 128 for each in found)

@@ -17,6 +17,7 @@ LIST = pathlib.Path(__file__).with_name("public_names.txt")
 FILES = (
     "interlace.kernels.arguments",
     "interlace.kernels.launch_formulas",
+    "interlace.kernels.matmul",
     "interlace.kernels.signal",
     "interlace.kernels.slots",
     "interlace.kernels.tiling",

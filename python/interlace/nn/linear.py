@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import torch
 from torch.types import Device
@@ -73,8 +74,17 @@ def with_options(constructor: Constructor) -> Constructor:
     shared = inspect.signature(LinearOptions).parameters.values()
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in shared]
     shown = signature.replace(parameters=[*given, *keywords])
-    constructor.__signature__ = shown  # type: ignore[attr-defined]
-    return constructor
+
+    @functools.wraps(constructor)
+    def checked(*given: Any, **options: Any) -> None:
+        for name in options:
+            if name not in shown.parameters:
+                text = f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(text)
+        constructor(*given, **options)
+
+    checked.__signature__ = shown  # type: ignore[attr-defined]
+    return cast("Constructor", checked)
 
 
 class LinearParameters(ShardedModule):

@@ -128,7 +128,10 @@ def _rebuilt(shape: Any, dtype: Any, device: Any, requires_grad: bool, ranks: An
 
 
 # a checkpoint's Placeholders are made by it, from plain data, so torch.load(weights_only=True) may call it
-torch.serialization.add_safe_globals([_rebuilt])
+FORMER = (
+    "interlace.tensor.uneven.placeholder._rebuilt"  # its name in checkpoints of earlier commits
+)
+torch.serialization.add_safe_globals([_rebuilt, (_rebuilt, FORMER)])
 
 
 def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ...]) -> Placeholder:

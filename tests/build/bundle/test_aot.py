@@ -389,6 +389,15 @@ def computed(op: str, changed: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_numbers_have_64_bits() -> None:
+    for rows in ([1 << 62] * 4, [1 << 64] * 4):
+        with pytest.raises(aot.BundleError, match="comes to no number of 64 bits"):
+            given = {**NUMBERS, "ITEMSIZE": 2, "rows": rows}
+            bundle_formulas.LaunchValues("all_gather", given).value("data_bytes")
+    given = {**NUMBERS, "ITEMSIZE": 2, "rows": [1 << 20] * 4}
+    assert bundle_formulas.LaunchValues("all_gather", given).value("data_bytes") > 4 << 20
+
+
 def test_another_result_is_another_version() -> None:
     """A loader must not launch bundles that were built for other sizes: raise VERSION, and change this."""
     found = json.dumps({op: computed(op, {}) for op in bundle_formulas.OPS}, sort_keys=True)

@@ -499,7 +499,7 @@ def test_linear_layers_show_what_they_take_and_take_nothing_else(kind: Any, othe
     def on_rank() -> None:
         sizes = (8, 4) if kind is inn.QKVParallelLinear else (4, 8)
         kind(*sizes, **{name: each.default for name, each in shared.items()})
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{other}'"):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}\.__init__\(\) .*'{other}'$"):
             kind(*sizes, **{other: None})
 
     interlace.run(on_rank, 2)

@@ -3,14 +3,17 @@
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import interlace
-from interlace.tensor import Placeholder, PlaceholderError, gather_v
+from interlace.tensor import Placeholder, PlaceholderError, gather_v, placeholder
+from interlace.tensor.placeholder import FORMER
 from support import failure
 
 
@@ -39,8 +42,24 @@ def saved_and_loaded(value: Any) -> Any:
     return torch.load(file, weights_only=True)["there"]
 
 
+def renamed_and_loaded(value: Any) -> Any:
+    """As a checkpoint of the time when the file was ``tensor/uneven/placeholder.py``."""
+    file = io.BytesIO()
+    with (
+        mock.patch.dict(
+            sys.modules, {FORMER.rpartition(".")[0]: sys.modules[Placeholder.__module__]}
+        ),
+        mock.patch.object(placeholder._rebuilt, "__module__", FORMER.rpartition(".")[0]),
+    ):
+        torch.save({"there": value}, file)
+    assert FORMER.rpartition(".")[0].encode() in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=True)["there"]
+
+
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), saved_and_loaded]
+    "copied",
+    [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), saved_and_loaded, renamed_and_loaded],
 )
 def test_copies(copied: Callable[[Any], Any]) -> None:
     made = copied(there(dtype=torch.float64, requires_grad=True))
