@@ -194,16 +194,16 @@ def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) 
     """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
     links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
     group = joined(rank, folder)
-    group.barrier()
-    if rank == 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
-            child = os.fork()
-        if child == 0:
-            time.sleep(LONG)
-        said.send(child)
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        group.barrier()  # which rank 1 may leave, and be killed, before rank 0 has
+        if rank == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+                child = os.fork()
+            if child == 0:
+                time.sleep(LONG)
+            said.send(child)
+            os.kill(os.getpid(), signal.SIGKILL)
         group.engine.recv(CALL, torch.zeros(1), 1, 0).result()
     except InterlaceError as error:
         said.send(type(error).__name__)
