@@ -6,6 +6,7 @@ import inspect
 import pathlib
 from collections.abc import Iterable
 
+import pytest
 import torch
 
 from documents.test_docstrings import names as shown
@@ -55,6 +56,12 @@ def test_public_names_are_those_of_the_list() -> None:
     assert missing(there, {*listed}) == [], f"python {__file__} writes a new name"
     assert listed == sorted(listed)
     assert missing(["interlace.nothing"], there) == ["interlace.nothing"]
+
+
+@pytest.mark.parametrize("name", ["figures", "protocol"])
+def test_a_path_that_pages_named_is_the_same_file(name: str) -> None:
+    now = importlib.import_module(f"interlace.benchmark.{name}")
+    assert importlib.import_module(f"interlace.benchmark.timing.{name}") is now
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 import sys
 
+from interlace.benchmark import figures, protocol
 from interlace.benchmark.kernel import Kernel
 
-# Programs know two files here as ``interlace.benchmark.timing.protocol`` and ``.figures``.
+# Programs import two files here as ``interlace.benchmark.timing.figures`` and ``.protocol``.
 timing = sys.modules[f"{__name__}.timing"] = sys.modules[__name__]
+sys.modules[f"{__name__}.timing.figures"] = figures
+sys.modules[f"{__name__}.timing.protocol"] = protocol
 
 __all__ = ["Kernel"]
