@@ -1,5 +1,6 @@
 """Memory accesses of a program: what an interpreter session asks and tells its owner."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,18 @@ def threads_of(pointers: Any) -> Any:
     if threads is None or threads.shape == pointers.data.shape:
         return None if threads is None else threads.ravel()
     return np.broadcast_to(threads, pointers.data.shape).ravel()
+
+
+def origin_of(handle: Any) -> Any:
+    """Where a pointer comes from, None if that is not known."""
+    return getattr(handle.dtype, "origin", None)
+
+
+def with_origin(kind: Any, origin: Any) -> Any:
+    """The pointer type ``kind`` with this origin, or with none."""
+    made = copy.copy(kind)
+    made.origin = origin
+    return made
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
-from interlace.runtime.core.accesses import NULL, Atomic
+from interlace.runtime.core.accesses import NULL, Atomic, with_origin
 from interlace.runtime.numerics.exact import larger, smaller
 from interlace.runtime.ptx.arithmetic import PAIRS as _PAIRS, lanewise
 from interlace.runtime.ptx.instruction import Action, Instruction, Write, builders
@@ -172,11 +172,28 @@ def all_of(addresses: Array) -> Any:
     return everywhere(addresses.shape)
 
 
+def base_of(instruction: Instruction, text: str) -> int:
+    """The slot of the register in an address, -1 if there is none."""
+    match = _ADDRESS.fullmatch(text)
+    found = instruction.registers.get(match[1]) if match else None
+    return found.slot if found else -1
+
+
 def pointers_of(
-    threads: Threads, addresses: Array, kind: ScalarType, lanes: Array | None = None
+    threads: Threads,
+    addresses: Array,
+    kind: ScalarType,
+    lanes: Array | None = None,
+    *,
+    base: int = -1,
 ) -> Any:
-    """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``."""
+    """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``.
+
+    ``base``: the slot of the register that they are computed from, if its origin is theirs.
+    """
     handle = unchecked(addresses, _pointer_types[kind.name])
+    if (origin := threads.session.origins.get(base)) is not None:
+        handle.dtype = with_origin(handle.dtype, origin)
     if threads.heard and (numbers := threads.who() if lanes is None else lanes) is not None:
         if addresses.ndim > 1:
             numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
@@ -217,10 +234,11 @@ def build_access(instruction: Instruction) -> Action:
     incoherent = instruction.mnemonic == "ld" and instruction.flag("nc")
     take_cache_hints(instruction)
     parts, kind, addresses = take_access(instruction)
+    base = base_of(instruction, instruction.operands[instruction.mnemonic == "ld"])
     if instruction.mnemonic == "ld":
-        get = load_of(kind, sem, scope, incoherent=incoherent)
+        get = load_of(kind, sem, scope, incoherent=incoherent, base=base)
         return loading(instruction, parts, kind, addresses, get)
-    return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope))
+    return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope, base=base))
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
@@ -304,13 +322,16 @@ def load_of(
     shared: bool = False,
     incoherent: bool = False,
     multicast: bool = False,
+    base: int = -1,
 ) -> Load:
     """``incoherent``: of what nobody writes while the kernel runs, or else it may be old.
 
     ``multicast``: the address is another one of the same memory.
     """
     if sem in ORDERS:
-        access = _atomic(kind, "load", str(sem), scope, shared=shared, multicast=multicast)
+        access = _atomic(
+            kind, "load", str(sem), scope, shared=shared, multicast=multicast, base=base
+        )
 
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
@@ -324,7 +345,7 @@ def load_of(
 
     def load(threads: Threads, addresses: Array) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, True
-        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
+        pointers, mask = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
         if incoherent:
             pointers.incoherent = True
         if multicast:
@@ -346,16 +367,24 @@ def store_of(
     *,
     shared: bool = False,
     multicast: bool = False,
+    base: int = -1,
 ) -> Store:
     if sem in ORDERS:
         bits = TYPES[f"u{kind.bits}"]
         return read_modify_write(
-            "xchg", bits, str(sem), scope, told="store", shared=shared, multicast=multicast
+            "xchg",
+            bits,
+            str(sem),
+            scope,
+            told="store",
+            shared=shared,
+            multicast=multicast,
+            base=base,
         )
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
-        pointers, mask = pointers_of(threads, addresses, kind), all_of(addresses)
+        pointers, mask = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
         value, pointers.stored = handle_of(bits, kind), bits
         if multicast:
             pointers.multicast = True
@@ -375,7 +404,14 @@ def store_of(
 
 
 def _atomic(
-    kind: ScalarType, told: str, sem: str, scope: str, *, shared: bool, multicast: bool = False
+    kind: ScalarType,
+    told: str,
+    sem: str,
+    scope: str,
+    *,
+    shared: bool,
+    multicast: bool = False,
+    base: int,
 ) -> Callable[..., Array]:
     """Lets the hooks do a change; gives the bits that were there before."""
 
@@ -388,7 +424,7 @@ def _atomic(
         value: Any = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, every = pointers_of(threads, addresses, kind), all_of(addresses)
+        pointers, every = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
         if multicast:
             pointers.multicast = True
 
@@ -422,11 +458,12 @@ def build_atomic(instruction: Instruction) -> Action:
     target, *given = instruction.operands[returns:]
     vectors = [take_parts(instruction, each, vector) for each in given]
     at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
+    base = base_of(instruction, target)
     if name == "cas":
-        apply = _compare_and_swap(kind, sem, scope, shared=shared)
+        apply = _compare_and_swap(kind, sem, scope, shared=shared, base=base)
     else:
         name = "xchg" if name == "exch" else name
-        apply = read_modify_write(name, kind, sem, scope, number=number, shared=shared)
+        apply = read_modify_write(name, kind, sem, scope, number=number, shared=shared, base=base)
     writes: list[Write] = []
     if returns:
         parts = take_parts(instruction, instruction.operands[0], vector)
@@ -458,9 +495,9 @@ def _stacked(values: list[Array]) -> Array:
 
 
 def _compare_and_swap(
-    kind: ScalarType, sem: str, scope: str, *, shared: bool
+    kind: ScalarType, sem: str, scope: str, *, shared: bool, base: int
 ) -> Callable[..., Array]:
-    access = _atomic(kind, "cas", sem, scope, shared=shared)
+    access = _atomic(kind, "cas", sem, scope, shared=shared, base=base)
 
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = handle_of(expected, kind), handle_of(value, kind)
@@ -484,9 +521,10 @@ def read_modify_write(
     number: ScalarType | None = None,
     shared: bool = False,
     multicast: bool = False,
+    base: int = -1,
 ) -> Callable[..., Array]:
     """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
-    access = _atomic(kind, told or name, sem, scope, shared=shared, multicast=multicast)
+    access = _atomic(kind, told or name, sem, scope, shared=shared, multicast=multicast, base=base)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ class PtxSession:
 
     ``barriers``: those that threads have just come to, each with of how many threads it is, 0 for all, and
     the mask of who has come; ``counted``: what they give them when all have met. ``extents``: of
-    the threads of a program, if they have more than one.
+    the threads of a program, if they have more than one. ``origins``: of the addresses in registers, by
+    slot.
     """
 
     builder: Any
@@ -28,6 +29,7 @@ class PtxSession:
     barriers: list[tuple[int, int, Any]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
+    origins: Mapping[int, Any] = field(default_factory=dict)
 
     def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
         """Of programs that have shared memory."""

@@ -170,6 +170,7 @@ class PtxMachine:
     """One program of ``kernel``.
 
     ``parameters`` are values by name, ``variables`` addresses; ``dynamic_bytes``: of shared memory.
+    ``origins``: of the addresses in registers, by slot.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class PtxMachine:
         parameters: Mapping[str, Any],
         dynamic_bytes: int,
         variables: Mapping[str, Any],
+        origins: Mapping[int, Any],
     ) -> None:
         self.kernel = kernel
         count, there = kernel.threads, math.prod(kernel.block)
@@ -198,6 +200,7 @@ class PtxMachine:
             local=ThreadMemory(count, kernel.local_bytes),
             variables=variables,
             extents=kernel.block,
+            origins=origins,
         )
         registers = list(kernel.registers)
         numbers = np.arange(count, dtype=np.uint32)

@@ -20,6 +20,7 @@ from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Inst
 from interlace.runtime.ptx.machine.bulk_copies import BULK
 from interlace.runtime.ptx.machine.matrices import MATRICES, build_move, build_sum
 from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
+from interlace.runtime.ptx.machine.provenance import sources
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
@@ -46,6 +47,7 @@ BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_m
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
 _WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
+_COMPUTING = frozenset(_WITHIN_REGISTERS | {"shfl"})
 _CLOCK = re.compile(r"%(clock|globaltimer)")
 _SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
 _BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
@@ -70,7 +72,7 @@ class PtxKernel:
     ``threads``: whole warps of them, of which those
     of ``block`` are there. ``variables``: global and constant ones; ``pointers``:
     what stands for the addresses of functions. ``warp_wide``: instructions that all
-    threads of a warp run at once.
+    threads of a warp run at once. ``sources``: of addresses in registers, see ``provenance.py``.
     """
 
     name: str
@@ -91,6 +93,7 @@ class PtxKernel:
     spinning: frozenset[int]
     polling: Mapping[int, int]
     warp_wide: frozenset[int]
+    sources: Mapping[int, frozenset[str]]
     places: Mapping[int, tuple[SourcePlace, ...]]
 
     @functools.cached_property
@@ -164,6 +167,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
         frozenset(i for i, step in enumerate(steps) if _spins(steps, i, step.target)),
         {i: polls for i, step in enumerate(steps) if (polls := _polls(steps, i, step.target))},
         frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
+        sources(steps, parser.kinds, _COMPUTING),
         places,
     )
 

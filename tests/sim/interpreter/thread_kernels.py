@@ -1,5 +1,6 @@
 """Kernels whose threads differ: one of them polls or signals, all write; for test_threads.py."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -111,7 +112,8 @@ def number(by_all, by_one, counts, STRIDE: tl.constexpr):
 
 
 def numbered(num_warps: int, stride: int = 1) -> tuple[list[int], list[int], int]:
-    by_all, by_one = (torch.full((256,), -1, dtype=torch.int32) for _ in range(2))
+    """The one array lies right behind the other."""
+    by_all, by_one = map(torch.from_numpy, np.full((2, 256), -1, np.int32))
     count = torch.zeros(1, dtype=torch.int32)
     number[(1,)](by_all, by_one, count, stride, num_warps=num_warps)
     return by_all.tolist(), by_one.tolist(), int(count.item())

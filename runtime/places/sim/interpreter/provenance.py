@@ -18,23 +18,10 @@ import triton.language as tl
 
 from interlace.runtime.compat.stand_ins import Replacement
 from interlace.runtime.compat.triton_interpreter import TensorHandle
-from interlace.runtime.core.accesses import Hooks
+from interlace.runtime.core.accesses import Hooks, origin_of, with_origin
 
 Asked = Callable[[str, Any], Any]
 """(path of an argument, tensor) -> its origin."""
-
-
-def origin_of(handle: Any) -> Any:
-    """The origin of a pointer, None if it has none."""
-    return getattr(handle.dtype, "origin", None)
-
-
-def with_origin(kind: Any, origin: Any) -> Any:
-    """The pointer type ``kind`` with this origin, or with none."""
-    made = object.__new__(tl.pointer_type)
-    made.__dict__.update(kind.__dict__)
-    made.origin = origin
-    return made
 
 
 def mark(path: str, given: Any, made: Any, ask: Asked) -> None:

@@ -29,9 +29,10 @@ from interlace.runtime.core.kernel_arguments import leaves, specialised
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.memory import RED_ZONE, aligned
-from interlace.runtime.places.sim.scheduler.allocations import Allocations
+from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
 from interlace.runtime.ptx.machine.machine import PtxMachine
 from interlace.runtime.ptx.machine.module import PtxKernel, read
+from interlace.runtime.ptx.machine.provenance import origins
 from interlace.runtime.ptx.machine.tensor_maps import tensor_map
 from interlace.runtime.ptx.parser import Variable
 from interlace.runtime.ptx.targets import number_of
@@ -121,7 +122,8 @@ class CompiledPrograms:
             if self._rewrite:
                 text = self._rewritten(kernel.name, kernel.text)
                 kernel = _read(text, kernel.name, kernel.block)
-            made = program(kernel, source.shared_bytes, values, hooks, source.variables)
+            names = [parameter.name for parameter in kernel.parameters]
+            made = program(kernel, source.shared_bytes, values, names, hooks, source.variables)
             return made, kernel.threads
         function = jitted_function(launch.kernel)
         parameters = inspect.signature(function).parameters
@@ -145,10 +147,12 @@ class CompiledPrograms:
         measured = compiled(function, request)
         kernel = _read(self._rewritten(launch.name, measured.ptx))
         given = leaves(arguments)
-        maps, values = iter(measured.descriptors), []
+        maps, values, names = iter(measured.descriptors), [], []
         for path in (path for path, kind in types.items() if kind != "constexpr"):
             descriptor = isinstance(given[path], TensorDescriptor)
-            values += _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
+            more = _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
+            values += more
+            names += [path] * len(more)
         nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
         tables = {  # of a compiler, as for the sine of a large number
@@ -159,8 +163,10 @@ class CompiledPrograms:
             if each.nbytes:
                 hooks.memory.of_tensor(each, hooks.current.rank)
         _begin(kernel, tables, tables)
-        values.append(scratch)
-        return program(kernel, measured.shared, values, hooks, tables), kernel.threads
+        made = program(
+            kernel, measured.shared, [*values, scratch], [*names, "scratch"], hooks, tables
+        )
+        return made, kernel.threads
 
     def _rewritten(self, name: str, ptx: str) -> str:
         if self._rewrite is None:
@@ -223,10 +229,11 @@ def program(
     kernel: PtxKernel,
     shared_bytes: int,
     values: Sequence[Any],
+    names: Sequence[str],
     hooks: Any,
-    variables: Mapping[str, torch.Tensor] | None = None,
+    variables: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
-    """One program of ``kernel`` on ``values``; parameters behind those are 0."""
+    """One program of ``kernel`` on ``values``; parameters behind those are 0. ``names``: of the values."""
     missing = len(kernel.parameters) - len(values)
     if missing < 0:
         raise TypeError(
@@ -237,11 +244,19 @@ def program(
         for parameter, value in zip(kernel.parameters, [*values, *[0] * missing], strict=True)
     }
 
-    at = {name: np.uint64(each.data_ptr()) for name, each in (variables or {}).items()}
+    at = {name: np.uint64(each.data_ptr()) for name, each in variables.items()}
+    of, numbers = {}, {}
+    for parameter, value, name in zip(kernel.parameters, values, names, strict=False):
+        if isinstance(value, torch.Tensor):
+            memory = hooks.memory.of_tensor(value, hooks.current.rank)
+            of[parameter.name] = Origin(memory, value.data_ptr(), name)
+        elif isinstance(value, int):
+            numbers[parameter.name] = abs(value)
+    found = origins(kernel.sources, of, numbers)
 
     def run() -> None:
         kept = values, variables  # as long as the program runs
-        PtxMachine(kernel, builder, hooks, parameters, shared_bytes, at).run()
+        PtxMachine(kernel, builder, hooks, parameters, shared_bytes, at, found).run()
         del kept
 
     return run

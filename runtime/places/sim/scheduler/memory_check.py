@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import NULL, threads_of
+from interlace.runtime.core.accesses import NULL, origin_of, threads_of
 from interlace.runtime.core.errors import MemoryAccessError
-from interlace.runtime.places.sim.interpreter.provenance import origin_of
 from interlace.runtime.places.sim.interpreter.session import as_mask, chosen
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, MemoryRange, Origin
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
