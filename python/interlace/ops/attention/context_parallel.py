@@ -385,7 +385,7 @@ def prepared_backward(
         method, algorithm, tiles = _chosen(problem, call, backward=True)
         # the engine may record what a backward does, but not what is done on streams
         of_output = tokens_first(given.grad.detach(), given.layout)
-        output = tokens_first(given.output.detach(), given.layout)
+        output = unit_rows(tokens_first(given.output.detach(), given.layout))
         of_lse = None if given.lse_grad is None else given.lse_grad.detach()
         result = AttentionResult(unit_rows(of_output), output, given.lse.detach(), of_lse)
         of_query, of_key, of_value = (tokens_first(each, given.layout) for each in grads)

@@ -268,7 +268,7 @@ def checked_segments(
             raise ValueError(
                 f"{name} has {rows.shape[0]} rows, the dispatch has made {last} of them"
             )
-    return segments
+    return segments.contiguous()  # kernels read it as a table
 
 
 def _on_device(
