@@ -1,0 +1,334 @@
+"""The contract that every op of the registry keeps, in the simulator and on ranks that are processes.
+
+``contracts.py`` has the arguments, the right results, and why a cell is left out. All cells of ops in the
+simulator are of `make test`, with fp32; other dtypes and processes are thorough, but for one call that has
+the values of all ops.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import interlace
+from interlace import reference
+from interlace.groups.groups import resolve
+from interlace.groups.specs import describe
+from interlace.ops.library import BY_NAME, IN_PLACE
+from interlace.ops.op import calls
+from interlace.ops.op.gradients import wait
+from interlace.ops.op.op import Op
+from interlace.ops.op.pending import finish
+from ops import contracts
+from ops.contracts import CONTRACTS, DTYPES, Setting, evenly, last_has_none
+from ranks import ranks
+from support import LAYOUTS, laid_out, poison, poisoned
+from tiers import few
+
+SIZE = 3
+Tensor = torch.Tensor
+PLACES = few(["sim", "shm"], "sim")
+
+
+def cells(contract: str, ops: Mapping[str, Op] = BY_NAME) -> list[str]:
+    return [name for name, op in ops.items() if not contracts.reason(op, contract)]
+
+
+def matrix(contract: str) -> Callable[..., Any]:
+    """The cells of a contract in both places."""
+    in_places = pytest.mark.parametrize("place", PLACES)
+    of_ops = pytest.mark.parametrize("op", cells(contract))
+    return lambda test: in_places(of_ops(test))
+
+
+@dataclasses.dataclass
+class Prepared:
+    """An op with the arguments and the right results of all ranks, on one of them."""
+
+    op: Op
+    setting: Setting
+    given: list[dict[str, Any]]
+    group: Any = None
+
+    @property
+    def own(self) -> dict[str, Any]:
+        return self.given[self.setting.rank]
+
+    def begin(self, **others: Any) -> Any:
+        return self.op.begin(resolve(self.group), list({**self.own, **others}.values()))
+
+    def through_autograd(self) -> list[Tensor]:
+        """What torch.ops.interlace gives; in the simulator, what stands in for it."""
+        name, size = describe(self.group)
+        made = calls.call(self.op.name, *self.own.values(), size, name)
+        return [wait(each) for each in (made if self.op.several else [made])]
+
+    def check(self, made: Sequence[Tensor]) -> None:
+        """Values, and the dtypes, shapes and strides that a compiler has been told of."""
+        right = contracts.right_results(self.op, self.given, self.setting.size)[self.setting.rank]
+        with FakeTensorMode() as mode:
+            fakes = tree_map_only(Tensor, mode.from_tensor, list(self.own.values()))
+            told = self.op.outputs(self.op.record(fakes), self.setting.size)
+        for each, value, fake in zip(made, right, told if self.op.several else [told], strict=True):
+            assert (each.dtype, each.shape, each.stride()) == (
+                fake.dtype, fake.shape, fake.stride(),
+            )  # fmt: skip
+            if isinstance(value, tuple):
+                assert reference.worst_ratio(each, *value) <= 1
+            else:
+                assert each.shape == value.shape
+                torch.testing.assert_close(widened(each), widened(value), rtol=0, atol=0)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def prepared(
+    op: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    call: int = 1,
+    rows: Callable[[int], tuple[int, ...]] = evenly,
+    group: Any = None,
+    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given,
+    **others: Any,
+) -> Prepared:
+    rank, size = interlace.get_rank(group), interlace.get_world_size(group)
+    setting = Setting(rank, size, dtype, call, rows(size))
+    known = BY_NAME[op]
+    given = [change(contracts.arguments(known, each, **others)) for each in setting.everyone()]
+    return Prepared(known, setting, given, group)
+
+
+def check_values(op: str, **how: Any) -> None:
+    prepared_call = prepared(op, **how)
+    prepared_call.check(finish(prepared_call.begin()))
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def dtypes() -> list[Any]:
+    """Of all ops; but no other than they take of backwards, whose forwards have refused them."""
+    pairs = [
+        (op, dtype)
+        for op, dtype in itertools.product(cells("values"), DTYPES)
+        if op not in contracts.BACKWARDS or contracts.takes(BY_NAME[op], DTYPES[dtype])
+    ]
+    return few(pairs, *[each for each in pairs if each[1] == "float32"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("op", "dtype"), dtypes())
+@ranks(SIZE)
+def test_values(place: str, op: str, dtype: str) -> None:
+    """Of the functional form and through autograd; a dtype that an op does not take all ranks refuse."""
+    prepared_call = prepared(op, dtype=DTYPES[dtype])
+    if contracts.takes(prepared_call.op, DTYPES[dtype]):
+        prepared_call.check(finish(prepared_call.begin()))
+        prepared_call.check(prepared_call.through_autograd())
+        return
+    with pytest.raises(TypeError):
+        finish(prepared_call.begin())
+
+
+@ranks(SIZE)
+def test_values_of_all_ops_in_processes() -> None:
+    for op in cells("values"):
+        check_values(op)
+
+
+def algorithms() -> list[Any]:
+    named = [name for name in cells("values") if "algorithm" in BY_NAME[name].kinds]
+    chosen = [(name, way) for name in named for way in ("fused", "pipelined", "unfused")]
+    return few(chosen, *[each for each in chosen if each[1] == "fused"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("op", "algorithm"), algorithms())
+@ranks(SIZE)
+def test_values_of_every_algorithm(place: str, op: str, algorithm: str) -> None:
+    if op in contracts.TWO_WAYS and algorithm == "pipelined":
+        with pytest.raises(ValueError, match="algorithm must be one of"):
+            prepared(op, algorithm=algorithm).begin()
+    else:
+        check_values(op, algorithm=algorithm)
+
+
+@matrix("asynchronous")
+@ranks(SIZE)
+def test_asynchronous(place: str, op: str) -> None:
+    """Two calls under way at once, waited for in the other order, and twice."""
+    first, second = prepared(op), prepared(op, call=2)
+    begun = [(each, each.begin()) for each in (first, second)]
+    for each, started in reversed(begun):
+        each.check(finish(started))
+        assert started.work is None or started.work.is_completed()
+        each.check(finish(started))
+
+
+@matrix("out")
+@pytest.mark.parametrize("dtype", few(["float32", "bool"], "float32"))
+@ranks(SIZE)
+def test_out(place: str, op: str, dtype: str) -> None:
+    """Written as a whole; one that does not fit is refused on all ranks; some ops take the input itself."""
+    call = prepared(op, dtype=DTYPES[dtype])
+    name, size = describe(None)
+    out = poison(call.op.outputs(call.op.record(list(call.own.values())), size))
+    calls.call_out(op, *call.own.values(), size, name, out=out)
+    call.check([out])
+    for wrong in (out.new_empty(out.numel() + 1), out.to(torch.int16)):
+        with pytest.raises(ValueError, match="out must be"):
+            calls.call_out(op, *call.own.values(), size, name, out=wrong)
+    if op in IN_PLACE:
+        itself = call.own["input"].clone()
+        own = {**call.own, "input": itself}
+        call.check(finish(call.op.begin(resolve(None), list(own.values()), out=itself)))
+
+
+@matrix("out_dtype")
+@pytest.mark.parametrize("dtype", few(["float32", "float16"], "float32"))
+@ranks(SIZE)
+def test_out_dtype(place: str, op: str, dtype: str) -> None:
+    """Of inputs in bf16; what is added to the sum has the dtype of the output."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        if "residual" in given:
+            given["residual"] = given["residual"].to(DTYPES[dtype])
+        return given
+
+    check_values(op, dtype=torch.bfloat16, out_dtype=DTYPES[dtype], change=change)
+
+
+@matrix("empty_on_all")
+@ranks(SIZE)
+def test_empty_on_all(place: str, op: str) -> None:
+    check_values(op, rows=lambda size: evenly(size, 0))
+
+
+@matrix("empty_on_one")
+@ranks(SIZE)
+def test_empty_on_one(place: str, op: str) -> None:
+    check_values(op, rows=last_has_none)
+
+
+@matrix("layouts")
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@ranks(SIZE)
+def test_layouts(place: str, op: str, layout: str) -> None:
+    """Every tensor among the arguments is not contiguous; inputs are not written to."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: tree_map_only(Tensor, lambda each: laid_out(each, layout), value)
+            if layout != "expanded" or contracts.may_expand(BY_NAME[op], name)
+            else value
+            for name, value in given.items()
+        }
+
+    call = prepared(op, change=change)
+    before = tree_map_only(Tensor, torch.clone, call.own)
+    call.check(finish(call.begin()))
+    for each, other in zip(tree_leaves(call.own), tree_leaves(before), strict=True):
+        assert not isinstance(each, Tensor) or torch.equal(widened(each), widened(other))
+
+
+@pytest.mark.parametrize("op", cells("poisoned"))
+def test_poisoned(op: str) -> None:
+    """Memory holds nan before every call, also before one that gets memory of the call before."""
+
+    fused = {"algorithm": "fused"} if "algorithm" in BY_NAME[op].kinds else {}
+
+    def on_rank() -> None:
+        for call in (1, 2):
+            check_values(op, call=call, **fused)
+
+    with poisoned():
+        interlace.run(on_rank, SIZE)
+
+
+@matrix("subgroups")
+@ranks(4)
+def test_subgroups(place: str, op: str) -> None:
+    """Two groups at once, one of which has its ranks in another order."""
+    odd = interlace.get_rank() % 2
+    check_values(op, group=[[2, 0], [1, 3]], call=1 + odd)
+
+
+# -- misuse ----------------------------------------------------------------------------------------
+
+
+def misused(op: Op) -> list[tuple[str, Any]]:
+    """By argument, what it is not."""
+    return [
+        (name, wrong) for name in op.kinds if (wrong := contracts.wrong_of(op, name)) is not None
+    ]
+
+
+def check_refused(op: str, ranks_wrong: Sequence[int]) -> None:
+    """Each wrong argument raises on all ranks, before any data moves, and the group goes on."""
+    call = prepared(op)
+    rank = interlace.get_rank()
+    for name, wrong in misused(call.op):
+        others = {name: wrong} if rank in ranks_wrong else {}
+        with pytest.raises((TypeError, ValueError)) as caught:
+            finish(call.begin(**others))
+        assert rank in ranks_wrong or "rank" in str(caught.value), (name, caught.value)
+        total = torch.ones(2)
+        interlace.all_reduce(total)
+        assert total.tolist() == [SIZE, SIZE], name
+    call.check(finish(call.begin()))
+
+
+@matrix("misuse_on_one")
+@ranks(SIZE)
+def test_misuse_on_one(place: str, op: str) -> None:
+    check_refused(op, [1])
+
+
+@matrix("misuse_on_all")
+@ranks(SIZE)
+def test_misuse_on_all(place: str, op: str) -> None:
+    check_refused(op, range(SIZE))
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def test_every_op_has_its_cells() -> None:
+    assert contracts.gaps(BY_NAME) == []
+    for each in contracts.REASONS:
+        assert each.contract in CONTRACTS
+        assert any(each.holds(op) for op in BY_NAME.values()), each.text
+    written = {name.partition(".")[0] for name in contracts.OF_OP} | {*contracts.REFERENCES}
+    assert written <= BY_NAME.keys()
+
+
+def test_a_new_op_is_found_without_being_named() -> None:
+    """It has the cells of a like one; what the table cannot make, or compare, is a gap."""
+    known = BY_NAME["reduce_scatter"]
+    new = dataclasses.replace(known, name="another")
+    grown = {**BY_NAME, "another": new}
+    for contract in set(CONTRACTS) - {"out"}:
+        assert ("another" in cells(contract, grown)) == ("reduce_scatter" in cells(contract, grown))
+    assert contracts.gaps(grown) == []
+
+    def on_rank() -> None:
+        setting = Setting(interlace.get_rank(), SIZE, rows=evenly(SIZE))
+        given = [contracts.arguments(new, each) for each in setting.everyone()]
+        call = Prepared(new, setting, given)
+        call.check(finish(call.begin()))
+
+    interlace.run(on_rank, SIZE)
+    unknown = dataclasses.make_dataclass("unknown", [("input", Tensor), ("speed", int)])
+    without: Any = dataclasses.replace(known, name="another", reference=None, arguments=unknown)
+    assert contracts.gaps({"another": without}) == [
+        "another: no example of speed",
+        "another: no reference",
+    ]
