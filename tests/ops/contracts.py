@@ -38,7 +38,8 @@ DTYPES = {
 }
 CONTRACTS = (
     "values", "asynchronous", "out", "out_dtype", "empty_on_all", "empty_on_one", "layouts",
-    "poisoned", "subgroups", "misuse_on_one", "misuse_on_all",
+    "poisoned", "subgroups", "misuse_on_one", "misuse_on_all", "gradients", "gradients_complex",
+    "compiled", "local_tensor",
 )  # fmt: skip
 Tensor = torch.Tensor
 Bounded = reference.Bounded
@@ -589,6 +590,8 @@ LENGTHS = {"length", "input_split_sizes", "splits", "input_splits", "topk_idx", 
 """An op with one of these arguments knows that ranks may have parts of other lengths."""
 TWO_WAYS = ("distributed_decode", *(name for name in BY_NAME if "scaled_matmul" in name))
 """They have no "pipelined" algorithm."""
+NO_GRADIENTS = (*TWO_WAYS, "context_parallel_attention_backward")
+"""Their backward raises."""
 BACKWARDS = {name for name in BY_NAME if name.endswith("_backward")}
 SCALED = {name for name in BY_NAME if "scaled_matmul" in name}
 REASONS = (
@@ -596,6 +599,9 @@ REASONS = (
     Reason("out_dtype", lambda op: "out_dtype" not in op.kinds, "it has no such argument"),
     Reason("out_dtype", lambda op: op.name in SCALED, "all of its cells ask for a dtype"),
     Reason("empty_on_one", lambda op: LENGTHS.isdisjoint(op.kinds), "parts are of equal shapes"),
+    Reason("gradients", lambda op: op.gradient is None, "it has none"),
+    Reason("gradients_complex", lambda op: op.gradient is None, "it has none"),
+    Reason("gradients_complex", lambda op: not is_plain(op), "it refuses complex numbers"),
     Reason("misuse_on_one", lambda op: op.name == "rank", "it takes any tensor, and reads none"),
     Reason("misuse_on_all", lambda op: op.name == "rank", "it takes any tensor, and reads none"),
     Reason(
@@ -643,3 +649,9 @@ def may_expand(op: Op, name: str) -> bool:
     """Whether rows of an argument may all be its first one, and the other arguments still fit to it."""
     fixed = ("query", "key", "value", "output", "lse") if "lse" in op.kinds else ()
     return name not in ("topk_idx", "segments", *fixed)
+
+
+def is_shared(op: Op, name: str) -> bool:
+    """Whether an argument is one and the same on all ranks, because all have the whole result."""
+    whole = "reduce_op" in op.kinds and "scatter_dim" not in op.kinds
+    return whole and name in ("bias", "residual", "norm_weight", "norm_bias")

@@ -6,6 +6,7 @@ the values of all ops.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,12 +14,20 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 
 import interlace
 from interlace import reference
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
+from interlace.ops import local_tensor
 from interlace.ops.library import BY_NAME, IN_PLACE
 from interlace.ops.op import calls
 from interlace.ops.op.gradients import wait
@@ -28,7 +37,7 @@ from ops import contracts
 from ops.contracts import CONTRACTS, DTYPES, Setting, evenly, last_has_none
 from ranks import ranks
 from support import LAYOUTS, laid_out, poison, poisoned
-from tiers import few
+from tiers import few, thorough
 
 SIZE = 3
 Tensor = torch.Tensor
@@ -144,6 +153,18 @@ def test_values_of_all_ops_in_processes() -> None:
         check_values(op)
 
 
+@ranks(SIZE)
+def test_all_ops_in_processes_are_asynchronous() -> None:
+    for op in cells("asynchronous"):
+        test_asynchronous.body("shm", op)
+
+
+@ranks(4)
+def test_all_ops_in_groups_of_processes() -> None:
+    for op in cells("subgroups"):
+        test_subgroups.body("shm", op)
+
+
 def algorithms() -> list[Any]:
     named = [name for name in cells("values") if "algorithm" in BY_NAME[name].kinds]
     chosen = [(name, way) for name in named for way in ("fused", "pipelined", "unfused")]
@@ -219,7 +240,7 @@ def test_empty_on_one(place: str, op: str) -> None:
 
 
 @matrix("layouts")
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("layout", few(LAYOUTS[1:], "strided"))
 @ranks(SIZE)
 def test_layouts(place: str, op: str, layout: str) -> None:
     """Every tensor among the arguments is not contiguous; inputs are not written to."""
@@ -259,6 +280,136 @@ def test_subgroups(place: str, op: str) -> None:
     """Two groups at once, one of which has its ranks in another order."""
     odd = interlace.get_rank() % 2
     check_values(op, group=[[2, 0], [1, 3]], call=1 + odd)
+
+
+# -- gradients, compilers, and one process for all ranks -------------------------------------------
+
+
+class OwnOfAll(torch.autograd.Function):
+    """Of one tensor of each rank this rank's; gradients are those that all ranks have of theirs.
+
+    Of a lone tensor, which all ranks have alike, the gradient is the sum of all ranks'.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *every: Tensor) -> Tensor:
+        ctx.shared = len(every) == 1
+        return every[0 if ctx.shared else interlace.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads = gathered(grad)
+        return torch.stack(grads).sum(0) if ctx.shared else tuple(grads)
+
+
+class AllOfOwn(torch.autograd.Function):
+    """One result of each rank; of the gradients this rank takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gathered(own))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[interlace.get_rank()]
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    every: list[Any] = [None] * interlace.get_world_size()
+    interlace.all_gather_object(every, tensor.detach().clone())
+    return every
+
+
+def check_gradients(op: str, dtype: torch.dtype) -> None:
+    """torch's gradcheck of the function from all ranks' inputs to all ranks' results.
+
+    Every rank calls it with the same numbers, so what one changes all change, in step.
+    """
+    call = prepared(op, dtype=dtype)
+    values, tree = tree_flatten(call.own)
+    of_ranks = [tree_leaves(each) for each in call.given]
+    names = [path[0].key for path, _ in tree_leaves_with_path(call.own)]
+    inputs: dict[int, list[Tensor]] = {}
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+        if isinstance(value, Tensor) and value.dtype == dtype:
+            having = of_ranks[:1] if contracts.is_shared(call.op, name) else of_ranks
+            inputs[i] = [each[i].clone().requires_grad_() for each in having]
+
+    def on_all(*every: Tensor) -> tuple[Tensor, ...]:
+        leaves, left = list(values), iter(every)
+        for i, of_input in inputs.items():
+            leaves[i] = OwnOfAll.apply(*itertools.islice(left, len(of_input)))
+        call.given[call.setting.rank] = tree_unflatten(leaves, tree)
+        made = call.through_autograd()[: 1 if "return_rows" in call.op.kinds else None]
+        results = [AllOfOwn.apply(each) for each in made if each.dtype == dtype]
+        return tuple(itertools.chain.from_iterable(results))
+
+    assert torch.autograd.gradcheck(on_all, tree_leaves(inputs), fast_mode=True)
+
+
+@matrix("gradients")
+@ranks(SIZE)
+def test_gradients(place: str, op: str) -> None:
+    if op in contracts.NO_GRADIENTS:
+        call = prepared(op)
+        for each in tree_leaves(call.own):
+            if isinstance(each, Tensor) and each.dtype == torch.float32:
+                each.requires_grad_()
+        with pytest.raises(RuntimeError, match="no gradients"):
+            call.through_autograd()[0].sum().backward()  # type: ignore[no-untyped-call]
+    else:
+        check_gradients(op, torch.float64)
+
+
+@thorough
+@matrix("gradients_complex")
+@ranks(SIZE)
+def test_gradients_of_complex_numbers(place: str, op: str) -> None:
+    check_gradients(op, torch.complex128)
+
+
+@thorough
+@pytest.mark.parametrize("op", cells("compiled"))
+@ranks(SIZE)
+def test_compiled(op: str) -> None:
+    call = prepared(op)
+    name, size = describe(None)
+    leaves, tree = tree_flatten(list(call.own.values()))
+    at = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
+
+    def graph(*tensors: Tensor) -> list[Tensor]:
+        inputs = list(leaves)
+        for i, tensor in zip(at, tensors, strict=True):
+            inputs[i] = tensor
+        made = getattr(torch.ops.interlace, op).default(*tree_unflatten(inputs, tree), size, name)
+        return [wait(each) for each in (made if call.op.several else [made])]
+
+    torch._dynamo.reset()
+    call.check(torch.compile(graph, fullgraph=True)(*[leaves[i] for i in at]))
+
+
+@pytest.mark.parametrize("op", cells("local_tensor"))
+def test_local_tensor(op: str) -> None:
+    """Results of all ranks in one process; an op without a reference refuses."""
+    known, setting = BY_NAME[op], Setting(0, SIZE, call=1, rows=evenly(SIZE))
+    given = [contracts.arguments(known, each) for each in setting.everyone()]
+    leaves, tree = tree_flatten(list(given[0].values()))
+    columns = zip(*[tree_leaves(list(each.values())) for each in given], strict=True)
+    every = [
+        LocalTensor(dict(enumerate(column))) if isinstance(leaf, Tensor) else leaf
+        for leaf, column in zip(leaves, columns, strict=True)
+    ]
+    call = functools.partial(getattr(torch.ops.interlace, op).default, *tree_unflatten(every, tree))
+    local_tensor.define("everyone", [list(range(SIZE))])
+    with LocalTensorMode(SIZE):
+        if known.reference is None:
+            with pytest.raises(NotImplementedError, match="LocalTensorMode"):
+                call(SIZE, "everyone")
+            return
+        made = call(SIZE, "everyone")
+    for each in setting.everyone():
+        own = [whole._local_tensors[each.rank] for whole in (made if known.several else [made])]
+        Prepared(known, each, given).check(own)
 
 
 # -- misuse ----------------------------------------------------------------------------------------
