@@ -1,95 +1,168 @@
-"""Every op across processes: all algorithms, asynchronous too, groups, mismatches, torchrun."""
+"""Every op across processes: all algorithms, mismatches, torchrun."""
 
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import interlace
-from multi.ops import op_ranks
+from ranks import ranks
 from tiers import thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
-@pytest.mark.parametrize("async_op", [False, True])
+def operands(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Shard and weight of an all-gather + matmul, activations and weight of a matmul + reduce."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    shard = torch.randn(17 + 3 * rank, 40, generator=generator).to(dtype)
+    activations = torch.randn(2 * world_size + 5, 24 + rank, generator=generator).to(dtype)
+    weight_out = torch.randn(24 + rank, 19, generator=generator).to(dtype)
+    weight_in = torch.randn(33, 40, generator=torch.Generator().manual_seed(0)).to(dtype).t()
+    return shard, weight_in, activations, weight_out
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", ["auto", "fused", "pipelined", "unfused"])
-def test_fused_ops(algorithm: str, dtype: torch.dtype, async_op: bool) -> None:
-    world_size = 3
-    results = interlace.run(op_ranks.every_op, world_size, algorithm, dtype, async_op, place="shm")
-    inputs = [op_ranks.operands(rank, world_size, dtype) for rank in range(world_size)]
+@ranks(3)
+def test_fused_ops(algorithm: Any, dtype: torch.dtype) -> None:
+    """Shards, rows and inner lengths that differ between ranks."""
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    inputs = [operands(each, world_size, dtype) for each in range(world_size)]
+    shard, weight_in, activations, weight_out = inputs[rank]
+    gathered, output = interlace.all_gather_matmul(
+        shard, weight_in, algorithm=algorithm, return_gathered=True
+    )
+    scattered = interlace.matmul_reduce_scatter(activations, weight_out, algorithm=algorithm)
+    reduced = interlace.matmul_all_reduce(
+        activations, weight_out, algorithm=algorithm, reduce_op="avg"
+    )
     whole = torch.cat([shard for shard, *_ in inputs])
-    product = whole.double() @ inputs[0][1].double()
+    product = whole.double() @ weight_in.double()
     total = sum(a.double() @ b.double() for _, _, a, b in inputs)
-    scale = TOLERANCE[dtype]
-    for gathered, output, _, reduced in results:
-        assert torch.equal(gathered, whole)
-        assert (output.double() - product).abs().max() <= scale * product.abs().max()
-        assert (reduced.double() - total / world_size).abs().max() <= scale * total.abs().max()
-        assert torch.equal(reduced, results[0][3])
-    scattered = torch.cat([result[2] for result in results])
-    assert (scattered.double() - total).abs().max() <= scale * total.abs().max()
+    assert isinstance(total, torch.Tensor)
+    near, largest = TOLERANCE[dtype], total.abs().max()
+    assert torch.equal(gathered, whole)
+    assert (output.double() - product).abs().max() <= near * product.abs().max()
+    assert (reduced.double() - total / world_size).abs().max() <= near * largest
+    every: list[Any] = [None] * world_size
+    interlace.all_gather_object(every, (reduced, scattered))
+    assert torch.equal(reduced, every[0][0])
+    parts = torch.cat([part for _, part in every])
+    assert (parts.double() - total).abs().max() <= near * largest
 
 
 @pytest.mark.parametrize("algorithm", ["kernel", "copy", "multimem", "low_latency"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_collectives(algorithm: str, world_size: int) -> None:
-    results = interlace.run(op_ranks.collectives, world_size, algorithm, place="shm")
-    ranks = torch.arange(float(world_size))
-    weights = world_size * (world_size + 1) / 2
-    for rank, (gathered, reduced, part) in enumerate(results):
-        assert torch.equal(gathered, ranks[:, None].expand(-1, 3))
-        assert torch.equal(reduced, torch.arange(7.0) * world_size + ranks.sum())
-        assert torch.equal(part, torch.arange(2.0 * rank, 2.0 * rank + 2) * weights)
+@ranks()
+def test_collectives(algorithm: Any, world_size: int) -> None:
+    rank, every = interlace.get_rank(), torch.arange(float(world_size))
+    gathered = torch.empty(world_size, 3)
+    interlace.all_gather(gathered, torch.full((3,), float(rank)), algorithm=algorithm)
+    assert torch.equal(gathered, every[:, None].expand(-1, 3))
+    reduced = torch.arange(7.0) + rank
+    interlace.all_reduce(reduced, algorithm=algorithm)
+    assert torch.equal(reduced, torch.arange(7.0) * world_size + every.sum())
+    part, scattering = torch.empty(2), "kernel" if algorithm == "low_latency" else algorithm
+    whole = torch.arange(2.0 * world_size) * (rank + 1)
+    interlace.reduce_scatter(part, whole, algorithm=scattering)
+    assert torch.equal(part, torch.arange(2.0 * rank, 2.0 * rank + 2) * (every + 1).sum())
 
 
-def test_subgroups() -> None:
-    assert interlace.run(op_ranks.in_subgroups, 4, place="shm") == [[2.0], [4.0], [2.0], [4.0]]
+SHARD, WEIGHT = torch.ones(2, 8), torch.ones(8, 4)
+MISMATCHES: dict[str, tuple[type[Exception], str, Callable[[bool], Any]]] = {
+    "k": (
+        ValueError,
+        r"the shape of input off gather_dim differs.*\(8,\) on rank 0, \(9,\)",
+        lambda odd: interlace.all_gather_matmul(torch.ones(2, 8 + odd), torch.ones(8 + odd, 4)),
+    ),
+    "dtype": (
+        TypeError,
+        r"dtype of input differs.*float32 on rank 0, torch.float16 on rank 1",
+        lambda odd: interlace.all_gather_matmul(
+            *[each.half() if odd else each for each in (SHARD, WEIGHT)]
+        ),
+    ),
+    "op": (
+        ValueError,
+        r"rank 0 calls all_gather_matmul, rank 1 calls matmul_reduce_scatter",
+        lambda odd: (interlace.matmul_reduce_scatter if odd else interlace.all_gather_matmul)(
+            SHARD, WEIGHT
+        ),
+    ),
+    "reduce_op": (
+        ValueError,
+        r"reduce_op differs between ranks: sum on rank 0, avg on rank 1",
+        lambda odd: interlace.matmul_reduce_scatter(
+            SHARD, WEIGHT, reduce_op="avg" if odd else "sum"
+        ),
+    ),
+}
+"""By what differs on rank 1: the error, its text, and the call."""
 
 
-def test_async_ops_overlap_and_stay_in_order() -> None:
-    assert interlace.run(op_ranks.overlapping, 3, place="shm") == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("what", "kind", "text"),
-    [
-        ("k", ValueError, r"the shape of input off gather_dim differs.*\(8,\) on rank 0, \(9,\)"),
-        ("dtype", TypeError, r"dtype of input differs.*float32 on rank 0, torch.float16 on rank 1"),
-        ("op", ValueError, r"rank 0 calls all_gather_matmul, rank 1 calls matmul_reduce_scatter"),
-        ("reduce_op", ValueError, r"reduce_op differs between ranks: sum on rank 0, avg on rank 1"),
-    ],
-)
-def test_mismatch_names_both_values_and_ranks(what: str, kind: type, text: str) -> None:
+@pytest.mark.parametrize("what", MISMATCHES)
+@ranks(2)
+def test_a_mismatch_names_both_values_and_ranks(what: str) -> None:
+    """On both, before any data moves; all but a call of another op leaves the group usable."""
+    kind, text, call = MISMATCHES[what]
     with pytest.raises(kind, match=text):
-        interlace.run(op_ranks.mismatched, 2, what, place="shm")
+        call(interlace.get_rank() == 1)
+    if what != "op":
+        total = torch.ones(1)
+        interlace.all_reduce(total)
+        assert total.item() == 2
 
 
-def test_group_is_usable_after_a_mismatch() -> None:
-    assert interlace.run(op_ranks.usable_after_error, 2, place="shm") == [2.0, 2.0]
+def _started(call: Callable[..., Any]) -> Callable[[], Any]:
+    """The wait for it, which raises what the start did: the op before may have failed by then."""
+    try:
+        return call(async_op=True).wait
+    except interlace.InterlaceError as error:
+        raised = error
+
+    def wait() -> None:
+        raise raised
+
+    return wait
 
 
 @pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(2)
 def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str) -> None:
-    first = "ranks call different ops at the same time: rank 0 calls all_gather, rank 1 calls all_reduce"
-    for rank, said in enumerate(
-        interlace.run(op_ranks.out_of_step, 2, place == "shm", place=place)
-    ):
-        assert said[0] == f"DifferentOpsError: {first}"
-        *later, misuse = said[1:]
-        assert (
-            misuse
-            == f"TypeError: output must be a tensor or a list of tensors, got int (on rank {rank})"
-        )
-        assert len(later) == 5 - rank
-        for text in later:
-            assert text.startswith(f"InterlaceError: rank {rank}: ") and text.endswith(first)
-            assert "out of step" in text
+    """Only rank 0 gathers. Of processes the calls are queued, and so begin before that is known."""
+    x, said, rank = torch.ones(2), [], interlace.get_rank()
+    first: list[Callable[..., Any]] = [lambda **how: interlace.all_reduce(x, **how)]
+    if rank == 0:
+        first.insert(0, lambda **how: interlace.all_gather(torch.empty(4), x, **how))
+    if place == "shm":
+        first = [_started(call) for call in first]
+    calls: list[Callable[[], Any]] = [
+        *first,
+        lambda: interlace.all_reduce(x),
+        lambda: interlace.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2)),
+        interlace.barrier,
+        lambda: interlace.new_group([0, 1]),
+    ]
+    for call in calls:
+        with pytest.raises((ValueError, interlace.InterlaceError)) as caught:
+            call()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    cause = "ranks call different ops at the same time: rank 0 calls all_gather, rank 1 calls all_reduce"
+    assert said[0] == f"DifferentOpsError: {cause}"
+    assert len(said) == 6 - rank
+    for text in said[1:]:
+        assert text.startswith(f"InterlaceError: rank {rank}: ") and text.endswith(cause)
+        assert "out of step" in text
+    wrong: Any = 3
+    with pytest.raises(TypeError, match=rf"output must be a tensor .*, got int \(on rank {rank}\)"):
+        interlace.all_gather(wrong, x)
 
 
 @thorough
