@@ -241,7 +241,7 @@ EXAMPLES: dict[str, Example] = {
     "weight": square,
     "weights": lambda setting: [square(setting), square(setting).flip(0)],
     "bias": vector,
-    "biases": lambda setting: [vector(setting), None],
+    "biases": lambda setting: [vector(setting), torch.zeros(WIDTH, dtype=setting.dtype)],
     "norm_weight": lambda setting: vector(wide(setting)),
     "norm_bias": constant(None),
     "residual": lambda setting: setting.numbers(setting.total, WIDTH, same=True),
