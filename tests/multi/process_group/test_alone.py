@@ -1,23 +1,139 @@
 """A world of one: the first call of a kind, those like it that follow, and asynchronous ones are alike."""
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
 
 import interlace
-from multi.process_group import alone_ranks
+import torch_names
+from multi.process_group.backend_ranks import world
+from ranks import ranks
+
+Make = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
-def test_remembered_calls_are_as_the_first(tmp_path: Path) -> None:
-    (different,) = interlace.run(alone_ranks.differing, 1, str(tmp_path / "store"), place="shm")
-    assert different == []
+def _overlapping() -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.arange(6.0)
+    return whole[1:5], whole[:4]
 
 
+def _same() -> tuple[torch.Tensor, torch.Tensor]:
+    tensor = torch.arange(4.0)
+    return tensor, tensor
+
+
+def _nested() -> tuple[torch.Tensor, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    return tensor.clone(), tensor
+
+
+def _freed() -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = torch.zeros(4), torch.ones(4)
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+    return tensors
+
+
+CASES: dict[str, Make] = {
+    "plain": lambda: (torch.zeros(4), torch.arange(4.0)),
+    "in place": _same,
+    "empty": lambda: (torch.zeros(0), torch.zeros(0)),
+    "0-dim": lambda: (torch.zeros(()), torch.ones(())),
+    "bool": lambda: (torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)),
+    "complex": lambda: (torch.zeros(2, dtype=torch.complex64), torch.ones(2) * (1 + 2j)),
+    "conjugated": lambda: (torch.zeros(2, dtype=torch.complex64), (torch.ones(2) * 1j).conj()),
+    "negated": lambda: (torch.zeros(2), (torch.ones(2) * 1j).conj().imag),
+    "transposed output": lambda: (torch.zeros(3, 2).t(), torch.arange(6.0).view(2, 3)),
+    "transposed input": lambda: (torch.zeros(2, 3), torch.arange(6.0).view(3, 2).t()),
+    "requires grad": lambda: (torch.zeros(2), torch.ones(2, requires_grad=True)),
+    "parameter": lambda: (torch.zeros(2), torch.nn.Parameter(torch.ones(2))),
+    "dtypes": lambda: (torch.zeros(2), torch.ones(2, dtype=torch.int32)),
+    "shapes": lambda: (torch.zeros(2), torch.ones(3)),
+    "stacked": lambda: (torch.zeros(1, 3), torch.arange(3.0)),
+    "overlapping": _overlapping,
+    "quantized": lambda: (
+        torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8),
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ),
+    "nested": _nested,
+    "no memory": _freed,
+    "uint1": lambda: (
+        torch.zeros(8, dtype=torch.uint8).view(torch.uint1)[::2],
+        torch.ones(8, dtype=torch.uint8).view(torch.uint1)[::2],
+    ),
+}
+
+Op = Callable[..., Any]
+OPS: dict[str, Op] = {
+    "all_gather": lambda out, x, **kw: dist.all_gather([out], x, **kw),
+    "all_gather_single": lambda out, x, **kw: torch_names.all_gather_single(out, x, **kw),
+    "reduce_scatter": lambda out, x, **kw: dist.reduce_scatter(out, [x], **kw),
+    "reduce_scatter_single": lambda out, x, **kw: torch_names.reduce_scatter_single(out, x, **kw),
+    "bitwise": lambda out, x, **kw: dist.reduce_scatter(out, [x], dist.ReduceOp.BAND, **kw),
+    "premul_sum": lambda out, x, **kw: dist.reduce_scatter(
+        out, [x], torch_names.premul_sum(2.0), **kw
+    ),
+    "all_to_all": lambda out, x, **kw: dist.all_to_all([out], [x], **kw),
+    "all_to_all_single": lambda out, x, **kw: dist.all_to_all_single(out, x, **kw),
+    "gather": lambda out, x, **kw: dist.gather(x, [out], 0, **kw),
+    "scatter": lambda out, x, **kw: dist.scatter(out, [x], 0, **kw),
+}
+
+
+def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
+    out, x = make()
+    try:
+        work = op(out, x, async_op=async_op)
+        if async_op:
+            work.wait()
+    except Exception as error:
+        return "raised", f"{type(error).__name__}: {error}"
+    if out.dtype in (torch.uint1,):  # torch cannot print it
+        return "gave", str(out.untyped_storage().tolist())
+    return "gave", f"{out!r} from {x!r}"
+
+
+@ranks(1)
+def test_remembered_and_asynchronous_calls_are_as_the_first(tmp_path: Path) -> None:
+    with world(tmp_path / "store"):
+        for case, make in CASES.items():
+            for name, op in OPS.items():
+                first, general = _outcome(op, make, False), _outcome(op, make, True)
+                assert first == general == _outcome(op, make, False), f"{name}, {case}"
+
+
+@ranks(1)
 def test_an_output_of_another_size_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    (found,) = interlace.run(alone_ranks.written_behind, 1, str(tmp_path / "store"), place="shm")
-    assert found == []
+    with world(tmp_path / "store"):
+        for sent in (32, 3, 0):
+            for name, op in OPS.items():
+                for async_op in (False, True):
+                    memory = torch.full((64,), 7, dtype=torch.int32)
+                    given = memory[:6], torch.arange(sent, dtype=torch.int32)
+                    kind, text = _outcome(op, lambda given=given: given, async_op)  # type: ignore[misc]
+                    about = f"{name} {sent} to 6: {kind} {text}"
+                    assert kind == "raised" and text.startswith(("ValueError", "RuntimeError")), (
+                        about
+                    )
+                    assert bool((memory == 7).all()), about
 
 
+@ranks(1)
 def test_a_call_counts_is_profiled_and_ends_with_its_group(tmp_path: Path) -> None:
-    (answer,) = interlace.run(
-        alone_ranks.counted_and_refused, 1, str(tmp_path / "store"), place="shm"
-    )
-    assert answer == (1, "interlace:all_gather on 0", "InterlaceError")
+    out, x = torch.zeros(2), torch.ones(2)
+    with world(tmp_path / "store") as group:
+        before = group._get_sequence_number_for_group()
+        dist.all_gather([out], x)
+        assert group._get_sequence_number_for_group() == before + 1
+        with torch.autograd.profiler.profile() as profile:
+            dist.all_gather([out], x)
+        assert "interlace:all_gather on 0" in {event.name for event in profile.function_events}
+    with pytest.raises(interlace.InterlaceError):
+        group.allgather([[out]], [x])

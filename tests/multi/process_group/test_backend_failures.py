@@ -1,17 +1,23 @@
-"""Failures that torch's C++ must see as such, modes, gradients, and the end and the start of groups."""
+"""Failures that torch's C++ must see as such, groups that are dropped, and the end of processes."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import interlace
 from interlace.runtime.processes import dump
-from multi.process_group import backend_failure_ranks as ranks
-from support import free_port
+from multi.process_group.backend_failure_ranks import dropped_groups
+from multi.process_group.backend_ranks import Recorder, own, world
+from ranks import ranks
 from tiers import thorough
 
 ENDS = """
@@ -53,73 +59,50 @@ else:
 """
 
 
-def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm")
-
-
+@ranks(2)
 def test_a_backward_whose_peer_has_left_raises(tmp_path: Path) -> None:
-    texts = on_ranks(ranks.backward_without_a_peer, 2, str(tmp_path / "store"))
-    assert "rank 1 has left the group" in texts[0]
+    """The reducer of DistributedDataParallel is C++."""
+    with world(tmp_path / "store"):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="rank 1 has left the group"):
+                model(torch.ones(1, 2)).sum().backward()
 
 
+@ranks(2)
 def test_an_op_that_fails_under_a_mode_raises(tmp_path: Path) -> None:
-    texts = on_ranks(ranks.failing_under_a_mode, 2, str(tmp_path / "store"))
-    assert "rank 1 has left the group" in texts[0]
+    """Its Work says so."""
+    with world(tmp_path / "store"):
+        if dist.get_rank() == 0:
+            with Recorder():
+                work = dist.all_reduce(own(), async_op=True)
+            with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
+                work.wait()
 
 
-def test_a_mode_on_one_rank(tmp_path: Path) -> None:
-    found = on_ranks(ranks.under_a_mode, 2, str(tmp_path / "store"))
-    both = [0.0, 1.0]
-    assert found == [[both, both, [2.0], [1.0], 1], [both, both, [2.0], [0.0], 0]]
-
-
-def test_functional_collectives_with_gradients(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks(ranks.gradients, 2, str(tmp_path / "store"))):
-        whole = [0.0, 4.0, 8.0, 12.0]
-        assert found == [whole, whole[2 * rank : 2 * rank + 2], [2.0] * 4]
-
-
-def test_inference_tensors(tmp_path: Path) -> None:
-    found = on_ranks(ranks.inference, 2, str(tmp_path / "store"))
-    assert found == [[3.0, 6.0] * 3] * 2
-
-
-def test_again_on_the_same_port() -> None:
-    port = free_port()
-    assert on_ranks(ranks.same_port, 3, port, 3) == [3] * 3
-
-
+@ranks(2)
 def test_roots_and_peers_that_are_no_ranks(tmp_path: Path) -> None:
-    for rank, found in enumerate(on_ranks(ranks.bad_ranks, 2, str(tmp_path / "store"))):
-        *said, sum_after = found
-        for name, value, text in zip(
-            ("src", "dst", "dst", "dst"), (-1, 9, -1, -1), said, strict=True
-        ):
-            assert f"{name} must be within 0..1, got {value} (on rank {rank})" in text
-        assert sum_after == "2.0"
-
-
-def test_torchs_next_default_group_is_found(tmp_path: Path) -> None:
-    found = on_ranks(ranks.another_default_group, 2, str(tmp_path / "store"))
-    assert found == [[True, 1, True, 1, True]] * 2
-
-
-def test_groups_do_not_wait_for_each_other() -> None:
-    assert on_ranks(ranks.groups_in_different_order, 2) == [[2.0, 4.0]] * 2
-
-
-def test_more_tensors_than_a_message_can_name() -> None:
-    assert on_ranks(ranks.many_coalesced, 2, 1500) == [2.0 * sum(range(1500))] * 2
+    with world(tmp_path / "store"):
+        x = torch.ones(1)
+        calls: list[tuple[Callable[[], Any], str]] = [
+            (partial(dist.broadcast, x, group_src=-1), "src must be within 0..1, got -1"),
+            (partial(dist.reduce, x, group_dst=9), "dst must be within 0..1, got 9"),
+            (partial(dist.isend, x, group_dst=-1), "dst must be within 0..1, got -1"),
+            (partial(dist.gather, x, None, group_dst=-1), "dst must be within 0..1, got -1"),
+        ]
+        for call, text in calls:
+            with pytest.raises(ValueError, match=rf"{text} \(on rank {dist.get_rank()}\)"):
+                call()
+        dist.all_reduce(x)
+        assert float(x) == 2.0
 
 
 @pytest.mark.parametrize("pending", ["", "op", "message"])
+@ranks(2)
 def test_dropped_groups_leave_no_descriptors_and_no_threads(pending: str) -> None:
     """Nor do those of which an op is pending: the other rank has dropped the group, and so left it."""
-    assert on_ranks(ranks.dropped_groups, 2, 10, pending) == [True, True]
-
-
-def test_the_default_group_is_that_of_all_threads() -> None:
-    assert on_ranks(ranks.in_another_thread, 2) == [[2.0], [2.0]]
+    assert dropped_groups(10, pending)
 
 
 @thorough

@@ -1,33 +1,237 @@
-"""Torch's ways to train in parallel give the numbers of one process on the backend."""
+"""Torch's ways to train in parallel give the numbers of one process on the backend.
 
-import shutil
+Every case raises on its rank if its numbers are not those of the same computation in one process.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-import interlace
-from multi.process_group import backend_ranks, framework_ranks
-from multi.process_group.test_backend import on_ranks, same
-from tiers import thorough
+from multi.process_group.backend_ranks import world
+from ranks import ranks
+
+WORLD_SIZE, ROWS, WIDTH, RATE = 2, 4, 6, 0.1
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """Of all cases, run in one process group; by rank."""
-    folder = tmp_path_factory.mktemp("frameworks")
-    return interlace.run(
-        framework_ranks.run_all, framework_ranks.WORLD_SIZE, str(folder), place="shm"
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+
+
+def batch() -> torch.Tensor:
+    """The rows of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(WORLD_SIZE * ROWS, WIDTH, generator=generator)
+
+
+def mine() -> torch.Tensor:
+    return batch().chunk(WORLD_SIZE)[dist.get_rank()]
+
+
+def trained(steps: int = 2) -> nn.Module:
+    """The model after steps over whole batches in one process."""
+    reference = model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        reference(batch()).square().mean().backward()
+        optimizer.step()
+    return reference
+
+
+def train(parallel: Any, optimizer: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parallel(mine()).square().mean().backward()
+        optimizer.step()
+
+
+def sgd(parallel: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parallel.parameters(), lr=RATE)
+
+
+def check(found: Any, reference: nn.Module) -> None:
+    for (name, value), expected in zip(found, reference.parameters(), strict=True):
+        torch.testing.assert_close(
+            value.detach(), expected.detach(), msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def ddp(**options: Any) -> None:
+    parallel = nn.parallel.DistributedDataParallel(model(), **options)
+    train(parallel, sgd(parallel))
+    check(parallel.module.named_parameters(), trained())
+
+
+def ddp_with_unused() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = model(), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    parallel = nn.parallel.DistributedDataParallel(Partly(), find_unused_parameters=True)
+    train(parallel, sgd(parallel))
+    check(parallel.module.used.named_parameters(), trained())
+
+
+def ddp_with_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    parallel = nn.parallel.DistributedDataParallel(model())
+    parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+    train(parallel, sgd(parallel))
+    check(parallel.module.named_parameters(), trained())
+
+
+def zero_optimizer() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    parallel = nn.parallel.DistributedDataParallel(model())
+    optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.SGD, lr=RATE)
+    train(parallel, optimizer)
+    check(parallel.module.named_parameters(), trained())
+
+
+def fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    parallel = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    train(parallel, sgd(parallel))
+    with FullyShardedDataParallel.summon_full_params(parallel):
+        check(parallel.module.named_parameters(), trained())
+
+
+def sharded() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model(), mesh=cpu_mesh())
+
+
+def cpu_mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (WORLD_SIZE,))
+
+
+def full(parallel: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value.full_tensor()) for name, value in parallel.named_parameters()]
+
+
+def fsdp2() -> None:
+    parallel = sharded()
+    train(parallel, sgd(parallel))
+    check(full(parallel), trained())
+
+
+def fsdp2_divide_factor() -> None:
+    """Gradients divided by half the world size are twice as large; gloo has no such reduction."""
+    parallel, reference = sharded(), model()
+    parallel.set_gradient_divide_factor(WORLD_SIZE / 2)
+    parallel(mine()).square().mean().backward()
+    reference(batch()).square().mean().backward()
+    for value, expected in zip(parallel.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(value.grad.full_tensor(), expected.grad * 2)
+
+
+def dtensor() -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh, whole = cpu_mesh(), batch()[:7]  # 7 rows on 2 ranks are uneven
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    for placement in (Replicate(), Shard(1)):
+        assert torch.equal(rows.redistribute(mesh, [placement]).full_tensor(), whole)
+    for kind, expected in (("sum", 2 * whole), ("avg", whole), ("max", whole)):
+        partial = DTensor.from_local(whole, mesh, [Partial(kind)])
+        for placement in (Replicate(), Shard(0)):
+            found = partial.redistribute(mesh, [placement]).full_tensor()
+            torch.testing.assert_close(found, expected)
+    left = distribute_tensor(whole, mesh, [Shard(1)]).requires_grad_()
+    right = distribute_tensor(batch()[:WIDTH], mesh, [Shard(0)])
+    (left @ right).full_tensor().sum().backward()
+    torch.testing.assert_close((left @ right).full_tensor(), whole @ batch()[:WIDTH])
+    expected = torch.ones(7, WIDTH) @ batch()[:WIDTH].t()
+    torch.testing.assert_close(left.grad.full_tensor(), expected)
+
+
+def tensor_parallel() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
     )
 
+    for sequence in (False, True):
+        whole, reference = batch(), model()
+        layout = Shard(0) if sequence else Replicate()
+        plan = {
+            "0": ColwiseParallel(input_layouts=layout),
+            "2": RowwiseParallel(output_layouts=layout),
+        }
+        parallel = parallelize_module(model(), cpu_mesh(), plan)
+        output = parallel(mine() if sequence else whole)
+        expected = reference(whole)
+        torch.testing.assert_close(
+            output, expected.chunk(WORLD_SIZE)[dist.get_rank()] if sequence else expected
+        )
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        for value, other in zip(parallel.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(value.grad.full_tensor(), other.grad)
 
-@pytest.mark.parametrize("name", framework_ranks.CASES)
-def test_framework(failures: list[dict[str, str]], name: str) -> None:
-    for rank, failure in enumerate(failures):
-        assert not failure[name], f"rank {rank}: {failure[name]}"
+
+def compiled_ddp() -> None:
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model()))
+    torch._dynamo.reset()
+    compiled = torch.compile(parallel, backend="aot_eager")
+    train(compiled, sgd(parallel))
+    check(parallel.module.named_parameters(), trained())
 
 
-@thorough
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor(tmp_path: Path) -> None:
-    results = on_ranks(backend_ranks.compiled, 2, tmp_path, "inductor", False)
-    assert all(same(result, [7.0] * 4) for result in results)
+CASES: dict[str, Callable[..., None]] = {
+    "DDP": ddp,
+    "DDP, buckets as gradients": lambda: ddp(gradient_as_bucket_view=True),
+    "DDP, static graph": lambda: ddp(static_graph=True),
+    "DDP, unused parameters": ddp_with_unused,
+    "DDP, communication hook": ddp_with_hook,
+    "DDP, compiled": compiled_ddp,
+    "ZeRO optimizer": zero_optimizer,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2,
+    "FSDP2, gradient divide factor": fsdp2_divide_factor,
+    "DTensor": dtensor,
+    "tensor parallel": tensor_parallel,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@ranks(WORLD_SIZE)
+def test_framework(tmp_path: Path, name: str) -> None:
+    with world(tmp_path / "store"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CASES[name]()
+
+
+@ranks(WORLD_SIZE)
+def test_checkpoint(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with world(tmp_path / "store"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel, other = sharded(), sharded()
+        train(parallel, sgd(parallel))
+        state = {"model": parallel.state_dict(), "rank_zero": torch.arange(3)}
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
+        loaded = {"model": other.state_dict(), "rank_zero": torch.zeros(3, dtype=torch.int64)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
+        other.load_state_dict(loaded["model"])
+        check(full(other), trained())
+        assert loaded["rank_zero"].tolist() == [0, 1, 2]
