@@ -4,17 +4,12 @@ A module of its own, because new processes import it.
 """
 
 import gc
-import os
-import pathlib
-import signal
-import time
 
 import torch
 import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.core.errors import InterlaceError, PeerDiedError
 
 symm_mem = interlace.symmetric_memory
 
@@ -328,91 +323,3 @@ def outlives() -> list:
     views[(rank + 1) % world_size].fill_(rank)
     interlace.barrier()
     return [float(view[3]) for view in views]
-
-
-def resources() -> tuple:
-    """Open descriptors and mapped segments of this process, after collecting what is not used."""
-    gc.collect()
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
-
-
-def gives_back() -> list:
-    """Resources without, with and after memory; in between the handle alone keeps the mappings."""
-    interlace.barrier()
-    before = resources()
-    tensor, hdl = handle_of(1 << 14)
-    hdl.barrier()
-    with_both = resources()
-    del tensor
-    with_handle = resources()
-    interlace.barrier()
-    del hdl
-    return [before, with_both, with_handle, resources()]
-
-
-# -- shm only ---------------------------------------------------------------------------------------
-
-
-def times_out() -> str:
-    """Rank 0 waits for a signal that never comes."""
-    _, hdl = handle_of(4)
-    text = ""
-    if hdl.rank == 0:
-        try:
-            hdl.wait_signal(1, channel=5, timeout_ms=50)
-        except interlace.CollectiveTimeoutError as error:
-            text = f"{error.waited_for} {error}"
-    interlace.barrier()
-    return text
-
-
-def overlaps_async_ops(rounds: int) -> list:
-    """Launches and signals while the worker may still run kernels of its own."""
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    tensor, hdl = handle_of(world_size, 8)
-    sums = []
-    for number in range(rounds):
-        x = torch.full((2, 8), float(rank + number))
-        work = interlace.all_gather_matmul(x, torch.eye(8), algorithm="fused", async_op=True)
-        push_kernel[(1,)](hdl.buffer_ptrs_dev, rank, world_size, 1.0 * number, BLOCK=8)
-        hdl.barrier()
-        sums.append(float(tensor[:, 0].sum()) + float(work.wait()[:, 0].sum()))
-        hdl.barrier()
-    return sums
-
-
-def killed_while_waited_for(victim: int, folder: str) -> None:
-    """Rank 0 waits in the handle, rank 2 in a kernel of its own; both note whom they miss."""
-    _, hdl = handle_of(1, dtype=torch.float64)
-    try:
-        if hdl.rank == victim:
-            time.sleep(0.1)  # not for order, but so that the others sleep in their wait already
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif hdl.rank == 0:
-            hdl.wait_signal(victim, 1)
-        else:
-            wait_by_swap[(1,)](hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size, 1, victim)
-    except PeerDiedError as error:
-        pathlib.Path(folder, str(hdl.rank)).write_text(f"{error.rank} {error}")
-        raise
-
-
-def after_close() -> list:
-    """What is left of a group that was closed: memory, but no kernel that waits."""
-    from interlace.groups import groups
-    from interlace.runtime.places.shm import user_launches
-
-    tensor, hdl = handle_of(4)
-    interlace.barrier()
-    routed = len(user_launches._open_places())
-    groups.default_group().close()
-    tensor.fill_(3)
-    try:
-        hdl.barrier()
-        text = ""
-    except InterlaceError as error:
-        text = str(error)
-    out = torch.zeros(4, dtype=torch.int32)
-    fill_kernel[(4,)](out)
-    return [routed, len(user_launches._open_places()), text, out.tolist()]
