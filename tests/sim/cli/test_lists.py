@@ -1,6 +1,6 @@
 """Names that the tools know: targets of verify, cases of check, the catalogue, ops of bench and tune.
 
-``lists.txt`` has the names; a line that is gone is something that is no longer checked, built or measured.
+``lists.txt`` has the names; what is gone from a line is no longer checked, built or measured.
 
     python tests/sim/cli/test_lists.py      writes the file anew
 """
@@ -27,25 +27,32 @@ def of_verify() -> Iterator[str]:
 
 
 def of_catalogue() -> Iterator[str]:
-    """By entry its architectures, with a star where it is no default."""
+    """Entries by kernel, dtype and architectures, with a star where these are no default."""
     found: dict[str, list[str]] = {}
     for arch in ARCHES:
         for each in entries(arch):
             found.setdefault(each.name, []).append(f"{arch}{'' if each.default else '*'}")
+    alike: dict[str, list[str]] = {}
     for name, arches in found.items():
-        yield f"{name}: {' '.join(arches)}"
+        words = name.split()
+        first, rest = " ".join(words[:2]), " ".join(words[2:])
+        alike.setdefault(f"{first}: {' '.join(arches)}", []).append(rest or "plain")
+    for about, rests in alike.items():
+        yield f"{about}; {', '.join(rests)}"
 
 
 def of_check(device: str) -> Iterator[str]:
-    """By case without its ranks, these."""
-    found: dict[str, list[str]] = {}
+    """Cases without their dtypes and ranks, and then these."""
+    found: dict[str, dict[str, list[str]]] = {}
     for case in cases(device):
-        about = f"{case.op}, {case.variant}, {case.shape}, {case.dtype}"
+        about = f"{case.op}, {case.variant}, {case.shape}"
         how = " ".join(f"{name}={value}" for name, value in sorted(case.overrides.items()))
         line = f"{about}; {case.branch}; {how}; {' '.join(case.kernels)}"
-        found.setdefault(line, []).append(str(case.world_size))
-    for line, ranks in sorted(found.items()):
-        yield f"{line}; {' '.join(sorted(ranks))} of {len(WORLDS[device])}"
+        ranks = found.setdefault(line, {}).setdefault(case.dtype, [])
+        ranks.append(str(case.world_size))
+    for line, by_dtype in sorted(found.items()):
+        each = [f"{dtype} {' '.join(sorted(ranks))}" for dtype, ranks in sorted(by_dtype.items())]
+        yield f"{line}; {', '.join(each)} of {len(WORLDS[device])}"
 
 
 def of_bench() -> Iterator[str]:
