@@ -1,11 +1,13 @@
 """Ops and layers in profiles of torch's: ranges by op, algorithm and group, also as NVTX."""
 
 import json
+import os
 import shutil
 import threading
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,47 +17,52 @@ from torch.autograd import profiler
 import interlace
 from interlace import functional
 from multi.ops.test_hooks import every_kind_of_op
+from ranks import ranks
 from tiers import few
 
+OURS = "interlace:"
 FOR_A_PROFILE = "run", "transfer"  # what stands in a group's way while one is taken
 
 
+def names_in(profile: torch.profiler.profile) -> list[str]:
+    """Names of this library's ranges."""
+    names = [event.name for event in profile.events()]
+    return [name[len(OURS) :] for name in names if name.startswith(OURS)]
+
+
 @pytest.mark.parametrize("place", few(["sim", "shm"], "sim"))
+@ranks(2)
 def test_a_profile_names_every_kind_of_op(place: str) -> None:
-    for names in interlace.run(all_profiled, 2, place=place):
-        assert {
-            f"interlace:{op} on 0-1" for op in ("all_reduce", "all_gather", "barrier", "recv")
-        } <= names
-
-
-def all_profiled() -> set[str]:
     """In ``sim`` of one rank only: torch takes one profile of a process at a time."""
     group = interlace.new_group()
-    if group.place.simulated and group.rank:
+    if place == "sim" and group.rank:
         every_kind_of_op(group)
-        return {f"interlace:{op} on 0-1" for op in ("all_reduce", "all_gather", "barrier", "recv")}
+        return
     with torch.profiler.profile() as profile:
         every_kind_of_op(group)
-    return {event.name for event in profile.events()}
+    expected = {f"{op} on 0-1" for op in ("all_reduce", "all_gather", "barrier", "recv")}
+    assert expected <= {*names_in(profile)}
 
 
+@ranks(2)
 def test_fused_ops_are_in_a_profile_and_nothing_is_left_of_it() -> None:
-    fused = ["interlace:all_gather_matmul on 0-1", "interlace:all_gather_matmul:pipelined"]
-    reduced = ["interlace:all_reduce on 0-1", "interlace:all_reduce:message"]
-    large = [*reduced, "interlace:all_reduce:rings"]
-    later = ["interlace:all_gather on 0-1", "interlace:all_gather:message"]
-    for names, left in interlace.run(profiled, 2, place="shm"):
-        assert names == fused + reduced + reduced + large + later and left == []
+    names, left = profiled()
+    gathered = ["all_gather_matmul on 0-1", "all_gather_matmul:pipelined"]
+    reduced = ["all_reduce on 0-1", "all_reduce:message"]
+    large = [*reduced, "all_reduce:rings"]
+    later = ["all_gather on 0-1", "all_gather:message"]
+    assert names == gathered + reduced + reduced + large + later and left == []
 
 
+@ranks(1, place="sim")
 def test_algorithms_on_streams_are_in_a_profile_and_again_where_they_are_waited_for() -> None:
-    ((names, _),) = interlace.run(profiled, 1)
-    chosen = [name.removeprefix("interlace:") for name in names if not name.endswith(" on 0")]
+    chosen = [name for name in profiled()[0] if not name.endswith(" on 0")]
     now, later = ["all_reduce:low_latency"], ["all_gather:low_latency"]
     assert chosen == ["all_gather_matmul:pipelined", *3 * now, "all_reduce:kernel", *2 * later]
 
 
 def profiled() -> tuple[list[str], list[str]]:
+    """Names in a profile of some ops; what is left of it in their groups."""
     group = interlace.new_group()
     with torch.profiler.profile() as profile:
         interlace.all_gather_matmul(
@@ -69,72 +76,56 @@ def profiled() -> tuple[list[str], list[str]]:
     for each in group, inner:
         interlace.barrier(each)
     left = [name for each in (group, inner) for name in FOR_A_PROFILE if name in vars(each)]
-    names = [event.name for event in profile.events() if event.name.startswith("interlace:")]
-    return [name for name in names if not name.startswith("interlace:new_group")], left
+    names = [name for name in names_in(profile) if not name.startswith("new_group")]
+    return names, left
 
 
+@ranks(2)
 def test_reductions_with_norms_are_in_a_profile_with_what_was_chosen() -> None:
-    expected = [
-        "all_reduce_norm:pipelined",
-        "all_reduce_norm:low_latency",
-        "matmul_all_reduce:unfused",
-    ]
-    for names in interlace.run(profiled_norms, 2, place="shm"):
-        assert [name for name in expected if f"interlace:{name}" in names] == expected
-
-
-def profiled_norms() -> set[str]:
     rows, norm = torch.ones(2, 8), interlace.RMSNorm()
     with torch.profiler.profile() as profile:
         interlace.all_reduce_norm(rows, norm=norm)
         interlace.all_reduce_norm(rows, norm=norm, algorithm="low_latency")
         interlace.matmul_all_reduce(rows, torch.ones(8, 4), norm=norm)
-    return {event.name for event in profile.events()}
+    by_norm = {"all_reduce_norm:pipelined", "all_reduce_norm:low_latency"}
+    assert {*by_norm, "matmul_all_reduce:unfused"} <= {*names_in(profile)}
 
 
+@ranks(2)
 def test_ops_in_a_thread_of_their_own_are_in_a_profile_of_all_threads() -> None:
-    assert interlace.run(profiled_later, 2, place="shm") == [True, True]
-
-
-def profiled_later() -> bool:
     everywhere = _ExperimentalConfig(profile_all_threads=True)
     shard, weight = torch.ones(2, 8), torch.ones(8, 4)
     with torch.profiler.profile(experimental_config=everywhere) as profile:
         interlace.all_gather_matmul(shard, weight, algorithm="pipelined", async_op=True).wait()
         functional.all_gather_matmul(shard, weight, algorithm="unfused").sum()
-    names = {event.name for event in profile.events()}
-    return {f"interlace:all_gather_matmul:{each}" for each in ("pipelined", "unfused")} <= names
+    by_algorithm = {f"all_gather_matmul:{each}" for each in ("pipelined", "unfused")}
+    assert by_algorithm <= {*names_in(profile)}
 
 
-def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+@ranks(1, place="sim")
+def test_nvtx_has_the_same_ranges() -> None:
     """torch writes what profiles have; that it turns ours on is all there is to try without a GPU."""
-    monkeypatch.setattr(profiler, "_enable_profiler", lambda *_: None)
-    monkeypatch.setattr(profiler, "_disable_profiler", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    seen: list[str] = []
-    monkeypatch.setattr(
-        profiler, "record_function", lambda name: seen.append(name) or nullcontext()
-    )
-
-    def on_rank() -> None:
+    stand_ins = {
+        "_enable_profiler": mock.Mock(),
+        "_disable_profiler": mock.Mock(),
+        "record_function": mock.Mock(return_value=nullcontext()),
+    }
+    nothing = mock.patch.object(torch.cuda, "synchronize")
+    with nothing, mock.patch.multiple(profiler, **stand_ins):
         with profiler.emit_nvtx():
             interlace.barrier()
         interlace.barrier()
-
-    interlace.run(on_rank, 1)
-    assert seen == ["interlace:barrier on 0"]
+    assert stand_ins["record_function"].mock_calls == [mock.call("interlace:barrier on 0")]
 
 
+@ranks(1, place="sim")
 def test_layers_are_in_a_profile_by_name() -> None:
-    def on_rank() -> set[str]:
-        layer = interlace.nn.SequenceParallelMLP(8, 16)
-        with torch.profiler.profile() as profile:
-            layer(torch.ones(2, 8)).sum().backward()
-        return {event.name for event in profile.events()}
-
-    (names,) = interlace.run(on_rank, 1)
-    for layer in ("ColumnParallelLinear", "RowParallelLinear"):
-        assert {f"{layer}Function", f"{layer}FunctionBackward"} <= names
+    layer = interlace.nn.SequenceParallelMLP(8, 16)
+    with torch.profiler.profile() as profile:
+        layer(torch.ones(2, 8)).sum().backward()
+    names = {event.name for event in profile.events()}
+    for kind in ("ColumnParallelLinear", "RowParallelLinear"):
+        assert {f"{kind}Function", f"{kind}FunctionBackward"} <= names
 
 
 # -- traces ----------------------------------------------------------------------------------------------
@@ -191,12 +182,11 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(tmp_path
     assert not ran and not [*tmp_path.iterdir()]
 
 
-def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_trace_within_a_trace_leaves_it_whole(tmp_path: Path) -> None:
     """And so do runs of other threads, and a change of the folder."""
-    monkeypatch.chdir(tmp_path)
-    with interlace.trace("outer.json"):
-        (tmp_path / "inner").mkdir()
-        monkeypatch.chdir("inner")
+    (tmp_path / "inner").mkdir()
+    with chdir(tmp_path), interlace.trace("outer.json"):
+        os.chdir("inner")
         with interlace.trace("inner.json"):
             interlace.run(gathered, 1, False)
         thread = threading.Thread(target=interlace.run, args=(gathered, 1, False))
@@ -218,14 +208,12 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: A
     assert "gone" in caplog.text
 
 
-def test_a_trace_without_events_is_logged(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_without_events_is_logged(tmp_path: Path, caplog: Any) -> None:
     with interlace.trace(tmp_path / "t.json"):
         interlace.run(gathered, 1, False)
     assert not caplog.text
-    monkeypatch.setenv("RANK", "0")
-    with interlace.trace(tmp_path / "t.json"):
+    launched = mock.patch.dict(os.environ, {"RANK": "0"})
+    with launched, interlace.trace(tmp_path / "t.json"):
         interlace.run(interlace.get_rank, 1)
     assert "as torchrun starts them, are not traced" in caplog.text
     assert (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import interlace
 from guard import MOST as LONG
 from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.cli.output.consoles import PlainConsole
+from interlace.groups.groups import default_group
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
@@ -29,10 +31,11 @@ from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes import dump, recorder
 from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
-from multi.record import record_ranks as ranks
+from ranks import ranks
 
-LINES = Path(ranks.__file__).read_text().splitlines()
-SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == ranks.LINE]
+LINES = Path(__file__).read_text().splitlines()
+LINE = "interlace.all_reduce(vector)  # the call site"
+SITES = [number for number, line in enumerate(LINES, 1) if line.strip() == LINE]
 
 T = TypeVar("T")
 
@@ -88,8 +91,27 @@ def wait_for(*paths: Path) -> None:
 # -- what is kept ----------------------------------------------------------------------------------
 
 
+def own_record() -> RankRecord:
+    place: Any = default_group().place
+    record = dump.record_of(place.group, place.group.rank)
+    assert record is not None
+    return record
+
+
+def many() -> RankRecord:
+    """Ops of one kind, more than are kept, then of others."""
+    vector = torch.ones(4)
+    for _ in range(300):
+        interlace.all_reduce(vector)  # the call site
+    interlace.all_gather(torch.empty(2, 3), torch.zeros(3))
+    interlace.reduce_scatter(torch.empty(3), torch.zeros(6))
+    interlace.broadcast_object_list([b"nobody's business" * 9], src=0)
+    interlace.all_reduce(torch.ones(4), async_op=True).wait()  # type: ignore[union-attr]
+    return own_record()
+
+
 def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    record, other = on_ranks(ranks.many, 2, 300)
+    record, other = on_ranks(many, 2)
     assert (record.rank, other.rank, record.ranks) == (0, 1, (0, 1))
     assert record.pids == other.pids and len({*record.pids}) == 2
     ops = record.collectives
@@ -99,7 +121,7 @@ def test_the_last_ops_are_kept_with_their_call_sites() -> None:
     first = [op for op in ops if op.site and op.site[2] == SITES[0]]
     assert {str(op) for op in first} == {"all_reduce (4,) float32 sum"}
     assert len(first) > 200 and {op.site[0] for op in first} == {"many"}
-    assert {op.site[1] for op in ops} == {ranks.__file__}, "an op whose call site is inside"
+    assert {op.site[1] for op in ops} == {__file__}, "an op whose call site is inside"
     names = [op.op for op in ops if op not in first]
     assert names[:2] == ["all_gather", "reduce_scatter"] and names[-1] == "all_reduce"
     assert "broadcast_object_list" in names
@@ -110,22 +132,44 @@ def test_the_last_ops_are_kept_with_their_call_sites() -> None:
         assert (mine.number, str(mine), mine.site) == (theirs.number, str(theirs), theirs.site)
 
 
+@ranks(2)
 def test_messages_between_two_ranks_are_kept() -> None:
-    (_, sent), (before, after) = on_ranks(ranks.to_one_another, 2)
-    (send,), (waiting,), (received,) = sent.transfers, before.transfers, after.transfers
-    assert (send.op, send.peer, send.tag) == ("isend", 1, 7) or send.op == "send"
-    assert waiting.peer == received.peer == 0 and waiting.tag == 7
-    assert not waiting.ended and received.ended >= received.began
-    assert waiting.site[0] == "to_one_another"
+    """What is recorded before a message has come, and afterwards."""
+    vector = torch.ones(4)
+    if interlace.get_rank() == 0:
+        interlace.barrier()
+        interlace.send(vector, 1, tag=7)
+        (sent,) = own_record().transfers
+        assert (sent.op, sent.peer, sent.tag) == ("isend", 1, 7) or sent.op == "send"
+    else:
+        work = interlace.irecv(vector, 0, tag=7)
+        (waiting,) = own_record().transfers
+        interlace.barrier()
+        work.wait()
+        (received,) = own_record().transfers
+        assert waiting.peer == received.peer == 0 and waiting.tag == 7
+        assert not waiting.ended and received.ended >= received.began
+        assert waiting.site[0] == "test_messages_between_two_ranks_are_kept"
 
 
 # -- who reads it ----------------------------------------------------------------------------------
 
 
+def killed(folder: Path) -> None:
+    """Rank 1 is killed after 300 ops; the others call one more."""
+    os.environ[dump.VARIABLE] = str(folder)
+    vector = torch.ones(4)
+    for _ in range(300):
+        interlace.all_reduce(vector)  # the call site
+    if interlace.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    interlace.all_reduce(vector)  # the call site
+
+
 @pytest.mark.usefixtures("new_processes_afterwards")
 def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(InterlaceError, match="SIGKILL"):
-        on_ranks(ranks.killed, 3, str(tmp_path), 300)
+        on_ranks(killed, 3, tmp_path)
     wait_for(*(next(iter(tmp_path.glob("*_0"))).with_name(name) for name in names_of(tmp_path, 3)))
     found = records_in(tmp_path)
     last = {rank: record.collectives[-1] for rank, record in found.items()}
@@ -137,18 +181,31 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
         assert "rank 1" in found[rank].failed or found[rank].waits == 1
     said = analysed(tmp_path)
     assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said
-    assert f"killed at {ranks.__file__}:{SITES[2]}" in said
+    assert f"killed at {__file__}:{SITES[2]}" in said
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     lines = shown(tmp_path)
     assert lines[1] == "  waited for: rank 1"
     assert lines[3].split()[0] == "rank" and lines[4].split()[0] == "1", "the culprit is first"
 
 
+def killed_elsewhere(folder: Path) -> None:
+    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed."""
+    os.environ[dump.VARIABLE] = str(folder)
+    vector = torch.ones(4)
+    groups = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
+    for group in groups:
+        if not isinstance(group, int):  # a member
+            interlace.all_reduce(vector, group=group)
+    if interlace.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    interlace.all_reduce(vector)
+
+
 @pytest.mark.usefixtures("new_processes_afterwards")
 def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
     """Though no other rank is in all of them, and those who blame it write that file at one time."""
     with pytest.raises(InterlaceError, match="SIGKILL"):
-        on_ranks(ranks.killed_elsewhere, 3, str(tmp_path))
+        on_ranks(killed_elsewhere, 3, tmp_path)
     files = [tmp_path / name for name in names_of(tmp_path, 3)]
     wait_for(*files)
     end = time.monotonic() + LONG
@@ -179,19 +236,52 @@ def names_of(folder: Path, count: int) -> list[str]:
     return [f"{prefix}_{rank}" for rank in range(count)]
 
 
+def other_op(folder: Path) -> None:
+    """Rank 1 calls another op than the others."""
+    vector = torch.ones(4)
+    interlace.all_reduce(vector)
+    with (
+        mock.patch.dict(os.environ, {dump.VARIABLE: str(folder)}),
+        pytest.raises(ValueError, match="different ops"),
+    ):
+        if interlace.get_rank() == 1:
+            interlace.broadcast(vector, 0)
+        else:
+            interlace.all_reduce(vector)
+
+
 def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
-    told = on_ranks(ranks.other_op, 3, str(tmp_path))
-    assert all("different ops" in text for text in told)
+    on_ranks(other_op, 3, tmp_path)
     said = analysed(tmp_path)
     assert "Culprit rank" in said and "COLLECTIVE_TYPE_MISMATCH" in said
 
 
+def stopped(folder: Path, op: str) -> None:
+    """Rank 1 stops itself between two ops; the file with its process id says that it is about to."""
+    vector, rank = torch.ones(4), interlace.get_rank()
+    interlace.all_reduce(vector)
+    (folder / f"pid.{rank}.part").write_text(str(os.getpid()))
+    (folder / f"pid.{rank}.part").rename(folder / f"pid.{rank}")
+    with mock.patch.dict(os.environ, {dump.VARIABLE: str(folder)}):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if op == "all_reduce":
+            interlace.all_reduce(vector)
+        elif rank == 1:
+            interlace.send(vector, 0)
+        elif rank == 0:
+            interlace.recv(vector, 1)
+        interlace.barrier()
+        wait_for(folder / "enough")
+    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+
+
 @pytest.mark.parametrize("op", ["all_reduce", "recv"])
 def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
-    result: list[Any] = []
+    ended: list[int] = []
 
     def run() -> None:
-        result.append(on_ranks(ranks.stopped, 3, str(tmp_path), op))
+        ended.append(len(on_ranks(stopped, 3, tmp_path, op)))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -227,13 +317,13 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
             wait_for(*[tmp_path / name for name in names_of(tmp_path, 3)])
         (tmp_path / "enough").touch()
         thread.join(LONG)
-    assert result == [[True, True, True]]
+    assert ended == [3], "a rank has failed"
     if op == "all_reduce":
         said = analysed(tmp_path)
         assert "Culprit" not in said and "missing" not in said, said
 
 
-def test_another_process_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_is_no_rank(tmp_path: Path) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         for pid, why in ((other.pid, "is in no group"), (99999999, "no process 99999999")):
             with pytest.raises(ValueError, match=why):
@@ -244,15 +334,13 @@ def test_another_process_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(InterlaceError, match="no file of the flight recorder"):
             shown(tmp_path / name)
 
-    def refused(path: Path) -> Any:
-        raise PermissionError(13, "Permission denied")  # as what /proc has of another user
-
-    monkeypatch.setattr(Path, "iterdir", refused)
-    with pytest.raises(ValueError, match="whether it is a rank of interlace; if it is, run"):
-        shown(os.getpid())
-    monkeypatch.setattr(os, "getuid", lambda: -1)
-    with pytest.raises(ValueError, match=r"is of uid \d+, and this .* run this as that user"):
-        shown(os.getpid())
+    refused = PermissionError(13, "Permission denied")  # as of what /proc has of another user
+    with mock.patch.object(Path, "iterdir", side_effect=refused):
+        with pytest.raises(ValueError, match="whether it is a rank of interlace; if it is, run"):
+            shown(os.getpid())
+        text = r"is of uid \d+, and this .* run this as that user"
+        with mock.patch.object(os, "getuid", lambda: -1), pytest.raises(ValueError, match=text):
+            shown(os.getpid())
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -264,11 +352,11 @@ def a_record(text: str = "op") -> RankRecord:
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path / "file" / "folder"))
     (tmp_path / "file").touch()
-    dump._write([a_record()], "0badcafe")
+    with mock.patch.dict(os.environ, {dump.VARIABLE: str(tmp_path / "file" / "folder")}):
+        dump._write([a_record()], "0badcafe")
     assert "cannot be written" in caplog.text
 
 
@@ -277,12 +365,12 @@ def test_the_folder_that_nobody_has_chosen(
 ) -> None:
     monkeypatch.delenv(dump.VARIABLE)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(dump, "MOST_FILES", 2)
     folder = tmp_path / f"interlace-{os.getuid()}"
-    for number in range(4):
-        dump._write([a_record()], f"{number:08x}")
-        os.utime(folder / f"{number:08x}_rank_0", (number, number))
-    assert sorted(path.name for path in folder.iterdir()) == ["00000002_rank_0", "00000003_rank_0"]
+    names = [f"{number:08x}_rank_0" for number in range(dump.MOST_FILES + 2)]
+    for number, name in enumerate(names):
+        dump._write([a_record()], name[:8])
+        os.utime(folder / name, (number, number))
+    assert sorted(path.name for path in folder.iterdir()) == names[2:]
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
@@ -316,8 +404,8 @@ def on_hosts(on_rank: Callable[[Communicator], T]) -> list[T]:
             place.abort("a rank has failed")
             raise
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
-        patch.setenv("INTERLACE_TRUST_NETWORK", "1")
+    trusted = mock.patch.dict(os.environ, {"INTERLACE_TRUST_NETWORK": "1"})
+    with trusted, ThreadPoolExecutor(3) as threads:
         return list(threads.map(main, range(3)))
 
 
@@ -371,9 +459,8 @@ def test_messages_between_hosts_are_kept() -> None:
         assert [(op.number, op.op) for op in called(record)] == [(2, "barrier"), (3, "barrier")]
 
 
-def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_between_hosts_are_kept_once(tmp_path: Path) -> None:
     """Not in the steps that they take within each host; the files of all hosts belong together."""
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
 
     def on_rank(group: Communicator) -> RankRecord:
         place: Any = group.place
@@ -389,7 +476,8 @@ def test_ops_between_hosts_are_kept_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert record is not None
         return record
 
-    records = on_hosts(on_rank)
+    with mock.patch.dict(os.environ, {dump.VARIABLE: str(tmp_path)}):
+        records = on_hosts(on_rank)
     for record in records:
         assert [str(op) for op in called(record)] == ["all_reduce (4,) float32 sum"] * 3
         assert [op.number for op in called(record)] == [2, 3, 4]
@@ -420,7 +508,7 @@ def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
         (empty / "9_rank_9").write_text("no record")
 
 
-def test_files_that_others_prune_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_others_prune_meanwhile(tmp_path: Path) -> None:
     for number in range(dump.MOST_FILES + 2):
         (tmp_path / f"{number:08x}_rank_0").touch()
     unlink, gone = os.unlink, []
@@ -430,6 +518,6 @@ def test_files_that_others_prune_meanwhile(tmp_path: Path, monkeypatch: pytest.M
         gone.append(path)
         unlink(path)
 
-    monkeypatch.setattr(dump.os, "unlink", also_by_another)
-    dump._prune(str(tmp_path))
+    with mock.patch.object(dump.os, "unlink", also_by_another):
+        dump._prune(str(tmp_path))
     assert len(gone) == 2 and len(os.listdir(tmp_path)) == dump.MOST_FILES

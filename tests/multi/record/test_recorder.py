@@ -58,31 +58,3 @@ def test_the_call_site_is_found_however_deep(monkeypatch: pytest.MonkeyPatch) ->
         expected[number] = line
     ops = read_rank(bytes(region), None, 0.0, "").collectives
     assert {op.number: op.site[2] for op in ops} == expected
-
-
-def test_an_op_that_comes_again_is_not_learned_again() -> None:
-    """That takes 10 us, the short way 0.2: see benchmarks/record_cost.py."""
-    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
-    op = Call("op").message
-    kept.begins(recorder.MESSAGES, 1, 0, 0, 0, 0, kept.told(op))
-    kept.begins(recorder.MESSAGES, 2, 0, 0, 0, 0, kept.told(op))
-    for number in range(3, 100):
-        if number == 4:
-            kept._put = None  # type: ignore[method-assign,assignment]  # what learning ends with
-        kept.begins(recorder.MESSAGES, number, 0, 0, 0, 0, kept.told(op))
-
-
-def test_an_op_that_is_told_at_two_depths_is_learned_once_at_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As an op on several hosts is: when it begins, and in its step within the host."""
-    kept = FlightRecorder(memoryview(bytearray(REGION_BYTES)))
-    space: dict[str, Any] = {"__name__": "interlace.inside"}
-    source = "def told(depth, kept): return told(depth - 1, kept) if depth else kept.told('an op')"
-    exec(source, space)
-    learned = []
-    outside = recorder.outside
-    monkeypatch.setattr(recorder, "outside", lambda frame: learned.append(frame) or outside(frame))
-    found = {(depth, space["told"](depth, kept)) for _ in range(10) for depth in (2, 5)}
-    assert len(learned) == 2
-    assert len(found) == 2 and len({told for _, told in found}) == 1
