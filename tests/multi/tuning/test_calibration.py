@@ -1,77 +1,101 @@
 """``python -m interlace calibrate``, and what a calibration decides on ranks that are processes."""
 
+import contextlib
 import itertools
 import json
+import os
 import pathlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import interlace
 from interlace.cli import main
 from interlace.cli.commands import calibrate as command
-from interlace.runtime.tuning import calibration
+from interlace.groups.groups import default_group
+from interlace.runtime.tuning import calibration, tuning
 from interlace.tensor.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
-from multi.tuning import calibration_ranks
+from multi.tuning.calibration_ranks import measurement
+from ranks import ranks
 from support import under_torchrun
 from tiers import thorough
 
 SLOW, FAST = 1e6, 1.0
+ROWS, INNER, COLUMNS = 64, 64, 8
 
 
-def files(folder: pathlib.Path, *latencies: float | None) -> list[str]:
-    """A file per rank; None: there is none."""
-    made = []
-    for rank, latency in enumerate(latencies):
-        file = folder / f"{rank}.json"
-        if latency is not None:
-            calibration.add(calibration_ranks.measurement(latency), file)
-        made.append(str(file))
-    return made
+@contextlib.contextmanager
+def with_file_of_rank(folder: pathlib.Path, latency: float | None) -> Iterator[list[str]]:
+    """A calibration of this rank, None: there is none; the warnings about calibrations meanwhile."""
+    file, texts = folder / f"{interlace.get_rank()}.json", list[str]()
+    if latency is not None:
+        calibration.add(measurement(latency), file)
+    environment = mock.patch.dict(os.environ, {calibration.VARIABLE: str(file)})
+    with environment, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tuning.forget()
+        try:
+            yield texts
+        finally:
+            tuning.forget()
+            texts += [str(each.message) for each in said if "calibration" in str(each.message)]
 
 
-def chosen(names: list[str], agrees: bool = True) -> list[dict[str, Any]]:
-    found: Any = interlace.run(calibration_ranks.choices, 2, names, agrees, place="shm")
-    return list(found)
+def chosen() -> tuning.Choice:
+    group = default_group()
+    problem = tuning.gather_problem(group.world_size, torch.float32, ROWS, (COLUMNS,), INNER)
+    return tuning.choose(group, problem)
 
 
-def test_slow_links_are_worth_hiding(tmp_path: pathlib.Path) -> None:
-    """The same call, 16 KiB received: its algorithm is what the file says of the links."""
-    (tmp_path / "a").mkdir()
-    for found in chosen(files(tmp_path, SLOW, SLOW)):
-        assert found["algorithm"] == "pipelined" and found["right"] and not found["said"]
-        assert found["source"] == "calibration of 2026-11-22: 1000000 us until a shard is here"
-    for found in chosen(files(tmp_path / "a", FAST, FAST)):
-        assert found["algorithm"] == "unfused" and found["right"]
-    for found in chosen(["off", "off"]):
-        assert found["algorithm"] == "" and found["source"].startswith("default")
+FOUND = [((SLOW, SLOW), "pipelined"), ((FAST, FAST), "unfused"), ((None, None), "")]
+WHERE_FILES_DIFFER = [((SLOW, FAST), "pipelined"), ((None, SLOW), "")]
 
 
-@pytest.mark.parametrize("latencies, expected", [((SLOW, FAST), "pipelined"), ((None, SLOW), "")])
-def test_where_files_differ_rank_0_counts(
+@pytest.mark.parametrize(("latencies", "expected"), FOUND + WHERE_FILES_DIFFER)
+@ranks(2)
+def test_slow_links_are_worth_hiding_and_rank_0_counts(
     tmp_path: pathlib.Path, latencies: tuple[float | None, ...], expected: str
 ) -> None:
-    found = chosen(files(tmp_path, *latencies))
-    assert [each["algorithm"] for each in found] == [expected] * 2
-    assert [each["right"] for each in found] == [True, True]
-    assert not found[0]["said"]
-    assert "calibrations differ between ranks: rank 1 has" in found[1]["said"][0]
+    """The same call, 16 KiB received: its algorithm is what the file of rank 0 says of the links."""
+    rank = interlace.get_rank()
+    with with_file_of_rank(tmp_path, latencies[rank]) as said:
+        choice = chosen()
+        out = interlace.all_gather_matmul(
+            torch.full((ROWS, INNER), rank + 1.0), torch.ones(INNER, COLUMNS)
+        )
+    whole = torch.arange(1.0, 3.0).repeat_interleave(ROWS)[:, None] * INNER
+    assert torch.equal(out, whole.expand(-1, COLUMNS)) and choice.algorithm == expected
+    if latencies[0] is None:
+        assert choice.source.startswith("default")
+    else:
+        found = f"calibration of 2026-11-22: {latencies[0]:.0f} us until a shard is here"
+        assert choice.source == found
+    if rank and latencies[0] != latencies[1]:
+        assert "calibrations differ between ranks: rank 1 has" in said[0]
+    else:
+        assert not said
 
 
+@ranks(2)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control."""
-    found = chosen(files(tmp_path, SLOW, FAST), agrees=False)
-    assert [each["algorithm"] for each in found] == ["pipelined", "unfused"]
+    """The negative control: each rank goes by its own file."""
+    rank, group = interlace.get_rank(), default_group()
+    with with_file_of_rank(tmp_path, (SLOW, FAST)[rank]):
+        own = tuning.own_gather(group.place)
+        tuning._groups[group] = tuning._Agreed(None, (), asks=False, gather=own)
+        assert chosen().algorithm == ("pipelined", "unfused")[rank]
 
 
 @thorough
-def test_the_command(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "PATIENCE", 600.0)  # until it is not all noise
+def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "calibration.json"
     said = "python -m interlace calibrate --mesh 2x2"
-    assert main.run([*said.split()[3:], "--repetitions", "3", "--cache", str(file)]) == 0
+    with mock.patch.object(command, "PATIENCE", 600.0):  # until it is not all noise
+        assert main.run([*said.split()[3:], "--repetitions", "3", "--cache", str(file)]) == 0
     (found,) = calibration.read(file=file)
     assert (found.backend, found.mesh, found.processes) == ("interlace", (2, 2), "shm")
     assert [(link.dim, link.op) for link in found.links] == list(
@@ -109,22 +133,19 @@ def test_times_that_are_noise_are_added_to() -> None:
 
 
 @pytest.mark.parametrize(("tries", "patience"), [(2, 0.0), (1, 600.0)])
-def test_what_stays_noise_is_refused_after_tries_and_time(
-    tries: int, patience: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "TRIES", tries)
-    monkeypatch.setattr(command, "PATIENCE", patience)
+def test_what_stays_noise_is_refused_after_tries_and_time(tries: int, patience: float) -> None:
     made: list[int] = []
 
     def attempt(number: int) -> list[Any]:
         made.append(number)
         return [{"case": [1.0, number]}]
 
-    if patience:  # enough of tries, but not of time
-        assert command._without_noise(attempt, of_noise)
-    else:
-        with pytest.raises(NoisyTimesError, match="nothing is written"):
-            command._without_noise(attempt, of_noise)
+    with mock.patch.multiple(command, TRIES=tries, PATIENCE=patience):
+        if patience:  # enough of tries, but not of time
+            assert command._without_noise(attempt, of_noise)
+        else:
+            with pytest.raises(NoisyTimesError, match="nothing is written"):
+                command._without_noise(attempt, of_noise)
     assert len(made) == (3 if patience else tries)
 
 

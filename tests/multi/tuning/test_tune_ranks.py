@@ -1,7 +1,13 @@
 """Ranks that are processes choose alike, whatever their tuning caches say; the command in shm."""
 
+import contextlib
 import io
+import os
 import pathlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,53 +15,91 @@ from rich.console import Console
 
 import interlace
 from interlace.cli.commands.tune import TuneOptions, tune
-from interlace.runtime.tuning import cache
-from multi.tuning import tune_ranks
+from interlace.groups.groups import default_group
+from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning.machine import Problem
+from ranks import ranks
 from tiers import thorough
 
-WORLD = tune_ranks.PROBLEM.world_size
+PROBLEM = Problem("all_gather_matmul", torch.float32, 64, 32, 64, 3)
+CHUNKS = 7  # that no default has
+WORLD = PROBLEM.world_size
+Found = tuple[str, int] | None
 
 
-def run(folder: pathlib.Path, agrees: bool = True) -> list[dict[str, object]]:
-    return interlace.run(tune_ranks.choices, WORLD, str(folder), agrees, place="shm")
+def cache_of(folder: pathlib.Path, rank: int) -> pathlib.Path:
+    return folder / f"rank-{rank}.json"
 
 
-def test_equal_caches_need_no_words(tmp_path: pathlib.Path) -> None:
-    for rank in range(WORLD):
-        tune_ranks.write(str(tmp_path), rank, "pipelined", 2)
-    for found in run(tmp_path):
-        assert found["values"] == [("pipelined", tune_ranks.CHUNKS, 2)] * 2
-        assert found["right"] == [True] * 3 and found["warnings"] == []
+@contextlib.contextmanager
+def with_cache_of_rank(folder: pathlib.Path, found: Found) -> Iterator[list[str]]:
+    """A tuning cache of this rank, with an algorithm and its programs; the warnings about caches."""
+    file, texts = cache_of(folder, interlace.get_rank()), list[str]()
+    if found:
+        algorithm, programs = found
+        values = {"block_m": 16, "chunks": CHUNKS, "programs": programs}
+        about = PROBLEM.op, "float32", "even", *tuning.bucket_of(PROBLEM)
+        row = cache.CacheRow(*about, algorithm, {algorithm: values})
+        cache.add(cache.machine("shm", torch.device("cpu")), [row], file)
+    environment = mock.patch.dict(os.environ, {cache.VARIABLE: str(file)})
+    with environment, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tuning.forget()
+        try:
+            yield texts
+        finally:
+            tuning.forget()
+            texts += [str(each.message) for each in said if "tuning cache" in str(each.message)]
 
 
-def test_where_caches_differ_rank_0_counts(tmp_path: pathlib.Path) -> None:
-    """Rank 1 has other values, rank 2 has no file at all."""
-    tune_ranks.write(str(tmp_path), 0, "pipelined", 2)
-    tune_ranks.write(str(tmp_path), 1, "unfused", 4)
-    found = run(tmp_path)
-    for rank, each in enumerate(found):
-        assert each["values"] == [("pipelined", tune_ranks.CHUNKS, 2)] * 2
-        assert each["right"] == [True] * 3
-        texts = each["warnings"]
-        assert isinstance(texts, list) and len(texts) == (0 if rank == 0 else 1)
-        for text in texts:
-            assert f"rank {rank} has" in text and str(tune_ranks.cache(str(tmp_path), 0)) in text
+def chosen() -> tuple[str, int, int]:
+    """What this rank chooses, at the first call and later."""
+    first, again = [tuning.choose(default_group(), PROBLEM) for _ in range(2)]
+    assert first == again
+    return first.algorithm, first.configuration.chunks, first.configuration.programs
 
 
-def test_a_cache_of_another_rank_alone_does_not_count(tmp_path: pathlib.Path) -> None:
-    tune_ranks.write(str(tmp_path), 2, "unfused", 4)
-    found = run(tmp_path)
-    assert all(each["values"] == found[0]["values"] for each in found)
-    assert found[0]["values"] != [("unfused", tune_ranks.CHUNKS, 4)] * 2
-    assert all(each["right"] == [True] * 3 for each in found)
+@pytest.mark.parametrize(
+    "caches",
+    [
+        [("pipelined", 2)] * WORLD,
+        [("pipelined", 2), ("unfused", 4), None],
+        [None, None, ("unfused", 4)],
+    ],
+    ids=["equal", "different", "of another rank alone"],
+)
+@ranks(WORLD)
+def test_rank_0_counts_and_the_op_is_right(tmp_path: pathlib.Path, caches: list[Found]) -> None:
+    rank = interlace.get_rank()
+    with with_cache_of_rank(tmp_path, caches[rank]) as said:
+        choice = chosen()
+        x, rows = torch.full((64, 64), rank + 1.0), torch.arange(1.0, WORLD + 1)
+        for algorithm in ("auto", "pipelined", "fused"):
+            out = interlace.all_gather_matmul(x, torch.ones(64, 32), algorithm=algorithm)
+            whole = (64 * rows.repeat_interleave(64))[:, None].expand(-1, 32)
+            assert torch.equal(out, whole), algorithm
+    choices: list[Any] = [None] * WORLD
+    interlace.all_gather_object(choices, choice)
+    assert choices == [choice] * WORLD
+    if caches[0]:
+        assert choice == ("pipelined", CHUNKS, 2)
+        assert len(said) == (caches[rank] != caches[0])
+        for text in said:
+            assert f"rank {rank} has" in text and str(cache_of(tmp_path, 0)) in text
+    else:
+        assert choice != ("unfused", CHUNKS, 4)
 
 
+@ranks(WORLD)
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
-    """The negative control."""
-    tune_ranks.write(str(tmp_path), 0, "pipelined", 2)
-    tune_ranks.write(str(tmp_path), 1, "unfused", 4)
-    values = [each["values"] for each in run(tmp_path, agrees=False)]
-    assert values[0] != values[1] != values[2]
+    """The negative control: ranks do not exchange what they have."""
+    rank, group = interlace.get_rank(), default_group()
+    with with_cache_of_rank(tmp_path, [("pipelined", 2), ("unfused", 4), None][rank]):
+        tuning._groups[group] = tuning._Agreed(None, tuning.own_rows(group.place), asks=False)
+        choice = chosen()
+    choices: list[Any] = [None] * WORLD
+    interlace.all_gather_object(choices, choice)
+    assert choices[0] != choices[1] != choices[2]
 
 
 @thorough
@@ -80,7 +124,9 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
     assert len(bars) >= 4 and sum("(default)" in line for line in bars) == 2
 
 
-@pytest.mark.parametrize("place", ["shm"])
-def test_ranks_with_different_explicit_configurations_are_told(place: str) -> None:
-    with pytest.raises(ValueError, match="configuration differs between ranks"):
-        interlace.run(tune_ranks.different, 2, place=place)
+@ranks(2)
+def test_ranks_with_different_explicit_configurations_are_told() -> None:
+    values = {"block_m": 64} if interlace.get_rank() else {}
+    text = "configuration differs between ranks"
+    with interlace.configured(**values), pytest.raises(ValueError, match=text):
+        interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 4))
