@@ -18,7 +18,7 @@ from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(machine_code.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 MODES = ["no denormals", "upward"]
-SIZES = [64, 16 << 10, 240 << 10, 4 << 20]  # bytes: with the message, beside it, through rings
+SIZES = [64, 16 << 10, 240 << 10, 1 << 20]  # bytes: with the message, beside it, through rings
 
 needs_modes = pytest.mark.skipif(UPWARD is None, reason="its modes are not known here")
 
