@@ -1,6 +1,7 @@
 """The commands of docs/launching.md: torchrun, srun, sbatch, mpirun and Ray start its programs."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,8 @@ OPEN_MPI = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """The page's programs, and launchers in ``.bin``: Open MPI if it is installed, else stand-ins."""
-    for variable, value in OPEN_MPI.items():
-        monkeypatch.setenv(variable, value)
     pages.prepared(tmp_path, PAGE)
     for block in pages.blocks(PAGE):
         pages.save(block, tmp_path)
@@ -57,7 +57,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             script = tmp_path / ".bin" / name
             script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {STAND_IN} {name} "$@"\n')
             script.chmod(0o755)
-    return tmp_path
+    with mock.patch.dict(os.environ, OPEN_MPI):
+        yield tmp_path
+
+
+def only(variables: Mapping[str, str] | None = None) -> Any:
+    """An environment of these variables alone."""
+    return mock.patch.dict(os.environ, variables or {}, clear=True)
 
 
 def lines(command: str, folder: Path) -> list[str]:
@@ -88,9 +94,7 @@ def test_two_agents_are_one_job(folder: Path) -> None:
 @thorough
 def test_actors_of_ray_are_ranks(folder: Path) -> None:
     """Of Ray where it is installed, else of a stand-in for its actors."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("ray") is None:
         shutil.copy(pages.ROOT / "tests/stand_ins/ray_stand_in.py", folder / "ray.py")
     assert lines("python on_ray.py", folder)[-1] == "[(0, [20.0, 20.0]), (1, [20.0, 20.0])]"
     assert lines("python own_actors.py", folder)[-1] == "[[2.0, 2.0], [2.0, 2.0]]"
@@ -113,13 +117,12 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "INTERLACE_SECRET"
         ((0, 2, {**MEETING, "MASTER_PORT": "x"}), ValueError, "meeting: MASTER_PORT='x'"),
     ],
 )
-def test_actors_are_told_what_is_wrong(
-    arguments: Any, error: type[Exception], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    with pytest.raises(error, match=re.escape(named)):
-        on_ray.join(*arguments)
-    assert not os.environ
+def test_actors_are_told_what_is_wrong(arguments: Any, error: type[Exception], named: str) -> None:
+    with only(), pytest.raises(error, match=re.escape(named)):
+        try:
+            on_ray.join(*arguments)
+        finally:
+            assert not os.environ
 
 
 def test_options_of_actors_are_a_mapping() -> None:
@@ -127,19 +130,18 @@ def test_options_of_actors_are_a_mapping() -> None:
         on_ray.run(print, 2, options=1)  # type: ignore[arg-type]
 
 
-def test_actors_that_find_no_room_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_that_find_no_room_are_an_error() -> None:
     """Of Ray where it is installed, else of the stand-in."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        monkeypatch.setitem(sys.modules, "ray.util", None)  # which the stand-in replaces
-        monkeypatch.setitem(sys.modules, "ray", importlib.import_module("stand_ins.ray_stand_in"))
-    with pytest.raises(
-        interlace.PlaceUnavailableError, match=r"0 of 2 actors in 2 s; .*'num_cpus': 9"
-    ):
-        on_ray.run(print, 2, options={"num_cpus": 9999}, start_timeout=2)
-    with pytest.raises(ValueError, match="start_timeout must be positive, got 0"):
-        on_ray.run(print, 2, start_timeout=0)
+    modules: dict[str, Any] = {}
+    if importlib.util.find_spec("ray") is None:
+        modules["ray"] = importlib.import_module("stand_ins.ray_stand_in")
+        modules["ray.util"] = None  # which the stand-in replaces
+    text = r"0 of 2 actors in 2 s; .*'num_cpus': 9"
+    with mock.patch.dict(sys.modules, modules):
+        with pytest.raises(interlace.PlaceUnavailableError, match=text):
+            on_ray.run(print, 2, options={"num_cpus": 9999}, start_timeout=2)
+        with pytest.raises(ValueError, match="start_timeout must be positive, got 0"):
+            on_ray.run(print, 2, start_timeout=0)
 
 
 STEP = {
@@ -177,95 +179,73 @@ def test_what_a_step_says_twice_is_one_rank() -> None:
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}, "1"),
     ],
 )
-def test_who_started_this_process_last_counts(
-    more: dict[str, str], rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_started_this_process_last_counts(more: dict[str, str], rank: str) -> None:
     """mpirun and torchrun inside of a step of SLURM, which starts them once for a node."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in {**STEP, **more}.items():
-        monkeypatch.setenv(name, value)
-    assert interlace.launched()
-    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (rank, "4")
+    with only({**STEP, **more}):
+        assert interlace.launched()
+        found = {**os.environ}
+    assert (found["RANK"], found["WORLD_SIZE"]) == (rank, "4")
     meets = {"PMI_RANK": "gpu03", "RANK": "here"}
-    assert os.environ.get("MASTER_ADDR") == meets.get(next(iter(more)))
+    assert found.get("MASTER_ADDR") == meets.get(next(iter(more)))
 
 
 OF_RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+# what a variable is changed to in a whole environment, and the words that refuse it
+WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
+    (OF_RANK, {"RANK": "4"}, "must be less than WORLD_SIZE='4'"),
+    (OF_RANK, {"RANK": "-1"}, "must be a whole number, at least 0"),
+    (OF_RANK, {"RANK": ""}, "must be a whole number"),
+    (OF_RANK, {"WORLD_SIZE": "four"}, "must be a whole number"),
+    (OF_RANK, {"WORLD_SIZE": "0"}, "must be a whole number, at least 1"),
+    (OF_RANK, {"LOCAL_RANK": "cuda:0"}, "must be a whole number"),
+    (OF_RANK, {"LOCAL_WORLD_SIZE": ""}, "must be a whole number"),
+    (OF_RANK, {"MASTER_ADDR": " "}, "names no host"),
+    (OF_RANK, {"MASTER_PORT": "http"}, "must be a whole number"),
+    (OF_RANK, {"MASTER_PORT": "0"}, "must be within 1..65535"),
+    (OF_RANK, {"MASTER_PORT": "65536"}, "must be within 1..65535"),
+    (STEP, {"SLURM_PROCID": "8"}, "must be less than SLURM_STEP_NUM_TASKS='8'"),
+    (STEP, {"SLURM_STEP_NUM_TASKS": ""}, "must be a whole number"),
+    (STEP, {"SLURM_LOCALID": "x"}, "must be a whole number"),
+    (STEP, {"SLURM_STEP_NODELIST": ""}, "names no host"),
+    (STEP, {"SLURM_STEP_ID": ""}, "must be a whole number"),
+    ({**STEP, "PMI_SIZE": "4"}, {"PMI_RANK": "-2"}, "must be a whole number"),
+    (STEP, {"OMPI_COMM_WORLD_SIZE": "0", "OMPI_COMM_WORLD_RANK": "0"}, "must be a whole number"),
+]
+# half of torchrun's, such as one that the shell before the launcher has exported
+HALVES = [
+    (
+        {**STEP, "WORLD_SIZE": "4"},
+        "WORLD_SIZE='4' is in the environment without RANK, against SLURM_PROCID='5' and "
+        "SLURM_STEP_NUM_TASKS='8': unset WORLD_SIZE, or set both",
+    ),
+    (
+        {**STEP, "RANK": "0"},
+        "RANK='0' is in the environment without WORLD_SIZE, against SLURM_PROCID='5'",
+    ),
+    ({"RANK": "0"}, "RANK='0' is in the environment without WORLD_SIZE: unset"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"RANK": "4"}, "RANK='4' in the environment must be less than WORLD_SIZE='4'"),
-        ({"RANK": "-1"}, "RANK='-1' in the environment must be a whole number, at least 0"),
-        ({"RANK": ""}, "RANK='' in the environment must be a whole number"),
-        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' in the environment must be a whole number"),
-        (
-            {"WORLD_SIZE": "0"},
-            "WORLD_SIZE='0' in the environment must be a whole number, at least 1",
-        ),
-        ({"LOCAL_RANK": "cuda:0"}, "LOCAL_RANK='cuda:0' in the environment must be a whole number"),
-        ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' in the environment must be a whole number"),
-        ({"MASTER_ADDR": " "}, "MASTER_ADDR=' ' in the environment names no host"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment must be a whole number"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment must be within 1..65535"),
-        (
-            {"MASTER_PORT": "65536"},
-            "MASTER_PORT='65536' in the environment must be within 1..65535",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("whole", "wrong", "words"), WRONG)
 def test_a_wrong_variable_is_named(
-    wrong: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+    whole: dict[str, str], wrong: dict[str, str], words: str
 ) -> None:
-    """Before anybody is waited for: of these ranks there is one."""
-    for name, value in {**OF_RANK, **wrong}.items():
-        monkeypatch.setenv(name, value)
-    for join in (interlace.launched, interlace.init, interlace.barrier):
-        with pytest.raises(ValueError, match=re.escape(named)):
-            join()
+    (name, value), *_ = wrong.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} in the environment {words}")):
+        launchers.variables({**whole, **wrong})
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (
-            {"SLURM_PROCID": "8"},
-            "SLURM_PROCID='8' in the environment must be less than SLURM_STEP_NUM",
-        ),
-        (
-            {"SLURM_STEP_NUM_TASKS": ""},
-            "SLURM_STEP_NUM_TASKS='' in the environment must be a whole",
-        ),
-        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' in the environment must be a whole number"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST='' in the environment names no host"),
-        ({"SLURM_STEP_ID": ""}, "SLURM_STEP_ID='' in the environment must be a whole number"),
-        ({"PMI_RANK": "-2", "PMI_SIZE": "4"}, "PMI_RANK='-2' in the environment must be a whole"),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE='0' in"),
-        # half of torchrun's, such as one that the shell before the launcher has exported
-        (
-            {"WORLD_SIZE": "4"},
-            "WORLD_SIZE='4' is in the environment without RANK, against SLURM_PROCID='5' and "
-            "SLURM_STEP_NUM_TASKS='8': unset WORLD_SIZE, or set both",
-        ),
-        (
-            {"RANK": "0"},
-            "RANK='0' is in the environment without WORLD_SIZE, against SLURM_PROCID='5'",
-        ),
-    ],
-)
-def test_a_wrong_variable_of_another_launcher_is_named(wrong: dict[str, str], named: str) -> None:
+@pytest.mark.parametrize("join", [interlace.launched, interlace.init, interlace.barrier])
+def test_it_is_named_before_anybody_is_waited_for(join: Any) -> None:
+    """Of these ranks there is one."""
+    with only({**OF_RANK, "RANK": "4"}), pytest.raises(ValueError, match="RANK='4' in the env"):
+        join()
+
+
+@pytest.mark.parametrize(("given", "named"), HALVES)
+def test_half_of_a_rank_is_named(given: dict[str, str], named: str) -> None:
     with pytest.raises(ValueError, match=re.escape(named)):
-        launchers.variables({**STEP, **wrong})
-
-
-def test_half_of_a_rank_is_named() -> None:
-    with pytest.raises(
-        ValueError, match="RANK='0' is in the environment without WORLD_SIZE: unset"
-    ):
-        launchers.variables({"RANK": "0"})
+        launchers.variables(given)
 
 
 def test_what_fits_a_launcher_is_filled_in() -> None:
@@ -294,27 +274,24 @@ def test_mpirun_on_hosts_of_slurm() -> None:
     assert {address for address, _ in meeting} == {"n1"} and len(meeting) == 1
 
 
-def test_a_group_of_torch_knows_its_ranks() -> None:
-    """A rank that torch does not look at, given by hand."""
-    store = dist.HashStore()
-    with pytest.raises(ValueError, match=r"rank must be within 0\.\.1, world size 2, got 2"):
-        dist.init_process_group("interlace", store=store, rank=2, world_size=2)
+@pytest.mark.parametrize(
+    ("rank", "variables", "named"),
+    [
+        (2, {}, r"rank must be within 0\.\.1, world size 2, got 2"),
+        (0, {"LOCAL_RANK": ""}, "LOCAL_RANK='' in the environment"),
+    ],
+)
+def test_a_group_of_torch_knows_its_ranks(rank: int, variables: dict[str, str], named: str) -> None:
+    """A rank that torch does not look at, given by hand, and its number on the host."""
+    with mock.patch.dict(os.environ, variables), pytest.raises(ValueError, match=named):
+        dist.init_process_group("interlace", store=dist.HashStore(), rank=rank, world_size=2)
     assert not dist.is_initialized()
 
 
-def test_a_group_of_torch_wants_a_number_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "")
-    with pytest.raises(ValueError, match="LOCAL_RANK='' in the environment"):
-        dist.init_process_group("interlace", store=dist.HashStore(), rank=0, world_size=1)
-    assert not dist.is_initialized()
-
-
-def test_a_batch_script_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    for name in ("SLURM_PROCID", "SLURM_JOB_ID"):
-        monkeypatch.setenv(name, STEP[name])
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert not interlace.launched()
+def test_a_batch_script_is_no_rank() -> None:
+    job = {name: STEP[name] for name in ("SLURM_PROCID", "SLURM_JOB_ID")}
+    with only({**job, "SLURM_NTASKS": "8"}):
+        assert not interlace.launched()
 
 
 def test_manifests_have_their_form() -> None:
@@ -358,42 +335,40 @@ one_op()
 """
 
 
+def failed_under_torchrun(folder: Path, ranks: int, script: str, *arguments: str) -> str:
+    """What torchrun and its ranks print; it blames rank 1."""
+    (folder / "fails.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), str(folder / "fails.py"), *arguments]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert re.search(r"rank +: 1 ", said.split("Root Cause")[1]), said
+    return said
+
+
 @thorough
 def test_torchrun_names_the_rank_that_failed_first(tmp_path: Path) -> None:
     """The other one prints where it called interlace, and nothing of what is within."""
-    (tmp_path / "fails.py").write_text(FAILING)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run([*command, str(tmp_path / "fails.py")], capture_output=True, text=True)
-    _, root = done.stderr.split("Root Cause")
-    assert re.search(r"rank +: 1 ", root)
-    assert "AbortedError: rank 1 aborted" in done.stderr and "no such file" in done.stderr
-    assert 'fails.py", line 7, in one_op' in done.stderr
-    assert "INTERLACE_DEBUG=debug shows them" in done.stderr
-    assert not re.search(r'File ".*/interlace/', done.stderr)
+    said = failed_under_torchrun(tmp_path, 2, FAILING)
+    assert "AbortedError: rank 1 aborted" in said and "no such file" in said
+    assert 'fails.py", line 7, in one_op' in said
+    assert "INTERLACE_DEBUG=debug shows them" in said
+    assert not re.search(r'File ".*/interlace/', said)
 
 
 @pytest.mark.parametrize("of_another", [False, True])
-def test_who_fails_because_of_another_rank_ends_after_it(
-    of_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_fails_because_of_another_rank_ends_after_it(of_another: bool, tmp_path: Path) -> None:
     """torchrun's root cause has the earliest stamp, or else is the first process that it saw end."""
-    said, at_exit = tmp_path / "error.json", mock.Mock()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(said))
-    monkeypatch.setattr(uncaught.atexit, "register", at_exit)
-    monkeypatch.setattr(sys, "excepthook", mock.Mock())
-    uncaught.install()
-    error = InterlaceError("own")
+    said, error = tmp_path / "error.json", InterlaceError("own")
     if of_another:
         error.__cause__ = PeerDiedError(1, 77, "barrier")
     before = time.time()
-    sys.excepthook(InterlaceError, error, None)
+    with (
+        mock.patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": str(said)}),
+        mock.patch.object(uncaught.atexit, "register") as at_exit,
+        mock.patch.object(sys, "excepthook"),
+    ):
+        uncaught.install()
+        sys.excepthook(InterlaceError, error, None)
     if not of_another:
         assert not said.exists() and not at_exit.called
         return
@@ -433,9 +408,4 @@ except Exception as error:
 @thorough
 @pytest.mark.parametrize("how", ["exits", "wrapped", "misused"])
 def test_torchrun_names_it_whatever_others_end_with(how: str, tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text(ENDS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "3", str(tmp_path / "ends.py"), how], capture_output=True, text=True
-    )
-    assert re.search(r"rank +: 1 ", done.stderr.split("Root Cause")[1]), done.stderr
+    failed_under_torchrun(tmp_path, 3, ENDS, how)
