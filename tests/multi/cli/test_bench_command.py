@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -24,13 +25,6 @@ from support import under_torchrun
 from tiers import thorough
 
 KERNELS = pathlib.Path(__file__).with_name("bench_kernels.py")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as a rank of whatever runs the tests."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @thorough
@@ -132,7 +126,7 @@ def test_all_leaves_out_what_cannot_be(tmp_path: pathlib.Path) -> None:
 
 
 def test_barrier_has_nothing_to_check(tmp_path: pathlib.Path) -> None:
-    code, text, facts = run("barrier", tmp_path, world_size=2)
+    code, text, facts = run("barrier", tmp_path, world_size=2, place="sim")
     assert code == 0 and "Not checked" in text
     assert {row["right"] for row in facts["results"][0]["rows"]} == {None}
 
@@ -172,9 +166,7 @@ def test_what_a_function_raises_is_shown_from_its_first_line(
 
 
 @pytest.mark.parametrize("fault", ["an element", "nothing done", "another rank's"])
-def test_faults_in_an_op_of_ours_are_seen(
-    fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_in_an_op_of_ours_are_seen(fault: str, tmp_path: pathlib.Path) -> None:
     right = plain.AllGather.ours
 
     def faulty(self: plain.AllGather, algorithm: str) -> Any:
@@ -190,8 +182,9 @@ def test_faults_in_an_op_of_ours_are_seen(
 
         return run
 
-    monkeypatch.setattr(plain.AllGather, "ours", faulty)
-    code, text, facts = run("all_gather", tmp_path, sizes="64", place="sim", repetitions=1)
+    options: dict[str, Any] = {"sizes": "64", "place": "sim", "repetitions": 1}
+    with mock.patch.object(plain.AllGather, "ours", faulty):
+        code, text, facts = run("all_gather", tmp_path, **options)
     assert code == 1 and rows(facts)["auto"]["right"] is False and "WRONG" in text
 
 
@@ -307,75 +300,10 @@ def test_nothing_is_cut_off_in_a_narrow_console(tmp_path: pathlib.Path) -> None:
 # -- refusals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["all_reduc"], "all_reduc: is none of all_reduce, all_gather"),
-        (["nowhere.py::f"], "nowhere.py: there is no such file"),
-        ([f"{KERNELS.parent}::f"], "must be like path/to/file.py::function"),
-        (["all_reduce", "--sizes", "1K:1G:x1"], "the factor of '1K:1G:x1' must be at least 2"),
-        (["all_reduce", "--sizes", "big"], "--sizes: 'big' is no size"),
-        (["all_reduce", "--m", "64"], "--m: all_reduce has no matmul; it takes --sizes"),
-        (["all_gather_matmul", "--sizes", "1K"], "it takes --m, --n and --k"),
-        (
-            ["all_gather_matmul", "--m", "5"],
-            "--m 5: all_gather_matmul shards rows, and world size 2",
-        ),
-        (["matmul_all_reduce", "--dtype", "int32"], "--dtype int32: matmul_all_reduce computes"),
-        (["barrier", "--sizes", "4"], "barrier moves nothing, so it has no size"),
-        (["send_recv", "--world-size", "1"], "send_recv needs at least 2 ranks"),
-        (["all_reduce", "--world-size", "65"], "--world-size must be within 1..64, got 65"),
-        (
-            ["all_reduce", "--algorithm", "fused"],
-            "all_reduce has auto, kernel, copy, multimem, low_latency, and all",
-        ),
-        (["all_reduce", "--baseline", "mpi"], "--baseline mpi: known are torch, nccl, gloo"),
-        (["all_reduce", "--repetitions", "0"], "--repetitions must be positive, got 0"),
-        (["all_reduce", "--timeout", "0"], "--timeout must be positive, got 0.0"),
-        (
-            ["all_reduce", "--json", "/no/such/x.json"],
-            "--json /no/such/x.json: the folder does not",
-        ),
-        (["all_reduce", "--timeout", "inf"], "--timeout must be positive, got inf"),
-        (["all_reduce", "--timeout", "nan"], "--timeout must be positive, got nan"),
-        (["all_reduce", "--sizes", ""], "--sizes: '' is no size"),
-        (["all_reduce", "--json", str(KERNELS.parent)], "is a folder"),
-        (["all_reduce", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
-        (["all_reduce", "--place", "hosts"], "--place hosts is one of torchrun's"),
-        (["all_reduce", "--place", "sim", "--baseline", "gloo"], "needs a process per rank"),
-        ([f"{KERNELS}::right", "--algorithm", "fused"], "a kernel of your own has none"),
-        ([f"{KERNELS}::right", "--place", "sim"], "takes 'nbytes', so give --sizes"),
-        ([f"{KERNELS}::needs_more", "--place", "sim", "--sizes", "4"], "an argument 'colour'"),
-        ([f"{KERNELS}::bare", "--place", "sim", "--baseline", "gloo"], "has no baselines"),
-        ([f"{KERNELS}::nothing", "--place", "sim"], "has no function 'nothing'; it has"),
-    ],
-)
-def test_options_that_cannot_be(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["bench", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-OWN = [("right", []), ("nothing", []), ("needs_more", ["--sizes", "4"])]
-
-
-@pytest.mark.parametrize(("function", "options"), OWN)
-def test_no_rank_starts_for_a_function_that_cannot_be_called(
-    function: str,
-    options: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("interlace.run", lambda *a, **k: pytest.fail("a rank has started"))
-    assert main.run(["bench", f"{KERNELS}::{function}", "--place", "sim", *options]) == 2
-    assert "rank" not in capsys.readouterr().err
-
-
-def test_a_plot_of_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    assert main.run(["bench", "all_reduce", "--plot", "x.foo"]) == 2
-    assert "--plot x.foo: the ending 'foo' is none of" in " ".join(capsys.readouterr().err.split())
+def test_a_bare_function_has_no_baselines(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks find that it is one; others are in tests/sim/cli/refusals.txt."""
+    assert main.run(["bench", f"{KERNELS}::bare", "--place", "sim", "--baseline", "gloo"]) == 2
+    assert "has no baselines" in capsys.readouterr().err
 
 
 def test_looking_whether_a_file_can_be_written_leaves_it(tmp_path: pathlib.Path) -> None:
@@ -387,7 +315,7 @@ def test_looking_whether_a_file_can_be_written_leaves_it(tmp_path: pathlib.Path)
 
 
 def test_figures_are_printed_though_the_file_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["all_reduce", "--sizes", "64", "--place", "sim", "--repetitions", "1"]
     assert main.run(["bench", *arguments, "--json", "/dev/full"]) == 2
@@ -415,21 +343,9 @@ def test_a_terminated_command_leaves_nothing(tmp_path: pathlib.Path) -> None:
     assert not list(tmp_path.glob("interlace-*"))
 
 
-@pytest.mark.parametrize("name", ["nccl", "symm_mem"])
-def test_baselines_that_need_a_gpu_say_so(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["bench", "all_reduce", "--place", "shm", "--baseline", name]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert (
-        f"--baseline {name} needs a GPU per rank, and place shm has its tensors on the CPU" in said
-    )
-
-
-def test_ranks_of_torchrun_are_not_counted_twice(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main.run(["bench", "all_reduce", "--world-size", "4"]) == 2
+def test_ranks_of_torchrun_are_not_counted_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "2"}):
+        assert main.run(["bench", "all_reduce", "--world-size", "4"]) == 2
     assert "--world-size 4: torchrun has started 2 ranks" in capsys.readouterr().err
 
 

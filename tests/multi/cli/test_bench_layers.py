@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 import interlace
 from cases.bench_runs import rows, run
 from interlace.benchmark.requests import OPS
-from interlace.cli import main
 from interlace.groups.groups import default_group
 from tiers import thorough
 
@@ -76,21 +75,3 @@ def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
 def test_control_one_wrong_element_is_seen(op: str) -> None:
     for found in interlace.run(_perturbed, 2, op, 2, place="sim"):
         assert all(right <= 1 < wrong for right, wrong in found)
-
-
-def test_what_cannot_be_is_told_before(capsys: pytest.CaptureFixture[str]) -> None:
-    for given, said in (
-        (["all_reduce", "--batch", "2"], "--batch 2: all_reduce has none"),
-        (["distributed_decode", "--mask", "full"], "--mask full: distributed_decode has none"),
-        (["distributed_decode", "--key-heads", "3"], "--key-heads 3: does not divide --n 8"),
-        (["context_parallel_attention", "--m", "6"], "--m 6: context_parallel_attention shares"),
-        (["matmul_all_to_all", "--n", "31"], "--n 31: matmul_all_to_all gives ranks parts"),
-        (
-            ["all_gather_grouped_matmul", "--m", "6"],
-            "--m 6: all_gather_grouped_matmul has 2 experts",
-        ),
-        (["all_to_all_matmul", "--k", "31"], "--k 31: all_to_all_matmul gives ranks parts"),
-        (["context_parallel_attention", "--m", "4M", "--n", "4K"], "GiB"),
-    ):
-        assert main.run(["bench", *given]) == 2
-        assert said in capsys.readouterr().err

@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from interlace.cli import main
 from interlace.cli.commands import demo as command, demo_workload as workload
 from interlace.cli.commands.demo_workload import DemoOptions
 from interlace.runtime.places.sim.scheduler import recording
@@ -108,37 +107,3 @@ def test_bad_files(tmp_path: pathlib.Path) -> None:
     np.save(tmp_path / "int.npy", np.ones((2, 2), dtype=np.int64))
     with pytest.raises(TypeError, match="floating point, got int64"):
         printed(DemoOptions(input=str(tmp_path / "int.npy")))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"text": "a", "input": "b"}, "exclude each other"),
-        ({"trace": "no/such/folder/t.json"}, "the folder does not exist"),
-        ({"trace": "t.json", "place": "cuda"}, "--trace needs --place sim or shm"),
-    ],
-)
-def test_bad_options(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        printed(DemoOptions(**options))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
-        (["--place", "moon"], "argument --place: invalid choice: 'moon'"),
-        (["--seed", str(1 << 64)], "argument --seed: must be a whole number within 0..2**64 - 1"),
-        (
-            ["--ranks", "0"],
-            "argument --ranks/--world-size: must be a positive whole number, got '0'",
-        ),
-        (["--ranks", "65"], "argument --ranks/--world-size: must be within 1..64, got 65"),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main.run(["demo", *arguments])
-    assert message in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -30,17 +31,9 @@ def kernel(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @thorough
 def test_its_tests_pass(kernel: pathlib.Path) -> None:
+    plugins = ["-p", "no:interlace", "-p", "interlace_pytest.plugin"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:interlace",
-            "-p",
-            "interlace_pytest.plugin",
-        ],
+        [sys.executable, "-m", "pytest", "-q", *plugins],
         cwd=kernel.parent,
         env={**os.environ, "PYTHONPATH": str(PYTHON)},
         capture_output=True,
@@ -51,11 +44,11 @@ def test_its_tests_pass(kernel: pathlib.Path) -> None:
 
 @thorough
 def test_verify_finds_nothing_in_it(
-    kernel: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kernel: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(suite, "lint_many", functools.partial(suite.lint_many, workers=1))
     little = ("--ranks", "2,3", "--seeds", "1", "--schedules", "3", "--arch", "90")
-    assert run(["verify", f"{kernel}::two_rounds", *little]) == 0
+    with mock.patch.object(suite, "lint_many", functools.partial(suite.lint_many, workers=1)):
+        assert run(["verify", f"{kernel}::two_rounds", *little]) == 0
     assert "No findings." in capsys.readouterr().out
 
 
@@ -77,27 +70,6 @@ def test_it_writes_over_nothing(kernel: pathlib.Path, capsys: pytest.CaptureFixt
     assert run(again) == 2
     assert capsys.readouterr().err.count("is there already, and is not written over") == 2
     assert not kernel.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a-b", "lower-case letters, digits and _"),
-        ("Upper", "lower-case letters, digits and _"),
-        ("2d", "lower-case letters, digits and _"),
-        ("../up", "lower-case letters, digits and _"),
-        ("test_x", "pytest takes a file of that name for tests"),
-        ("class", "lower-case letters, digits and _"),
-        ("json", "a module that this one would hide"),
-        ("two_rounds", "a name that the files use"),
-    ],
-)
-def test_names_that_are_none(
-    name: str, message: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["new", "kernel", name, "--folder", str(tmp_path)]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_not_there(
