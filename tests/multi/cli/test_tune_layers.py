@@ -1,5 +1,6 @@
 """``tune`` of ops that are no matmuls: what was measured is what ``auto`` then takes."""
 
+import dataclasses
 import io
 import os
 import pathlib
@@ -116,39 +117,30 @@ def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
     assert any(chosen in each for each in mine)
 
 
-@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_to_all_matmul"])
-def test_the_kernel_gets_what_was_measured(op: str, tmp_path: pathlib.Path) -> None:
-    file, group_m = tmp_path / "tune.json", 5  # that no default has
-    problem = TUNED[op].problem(torch.float32, tuple(SIZES.values()), 2)
-    where = tuning.dtype_name(problem), tuning.extents_of(problem), *tuning.bucket_of(problem)
-    made = CacheRow(op, *where, "fused", {"fused": {"group_m": group_m}})
-    cache.add(cache.machine("sim", torch.device("cpu")), [made], file)
-    kind = head_exchange.ToHeads if op.endswith("all") else head_exchange.FromHeads
+# values that no default has
+KERNELS: list[tuple[str, Any, str, int]] = [
+    ("matmul_all_to_all", head_exchange.ToHeads, "group_m", 5),
+    ("all_to_all_matmul", head_exchange.FromHeads, "group_m", 5),
+    ("dispatch", Dispatch, "copy_rows", 2),
+    ("combine", Combine, "copy_rows", 2),
+]
+
+
+@pytest.mark.parametrize(("op", "kind", "name", "value"), KERNELS)
+def test_the_kernel_gets_what_was_measured(
+    op: str, kind: Any, name: str, value: int, tmp_path: pathlib.Path
+) -> None:
+    """Of rows of experts whether counts are on the host or not."""
+    file = tmp_path / "tune.json"
+    found = dataclasses.replace(row(op, "fused"), values={"fused": {name: value}})
+    cache.add(cache.machine("sim", torch.device("cpu")), [found], file)
     with mock.patch.object(kind, "fused", autospec=True, side_effect=kind.fused) as spy:
-        for name, expected in (("off", False), (str(file), True)):
+        for where, expected in (("off", False), (str(file), True)):
             spy.reset_mock()
             # Around both: ranks of one process would give back what the other has set.
-            with mock.patch.dict(os.environ, {cache.VARIABLE: name}):
-                interlace.run(told, 2, op, name, algorithm="fused")
-            got = [each.args[-1].group_m == group_m for each in spy.call_args_list]
-            assert got == [expected] * 2
-
-
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
-def test_the_kernels_of_rows_get_what_was_measured(op: str, tmp_path: pathlib.Path) -> None:
-    """Whether counts are on the host or not."""
-    file, copied = tmp_path / "tune.json", 2  # rows; no default has so few
-    problem = TUNED[op].problem(torch.float32, (SIZES["m"], SIZES["n"]), 2)
-    where = tuning.dtype_name(problem), tuning.extents_of(problem), *tuning.bucket_of(problem)
-    made = CacheRow(op, *where, "fused", {"fused": {"copy_rows": copied}})
-    cache.add(cache.machine("sim", torch.device("cpu")), [made], file)
-    kind = Dispatch if op == "dispatch" else Combine
-    with mock.patch.object(kind, "fused", autospec=True, side_effect=kind.fused) as spy:
-        for name, expected in (("off", False), (str(file), True)):
-            spy.reset_mock()
-            with mock.patch.dict(os.environ, {cache.VARIABLE: name}):
-                interlace.run(told, 2, op, name, algorithm="fused")
-            got = [each.args[-1].copy_rows == copied for each in spy.call_args_list]
+            with mock.patch.dict(os.environ, {cache.VARIABLE: where}):
+                interlace.run(told, 2, op, where, algorithm="fused")
+            got = [getattr(each.args[-1], name) == value for each in spy.call_args_list]
             assert got == [expected] * 2
 
 

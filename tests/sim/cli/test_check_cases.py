@@ -1,5 +1,6 @@
 """Cases of ``interlace check``: every kernel of the catalogue has one that runs it, or a reason."""
 
+import functools
 import itertools
 import json
 import pathlib
@@ -25,13 +26,14 @@ from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEVICES = ("cpu", "cuda")
-IN_SIM = known.cases("cpu")
+cases_of = functools.cache(known.cases)
+IN_SIM = cases_of("cpu")
 FIRST = [case.title for case in IN_SIM if case.world_size == 2][:20]
 
 
 def forgotten(device: str) -> set[str]:
     """Kernels of the catalogue without a case and a reason, kernels with both, and unknown ones."""
-    run = {kernel for case in known.cases(device) for kernel in case.kernels}
+    run = {kernel for case in cases_of(device) for kernel in case.kernels}
     return {*known.every_kernel()} ^ (run ^ known.WITHOUT[device].keys())
 
 
@@ -75,7 +77,7 @@ def test_every_kernel_is_in_the_catalogue() -> None:
 
 def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
     """Tiles depend on the size of heads and the dtype."""
-    attention = [case for case in known.cases("cuda") if "context_parallel" in case.op]
+    attention = [case for case in cases_of("cuda") if "context_parallel" in case.op]
     for capability, backward in itertools.product((80, 90, 100), (False, True)):
         found, every = (
             {
@@ -97,7 +99,7 @@ def test_every_tile_of_attention_on_a_gpu_has_a_case() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_branches_of_kernels_have_cases_before_more_sizes(device: str) -> None:
     for world_size in (1, 2, 4):
-        cases = [case for case in known.cases(device) if case.world_size == world_size]
+        cases = [case for case in cases_of(device) if case.world_size == world_size]
         found = {(case.op, case.branch) for case in cases[: 2 * len(cases) // 3]}
         assert {
             ("context_parallel_attention_backward", "heads of 64"),
@@ -182,7 +184,7 @@ def test_what_needs_a_switch_is_skipped_with_a_word() -> None:
 
 def test_streams_can_be_made_to_signal_by_kernels() -> None:
     """While the case runs, and no longer."""
-    (case, *_) = (case for case in known.cases("cuda") if "publish_kernel" in case.kernels)
+    (case, *_) = (case for case in cases_of("cuda") if "publish_kernel" in case.kernels)
     before = driver.stream_words
     with case.circumstances():
         assert case.by_kernels and driver.stream_words(0) is None
@@ -190,7 +192,7 @@ def test_streams_can_be_made_to_signal_by_kernels() -> None:
 
 
 def test_every_dtype_runs_on_the_main_tile() -> None:
-    cases = [case for case in known.cases("cuda") if case.sizes == (2048, 1024, 512)]
+    cases = [case for case in cases_of("cuda") if case.sizes == (2048, 1024, 512)]
     cases = [case for case in cases if case.dtype != "fp8" and "roles" not in case.variant]
     ops = {(case.op, case.variant, case.world_size) for case in cases}
     found = {(case.op, case.variant, case.world_size, case.dtype) for case in cases}
@@ -218,5 +220,5 @@ def test_the_list_names_every_kernel(device: str, capsys: pytest.CaptureFixture[
 
 def test_titles_tell_cases_apart() -> None:
     for device in DEVICES:
-        cases: list[CheckCase] = known.cases(device)
+        cases: list[CheckCase] = cases_of(device)
         assert len({case.title for case in cases}) == len(cases)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_report_is_complete_and_exit_code_is_zero() -> None:
     assert text.count("before last chunk") == 3
 
 
-def test_wrong_result_is_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_result_is_exit_code_one() -> None:
     """One element of one rank, off by little more than rounding can explain."""
     right = interlace.matmul_reduce_scatter
 
@@ -189,8 +190,8 @@ def test_wrong_result_is_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
             output[2, 3] += 0.25
         return output
 
-    monkeypatch.setattr(interlace, "matmul_reduce_scatter", wrong)
-    code, text = printed(DemoOptions(ranks=2, **SMALL))
+    with mock.patch.object(interlace, "matmul_reduce_scatter", wrong):
+        code, text = printed(DemoOptions(ranks=2, **SMALL))
     assert code == 1
     assert "WRONG" in text and "Correct" not in text
     assert "matmul_reduce_scatter, MLP" in re.sub(r"\s+", " ", text)
@@ -248,7 +249,7 @@ def test_plot_and_trace_from_the_command(tmp_path: pathlib.Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG") and json.loads(js.read_text())
 
 
-def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"interlace\[plot\]"):
+def test_plot_without_matplotlib_says_what_to_install() -> None:
+    without = mock.patch.dict(sys.modules, {"matplotlib.figure": None})
+    with without, pytest.raises(ValueError, match=r"interlace\[plot\]"):
         printed(DemoOptions(plot="p.png"))

@@ -4,9 +4,12 @@ import copy
 import importlib.metadata
 import io
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -22,6 +25,8 @@ from interlace.cli.commands.doctor import (
 )
 from interlace.cli.output import machine
 
+RUN = interlace.run
+PLACES = {"sim", "shm", "hosts", "cuda", "nvshmem"}
 GPU = {"index": 0, "name": "H200", "capability": [9, 0], "memory_bytes": 139 << 30}
 CLUSTER: dict[str, Any] = {
     "triton": {"version": "3.7.1", "interpreted": False},
@@ -46,16 +51,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which places are tried, as if all worked; tests of the pages do try."""
-    seen: list[str] = []
-
-    def run(fn: Any, world_size: int, *args: Any, place: str, timeout: float) -> list[float]:
-        seen.append(place)
-        return [SUM] * world_size
-
-    monkeypatch.setattr(interlace, "run", run)
-    return seen
+def tried() -> Iterator[mock.Mock]:
+    """Stands for the run on two ranks of a place, as if it worked; tests of the pages do try."""
+    with mock.patch.object(interlace, "run", return_value=[SUM, SUM]) as run:
+        yield run
 
 
 def printed(as_json: bool) -> tuple[int, str]:
@@ -67,7 +66,7 @@ def printed(as_json: bool) -> tuple[int, str]:
 def test_facts_are_json() -> None:
     facts = collect()
     assert json.loads(json.dumps(facts)) == facts
-    assert set(facts["places"]) == {"sim", "shm", "hosts", "cuda", "nvshmem"}
+    assert set(facts["places"]) == PLACES
     assert all(verdict["why"] for verdict in facts["places"].values())
 
 
@@ -80,28 +79,13 @@ def test_json_output_is_only_json() -> None:
 def test_tables_name_every_place() -> None:
     code, text = printed(as_json=False)
     assert code == 0
-    for word in (
-        "python",
-        "torch",
-        "triton",
-        "sealed memfd",
-        "sim",
-        "shm",
-        "hosts",
-        "cuda",
-        "nvshmem",
-    ):
+    for word in ("python", "torch", "triton", "sealed memfd", *PLACES):
         assert word in text
 
 
 def test_everything_works_on_a_cluster() -> None:
     places = judge_places(CLUSTER)
-    assert {name for name, verdict in places.items() if verdict["works"]} == {
-        "shm",
-        "hosts",
-        "cuda",
-        "nvshmem",
-    }
+    assert {name for name, verdict in places.items() if verdict["works"]} == PLACES - {"sim"}
     assert "TRITON_INTERPRET=1" in places["sim"]["why"]
 
 
@@ -133,38 +117,31 @@ def test_one_gpu_has_virtual_ranks() -> None:
     assert verdict == {"works": True, "why": "one GPU: virtual ranks only"}
 
 
-def test_it_says_which_ranks_are_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_which_ranks_are_on_this_host() -> None:
     from interlace.runtime.places.hosts import host_map
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     before = collect()["hosts"]
     assert before["launched"] is None and "not started by a launcher" in printed(as_json=False)[1]
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert "4 of 8 ranks, this is rank 5" in printed(as_json=False)[1]
-    monkeypatch.setenv("RANK", "8")
-    text = printed(as_json=False)[1]
+    ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    with mock.patch.dict(os.environ, ranks):
+        assert "4 of 8 ranks, this is rank 5" in printed(as_json=False)[1]
+    with mock.patch.dict(os.environ, {**ranks, "RANK": "8"}):
+        text = printed(as_json=False)[1]
     assert "RANK='8' in the environment must be less than WORLD_SIZE='8'" in text
-    monkeypatch.setattr(host_map, "this_host", lambda: "another kernel")
-    assert collect()["hosts"]["this_host"] != before["this_host"]
+    with mock.patch.object(host_map, "this_host", return_value="another kernel"):
+        assert collect()["hosts"]["this_host"] != before["this_host"]
 
 
-def test_survives_when_everything_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("broken on purpose")
-
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    for name in ("_torch", "_gpus", "_peer_access", "_multicast", "_memory", "_sealed_memfd"):
-        monkeypatch.setattr(machine, name, broken)
-    for name in ("_pidfd_open", "_pass_descriptors", "_nvshmem_backend", "_nvshmem_library"):
-        monkeypatch.setattr(machine, name, broken)
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    monkeypatch.setattr(machine, "_interpreted", lambda: False)
-    code, text = printed(as_json=False)
+def test_survives_when_everything_is_broken() -> None:
+    broken = mock.Mock(side_effect=RuntimeError("broken on purpose"))
+    names = ["_torch", "_gpus", "_peer_access", "_multicast", "_memory", "_sealed_memfd"]
+    names += ["_pidfd_open", "_pass_descriptors", "_nvshmem_backend", "_nvshmem_library"]
+    absent = importlib.metadata.PackageNotFoundError("of any name")
+    with (
+        mock.patch.multiple(machine, _interpreted=lambda: False, **dict.fromkeys(names, broken)),
+        mock.patch.object(importlib.metadata, "version", side_effect=absent),
+    ):
+        code, text = printed(as_json=False)
     assert code == 1
     assert "broken on purpose" in text
 
@@ -177,10 +154,10 @@ def test_optional_packages_are_not_imported() -> None:
     assert optional & set(sys.modules) == before
 
 
-def test_a_place_that_the_facts_allow_is_tried(tries: list[str]) -> None:
+def test_a_place_that_the_facts_allow_is_tried(tried: mock.Mock) -> None:
     facts = {**CLUSTER, "places": judge_places(CLUSTER)}
     try_places(facts)
-    assert tries == ["shm", "cuda"]
+    assert [call.kwargs["place"] for call in tried.mock_calls] == ["shm", "cuda"]
     assert facts["places"]["shm"]["why"].startswith("tried: all_reduce on 2 ranks, right after")
     assert facts["places"]["hosts"]["why"].startswith("not tried, which takes torchrun; ")
     assert not facts["places"]["sim"]["works"]
@@ -189,33 +166,20 @@ def test_a_place_that_the_facts_allow_is_tried(tries: list[str]) -> None:
 @pytest.mark.parametrize(
     ("result", "why"),
     [
-        (
-            AttributeError("no 'create_load'\nand more"),
-            "failed with AttributeError: no 'create_load';",
-        ),
-        ([SUM, 0.0], r"and \[48\.0, 0\.0\] is wrong"),
+        (AttributeError("no 'load'\nand more"), "failed with AttributeError: no 'load';"),
+        ([[SUM, 0.0]] * 2, r"and \[48\.0, 0\.0\] is wrong"),
     ],
 )
-def test_a_place_that_fails_does_not_work(
-    result: Any, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*args: Any, **options: Any) -> Any:
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    monkeypatch.setattr(interlace, "run", run)
+def test_a_place_that_fails_does_not_work(tried: mock.Mock, result: Any, why: str) -> None:
+    tried.side_effect = result
     facts = {**CLUSTER, "places": judge_places(CLUSTER)}
     try_places(facts)
     assert not facts["places"]["cuda"]["works"]
     assert re.search(why, facts["places"]["cuda"]["why"])
 
 
-def test_two_ranks_of_a_place_do_the_op(tries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    facts: dict[str, Any] = {
-        "triton": {"interpreted": True},
-        "places": {"sim": {"works": True, "why": ""}},
-    }
-    try_places(facts)
-    assert facts["places"]["sim"]["works"] and not tries
+def test_two_ranks_of_a_place_do_the_op(tried: mock.Mock) -> None:
+    tried.side_effect = RUN
+    places = {"sim": {"works": True, "why": ""}}
+    try_places({"triton": {"interpreted": True}, "places": places})
+    assert places["sim"]["works"] and places["sim"]["why"].startswith("tried: ")

@@ -1,9 +1,12 @@
 """The log of ``--sarif``: one result for each cause, at the line where it is."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -33,12 +36,11 @@ def in_vain():
 
 
 @pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def folder(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     (tmp_path / ".git").mkdir()
     (tmp_path / "vain.py").write_text(WAITS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(schedule_check, "SHRINK_RUNS", 2)
-    return tmp_path
+    with contextlib.chdir(tmp_path), mock.patch.object(schedule_check, "SHRINK_RUNS", 2):
+        yield tmp_path
 
 
 def log() -> dict[str, Any]:
