@@ -266,7 +266,7 @@ def spin_outside(flag_ptr):
 
 # -- launches --------------------------------------------------------------------------------------
 
-_LETTERS = {
+LETTERS = {
     torch.int16: "h",
     torch.int32: "r",
     torch.int64: "l",
@@ -277,10 +277,10 @@ _LETTERS = {
 
 def computed(asm: str, a: list[Any], b: list[Any], out: torch.dtype, given: torch.dtype) -> Any:
     """``$0`` after ``asm`` with ``$1`` and ``$2``, for every element; inside a rank."""
-    letter = _LETTERS[given]
+    letter = LETTERS[given]
     result = torch.zeros(len(a), dtype=out)
     left, right = torch.tensor(a, dtype=given), torch.tensor(b, dtype=given)
-    constraints = f"={_LETTERS[out]}, {letter}, {letter}"
+    constraints = f"={LETTERS[out]}, {letter}, {letter}"
     compute[(1,)](result, left, right, len(a), asm, constraints)
     return result.tolist()
 
@@ -288,5 +288,5 @@ def computed(asm: str, a: list[Any], b: list[Any], out: torch.dtype, given: torc
 def in_memory(asm: str, memory: torch.Tensor, out: torch.dtype = torch.int32) -> Any:
     """``$0`` after ``asm``, with the address of ``memory`` in ``$1``; inside a rank."""
     result = torch.zeros(1, dtype=out)
-    on_memory[(1,)](result, memory, asm, f"={_LETTERS[out]},l")
+    on_memory[(1,)](result, memory, asm, f"={LETTERS[out]},l")
     return result.item()

@@ -9,7 +9,6 @@ import torch
 
 import interlace
 from interlace.runtime.core.errors import InterlaceError
-from interlace.verify import launch_ptx
 from sim.ptx.ptx_texts import computed, kernel
 
 LANES = np.arange(32)
@@ -19,30 +18,6 @@ LOAD, STORE = "ld.global.b32 %r2, [%rd2];", "st.global.b32 [%rd1], %r3;"
 
 def one(body: str, given: Any = NUMBERS, **options: Any) -> list[int]:
     return [int(each) for each in computed(LOAD + body + STORE, given, **options)[:, 0]]
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("bfe.u32 %r3, %r2, 4, 6;", [int(x) >> 4 & 63 for x in NUMBERS]),
-        ("bfe.s32 %r3, %r2, 4, 1;", [(-(int(x) >> 4 & 1)) % 2**32 for x in NUMBERS]),
-        ("bfe.u32 %r3, %r2, 28, 9;", [int(x) >> 28 for x in NUMBERS]),
-        (
-            "shf.l.wrap.b32 %r3, %r2, %r2, 5;",
-            [int(x) << 5 & 2**32 - 1 | int(x) >> 27 for x in NUMBERS],
-        ),
-        ("shf.r.clamp.b32 %r3, %r2, %r1, 40;", LANES.tolist()),
-        ("prmt.b32 %r3, %r2, %r1, 0x0123;", [int(x) for x in NUMBERS.byteswap()]),
-        (
-            "prmt.b32 %r3, %r2, 0, 0xBA98;",
-            [sum((int(x) >> 8 * i + 7 & 1) * 255 << 8 * i for i in range(4)) for x in NUMBERS],
-        ),
-        ("lop3.b32 %r3, %r2, %r1, 7, 0x96;", [int(x) ^ i ^ 7 for i, x in enumerate(NUMBERS)]),
-        ("mul.hi.u32 %r3, %r2, %r2;", [int(x) * int(x) >> 32 for x in NUMBERS]),
-    ],
-)
-def test_integers_of_a_kernel(body: str, expected: list[int]) -> None:
-    assert one(body) == expected
 
 
 def test_pairs_are_rounded_once() -> None:
@@ -271,56 +246,3 @@ def test_ptx_is_for_its_place() -> None:
         interlace.run(lambda: interlace.verify.launch_ptx(kernel(""), (1, 1, 1, 1)), 1, place="ptx")
     with pytest.raises(TypeError, match="kernel has 2 parameters, and was given 3 values"):
         interlace.run(lambda: interlace.verify.launch_ptx(kernel(""), 1, 1, 2, 3), 1, place="ptx")
-
-
-# -- atomics -----------------------------------------------------------------------------------------
-
-ATOMICS = [
-    ("add.u32", 5, "7", 12),
-    ("relaxed.sys.global.add.u32", 5, "-7", -2),
-    ("global.exch.b32", 5, "9", 9),
-    ("cas.b32", 5, "5, 8", 8),
-    ("cas.b32", 5, "6, 8", 5),
-    ("min.s32", 5, "-1", -1),
-    ("min.u32", 5, "-1", 5),
-    ("max.s32", 5, "-1", 5),
-    ("max.u32", 5, "-1", -1),
-    ("and.b32", 6, "3", 2),
-    ("or.b32", 6, "3", 7),
-    ("xor.b32", 6, "3", 5),
-    ("inc.u32", 5, "5", 0),
-    ("inc.u32", 5, "6", 6),
-    ("dec.u32", 5, "4", 4),
-    ("dec.u32", 0, "4", 4),
-    ("dec.u32", 3, "4", 2),
-    ("acq_rel.gpu.global.add.s32", 5, "1", 6),
-    ("global.cas.acquire.cta.b16", 5, "5, 0x102", 0x102),
-]
-
-
-@pytest.mark.parametrize("mnemonic", ["atom", "red"])
-def test_atomics(mnemonic: str) -> None:
-    """By one thread of 32: what was there before, and what is there then."""
-    for name, before, operands, after in ATOMICS:
-        for bits in (32, 64):
-            opcode = name.replace("32", str(bits))
-            narrow = "b16" in name
-            of_32 = narrow or any(each in name for each in ("inc", "dec", "s32"))
-            returns_only = any(each in name for each in ("cas", "exch", "acq_rel"))
-            if (bits == 64 and of_32) or (mnemonic == "red" and returns_only):
-                continue
-            register = "%rs1" if narrow else "%r2" if bits == 32 else "%rd5"
-            target = f"{register}, " if mnemonic == "atom" else ""
-            body = f"""setp.eq.s32 %p1, %r1, 0;
-                ld.param.b64 %rd4, [kernel_param_0];
-                @%p1 {mnemonic}.{opcode} {target}[%rd4], {operands};
-                @%p1 st.global.b{16 if narrow else bits} [%rd4+8], {register};"""
-            memory = torch.tensor([before, 0], dtype=torch.int64)
-            text = kernel(body)
-            interlace.run(lambda m=memory, t=text: launch_ptx(t, 1, m, m), 1, place="ptx")
-            width = torch.int32 if bits == 32 else torch.int64
-            found = memory.view(width)[:: 64 // bits].tolist()
-            if mnemonic == "atom":
-                assert found == [after, before], opcode
-            else:
-                assert found[0] == after, opcode
