@@ -34,14 +34,6 @@ def fill_address(address, BY: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def fill_in_turn(address, BY: tl.constexpr, N: tl.constexpr):
-    """In turn behind and before."""
-    for index in range(N):
-        tl.store((address + BY + 4 * index).to(tl.pointer_type(tl.float32)), 7.0)
-        tl.store((address - BY - 4 * index).to(tl.pointer_type(tl.float32)), 7.0)
-
-
-@triton.jit
 def fill_each(table_ptr, N: tl.constexpr):
     """At each of the addresses in a table, at once."""
     rows = tl.load(table_ptr + tl.arange(0, N)).to(tl.pointer_type(tl.float32))

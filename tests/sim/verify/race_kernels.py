@@ -25,124 +25,10 @@ def all_write_one_place(peers_ptr, rank):
 
 
 @triton.jit
-def plain_flag(peers_ptr, rank):
-    """Message passing with a plain flag: a race on the flag, and on the data."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
-            tl.debug_barrier()
-            tl.store(flag(peers_ptr, 1, 0), 1)
-        if rank == 1:
-            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
-                pass
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
-
-
-@triton.jit
-def mixed_flag(peers_ptr, rank):
-    """The flag is set by an atomic and read plainly."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.load(flag(peers_ptr, 1, 0)) == 0:
-                pass
-
-
-@triton.jit
-def volatile(peers_ptr, rank, FENCE: tl.constexpr):
-    """A volatile load is a relaxed one: the flag is no race, and data behind it wants a fence."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
-            tl.debug_barrier()
-            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
-                pass
-            if FENCE:
-                fence("sys")
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
-
-
-@triton.jit
-def volatile_flag(peers_ptr, rank):
-    volatile(peers_ptr, rank, False)
-
-
-@triton.jit
-def fenced_volatile_flag(peers_ptr, rank):
-    volatile(peers_ptr, rank, True)
-
-
-@triton.jit
 def fence(SCOPE: tl.constexpr):
     tl.inline_asm_elementwise(
         "fence.acq_rel." + SCOPE + "; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def fenced(peers_ptr, rank, BEFORE: tl.constexpr, AFTER: tl.constexpr):
-    """Relaxed flags, with a fence on either side, of these scopes."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
-            tl.debug_barrier()
-            if BEFORE != "":
-                fence(BEFORE)
-            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="relaxed", scope="sys")
-        if rank == 1:
-            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="relaxed", scope="sys") == 0:
-                pass
-            if AFTER != "":
-                fence(AFTER)
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
-
-
-@triton.jit
-def fenced_relaxed_flag(peers_ptr, rank):
-    fenced(peers_ptr, rank, "sys", "sys")
-
-
-@triton.jit
-def relaxed_flag_without_fence(peers_ptr, rank):
-    fenced(peers_ptr, rank, "", "")
-
-
-@triton.jit
-def fence_of_gpu_scope(peers_ptr, rank):
-    fenced(peers_ptr, rank, "gpu", "sys")
-
-
-@triton.jit
-def fence_of_gpu_scope_behind_the_wait(peers_ptr, rank):
-    fenced(peers_ptr, rank, "sys", "gpu")
-
-
-@triton.jit
-def fenced_within_a_gpu(peers_ptr, rank, AFTER: tl.constexpr):
-    """Program 0 tells program 1 of the same rank."""
-    if tl.program_id(0) == 0:
-        tl.store(data(peers_ptr, rank), tl.full((16,), 1.0, tl.float32))
-        tl.debug_barrier()
-        fence("gpu")
-        tl.atomic_xchg(flag(peers_ptr, rank, 0), 1, sem="relaxed", scope="gpu")
-    else:
-        while tl.atomic_add(flag(peers_ptr, rank, 0), 0, sem="relaxed", scope="gpu") == 0:
-            pass
-        fence(AFTER)
-        tl.store(data(peers_ptr, rank), tl.load(data(peers_ptr, rank)) + 1.0)
-
-
-@triton.jit
-def fences_of_gpu_scope_within_a_gpu(peers_ptr, rank):
-    fenced_within_a_gpu(peers_ptr, rank, "gpu")
-
-
-@triton.jit
-def fence_of_cta_scope_between_programs(peers_ptr, rank):
-    fenced_within_a_gpu(peers_ptr, rank, "cta")
 
 
 @triton.jit
@@ -158,31 +44,72 @@ def store_volatile(pointers, value):
 
 
 @triton.jit
-def volatile_data(peers_ptr, rank, FENCED: tl.constexpr):
-    """Nothing but a fence orders the volatile stores of data and of a flag, nor their loads."""
+def passed(peers_ptr, rank, DATA: tl.constexpr, SIGNAL: tl.constexpr, WAIT: tl.constexpr,
+           BEFORE: tl.constexpr = "", AFTER: tl.constexpr = ""):  # fmt: skip
+    """Rank 0 stores at rank 1 and raises a flag there; rank 1 waits, and stores what it reads at rank 2.
+
+    ``DATA``: what is stored, and whether a barrier comes behind it. ``SIGNAL`` and ``WAIT``: how, or the
+    semantics of an atomic. ``BEFORE`` and ``AFTER``: the scope of a fence before the one, after the other.
+    """
     if tl.program_id(0) == 0:
         if rank == 0:
-            store_volatile(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
-            tl.debug_barrier()
-            if FENCED:
-                fence("sys")
-            store_volatile(flag(peers_ptr, 1, 0), 1)
+            if DATA == "block":
+                tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+                tl.debug_barrier()
+            elif DATA == "volatile":
+                store_volatile(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
+                tl.debug_barrier()
+            elif DATA == "atomics":  # of many threads
+                tl.atomic_add(data(peers_ptr, 1), 1.0, sem="relaxed", scope="sys")
+            elif DATA == "scalar":  # of one thread
+                tl.store(flag(peers_ptr, 1, 8), 5)
+            if BEFORE != "":
+                fence(BEFORE)
+            if SIGNAL == "plain":
+                tl.store(flag(peers_ptr, 1, 0), 1)
+            elif SIGNAL == "volatile":
+                store_volatile(flag(peers_ptr, 1, 0), 1)
+            elif SIGNAL == "wide":
+                wide = tl.load(peers_ptr + 1).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(wide, 1, sem="release", scope="sys")
+            elif SIGNAL == "several":  # by as many threads as there are flags
+                flags = tl.load(peers_ptr + 1 + tl.arange(0, 2) * 0).to(tl.pointer_type(tl.int32))
+                tl.atomic_xchg(flags + tl.arange(0, 2), 1, sem="release", scope="sys")
+            else:
+                tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem=SIGNAL, scope="sys")
         if rank == 1:
-            while tl.load(flag(peers_ptr, 1, 0), volatile=True) == 0:
-                pass
-            if FENCED:
-                fence("sys")
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1), volatile=True))
+            awaited = flag(peers_ptr, 1, 1 if SIGNAL == "several" else 0)
+            if WAIT == "plain":
+                while tl.load(awaited) == 0:
+                    pass
+            elif WAIT == "volatile":
+                while tl.load(awaited, volatile=True) == 0:
+                    pass
+            else:
+                while tl.atomic_add(awaited, 0, sem=WAIT, scope="sys") == 0:
+                    pass
+            if AFTER != "":
+                fence(AFTER)
+            if DATA == "scalar":
+                tl.store(flag(peers_ptr, 2, 9), tl.load(flag(peers_ptr, 1, 8)))
+            elif DATA != "nothing":
+                found = tl.load(data(peers_ptr, 1), volatile=DATA == "volatile")
+                tl.store(data(peers_ptr, 2), found)
 
 
 @triton.jit
-def volatile_data_and_flag(peers_ptr, rank):
-    volatile_data(peers_ptr, rank, False)
-
-
-@triton.jit
-def fenced_volatile_data_and_flag(peers_ptr, rank):
-    volatile_data(peers_ptr, rank, True)
+def fenced_within_a_gpu(peers_ptr, rank, AFTER: tl.constexpr):
+    """Program 0 tells program 1 of the same rank."""
+    if tl.program_id(0) == 0:
+        tl.store(data(peers_ptr, rank), tl.full((16,), 1.0, tl.float32))
+        tl.debug_barrier()
+        fence("gpu")
+        tl.atomic_xchg(flag(peers_ptr, rank, 0), 1, sem="relaxed", scope="gpu")
+    else:
+        while tl.atomic_add(flag(peers_ptr, rank, 0), 0, sem="relaxed", scope="gpu") == 0:
+            pass
+        fence(AFTER)
+        tl.store(data(peers_ptr, rank), tl.load(data(peers_ptr, rank)) + 1.0)
 
 
 @triton.jit
@@ -237,19 +164,6 @@ def passed_on_by_a_third(peers_ptr, rank):
             while tl.atomic_add(flag(peers_ptr, 2, 0), 0, sem="acquire", scope="sys") == 0:
                 pass
             tl.store(data(peers_ptr, 0), tl.load(data(peers_ptr, 2)))
-
-
-@triton.jit
-def scalar_without_barrier(peers_ptr, rank):
-    """One thread stores the scalar and one thread releases: the same one."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.store(flag(peers_ptr, 1, 8), 5)
-            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
-                pass
-            tl.store(flag(peers_ptr, 2, 9), tl.load(flag(peers_ptr, 1, 8)))
 
 
 @triton.jit
@@ -315,33 +229,6 @@ def wait_for_one_of_many(peers_ptr, rank, COUNT: tl.constexpr):
 
 
 @triton.jit
-def scalar_and_flags_of_a_block(peers_ptr, rank):
-    """One thread stores, and as many threads as there are flags release: only the first covers it."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.store(flag(peers_ptr, 1, 8), 5)
-            flags = tl.load(peers_ptr + 1 + tl.arange(0, 2) * 0).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flags + tl.arange(0, 2), 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.atomic_add(flag(peers_ptr, 1, 1), 0, sem="acquire", scope="sys") == 0:
-                pass
-            tl.store(flag(peers_ptr, 2, 9), tl.load(flag(peers_ptr, 1, 8)))
-
-
-@triton.jit
-def block_of_atomics_then_a_flag(peers_ptr, rank):
-    """Data by a block of atomics is data of many threads; the flag is released by one."""
-    if tl.program_id(0) == 0:
-        if rank == 0:
-            tl.atomic_add(data(peers_ptr, 1), 1.0, sem="relaxed", scope="sys")
-            tl.atomic_xchg(flag(peers_ptr, 1, 0), 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
-                pass
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
-
-
-@triton.jit
 def scalar_load_then_credit(peers_ptr, rank):
     """A scalar is loaded by every thread; the credit comes from one, without a barrier."""
     if tl.program_id(0) == 0:
@@ -352,21 +239,6 @@ def scalar_load_then_credit(peers_ptr, rank):
             while tl.atomic_add(flag(peers_ptr, 0, 0), 0, sem="acquire", scope="sys") == 0:
                 pass
             tl.store(flag(peers_ptr, 1, 8), 7)
-
-
-@triton.jit
-def atomics_of_two_sizes(peers_ptr, rank):
-    """A release of eight bytes is not acquired by half of them."""
-    if tl.program_id(0) == 0:
-        wide = tl.load(peers_ptr + 1).to(tl.pointer_type(tl.int64))
-        if rank == 0:
-            tl.store(data(peers_ptr, 1), tl.full((16,), 1.0, tl.float32))
-            tl.debug_barrier()
-            tl.atomic_xchg(wide, 1, sem="release", scope="sys")
-        if rank == 1:
-            while tl.atomic_add(flag(peers_ptr, 1, 0), 0, sem="acquire", scope="sys") == 0:
-                pass
-            tl.store(data(peers_ptr, 2), tl.load(data(peers_ptr, 1)))
 
 
 @triton.jit
