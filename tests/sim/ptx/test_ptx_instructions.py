@@ -185,6 +185,15 @@ def test_barriers_that_not_all_reach_are_an_error() -> None:
         one(body)
 
 
+def test_a_lane_that_takes_no_part_gives_nothing() -> None:
+    """Lanes 0 to 15 shuffle; the others have their number in the register, and are not named."""
+    body = """
+    setp.lt.u32 %p1, %r1, 16; mov.b32 %r3, 0;
+    @%p1 shfl.sync.bfly.b32 %r3, %r1, {}, 31, 0xffff;"""
+    assert one(body.format(8))[:16] == [i ^ 8 for i in range(16)]
+    assert set(one(body.format(16))[:16]) == {0xA5A5A5A5}
+
+
 def test_barriers_join_warps() -> None:
     """Each of 64 threads reads what one of the other warp has written."""
     body = """

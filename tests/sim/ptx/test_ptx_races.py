@@ -195,44 +195,6 @@ SHARED = """
     xor.b32 %r8, %r6, {distance}; add.s32 %r7, %r5, %r8; ld.shared.b32 %r3, [%r7];"""
 
 
-@pytest.mark.parametrize(
-    ("barrier", "distance", "kinds"),
-    [(BARRIER, 128, set()), ("", 128, {"write-read"}), ("", 4, {"write-read"}), ("", 0, set())],
-)
-def test_shared_memory(barrier: str, distance: int, kinds: set[str]) -> None:
-    """Of another warp, of the same warp, and of the thread itself."""
-    text = kernel(SHARED.format(barrier=barrier, distance=distance), threads=64)
-    report = verify.races(lambda: verify.launch_ptx(text, 1, shared_bytes=256), 1, seeds=1, arch=80)
-    assert test_memory_faults.kinds(report) == kinds, str(report)
-
-
-ROLES = """
-    mov.b32 %r5, memory; and.b32 %r6, %r1, 31; shl.b32 %r6, %r6, 2; add.s32 %r7, %r5, %r6;
-    setp.lt.u32 %p1, %r1, 32;
-    @!%p1 bra CONSUMER;
-    st.shared.b32 [%r7], %r1; {arrive} {behind}
-    bra.uni DONE;
-    CONSUMER: bar.sync 1, 64; ld.shared.b32 %r3, [%r7]; st.shared.b32 [%r7+128], %r3;
-    DONE:"""
-ARRIVE = "bar.arrive 1, 64;"
-
-
-@pytest.mark.parametrize(
-    ("arrive", "behind", "right"),
-    [
-        (ARRIVE, "", True),
-        (ARRIVE, "st.shared.b32 [%r7], %r5;", False),
-        (ARRIVE, "ld.shared.b32 %r3, [%r7+128];", False),
-        ("bar.sync 1, 64;", "ld.shared.b32 %r3, [%r7];", True),
-    ],
-)
-def test_who_arrives_at_a_barrier_hears_nothing(arrive: str, behind: str, right: bool) -> None:
-    """A warp that only arrives tells the one that waits what it has done before, and learns nothing."""
-    text = kernel(ROLES.format(arrive=arrive, behind=behind), threads=64)
-    report = verify.races(lambda: verify.launch_ptx(text, 1, shared_bytes=256), 1, seeds=4, arch=80)
-    assert bool(report.findings) != right, str(report)
-
-
 @pytest.mark.parametrize(("barrier", "right"), [(BARRIER, True), ("", False)])
 def test_warps_go_apart(barrier: str, right: bool) -> None:
     """Without a barrier some seed shows what another warp has not yet stored."""

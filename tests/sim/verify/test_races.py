@@ -212,8 +212,7 @@ def test_verdicts(name: str) -> None:
 def test_every_kind_has_a_kernel() -> None:
     """``no barrier`` is in test_protocol_mutants.py, ``no proxy fence`` in test_tma.py, one above.
 
-    ``different values`` is in test_one_instruction.py, ``stale load`` in test_ptx_races.py, the last two in
-    test_left_open.py.
+    ``stale load`` is in test_ptx_races.py, what is left in ptx/verdicts.txt.
     """
     seen = set().union(*(kinds for *_, kinds in VERDICTS.values()))
     seen |= set(test_memory_faults.MUTANTS.values())
