@@ -7,6 +7,7 @@ Each is the pattern with its steps rewritten by a rule; the patterns themselves 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,47 +39,62 @@ from interlace.verify.protocols.steps import (
 )
 
 Rule = Callable[[Process], Iterable[ProtocolStep]]
+Test = Callable[[Any], bool]
 
 
-def is_wait(step: ProtocolStep, kind: str) -> bool:
+def waits(step: ProtocolStep, kind: str = "") -> bool:
     return isinstance(step, Wait) and step.word.startswith(kind)
 
 
-def is_publish(step: ProtocolStep, kind: str) -> bool:
+def publishes(step: ProtocolStep, kind: str) -> bool:
     return isinstance(step, Publish) and step.word.startswith(kind)
 
 
-def without(unwanted: Callable[[ProtocolStep], bool]) -> Rule:
+def swaps(step: ProtocolStep) -> bool:
+    return isinstance(step, CompareAndSwap)
+
+
+def without(unwanted: Test) -> Rule:
     return lambda process: [step for step in process.steps if not unwanted(step)]
 
 
-def renamed(old: str, new: str) -> Rule:
-    """Another word, or another cell, by name."""
+def each(change: Callable[[Any], ProtocolStep]) -> Rule:
+    return lambda process: [change(step) for step in process.steps]
 
-    def rename(step: ProtocolStep) -> ProtocolStep:
+
+def changed(wanted: Test, **changes: Any) -> Rule:
+    """Those steps have other values."""
+    return each(lambda step: replace(step, **changes) if wanted(step) else step)
+
+
+def renamed(name: Callable[[str], str]) -> Rule:
+    """Words and cells have other names."""
+
+    def rename(step: Any) -> ProtocolStep:
         if isinstance(step, Publish | Wait | CompareAndSwap):
-            return replace(step, word=step.word.replace(old, new))
-        return replace(step, cells=tuple(cell.replace(old, new) for cell in step.cells))
+            return replace(step, word=name(step.word))
+        return replace(step, cells=tuple(map(name, step.cells)))
 
-    return lambda process: [rename(step) for step in process.steps]
+    return each(rename)
+
+
+def in_one_place(wanted: Test) -> Rule:
+    """Those steps name no channel."""
+
+    def rule(process: Process) -> Iterable[ProtocolStep]:
+        short = renamed(lambda name: name.partition(" on ")[0])(process)
+        for step, other in zip(process.steps, short, strict=True):
+            yield other if wanted(step) else step
+
+    return rule
 
 
 def epoch_never_advances(process: Process) -> Iterable[ProtocolStep]:
     for step in process.steps:
-        if is_wait(step, "credit"):
+        if waits(step, "credit"):
             yield replace(step, value=0)
         else:
             yield replace(step, value=1) if isinstance(step, Publish | Wait) else step
-
-
-def waits_for_the_last_epoch(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        yield replace(step, value=step.value - 1) if is_wait(step, "slot") else step
-
-
-def waits_exactly(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        yield replace(step, exact=True) if isinstance(step, Wait) else step
 
 
 def waits_for_another(kind: str) -> Rule:
@@ -90,16 +106,9 @@ def waits_for_another(kind: str) -> Rule:
         peers = peers_of(rank, ranks)
         nexts = {name(rank, peer): name(rank, peers[i - 1]) for i, peer in enumerate(peers)}
         for step in process.steps:
-            yield replace(step, word=nexts[step.word]) if is_wait(step, kind) else step
+            yield replace(step, word=nexts[step.word]) if waits(step, kind) else step
 
     return rule
-
-
-def publishes_a_slot_out_of_place(process: Process) -> Iterable[ProtocolStep]:
-    """Rank 1 publishes at rank 2 the slot that is for rank 2 itself, which nobody waits for."""
-    for step in process.steps:
-        wrong = isinstance(step, Publish) and step.word == slot(2, 1)
-        yield replace(step, word=slot(2, 2)) if wrong else step
 
 
 def too_early(moved: str, before: type[ProtocolStep]) -> Rule:
@@ -108,7 +117,7 @@ def too_early(moved: str, before: type[ProtocolStep]) -> Rule:
     def rule(process: Process) -> Iterable[ProtocolStep]:
         end: ProtocolStep | None = None
         for step in process.steps:
-            if end is not None and not is_publish(step, moved):
+            if end is not None and not publishes(step, moved):
                 yield end
                 end = None
             if isinstance(step, before):
@@ -126,8 +135,8 @@ def credit_of_the_receiver_only(process: Process) -> Iterable[ProtocolStep]:
     steps = process.steps
     pushing = False
     for step, following in zip(steps, [*steps[1:], steps[-1]], strict=True):
-        pushing = pushing or (is_wait(step, "credit") and step.value == 1)
-        if not pushing or not is_wait(step, "credit") or isinstance(following, BeginWrite):
+        pushing = pushing or (waits(step, "credit") and step.value == 1)
+        if not pushing or not waits(step, "credit") or isinstance(following, BeginWrite):
             yield step
 
 
@@ -154,17 +163,6 @@ def epochs_are_reset(process: Process) -> Iterable[ProtocolStep]:
             yield step
 
 
-def flags_are_stored(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        puts = isinstance(step, CompareAndSwap) and step.new == 1
-        yield Publish(step.word, 1) if puts else step
-
-
-def flags_are_not_reset(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        yield replace(step, new=1) if isinstance(step, CompareAndSwap) else step
-
-
 def only_the_first_barrier(process: Process) -> Iterable[ProtocolStep]:
     held = False
     for step in process.steps:
@@ -183,61 +181,47 @@ def claim_without_swap(process: Process) -> Iterable[ProtocolStep]:
             yield replace(step, giving_up=step.giving_up + 1) if isinstance(step, Wait) else step
 
 
-def rank_1_is_not_told(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        yield (
-            replace(step, word="abort of nobody") if step == Publish("abort of rank 1", 1) else step
-        )
-
-
-def abort_is_not_looked_at(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        patient = isinstance(step, Wait) and step.only_after is not None
-        yield replace(step, only_after="abort of nobody") if patient else step
-
-
-def nothing_recorded(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        yield replace(step, content=EMPTY) if isinstance(step, BeginWrite) else step
-
-
-no_wait_for_inputs = without(lambda step: isinstance(step, Wait) and "staged" in step.word)
-rank_2_skips_rank_0 = without(lambda step: step == CompareAndSwap("flag 2 of rank 0", 0, 1))
-
-
-def one_memory(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        if isinstance(step, BeginRead | BeginWrite | EndRead | EndWrite):
-            step = replace(step, cells=tuple(cell.partition(" on ")[0] for cell in step.cells))
-        yield step
-
-
-def one_set_of_slots(process: Process) -> Iterable[ProtocolStep]:
-    for step in process.steps:
-        slots = isinstance(step, Publish | Wait) and step.word.startswith("slot")
-        yield replace(step, word=step.word.partition(" on ")[0]) if slots else step
-
-
 def credit_before_collecting(process: Process) -> Iterable[ProtocolStep]:
     """The copy stream gives the credit of an op, when its own pushes are over."""
     if process.name.endswith("computing"):
-        return [step for step in process.steps if not is_publish(step, "credit")]
+        return [step for step in process.steps if not publishes(step, "credit")]
     rank, steps = int(process.name.split()[1]), list[ProtocolStep]()
     for step in process.steps:
         steps.append(step)
-        if is_publish(step, "slot"):
+        if publishes(step, "slot"):
             where = step.word.partition(" on ")[2]
             steps.append(Publish(f"credit {rank} of rank {1 - rank} on {where}", step.value))
     return steps
 
 
 def no_wait(kind: str) -> Rule:
-    return without(lambda step: is_wait(step, kind))
+    return without(lambda step: waits(step, kind))
 
 
 def no_publish(word: str) -> Rule:
     return without(lambda step: isinstance(step, Publish) and step.word == word)
 
+
+def stored(step: Any) -> ProtocolStep:
+    """A flag that is raised is stored, not swapped."""
+    return Publish(step.word, 1) if swaps(step) and step.new == 1 else step
+
+
+waits_exactly = changed(waits, exact=True)
+last_epoch = each(lambda step: replace(step, value=step.value - 1) if waits(step, "slot") else step)
+# nobody waits for the slot that is for rank 2 itself
+out_of_place = changed(lambda step: publishes(step, slot(2, 1)), word=slot(2, 2))
+told_nobody = changed(lambda step: step == Publish("abort of rank 1", 1), word="abort of nobody")
+patient = changed(lambda step: waits(step) and step.only_after, only_after="abort of nobody")
+nothing_recorded = changed(lambda step: isinstance(step, BeginWrite), content=EMPTY)
+no_wait_for_inputs = without(lambda step: waits(step) and "staged" in step.word)
+rank_2_skips_rank_0 = without(lambda step: step == CompareAndSwap("flag 2 of rank 0", 0, 1))
+one_memory = in_one_place(
+    lambda step: isinstance(step, BeginRead | BeginWrite | EndRead | EndWrite)
+)
+one_set_of_slots = in_one_place(lambda step: waits(step, "slot") or publishes(step, "slot"))
+same_slot = renamed(lambda name: name.replace("slot 1 of", "slot 2 of"))
+sums_are_staged = renamed(lambda name: name.replace(", summed", ", staged"))
 
 PUSH, STREAMS, PULL, BROADCAST = push(3, 2), push_on_streams(2, 3), pull(3, 2), pull(3, 3, [0])
 MIXED, TWO_SHOT, GIVING_UP = push_after_pull(3, 2), two_shot(3, 2), giving_up(3, 2)
@@ -249,11 +233,11 @@ FAULTS: list[tuple[Protocol, str, Rule, str, str]] = [
     (PUSH, "no wait", no_wait("slot"), "violation", "read"),
     (PUSH, "no credit", no_wait("credit"), "violation", "is reading"),
     (PUSH, "epoch never advances", epoch_never_advances, "violation", "is reading"),
-    (PUSH, "waits for the last epoch", waits_for_the_last_epoch, "violation", "read"),
+    (PUSH, "waits for the last epoch", last_epoch, "violation", "read"),
     (PUSH, "waits for another slot", waits_for_another("slot"), "violation", "read"),
     (PUSH, "waits for another credit", waits_for_another("credit"), "violation", "is reading"),
-    (PUSH, "slot out of place", publishes_a_slot_out_of_place, "deadlock", slot(2, 1)),
-    (PUSH, "one slot for two sources", renamed("slot 1 of", "slot 2 of"), "violation", "read"),
+    (PUSH, "slot out of place", out_of_place, "deadlock", slot(2, 1)),
+    (PUSH, "one slot for two sources", same_slot, "violation", "read"),
     (PUSH, "rank 0 skips rank 1", no_publish(slot(1, 0)), "deadlock", slot(1, 0)),
     (PUSH, "rank 2 gives rank 0 no credit", no_publish(credit(0, 2)), "deadlock", credit(0, 2)),
     (PUSH, "published too early", too_early("slot", EndWrite), "violation", "is writing"),
@@ -271,17 +255,17 @@ FAULTS: list[tuple[Protocol, str, Rule, str, str]] = [
     (PULL, "rank 0 skips rank 1", no_publish(slot(1, 0)), "deadlock", slot(1, 0)),
     (BROADCAST, "waits exactly", waits_exactly, "deadlock", "== 0 (it is 1)"),
     (MIXED, "receiver's credit only", credit_of_the_receiver_only, "violation", "is reading"),
-    (TWO_SHOT, "one set of slots", renamed(", summed", ", staged"), "violation", "sums"),
+    (TWO_SHOT, "one set of slots", sums_are_staged, "violation", "sums"),
     (TWO_SHOT, "no wait for inputs", no_wait_for_inputs, "violation", "input"),
-    (FLAGS, "stored, not swapped", flags_are_stored, "deadlock", "from 1 to 0 (it is 0)"),
-    (FLAGS, "never reset", flags_are_not_reset, "deadlock", "from 0 to 1 (it is 1)"),
+    (FLAGS, "stored, not swapped", each(stored), "deadlock", "from 1 to 0 (it is 0)"),
+    (FLAGS, "never reset", changed(swaps, new=1), "deadlock", "from 0 to 1 (it is 1)"),
     (FLAGS, "no barrier after reading", only_the_first_barrier, "violation", "is reading"),
     (FLAGS, "rank 2 skips rank 0", rank_2_skips_rank_0, "deadlock", "flag 2 of rank 0"),
     (EPOCHS, "waits exactly", waits_exactly, "deadlock", "=="),
     (EPOCHS, "reset by who waits", epochs_are_reset, "deadlock", ">= 1 (it is 0)"),
     (GIVING_UP, "claim without swap", claim_without_swap, "violation", "record of rank 0"),
-    (GIVING_UP, "rank 1 is not told", rank_1_is_not_told, "deadlock", "rank 1 program 0"),
-    (GIVING_UP, "abort not looked at", abort_is_not_looked_at, "deadlock", "rank 1 program 0"),
+    (GIVING_UP, "rank 1 is not told", told_nobody, "deadlock", "rank 1 program 0"),
+    (GIVING_UP, "abort not looked at", patient, "deadlock", "rank 1 program 0"),
     (GIVING_UP, "nothing recorded", nothing_recorded, "violation", "nobody has written"),
 ]
 

@@ -24,6 +24,8 @@ from mutants.protocol_mutants import CASES
 from tiers import thorough
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "docs" / "examples" / "one_shot_all_reduce.py"
+_TEXT = pathlib.Path(__file__).with_name("programs.txt").read_text()
+PROGRAMS = dict(part.split("\n", 1) for part in _TEXT.split("\n## ")[1:])
 FAST: dict[str, Any] = {"ranks": (2,), "seeds": 1, "schedules": 2, "arch": (90,)}
 LITTLE = ["--ranks", "2", "--seeds", "1", "--schedules", "2", "--arch", "90"]
 
@@ -41,6 +43,12 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(options: VerifyOptions) -> tuple[int, str]:
     out = io.StringIO()
     return verify(Console(file=out, width=160), options), out.getvalue()
+
+
+def program(folder: pathlib.Path, name: str) -> str:
+    """The function of a user's file, which is written there."""
+    (folder / f"{name}.py").write_text(PROGRAMS[name])
+    return f"{folder}/{name}.py::f"
 
 
 def command(line: str, *more: str) -> int:
@@ -195,28 +203,13 @@ def test_what_is_found_is_printed_when_its_job_is_done_and_once() -> None:
 
 def test_kernels_are_linted_as_the_races_saw_them_launched(tmp_path: pathlib.Path) -> None:
     """The function is run by the races alone, and lint knows the forms of another process."""
-    (tmp_path / "counted_runs.py").write_text(COUNTED)
-    target, plan = f"{tmp_path}/counted_runs.py::f", CheckPlan((2, 4), 1, 0, (90,))
+    target, plan = program(tmp_path, "counted_runs"), CheckPlan((2, 4), 1, 0, (90,))
     jobs = suite.function_jobs(target, suite.load_function(target), plan)
     results = suite.run_jobs(jobs)
     linted = suite.lint_launches(target, results, plan)
     assert [each.variant for each in linted] == ["fill sm_90"] * 2
     assert not any(each.refusals for each in linted)
     assert len((tmp_path / "runs").read_text()) == 2 + 4
-
-
-COUNTED = """
-import pathlib, interlace, torch, triton, triton.language as tl
-
-@triton.jit
-def fill(x_ptr, RANKS: tl.constexpr):
-    tl.store(x_ptr + tl.arange(0, 16), RANKS)
-
-def f():
-    with open(pathlib.Path(__file__).with_name("runs"), "a") as file:
-        file.write(".")
-    fill[(1,)](torch.empty(16), interlace.get_world_size())
-"""
 
 
 def test_a_fault_in_our_own_op_is_found(tmp_path: pathlib.Path) -> None:
@@ -281,63 +274,21 @@ def test_options_that_are_none(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_file_that_cannot_be_imported(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(ValueError, match=r"broken\.py: importing it fails: ModuleNotFoundError"):
-        suite.load_function(f"{tmp_path}/broken.py::f")
-
-
-LAUNCHED_TWICE = """
-import interlace, torch, triton, triton.language as tl
-
-@triton.jit
-def publish(x_ptr, flag_ptr, count, SAFE: tl.constexpr):
-    tl.store(x_ptr + tl.arange(0, 1024), tl.zeros((1024,), tl.float32) + count)
-    if SAFE:
-        tl.debug_barrier()
-    tl.atomic_xchg(flag_ptr, 1, sem="release", scope="sys")
-
-def f():
-    print("said by the function")
-    x, flag = torch.empty(1024), torch.zeros(1, dtype=torch.int32)
-    publish[(1,)](x, flag, 1, SAFE=True)
-    publish[(1,)](x, flag, 1, SAFE=False)
-"""
-
-
 @thorough
 def test_every_form_of_a_kernel_is_linted_and_json_stays_json(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "twice.py").write_text(LAUNCHED_TWICE)
-    target = f"{tmp_path}/twice.py::f"
+    target = program(tmp_path, "twice")
     assert main.run(["verify", target, *LITTLE, "--json"]) == 1
     facts = json.loads(capfd.readouterr().out)
     lints = [result for result in facts["results"] if result["check"] == "lint"]
     assert sorted(bool(result["findings"]) for result in lints) == [False, True]
 
 
-WITH_A_FUNCTION = """
-import interlace, torch, triton, triton.language as tl
-
-@triton.jit
-def one_more(x):
-    return x + 1
-
-@triton.jit
-def apply(out_ptr, FUNCTION: tl.constexpr):
-    tl.store(out_ptr, FUNCTION(2))
-
-def f():
-    apply[(1,)](torch.zeros(1), one_more)
-"""
-
-
 def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "with_a_function.py").write_text(WITH_A_FUNCTION)
-    assert main.run(["verify", f"{tmp_path}/with_a_function.py::f", *LITTLE, "--json"]) == 1
+    assert main.run(["verify", program(tmp_path, "with_a_function"), *LITTLE, "--json"]) == 1
     facts = json.loads(capfd.readouterr().out)
     refusals = {result["check"]: result["refusals"] for result in facts["results"]}
     assert not facts["clean"] and not any(result["findings"] for result in facts["results"])
@@ -359,24 +310,11 @@ def test_what_one_check_cannot_do_leaves_the_results_of_the_others(
     assert "not checked: the check ended" in out.getvalue() and "1 not checked." in out.getvalue()
 
 
-ENDS_ON_THREE = """
-import os, interlace, torch
-from interlace import symmetric_memory
-
-def f():
-    symmetric_memory.empty(4).zero_()
-    interlace.barrier()
-    if interlace.get_world_size() == 3:
-        os._exit(9)
-"""
-
-
 def test_a_function_that_ends_its_process_does_not_end_the_command(
     tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "ends_on_three.py").write_text(ENDS_ON_THREE)
     options = ["--ranks", "2,3", *LITTLE[2:], "--json"]
-    assert main.run(["verify", f"{tmp_path}/ends_on_three.py::f", *options]) == 1
+    assert main.run(["verify", program(tmp_path, "ends_on_three"), *options]) == 1
     results = json.loads(capfd.readouterr().out)["results"]
     refusals = {(each["check"], each["variant"]): each["refusals"] for each in results}
     assert refusals.pop(("races", "3 ranks")) == ["its process ended with exit code 9"]
@@ -391,12 +329,15 @@ def test_a_function_that_does_nothing_is_not_checked() -> None:
 
 
 def test_a_script_sees_its_own_arguments(tmp_path: pathlib.Path) -> None:
-    script = "import argparse\nargparse.ArgumentParser().parse_args()\ndef f(): pass\n"
-    (tmp_path / "script.py").write_text(script)
-    assert suite.load_function(f"{tmp_path}/script.py::f")() is None
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ValueError, match="importing it fails: SystemExit"):
-        suite.load_function(f"{tmp_path}/leaves.py::f")
+    assert suite.load_function(program(tmp_path, "script"))() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("leaves", "SystemExit"), ("broken", "ModuleNotFoundError")]
+)
+def test_a_file_that_cannot_be_imported(name: str, error: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\.py: importing it fails: {error}"):
+        suite.load_function(program(tmp_path, name))
 
 
 def test_ops_between_nodes_are_among_those_checked() -> None:
