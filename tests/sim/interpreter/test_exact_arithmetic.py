@@ -25,42 +25,7 @@ from tiers import few
 @triton.jit
 def binary(x_ptr, y_ptr, out_ptr, N: tl.constexpr, OP: tl.constexpr):
     at = tl.arange(0, N)
-    x = tl.load(x_ptr + at)
-    y = tl.load(y_ptr + at)
-    if OP == "add":
-        out = x + y
-    elif OP == "sub":
-        out = x - y
-    elif OP == "mul":
-        out = x * y
-    elif OP == "umulhi":
-        out = tl.umulhi(x, y)
-    elif OP == "truediv":
-        out = x / y
-    elif OP == "fmod":
-        out = x % y
-    elif OP == "fmin":
-        out = tl.minimum(x, y)
-    elif OP == "fmax":
-        out = tl.maximum(x, y)
-    elif OP == "lt":
-        out = x < y
-    elif OP == "ge":
-        out = x >= y
-    elif OP == "eq":
-        out = x == y
-    elif OP == "ne":
-        out = x != y
-    elif OP == "where":
-        out = tl.where(x < y, x, 1.5)
-    elif OP == "clamp":
-        out = tl.clamp(x, y, y)
-    elif OP == "abs":
-        out = tl.abs(x)
-    elif OP == "neg":
-        out = -x
-    elif OP == "exp":
-        out = tl.exp(x.to(tl.float32))
+    out = OP(tl.load(x_ptr + at), tl.load(y_ptr + at))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))
 
 
@@ -83,24 +48,8 @@ def dot(a_ptr, b_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 @triton.jit
 def reduce(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, OP: tl.constexpr, AXIS: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
-    if OP == "sum":
-        out = tl.sum(x, AXIS)
-    elif OP == "amax":
-        out = tl.max(x, AXIS)
-    elif OP == "amin":
-        out = tl.min(x, AXIS)
-    elif OP == "argmax":
-        out = tl.argmax(x, AXIS)
-    elif OP == "own":
-        out = tl.reduce(x, AXIS, own_sum)
-    elif OP == "all":
-        out = tl.sum(x) + tl.zeros((N if AXIS == 0 else M,), x.dtype)
-    elif OP == "cumsum":
-        out = tl.sum(tl.where(tl.arange(0, M)[:, None] == M - 1, tl.cumsum(x, 0), 0), 0)
-    elif OP == "scan":
-        every = tl.associative_scan(x, 0, tl.standard._sum_combine)
-        out = tl.max(tl.where(tl.arange(0, M)[:, None] == M - 1, every, 0), 0)
-    tl.store(out_ptr + tl.arange(0, N if AXIS == 0 else M), out.to(out_ptr.dtype.element_ty))
+    out = OP(x, AXIS).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.arange(0, N if AXIS == 0 else M), out)
 
 
 @triton.jit
@@ -149,34 +98,39 @@ def exact() -> Iterator[None]:
 
 # Elementwise
 
-COMPARISONS = ["lt", "ge", "eq", "ne"]
-VALUES: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "fmod": torch.fmod,
-    "abs": lambda x, y: x.abs(),
+Op = Callable[[Any, Any], Any]
+OPERATIONS: dict[str, tuple[Op, Op]] = {
+    "add": (operator.add, operator.add),
+    "sub": (operator.sub, operator.sub),
+    "mul": (operator.mul, operator.mul),
+    "truediv": (operator.truediv, operator.truediv),
+    "fmod": (operator.mod, torch.fmod),
+    "abs": (lambda x, y: tl.abs(x), lambda x, y: x.abs()),
     # 0 - x before Triton had the operation
-    "neg": lambda x, y: -x if hasattr(interpreter.interpreter_builder, "create_fneg") else 0 - x,
-    "where": lambda x, y: torch.where(x < y, x, 1.5),
+    "neg": (
+        lambda x, y: -x,
+        lambda x, y: -x if hasattr(interpreter.interpreter_builder, "create_fneg") else 0 - x,
+    ),
+    "where": (lambda x, y: tl.where(x < y, x, 1.5), lambda x, y: torch.where(x < y, x, 1.5)),
 }
+"""Those of Triton, and of torch."""
 
 
-def run_binary(op: str, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def run_binary(op: Op, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=dtype)
     binary[(1,)](x, y, out, N=x.numel(), OP=op)
     return out
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("op", VALUES)
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_elementwise(exact: None, dtype: torch.dtype, op: str) -> None:
     if op in ("fmod", "truediv") and dtype in LARGEST:
         return  # no such operation in triton
     x, y = pair(dtype, 4096, seed=4)
-    want = rounded(VALUES[op](x.float(), y.float()), dtype)
-    assert same(run_binary(op, x, y, dtype), want)
+    of_triton, of_torch = OPERATIONS[op]
+    want = rounded(of_torch(x.float(), y.float()), dtype)
+    assert same(run_binary(of_triton, x, y, dtype), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -184,37 +138,38 @@ def test_high_products_have_no_sign(exact: None, dtype: torch.dtype) -> None:
     bits = 8 * dtype.itemsize
     x = torch.tensor([-1, -1, 7, -(1 << bits - 1)] * 4, dtype=dtype)
     y = torch.tensor([-1, 2, 5, -3] * 4, dtype=dtype)
-    want = [
-        (a % 2**bits * (b % 2**bits)) >> bits for a, b in zip(x.tolist(), y.tolist(), strict=True)
-    ]
-    assert [each % 2**bits for each in run_binary("umulhi", x, y, dtype).tolist()] == want
+    pairs = zip(x.tolist(), y.tolist(), strict=True)
+    want = [(a % 2**bits * (b % 2**bits)) >> bits for a, b in pairs]
+    found = run_binary(lambda x, y: tl.umulhi(x, y), x, y, dtype)
+    assert [each % 2**bits for each in found.tolist()] == want
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("op", COMPARISONS)
+@pytest.mark.parametrize("op", [operator.lt, operator.ge, operator.eq, operator.ne])
 @pytest.mark.parametrize("target", [torch.int32, BF16, F32])
-def test_comparisons(exact: None, dtype: torch.dtype, op: str, target: torch.dtype) -> None:
+def test_comparisons(exact: None, dtype: torch.dtype, op: Op, target: torch.dtype) -> None:
     x, y = pair(dtype, 512, seed=5)
     y[100:200] = x[100:200]
-    want = getattr(operator, op)(x.float(), y.float())
+    want = op(x.float(), y.float())
     assert torch.equal(run_binary(op, x, y, target), want.to(target))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("op", ["fmin", "fmax"])
-def test_min_max_return_the_number(exact: None, dtype: torch.dtype, op: str) -> None:
+@pytest.mark.parametrize("name", ["minimum", "maximum"])
+def test_min_max_return_the_number(exact: None, dtype: torch.dtype, name: str) -> None:
     x, y = pair(dtype, 512, seed=6)
-    want = getattr(torch, op)(x.float(), y.float())
-    assert torch.equal(run_binary(op, x, y, F32).nan_to_num(7e7), want.nan_to_num(7e7))
+    want = getattr(torch, f"f{name[:3]}")(x.float(), y.float())
+    found = run_binary(lambda x, y: getattr(tl, name)(x, y), x, y, F32)
+    assert torch.equal(found.nan_to_num(7e7), want.nan_to_num(7e7))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_exp_and_clamp(exact: None, dtype: torch.dtype) -> None:
     x, y = pair(dtype, 512, seed=7)
-    got, want = run_binary("exp", x, y, F32), x.float().exp()
+    got, want = run_binary(lambda x, y: tl.exp(x.to(tl.float32)), x, y, F32), x.float().exp()
     assert torch.allclose(got, want, rtol=2**-20, equal_nan=True)
     number = torch.where(y.isnan(), x, y).float()
-    got = run_binary("clamp", x, y, F32)
+    got = run_binary(lambda x, y: tl.clamp(x, y, y), x, y, F32)
     assert torch.equal(got[~y.isnan()], number[~y.isnan()])
 
 
@@ -275,7 +230,10 @@ def whole_numbers(dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-4, 9, (16, 32), generator=generator).to(dtype)
 
 
-def run_reduce(op: str, x: torch.Tensor, axis: int, dtype: torch.dtype) -> torch.Tensor:
+SUM: Op = lambda x, axis: tl.sum(x, axis)  # noqa: E731
+
+
+def run_reduce(op: Op, x: torch.Tensor, axis: int, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(x.shape[1 - axis], dtype=dtype)
     reduce[(1,)](x, out, M=x.shape[0], N=x.shape[1], OP=op, AXIS=axis)
     return out
@@ -283,22 +241,32 @@ def run_reduce(op: str, x: torch.Tensor, axis: int, dtype: torch.dtype) -> torch
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("op", ["sum", "amax", "amin"])
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_reductions(exact: None, dtype: torch.dtype, axis: int, op: str) -> None:
     x = whole_numbers(dtype)
-    want = rounded(getattr(x.float(), op)(axis), dtype)
-    assert same(run_reduce(op, x, axis, dtype), want)
+    want = rounded(
+        x.float().sum(axis) if op == "sum" else getattr(x.float(), f"a{op}")(axis), dtype
+    )
+    assert same(run_reduce(lambda x, axis: getattr(tl, op)(x, axis), x, axis, dtype), want)
+
+
+def last_row(rows: Any) -> Any:
+    return tl.max(tl.where(tl.arange(0, 16)[:, None] == 15, rows, 0), 0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_other_reductions(exact: None, dtype: torch.dtype) -> None:
     x = whole_numbers(dtype)
+
+    def check(op: Op, want: torch.Tensor, dtype: torch.dtype = dtype) -> None:
+        assert same(run_reduce(op, x, 0, dtype), want.to(dtype).contiguous())
+
+    check(lambda x, axis: tl.argmax(x, axis), x.float().argmax(0), torch.int32)
+    check(lambda x, axis: tl.sum(x) + tl.zeros((32,), x.dtype), x.float().sum().expand(32))
+    x = x.abs() + 1
     column = x.float().sum(0)
-    assert torch.equal(run_reduce("argmax", x, 0, torch.int32), x.float().argmax(0).int())
-    assert same(run_reduce("all", x, 0, dtype), x.float().sum().to(dtype).expand(32).contiguous())
-    assert same(run_reduce("cumsum", x, 0, dtype), column.to(dtype))
-    positive = x.abs() + 1
-    assert same(run_reduce("scan", positive, 0, dtype), positive.float().sum(0).to(dtype))
+    check(lambda x, axis: last_row(tl.cumsum(x, 0)), column)
+    check(lambda x, axis: last_row(tl.associative_scan(x, 0, tl.standard._sum_combine)), column)
 
 
 @triton.jit
@@ -321,12 +289,15 @@ def test_dimensions_that_are_kept(exact: None, axis: int) -> None:
 
 def test_own_combine_function(exact: None) -> None:
     x = whole_numbers(BF16)[:4]
-    assert same(run_reduce("own", x, 0, BF16), x.float().sum(0).to(BF16))
+    assert same(
+        run_reduce(lambda x, axis: tl.reduce(x, axis, own_sum), x, 0, BF16),
+        x.float().sum(0).to(BF16),
+    )
 
 
 def test_long_sum_does_not_stall(exact: None) -> None:
     ones = torch.ones(4096, 1, dtype=BF16)
-    assert run_reduce("sum", ones, 0, BF16).item() == 4096  # bf16 additions stop at 256
+    assert run_reduce(SUM, ones, 0, BF16).item() == 4096  # bf16 additions stop at 256
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -403,9 +374,9 @@ def test_hooks_set_before_are_called() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_stock_interpreter_is_wrong() -> None:
     x, y = pair(BF16, 512, seed=14)
-    assert not same(run_binary("add", x, y, BF16), (x.float() + y.float()).to(BF16))
+    assert not same(run_binary(operator.add, x, y, BF16), (x.float() + y.float()).to(BF16))
     numbers = whole_numbers(BF16)
-    assert not same(run_reduce("sum", numbers, 0, BF16), numbers.float().sum(0).to(BF16))
+    assert not same(run_reduce(SUM, numbers, 0, BF16), numbers.float().sum(0).to(BF16))
     out = torch.empty(16, 32)
     a, b = whole_numbers(BF16), torch.ones(32, 32, dtype=BF16)
     dot[(1,)](a, b, out, M=16, N=32, K=32)
