@@ -101,18 +101,6 @@ def test_loads_extend_into_wider_registers_and_vectors_are_one_access_each() -> 
     assert memory.tolist() == [-1, 2, 8, 9]
 
 
-def test_what_there_is_nothing_to_wait_for() -> None:
-    asm = """
-        fence.proxy.async; fence.proxy.async.global; fence.sc.sys; fence.acq_rel.gpu; membar.gl;
-        cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; cp.async.bulk.wait_group 0;
-        cp.async.commit_group; cp.async.wait_group 0; cp.async.wait_all;
-        barrier.sync 0; barrier.cta.sync.aligned 1; bar.sync 0; nanosleep.u32 20;
-        griddepcontrol.wait; griddepcontrol.launch_dependents; prefetch.global.L2 [$1];
-        mov.u32 $0, 3;
-    """
-    assert interlace.run(lambda: in_memory(asm, torch.zeros(1)), 1) == [3]
-
-
 # -- signals ---------------------------------------------------------------------------------------
 
 
