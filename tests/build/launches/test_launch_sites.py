@@ -1,8 +1,8 @@
 """Every launch site of the repository runs with a ``libcuda`` that does nothing, through Triton's launcher.
 
 So an argument that a kernel lacks, an option that Triton does not know, or memory that nobody gives it is
-found without a GPU. The list below is held against a search of the source: a new site fails until a part of
-``launches.py`` runs it.
+found without a GPU. The lists in ``sites.txt`` are held against a search of the source: a new site fails
+until a part of ``launches.py`` runs it.
 """
 
 import json
@@ -15,69 +15,12 @@ from typing import Any
 import pytest
 
 from cases import launches
+from cases.texts import texts_beside
 from tiers import thorough
 
-OPS, PLACES = "python/interlace/ops", "runtime/places/gpu"
-COMPAT = "runtime/compat/triton_launcher.py"
-SITES = {
-    "algorithms": [
-        f"{OPS}/attention/decode.py::_merge",
-        f"{OPS}/attention/decode.py::own_part",
-        f"{OPS}/attention/key_transport.py::all_gather_attention_fused.body",
-        f"{OPS}/attention/blocks.py::KernelBlocks._launch",
-        f"{OPS}/experts/combine.py::Combine.fused.body",
-        f"{OPS}/experts/dispatch.py::Dispatch.fused.body",
-        f"{OPS}/experts/counted.py::CountedMatmul.fused.body",
-        f"{OPS}/experts/grouped_combine.py::GroupedMatmulCombine.fused.body",
-        f"{OPS}/matmul/launch_gather.py::all_gather_matmul_fused.body",
-        f"{OPS}/experts/grouped.py::GroupedMatmul.fused.body",
-        f"{OPS}/attention/head_exchange.py::FromHeads.fused.body",
-        f"{OPS}/collectives/low_latency.py::run_words",
-        f"{OPS}/collectives/launch.py::BySwitch._run.body",
-        f"{OPS}/matmul/node_reduce.py::matmul_reduce_scatter.body",
-        f"{OPS}/collectives/node_moves.py::Partners._launch",
-        f"{OPS}/collectives/node_moves.py::all_gather.body",
-        f"{OPS}/collectives/node_moves.py::reduce_scatter.launch",
-        f"{OPS}/collectives/launch.py::enqueue_kernel.body",
-        "python/interlace/tools/catalogue/catalogue.py::signals",
-        "runtime/core/memory.py::Workspace.kernel_launch",
-        f"{COMPAT}::direct",
-        f"{COMPAT}::warmed_up",
-        f"{PLACES}/launch.py::_Compiled.launch",
-    ],
-    "streams": [
-        f"{PLACES}/device_place.py::DevicePlace._load_signals",
-        f"{PLACES}/stream.py::DeviceStream._signal",
-    ],
-    "benchmarks": [
-        "benchmarks/gpu_facts.py::Facts.launch",
-        "benchmarks/gpu_probe.py::poll",
-        "benchmarks/gpu_parts/timing.py::launch_now",
-        "benchmarks/gpu_parts/lone_rank.py::LoneRank.consumer",
-        "benchmarks/gpu_parts/lone_rank.py::LoneRank.copiers",
-        "benchmarks/gpu_parts/lone_rank.py::LoneRank.copy_engine",
-        "benchmarks/gpu_parts/lone_rank.py::LoneRank.finish",
-    ],
-    "examples": [
-        "docs/examples/bench_kernel.py::one_shot.run",
-        "docs/examples/one_shot_all_reduce.py::three_rounds",
-    ],
-    "bundles": ["python/interlace/aot.py::Kernel.launch"],
-    "driver": [f"{PLACES}/driver.py::Driver.__init__"],
-}
-ONE_OF_THEM = (f"{COMPAT}::direct",)  # one for each known version of Triton
-INTERPRETED = [
-    "benchmarks/cpu/schedules.py::exchange",
-    "python/interlace/symmetric_memory/handle.py::SymmetricMemory._run",
-    "python/interlace/symmetric_memory/handle.py::SymmetricMemory.stream_write_value32",
-    "python/interlace/verify/shims/cuda_driver.py::cuStreamWriteValue64",
-    "python/interlace/verify/shims/triton_dist/nvshmem_host.py::putmem_signal_on_stream",
-    "python/interlace/verify/suite/targets.py::_signals",
-    "runtime/places/shm/user_launches.py::_Launches.launch",
-    "runtime/places/sim/place.py::SimPlace.run_kernel",
-    "runtime/places/sim/scheduler/program_hooks.py::ProgramHooks.launch",
-]
-"""On a CPU only: nothing there reaches a driver."""
+LISTS = {name: text.splitlines() for name, text in texts_beside(__file__, "sites.txt").items()}
+ONE_OF_THEM = {site for sites in LISTS.values() for site in sites if site.endswith(" *")}
+INTERPRETED = LISTS.pop("interpreted")
 
 Report = dict[str, Any]
 
@@ -105,21 +48,21 @@ def report(folder: Path) -> Report:
 
 
 @thorough
-@pytest.mark.parametrize("part", SITES)
+@pytest.mark.parametrize("part", LISTS)
 def test_a_part_is_launched(part: str, report: Report) -> None:
     launched, wanted, problem = report["parts"][part]
     assert not problem and launched >= wanted, (launched, wanted, problem)
 
 
 @thorough
-@pytest.mark.parametrize("site", [site for part in SITES.values() for site in part])
+@pytest.mark.parametrize("site", [site for sites in LISTS.values() for site in sites])
 def test_a_site_is_run(site: str, report: Report) -> None:
     passed = {(file, line) for file, _, line in report["passed"]}
     lines = [
         (file, each.first_line) in passed
         for file, known in launches.found().items()
         for each in known
-        if f"{file}::{each.name}" == site
+        if f"{file}::{each.name}" == site.removesuffix(" *")
     ]
     assert any(lines) if site in ONE_OF_THEM else all(lines), lines
 
@@ -134,7 +77,8 @@ def test_a_launch_without_memory_for_descriptors_is_seen(folder: Path, report: R
 @thorough
 def test_the_list_is_what_the_source_has() -> None:
     found = {f"{file}::{site.name}" for file, known in launches.found().items() for site in known}
-    assert found == {*INTERPRETED, *(site for part in SITES.values() for site in part)}
+    listed = {site.removesuffix(" *") for sites in LISTS.values() for site in sites}
+    assert found == {*INTERPRETED, *listed}
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from interlace.verify.protocols.explorer import (
-    Counterexample,
-    StateLimitError,
-    explore,
-)
-from interlace.verify.protocols.patterns import (
-    PATTERNS,
-    explored,
-    pull,
-    push,
-    push_on_streams,
-)
+from cases.texts import texts_beside
+from interlace.verify.protocols.explorer import Counterexample, StateLimitError, explore
+from interlace.verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
 from interlace.verify.protocols.steps import (
     EMPTY,
     BeginRead,
@@ -42,30 +33,17 @@ from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
 
-_WAITS = ("wait_all", "wait_sources", "wait_credits", "wait_credit", "finish_kernel")
-# Which functions of kernels/signal.py and kernels/slots.py a pattern stands for.
-MODELLED: dict[str, tuple[str, ...]] = {
-    "push": (
-        "publish_slots",
-        "publish_turn",
-        "publish_to_all",
-        "wait_slots",
-        "poll_slots",
-        *_WAITS,
-    ),
-    "push on streams": ("publish_kernel", "wait_kernel", "wait_credit", "finish_kernel"),
-    "pull": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
-    "push after pull": ("publish", "wait", "wait_credits_kernel", "wait_credit", "finish_kernel"),
-    "two-shot": ("publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"),
-    "flag barrier": (
-        "put_flag",
-        "wait_flag",
-        "put_signal_kernel",
-        "wait_signal_kernel",
-        "handle_barrier_kernel",
-    ),
-    "giving up": ("wait", "give_up", "publish"),
-}
+
+def pairs(text: str) -> list[tuple[str, str]]:
+    """Of each line, what stands before the colon and behind it."""
+    lines = (line.partition(": ") for line in text.splitlines())
+    return [(name, rest) for name, _, rest in lines]
+
+
+_MODELLED, _NO_STEPS, _ORDERS = texts_beside(__file__, "models.txt").values()
+MODELLED = {name: set(row.split()) for name, row in pairs(_MODELLED)}
+NO_STEPS = set(_NO_STEPS.split())
+ORDERS = pairs(_ORDERS)
 
 
 # -- the patterns ------------------------------------------------------------------------------
@@ -115,24 +93,6 @@ def test_patterns_of_several_processes_per_rank_are_reduced() -> None:
 # -- patterns and code -------------------------------------------------------------------------
 
 SIGNAL = "".join((ROOT / f"kernels/{name}.py").read_text() for name in ("signal", "slots"))
-# What no pattern has a step for: addresses, the epoch (a constant), fences of one program, a publish
-# for users' kernels, what happens after a wait was given up, and words that are data and flag at once.
-NO_STEPS = {
-    "is_mapped",
-    "complete_descriptor_stores",
-    "peer_pointer",
-    "flag_pointer",
-    "counted_epoch",
-    "current_epoch",
-    "is_aborted",
-    "is_void",
-    "linger",
-    "fence_descriptor_loads",
-    "write_value_kernel",
-    "store_words",
-    "look_for_words",
-    "count_program",
-}
 
 
 def calls_in(path: str, function: str) -> list[str]:
@@ -147,36 +107,16 @@ def calls_in(path: str, function: str) -> list[str]:
 
 def test_every_function_of_signal_is_modelled() -> None:
     functions = {n.name for n in ast.walk(ast.parse(SIGNAL)) if isinstance(n, ast.FunctionDef)}
-    modelled = {name for names in MODELLED.values() for name in names}
+    modelled = set().union(*MODELLED.values())
     assert MODELLED.keys() == PATTERNS.keys()
     assert modelled <= functions, modelled - functions
     assert functions - modelled <= NO_STEPS, functions - modelled - NO_STEPS
 
 
-@pytest.mark.parametrize(
-    ("path", "function", "order"),
-    [
-        (
-            "kernels/transfer.py",
-            "push_chunks",
-            ["wait_credit", "copy_elements", "copy_chunk", "copy_elements", "publish"],
-        ),
-        ("kernels/slots.py", "wait_credits_kernel", ["wait_credits", "linger"]),
-        ("kernels/slots.py", "finish_kernel", ["publish_to_all", "store"]),
-        ("kernels/signal.py", "handle_barrier_kernel", ["put_flag", "wait_flag"]),
-        (
-            "kernels/signal.py",
-            "give_up",
-            ["atomic_cas", "atomic_add", *["store"] * 5, "publish"],
-        ),
-        ("runtime/core/communicator.py", "enqueue", ["wait_credits", "body", "finish"]),
-        ("python/interlace/ops/collectives/launch.py", "stage", ["copy", "publish"]),
-    ],
-)
-def test_the_code_takes_its_steps_in_the_order_of_the_models(
-    path: str, function: str, order: list[str]
-) -> None:
-    assert [name for name in calls_in(path, function) if name in order] == order
+@pytest.mark.parametrize(("where", "order"), ORDERS)
+def test_the_code_takes_its_steps_in_the_order_of_the_models(where: str, order: str) -> None:
+    names = order.split()
+    assert [name for name in calls_in(*where.split()) if name in names] == names
 
 
 # -- the explorer ------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import pytest
 
 import interlace.functional  # both before pytester takes note of what is imported
 import interlace.verify  # noqa: F401
+from cases.texts import texts_beside
 
 pytest_plugins = ("pytester",)
 PYTHON = pathlib.Path(__file__).parents[3] / "python"
-_TEXT = pathlib.Path(__file__).with_name("plugin_tests.txt").read_text()
-PARTS = dict(part.split("\n", 1) for part in _TEXT.split("\n## ")[1:])
+PARTS = texts_beside(__file__, "plugin_tests.txt")
 OPTIONS = ("--strict-markers", "-p", "no:interlace", "-p", "interlace_pytest.plugin", "-rA")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import interlace
+from cases.texts import texts_beside
 from interlace import verify
 from interlace.runtime.core.errors import InterlaceError, MemoryAccessError
 from interlace.runtime.ptx.instruction import InlineAssemblyError
@@ -47,9 +48,9 @@ def found(text: str, *, arch: int = 80, **options: Any) -> list[int]:
     return interlace.run(step, 1, place="ptx", arch=arch)[0]
 
 
-_TEXTS, *_CASES = pathlib.Path(__file__).with_name("modules.txt").read_text().split("\n\n## ")
+_TEXTS = pathlib.Path(__file__).with_name("modules.txt").read_text().partition("\n\n## ")[0]
 TEXTS = dict(text.split("\n", 1) for text in re.split(r"\n\n(?=\$)", _TEXTS)[1:])
-CASES = dict(case.split("\n", 1) for case in _CASES)
+CASES = texts_beside(__file__, "modules.txt")
 
 
 ERRORS = {
