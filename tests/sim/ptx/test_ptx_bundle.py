@@ -4,11 +4,13 @@ CuPy is stood for by ``cupy_stand_in.py``; here its launches are run. Every op h
 interlace's own op, unfused.
 """
 
+import itertools
 import pathlib
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -443,19 +445,16 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(target: BundleTarget, made: Callable[[int], Case]) -> None:
     assert not any(report.problems() for report in write([target]))
-    for rank in interlace.run(
-        on_rank, WORLD, str(target.out), made, place="ptx", arch=target.arches[0]
-    ):
-        for output, expected in rank:
-            torch.testing.assert_close(output, expected, rtol=1e-6, atol=0)
+    (arch,) = target.arches
+    with mock.patch.object(cupy_stand_in.cuda.Device, "compute_capability", str(arch)):
+        ranks = interlace.run(on_rank, WORLD, str(target.out), made, place="ptx", arch=arch)
+    for output, expected in itertools.chain(*ranks):
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", SMALL)
-def test_a_bundle_runs_by_its_manifest(
-    arch: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cupy: None
-) -> None:
-    monkeypatch.setattr(cupy_stand_in.cuda.Device, "compute_capability", str(arch))
+def test_a_bundle_runs_by_its_manifest(arch: int, tmp_path: pathlib.Path, cupy: None) -> None:
     options = KernelOptions(rows=ROWS, columns=COLUMNS, inner=INNER, overrides=SMALL[arch])
     run(BundleTarget("all_gather_matmul", options, [arch], tmp_path), all_gather_matmul)
 
@@ -463,9 +462,8 @@ def test_a_bundle_runs_by_its_manifest(
 @pytest.mark.thorough
 @pytest.mark.parametrize("op", CASES)
 def test_bundles_of_a_layer_run_by_their_manifests(
-    op: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, cupy: None
+    op: str, tmp_path: pathlib.Path, cupy: None
 ) -> None:
-    monkeypatch.setattr(cupy_stand_in.cuda.Device, "compute_capability", "80")
     made, options = CASES[op]
     assert op in OPS
     run(BundleTarget(op, options, [80], tmp_path), made)

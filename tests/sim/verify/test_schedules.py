@@ -297,8 +297,7 @@ def test_time_limits_hold_where_nothing_gives_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "endless",
-    few([kernels.counts_for_ever, kernels.asks_itself_for_ever], kernels.counts_for_ever),
+    "endless", few([kernels.counts_for_ever, kernels.asks_itself_for_ever], kernels.counts_for_ever)
 )
 def test_a_kernel_that_goes_round_for_ever_is_found_once(
     endless: Any, monkeypatch: pytest.MonkeyPatch

@@ -162,13 +162,7 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
 @pytest.mark.parametrize(
     ("race", "first", "signal", "second", "said"),
     [
-        (
-            "write-read",
-            "puts",
-            "store (relaxed, sys)",
-            "loads",
-            "between the put and the signal",
-        ),
+        ("write-read", "puts", "store (relaxed, sys)", "loads", "between the put and the signal"),
         (
             "write-write",
             "puts",
