@@ -20,7 +20,6 @@ from rich.console import Console
 
 from house import module_name
 from interlace.cli.commands import build as command
-from interlace.runtime.compiler import worker
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.sass import Loop
 from interlace.runtime.core.kernel_arguments import joined
@@ -78,9 +77,7 @@ _ALIGNED = ("input_ptr", "weight_ptr", "output_ptr", "M", "N", "K")
 _TILES = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
 MUTANTS = {
     "release without barrier": mutant(
-        "publish_kernel",
-        {"data_ptr": "*i32", "slot_ptr": "*i64", "epoch": "i64"},
-        BLOCK=1024,
+        "publish_kernel", {"data_ptr": "*i32", "slot_ptr": "*i64", "epoch": "i64"}, BLOCK=1024
     ),
     "weak poll": mutant("wait_kernel", {"slot_ptr": "*i64", "epoch": "i64"}),
     "published descriptor store": replace(
@@ -146,23 +143,6 @@ def test_mutant_is_caught_at_its_line(reports: dict[tuple[str, int], BuildReport
     assert problem.startswith(f"mutant_kernels.py:{line}: published descriptor store: ")
 
 
-def test_a_disassembly_is_made_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the same SASS, whatever its file is called; of another, its own."""
-    calls: list[str] = []
-
-    def disassembler(name: str, *arguments: str) -> str:
-        calls.append(arguments[-1])
-        return f"SASS of {arguments[-1]}"
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(worker, "_tool", disassembler)
-    asked = [(b"one", "a"), (b"one", "b"), (b"two", "c"), (b"one", "d")]
-    made = [worker._disassembly(*each) for each in asked]
-    assert made == ["SASS of a", "SASS of a", "SASS of c", "SASS of a"] and calls == ["a", "c"]
-
-
 @thorough
 def test_what_another_copy_compiled_is_not_taken(tmp_path: pathlib.Path) -> None:
     """Its lines are those of files that may be gone, and the functions in them would have no names."""
@@ -217,6 +197,26 @@ GOOD = BuildReport(
 )
 
 
+class NothingBuilt:
+    """What the command would build, and the reports that it gets; test_nvshmem.py is for what is linked."""
+
+    def __init__(self) -> None:
+        self.seen: list[Entry] = []
+        self.reports: list[BuildReport] = []
+
+    def build(self, wanted: list[Entry], on_report: object) -> list[BuildReport]:
+        self.seen = wanted
+        return self.reports
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> NothingBuilt:
+    made = NothingBuilt()
+    monkeypatch.setattr(command, "build_entries", made.build)
+    monkeypatch.setattr(command, "linked", lambda arch, folder: [])
+    return made
+
+
 @pytest.mark.parametrize(
     ("report", "code"),
     [
@@ -230,9 +230,8 @@ GOOD = BuildReport(
         (replace(GOOD, faults=(Fault("early load", "ld comes before the wait", "k.py:3"),)), 1),
     ],
 )
-def test_exit_code(report: BuildReport, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "build_entries", lambda wanted, on_report: [report])
-    monkeypatch.setattr(command, "linked", lambda arch, folder: [])
+def test_exit_code(report: BuildReport, code: int, built: NothingBuilt) -> None:
+    built.reports.append(report)
     out = io.StringIO()
     assert command.build(Console(file=out, width=200), command.BuildOptions((90,))) == code
     name, variant = GOOD.name.split()
@@ -255,18 +254,11 @@ def test_every_architecture_that_may_be_named_is_built() -> None:
     assert not [report.problems() for report in reports if report.problems()]
 
 
-def test_command_builds_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Entry] = []
-
-    def collect(wanted: list[Entry], on_report: object) -> list[BuildReport]:
-        seen.extend(wanted)
-        return []
-
-    monkeypatch.setattr(command, "build_entries", collect)
-    monkeypatch.setattr(command, "linked", lambda arch, folder: [])  # see test_nvshmem.py
+def test_command_builds_the_catalogue(built: NothingBuilt) -> None:
     whole = command.BuildOptions((80, 90), full=True)
     assert command.build(Console(file=io.StringIO()), whole) == 0
-    assert seen == [*catalogue.entries(80), *catalogue.entries(90)]
-    every, seen[:] = {(each.kernel, each.arch) for each in seen if each.arch == 90}, []
+    assert built.seen == [*catalogue.entries(80), *catalogue.entries(90)]
+    every = {(each.kernel, each.arch) for each in built.seen if each.arch == 90}
     assert command.build(Console(file=io.StringIO()), command.BuildOptions()) == 0
-    assert len(seen) == len(every) and {(each.kernel, each.arch) for each in seen} == every
+    chosen = [(each.kernel, each.arch) for each in built.seen]
+    assert len(chosen) == len(every) and set(chosen) == every

@@ -1,14 +1,13 @@
 """Instructions of the kernels by the switch, and of those with flags in their words."""
 
-import pathlib
 import re
 
 import pytest
 
+from cases.builds import compiled
 from interlace.runtime.compiler.request import Entry
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.tools.catalogue import catalogue
-from interlace.tools.catalogue.build import build
 from interlace.tools.catalogue.catalogue import entries
 from tiers import thorough
 
@@ -36,18 +35,13 @@ def chosen() -> dict[str, Entry]:
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("collectives")
     made = chosen()
     assert len(made) == sum(map(len, CHOSEN.values()))
-    stems = [str(folder / str(number)) for number in range(len(made))]
-    reports = build(list(made.values()), artifacts=stems)
+    reports, texts = compiled(made.values(), tmp_path_factory.mktemp("collectives"))
     for report in reports:
         assert not report.problems(), (report.name, report.arch, report.problems())
         assert report.spills == 0 and report.stack == 0
-    return {
-        name: pathlib.Path(stem + ".ptx").read_text()
-        for name, stem in zip(made, stems, strict=True)
-    }
+    return dict(zip(made, texts, strict=True))
 
 
 @thorough

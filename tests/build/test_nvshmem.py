@@ -12,16 +12,21 @@ import pathlib
 import platform
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+from cases.builds import compiled
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler import nvshmem_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, between_nodes, linked
+from mutants.mutations import importable
 from tiers import few, thorough
 
 WITHOUT = "INTERLACE_WITHOUT_NVSHMEM"
@@ -50,23 +55,18 @@ MISSING = Entry(
 DRIVER = {"vprintf", "__assertfail"}  # what every CUDA driver resolves when it loads a module
 
 
-def library(arch: int) -> dict[str, str]:
+def library(arch: int, find: Callable[[int], list[Entry]] = linked, served: bool = SERVED) -> Any:
     try:
-        return linked(arch)[0].libraries
+        return find(arch)[0].libraries
     except PlaceUnavailableError as error:
-        if os.environ.get(WITHOUT) == "1" or not SERVED:
+        if os.environ.get(WITHOUT) == "1" or not served:
             pytest.skip(f"NOTHING IS LINKED: {error}")
         pytest.fail(f"{error}\nThe test extra brings it; {WITHOUT}=1 skips what needs it.")
 
 
 def built(entries: list[Entry], tmp_path: pathlib.Path) -> tuple[list[BuildReport], list[str]]:
-    """Reports, and the PTX of each."""
-    stems = [str(tmp_path / str(number)) for number in range(len(entries))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(HERE)
-        reports = build(entries, artifacts=stems)
-    files = [pathlib.Path(f"{stem}.ptx") for stem in stems]
-    return reports, [file.read_text() if file.exists() else "" for file in files]
+    with importable(HERE):
+        return compiled(entries, tmp_path)
 
 
 @thorough
@@ -84,18 +84,17 @@ def test_kernels_that_put_link(arch: int, tmp_path: pathlib.Path) -> None:
         assert re.search(r"^\.visible \.(const|global) .*\bnvshmemi_device_state_d\[", ptx, re.M)
 
 
-def test_a_missing_library_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_no_reason_to_skip() -> None:
     def missing(arch: int) -> list[Entry]:
         raise PlaceUnavailableError("no device library")
 
-    monkeypatch.setitem(globals(), "linked", missing)
-    monkeypatch.setitem(globals(), "SERVED", True)
-    monkeypatch.delenv(WITHOUT, raising=False)
-    with pytest.raises(pytest.fail.Exception, match=f"no device library\n.*{WITHOUT}=1 skips"):
-        library(90)
-    monkeypatch.setenv(WITHOUT, "1")
-    with pytest.raises(pytest.skip.Exception):
-        library(90)
+    with mock.patch.dict(os.environ):
+        os.environ.pop(WITHOUT, None)
+        with pytest.raises(pytest.fail.Exception, match=f"no device library\n.*{WITHOUT}=1 skips"):
+            library(90, missing, True)
+        os.environ[WITHOUT] = "1"
+        with pytest.raises(pytest.skip.Exception):
+            library(90, missing, True)
 
 
 @thorough
@@ -156,13 +155,18 @@ def test_a_file_for_all_or_one_for_each(tmp_path: pathlib.Path) -> None:
     assert nvshmem_library.device_library(80, folder).endswith("libnvshmem_device.bc")
 
 
-def test_the_variable_that_torch_reads(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NVSHMEM_LIB_DIR", folder_with(tmp_path, "libnvshmem_device.bc"))
-    assert nvshmem_library.device_library(90) == str(tmp_path / "libnvshmem_device.bc")
-    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path / "elsewhere"))
-    with pytest.raises(PlaceUnavailableError, match="elsewhere"):
+def looked_for_in(folder: str) -> Any:
+    """By the variable that torch reads."""
+    return mock.patch.dict(os.environ, {"NVSHMEM_LIB_DIR": folder})
+
+
+def test_the_variable_that_torch_reads(tmp_path: pathlib.Path) -> None:
+    with looked_for_in(folder_with(tmp_path, "libnvshmem_device.bc")):
+        assert nvshmem_library.device_library(90) == str(tmp_path / "libnvshmem_device.bc")
+    with (
+        looked_for_in(str(tmp_path / "elsewhere")),
+        pytest.raises(PlaceUnavailableError, match="elsewhere"),
+    ):
         nvshmem_library.device_library(90)
 
 
@@ -182,9 +186,9 @@ def test_the_command_links_what_it_finds_and_says_what_it_does_not(
     names = {entry.name for entry in seen if entry.libraries}
     assert names == {entry.name for entry in between_nodes(90, "nvshmem")}
     seen.clear()
-    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path / "elsewhere"))
     out = io.StringIO()
-    assert command.build(Console(file=out), JSON) == 0
+    with looked_for_in(str(tmp_path / "elsewhere")):
+        assert command.build(Console(file=out), JSON) == 0
     assert not [entry for entry in seen if entry.libraries] and json.loads(out.getvalue()) == []
     assert "not linked with NVSHMEM" in capsys.readouterr().err
     with pytest.raises(PlaceUnavailableError):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import interlace
+from cases.builds import compiled
 from interlace.runtime.tuning import configuration
 from interlace.runtime.tuning.configuration import Configuration, without_effect
 from interlace.tools.catalogue import catalogue
-from interlace.tools.catalogue.build import build
 from interlace.tools.catalogue.catalogue import Entry, MatmulVariant
 from tiers import thorough
 
@@ -51,9 +51,8 @@ def with_and_without() -> dict[str, tuple[Entry, Entry]]:
 def test_every_flag_changes_the_code(tmp_path: pathlib.Path) -> None:
     pairs = with_and_without()
     assert len(pairs) > 12
-    stems = [tmp_path / f"{number}" for number in range(2 * len(pairs))]
-    build(list(itertools.chain(*pairs.values())), artifacts=[str(stem) for stem in stems])
-    texts = [instructions(stem.with_suffix(".ptx").read_text()) for stem in stems]
+    _, made = compiled(itertools.chain(*pairs.values()), tmp_path)
+    texts = [instructions(ptx) for ptx in made]
     same = [name for name, a, b in zip(pairs, texts[::2], texts[1::2], strict=True) if a == b]
     assert not same
 
@@ -66,10 +65,8 @@ def test_warp_specialization_by_eight_warps_changes_nothing_on_sm_90(
     plain = MatmulVariant(layout="nk", overrides={"flatten": False})
     special = replace(plain, overrides={"flatten": False, "warp_specialize": True})
     entries = [catalogue.all_gather_matmul(90, each) for each in (plain, special)]
-    stems = [tmp_path / "plain", tmp_path / "special"]
-    build(entries, artifacts=[str(stem) for stem in stems])
-    one, other = (instructions(stem.with_suffix(".ptx").read_text()) for stem in stems)
-    assert one == other
+    _, (one, other) = compiled(entries, tmp_path)
+    assert instructions(one) == instructions(other)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def written_out(text: str) -> str:
     return re.sub(r"\$[a-z_]\w*", lambda name: written_out(TEXTS[name[0]]), text)
 
 
-class Program(NamedTuple):
+class LaunchedText(NamedTuple):
     """A body of a kernel, and how it is launched."""
 
     body: str
@@ -55,12 +55,12 @@ def rows() -> list[Any]:
             for number, cell in enumerate(cells, 1):
                 body = written_out(body.replace(f"${number}", cell))
             name = f"{title}: {', '.join(filter(None, cells))}"
-            found.append(pytest.param(Program(body, **named), verdict, id=name))
+            found.append(pytest.param(LaunchedText(body, **named), verdict, id=name))
     return found
 
 
 @pytest.mark.parametrize(("program", "verdict"), rows())
-def test_verdicts(program: Program, verdict: str) -> None:
+def test_verdicts(program: LaunchedText, verdict: str) -> None:
     report = program.races()
     told = [*map(str, report.errors), *map(str, report.refusals)]
     if verdict.startswith("! "):
@@ -77,7 +77,7 @@ def test_verdicts(program: Program, verdict: str) -> None:
 
 def test_a_copy_that_is_unfinished() -> None:
     body = "$start setp.lt.u32 %p1, %r1, 9; @%p1 cp.async.wait_group 0; ld.shared.b32 %r3, [%r7+4];"
-    (finding,) = Program(written_out(body), threads=32, words=4).races().findings
+    (finding,) = LaunchedText(written_out(body), threads=32, words=4).races().findings
     assert (finding.offset, finding.count) == (9 * 16 + 4, 23)
     assert finding.index.startswith("thread 9 has not waited for its 'cp.async.cg.shared.global")
     assert "ld.shared.b32 %r3, [%r7+4]" in str(finding)
@@ -87,7 +87,7 @@ def test_thread_and_lane_and_a_run_goes_on() -> None:
     shuffle = "@%p1 shfl.sync.{} 31, 0x55555555;"
     body = written_out("$of_even ")
     from_one = body + shuffle.format("idx.b32 %r3, %r1, 5,")
-    (finding,) = Program(from_one, threads=32, words=4).races().findings
+    (finding,) = LaunchedText(from_one, threads=32, words=4).races().findings
     assert finding.index == "thread 0 reads lane 5, which takes no part" and finding.count == 16
     assert "shfl.sync.idx.b32" in str(finding) and "  on  " not in str(finding)
     to_odd = body + shuffle.format("bfly.b32 %r3, %r1, 1,") + "st.global.b32 [%rd1], %r3;"
@@ -99,7 +99,7 @@ def test_line_address_and_two_threads_of_one_instruction() -> None:
     bodies = (
         written_out(name).replace("$2", "mov.b32 %r2, %r1;") for name in ("$global", "$vector")
     )
-    word, vector = (Program(body).races(seeds=1).findings for body in bodies)
+    word, vector = (LaunchedText(body).races(seeds=1).findings for body in bodies)
     (finding,) = word
     assert (finding.kind, finding.offset, finding.count) == ("different values", 8, 1)
     assert finding.index == "2: thread 0 stores 0x0, thread 1 stores 0x1"
@@ -111,7 +111,7 @@ def test_line_address_and_two_threads_of_one_instruction() -> None:
 @pytest.mark.parametrize("text", ["$global", "$shared"])
 def test_threads_of_different_warps_are_found_in_every_schedule(text: str) -> None:
     """Together it is one instruction, apart a race of two."""
-    program = Program(written_out(text).replace("$2", "shr.u32 %r2, %r1, 5;"))
+    program = LaunchedText(written_out(text).replace("$2", "shr.u32 %r2, %r1, 5;"))
     for seed in range(12):
         kinds = test_memory_faults.kinds(program.races(seeds=[seed]))
         assert {"different values", "write-write"} & kinds
@@ -119,7 +119,7 @@ def test_threads_of_different_warps_are_found_in_every_schedule(text: str) -> No
 
 def test_line_bytes_and_all_programs() -> None:
     body = "mov.b32 %r5, memory; shl.b32 %r6, %r1, 4; add.s32 %r7, %r5, %r6; $few $put $get_all"
-    program = Program(written_out(body), threads=32, words=4, arch=90, grid=3)
+    program = LaunchedText(written_out(body), threads=32, words=4, arch=90, grid=3)
     (finding,) = program.races().findings
     assert (finding.offset, finding.count, finding.index) == (256, 64, "64")
     assert re.fullmatch(r"shared memory of rank 0 kernel program \d", finding.memory)
