@@ -139,19 +139,29 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows() -> None:
 class Losing(HashStore):
     """Somebody deletes what rank 1 writes, just before anybody reads it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._one_at_a_time = threading.Lock()  # no write comes between the deletion and the read
+
     def _lose(self, key: str) -> None:
         if key.endswith("/1"):
             self.delete_key(key)
 
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._one_at_a_time:
+            super().set(key, value)  # type: ignore[arg-type]
+
     def check(self, keys: list[str]) -> bool:
-        there = super().check(keys)
-        for key in keys:
-            self._lose(key)
-        return there
+        with self._one_at_a_time:
+            there = super().check(keys)
+            for key in keys:
+                self._lose(key)
+            return there
 
     def compare_set(self, key: str, *values: str) -> bytes:
-        self._lose(key)
-        return super().compare_set(key, *values)
+        with self._one_at_a_time:
+            self._lose(key)
+            return super().compare_set(key, *values)
 
 
 def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
