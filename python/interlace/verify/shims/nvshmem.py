@@ -34,7 +34,7 @@ import interlace
 from interlace.runtime.ptx.calls import FUNCTIONS, TOGETHER
 from interlace.runtime.ptx.special import Threads
 from interlace.symmetric_memory import functions
-from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
+from interlace.verify.shims.symmetric import my_pe, n_pes, ptx, remote_ptr, run_ptx
 
 __all__ = ["my_pe", "n_pes", "remote_ptr"]
 
@@ -98,7 +98,8 @@ def _copy_by_threads(to, source, nbytes, first, threads):
 @triton.jit
 def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, ORDER: tl.constexpr):
     # Not tl.store, which stores a scalar by thread 0 alone.
-    tl.inline_asm_elementwise(
+    given = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
+    run_ptx(
         f"""
         {{
             .reg .pred %over;
@@ -115,67 +116,49 @@ def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, OR
             add.s64 %at, %at, $5;
             bra MORE;
         OVER:
-            mov.u32 $0, 0;
         }}
         """,
-        "=r,l,l,l,l,l",
-        [to, source, tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64),
-         tl.full((), threads * SIZE, tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        (to, source, given[0], given[1], tl.full((), threads * SIZE, tl.int64)),
+    )
 
 
 @triton.jit
 def _sync_warp():
-    tl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_ptx("bar.warp.sync 0xffffffff;")
 
 
 @triton.jit
 def _thread():
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx("mov.u32 $0, %tid.x;", is_pure=True)
 
 
 @triton.jit
 def _put_begins():
-    tl.inline_asm_elementwise(
-        "call nvshmem_put_begins, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    run_ptx("call nvshmem_put_begins, ();")
 
 
 @triton.jit
 def _put_ends():
-    tl.inline_asm_elementwise(
-        "call nvshmem_put_ends, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    run_ptx("call nvshmem_put_ends, ();")
 
 
 @triton.jit
 def _order_put():
     """Order the data of a put, and no other puts, before its signal."""
-    tl.inline_asm_elementwise(
-        "call nvshmem_put_fence, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    run_ptx("call nvshmem_put_fence, ();")
 
 
 @triton.jit
 def fence():
     """Order this thread's stores, puts and signals before its later ones (``__threadfence_system``)."""
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_ptx("fence.acq_rel.sys;")
 
 
 @triton.jit
 def quiet():
     """As :func:`fence`, and they have arrived: so do other threads' signals, behind a barrier, tell."""
     fence()
-    tl.inline_asm_elementwise(
-        "call nvshmem_quiet, (); mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_ptx("call nvshmem_quiet, ();")
 
 
 quiet_pe = quiet
@@ -251,18 +234,16 @@ getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_war
 def int_p(dest, value, pe, qp_id=0):
     """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
     _put_begins()
-    tl.inline_asm_elementwise(
-        "st.relaxed.sys.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    given = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
+    run_ptx("st.relaxed.sys.global.b32 [$1], $2;", given)
     _put_ends()
 
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
     """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed: a fence comes before, or a race."""
-    tl.inline_asm_elementwise(
+    given = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
+    ptx(
         """
         {
             .reg .pred %add;
@@ -272,11 +253,8 @@ def signal_op(sig_addr, signal, sig_op, pe):
             @!%add st.relaxed.sys.global.u64 [$1], $2;
         }
         """,
-        "=r,l,l,r",
-        [address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64),
-         tl.full((), sig_op, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        (given[0], given[1], tl.full((), sig_op, tl.int32)),
+    )
 
 
 def _is_add(operation: int) -> int:
@@ -334,10 +312,7 @@ def compares(seen, cmp, value):
 @triton.jit
 def wait_for_word(word, cmp, value):
     """Poll the own ``word``, of 32 or 64 bits, with acquire until it compares; the value that was seen."""
-    tl.inline_asm_elementwise(
-        "call nvshmem_comparison, ($1); mov.u32 $0, 0;", "=r,r", [tl.full((), cmp, tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx("call nvshmem_comparison, ($1);", [tl.full((), cmp, tl.int32)])
     seen = acquired(word)
     while not compares(seen, cmp, value):
         seen = acquired(word)
@@ -347,12 +322,9 @@ def wait_for_word(word, cmp, value):
 @triton.jit
 def acquired(word):
     """What each thread sees in ``word``, with acquire and scope sys."""
-    bits: tl.constexpr = word.dtype.element_ty.primitive_bitwidth
-    letter: tl.constexpr = "r" if bits == 32 else "l"
-    return tl.inline_asm_elementwise(
-        f"ld.acquire.sys.global.b{bits} $0, [$1];", f"={letter},l", [word],
-        dtype=word.dtype.element_ty, is_pure=False, pack=1,
-    )  # fmt: skip
+    kind: tl.constexpr = word.dtype.element_ty
+    bits: tl.constexpr = kind.primitive_bitwidth
+    return ptx(f"ld.acquire.sys.global.b{bits} $0, [$1];", [word], kind)
 
 
 def _comparison(cmp: int) -> None:
@@ -379,7 +351,7 @@ def barrier_all():
 def sync_all():
     """All ranks meet: one program of each calls it. What was put need not have arrived."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(
+    ptx(
         """
         {
             .reg .pred %one;
@@ -387,9 +359,8 @@ def sync_all():
             setp.eq.u32 %one, $0, 0;
             @%one call nvshmem_meet;
         }
-        """,
-        "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        """
+    )
     tl.debug_barrier()
 
 
@@ -403,10 +374,8 @@ sync_all_block = sync_all_warp = sync_all
 @triton.jit
 def team_n_pes(team):
     """How many ranks ``team`` has."""
-    return tl.inline_asm_elementwise(
-        "call ($0), nvshmem_team_n_pes, ($1);", "=r,r", [tl.full((), team, tl.int32)],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    given = [tl.full((), team, tl.int32)]
+    return ptx("call ($0), nvshmem_team_n_pes, ($1);", given, is_pure=True)
 
 
 @triton.jit
@@ -426,10 +395,8 @@ def team_my_pe(team):
 @triton.jit
 def remote_mc_ptr(team, ptr):
     """The multicast address, for ``multimem`` instructions, of what all ranks have at ``ptr``."""
-    address = tl.inline_asm_elementwise(
-        "call ($0), nvshmemx_mc_ptr, ($1, $2);", "=l,r,l",
-        [tl.full((), team, tl.int32), address_of(ptr)], dtype=tl.int64, is_pure=True, pack=1,
-    )  # fmt: skip
+    given = tl.full((), team, tl.int32), address_of(ptr)
+    address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", given, tl.int64, True)
     return address.to(ptr.dtype, bitcast=True)
 
 

@@ -4,6 +4,8 @@ Kernels call these functions by inline PTX, whether they are interpreted or comp
 the context of the rank that launched them.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -16,20 +18,58 @@ from interlace.symmetric_memory import functions
 _meetings: dict[Place, Place] = {}
 
 
+def ptx(
+    text: Any, values: Any = (), dtype: Any = tl.int32, is_pure: Any = False, _semantic: Any = None
+) -> Any:
+    """What each thread gets of a piece of PTX, where a kernel is compiled and where it is interpreted.
+
+    Results, of ``dtype`` or of several, come first among the operands $0, $1, ...; then ``values``.
+    """
+    known = {} if _semantic is None else {"_semantic": _semantic}
+    kinds = tl.core._unwrap_if_constexpr(dtype)
+    results = kinds if isinstance(kinds, (tuple, tl.tuple)) else [kinds]
+    letters = [f"={_letter(tl.core._unwrap_if_constexpr(kind))}" for kind in results]
+    letters += [_letter(value.dtype) for value in values]
+    several = len(values) > 1  # Triton puts no pointer beside other numbers
+    given = [
+        value.to(tl.int64, bitcast=True, **known) if several and value.dtype.is_ptr() else value
+        for value in values
+    ]
+    how = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
+    return tl.inline_asm_elementwise(text, ",".join(letters), given, **how, **known)
+
+
+def run_ptx(text: Any, values: Any = (), _semantic: Any = None) -> None:
+    """A piece of PTX that gives nothing: $1 is the first of ``values``."""
+    ptx(f"{tl.core._unwrap_if_constexpr(text)} mov.u32 $0, 0;", values, _semantic=_semantic)
+
+
+def _letter(kind: Any) -> str:
+    """The constraint of inline PTX for the registers that hold it."""
+    if kind.is_ptr():
+        return "l"
+    bits = kind.primitive_bitwidth
+    return (
+        {64: "d", 32: "f"}.get(bits, "h")
+        if kind.is_floating()
+        else {64: "l", 16: "h"}.get(bits, "r")
+    )
+
+
+for _function in (ptx, run_ptx):
+    vars(_function).update(__triton_builtin__=True, is_interpreted=True)
+
+
 @triton.jit
 def my_pe():
     """The rank that runs this program: NVSHMEM calls a process a PE, a processing element."""
-    return tl.inline_asm_elementwise(
-        "call ($0), nvshmem_my_pe, ();", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx("call ($0), nvshmem_my_pe, ();", is_pure=True)
 
 
 @triton.jit
 def n_pes():
     """How many ranks there are."""
-    return tl.inline_asm_elementwise(
-        "call ($0), nvshmem_n_pes, ();", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx("call ($0), nvshmem_n_pes, ();", is_pure=True)
 
 
 @triton.jit
@@ -38,11 +78,8 @@ def remote_ptr(pointer, pe):
 
     ValueError for memory that is not symmetric, or that has not met, and for a rank that is not there.
     """
-    address = tl.inline_asm_elementwise(
-        "call ($0), nvshmem_ptr, ($1, $2);", "=l,l,r",
-        [pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)],
-        dtype=tl.int64, is_pure=True, pack=1,
-    )  # fmt: skip
+    given = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
+    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", given, tl.int64, True)
     return address.to(pointer.dtype, bitcast=True)
 
 

@@ -125,6 +125,7 @@ def _text(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     homes = str(getattr(value, "__module__", "")), type(value).__module__
-    if tl.core.is_builtin(value) or any(map(_COMPILED.match, homes)):
+    builtin = tl.core.is_builtin(value) and not getattr(value, "is_interpreted", False)
+    if builtin or any(map(_COMPILED.match, homes)):
         return OnlyCompiled(f"{homes[0]}.{getattr(value, '__name__', type(value).__name__)}")
     return None

@@ -17,7 +17,7 @@ makes of them for NVIDIA's GPUs::
 import triton
 import triton.language as tl
 
-from interlace.verify.shims.symmetric import my_pe, n_pes, remote_ptr
+from interlace.verify.shims.symmetric import my_pe, n_pes, ptx, remote_ptr
 from interlace.verify.shims.triton_dist import missing
 from interlace.verify.shims.triton_dist.vectors import (
     ThreadVector as vector,
@@ -57,13 +57,7 @@ def consume_token(value, token):
 
 
 @triton.jit
-def wait(
-    barrierPtrs,
-    numBarriers,
-    scope: tl.constexpr,
-    semantic: tl.constexpr,
-    waitValue=1,
-):
+def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, waitValue=1):
     """Poll ``numBarriers`` words from ``barrierPtrs`` on until each is ``waitValue``; a token."""
     for index in range(0, numBarriers):
         _wait_for_word(barrierPtrs + index, waitValue, scope, semantic)
@@ -75,7 +69,7 @@ def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
     """The first lane of every warp polls."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    tl.inline_asm_elementwise(
+    ptx(
         f"""
         {{
             .reg .pred %later;
@@ -91,21 +85,13 @@ def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
             bar.warp.sync 0xffffffff;
         }}
         """,
-        "=r,l,l" if bits == 64 else "=r,l,r",
         [word, tl.full((), value, kind)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
 @triton.jit
 def notify(
-    ptr,
-    rank,
-    signal=1,
-    sig_op: tl.constexpr = "set",
-    comm_scope: tl.constexpr = "inter_node",
+    ptr, rank, signal=1, sig_op: tl.constexpr = "set", comm_scope: tl.constexpr = "inter_node"
 ):
     """Set the word ``ptr`` of ``rank``, or add to it, as ``comm_scope`` says."""
     tl.static_assert(sig_op == "set" or sig_op == "add", f"sig_op must be set or add, got {sig_op}")
@@ -128,7 +114,7 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"
     how: tl.constexpr = f"u{bits}" if OPERATION == "set" else f"add.u{bits}"
-    tl.inline_asm_elementwise(
+    ptx(
         f"""
         {{
             .reg .pred %other;
@@ -140,9 +126,5 @@ def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl
         over:
         }}
         """,
-        "=r,l,l" if bits == 64 else "=r,l,r",
         [word, tl.full((), value, kind)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_threads, num_warps, smid
 
+from interlace.verify.shims.symmetric import ptx, run_ptx
 from interlace.verify.shims.triton_dist import missing
 from interlace.verify.shims.triton_dist.vectors import ld_vector, st_vector
 
@@ -37,49 +38,37 @@ def _axis(axis):
 @triton.jit
 def tid(axis: tl.constexpr):
     """The number of the thread; programs have one dimension of them."""
-    return tl.inline_asm_elementwise(
-        f"mov.u32 $0, %tid.{_axis(axis)};", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx(f"mov.u32 $0, %tid.{_axis(axis)};", is_pure=True)
 
 
 @triton.jit
 def ntid(axis: tl.constexpr):
     """How many threads the program has."""
-    return tl.inline_asm_elementwise(
-        f"mov.u32 $0, %ntid.{_axis(axis)};", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx(f"mov.u32 $0, %ntid.{_axis(axis)};", is_pure=True)
 
 
 @triton.jit
 def laneid():
     """The number of the thread in its warp."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %laneid;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
-    )
+    return ptx("mov.u32 $0, %laneid;", is_pure=True)
 
 
 @triton.jit
 def globaltimer():
     """The clock of the device, in nanoseconds."""
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.uint64, is_pure=False, pack=1
-    )
+    return ptx("mov.u64 $0, %globaltimer;", dtype=tl.uint64)
 
 
 @triton.jit
 def globaltimer_lo():
     """Its lower 32 bits."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %globaltimer_lo;", "=r", [], dtype=tl.uint32, is_pure=False, pack=1
-    )
+    return ptx("mov.u32 $0, %globaltimer_lo;", dtype=tl.uint32)
 
 
 @triton.jit
 def globaltimer_hi():
     """Its upper 32 bits."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %globaltimer_hi;", "=r", [], dtype=tl.uint32, is_pure=False, pack=1
-    )
+    return ptx("mov.u32 $0, %globaltimer_hi;", dtype=tl.uint32)
 
 
 # -- fences, loads and stores ----------------------------------------------------------------------------
@@ -88,29 +77,16 @@ def globaltimer_hi():
 @triton.jit
 def membar(scope: tl.constexpr = "cta"):
     """A fence of this thread: ``membar`` of "cta", "gl" (the GPU) or "sys", which is ``fence.sc``."""
-    tl.inline_asm_elementwise(
-        f"membar.{scope}; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_ptx(f"membar.{scope};")
 
 
 @triton.jit
 def fence(semantic: tl.constexpr = "sc", scope: tl.constexpr = "gpu"):
     """A fence of this thread, "sc" or "acq_rel"."""
-    tl.inline_asm_elementwise(
-        f"fence.{semantic}.{scope}; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_ptx(f"fence.{semantic}.{scope};")
 
 
 __fence = fence
-
-
-@triton.constexpr_function
-def _letter(kind):
-    """The constraint of inline PTX for the registers that hold it."""
-    wide = kind.primitive_bitwidth == 64
-    if kind.is_floating():
-        return {64: "d", 32: "f"}.get(kind.primitive_bitwidth, "h")
-    return "l" if wide else "h" if kind.primitive_bitwidth == 16 else "r"
 
 
 @triton.jit
@@ -118,11 +94,7 @@ def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
     """Load a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = _letter(kind)
-    return tl.inline_asm_elementwise(
-        f"ld.global.{semantic}.{scope}.b{bits} $0, [$1];", f"={letter},l", [ptr],
-        dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
-    )  # fmt: skip
+    return ptx(f"ld.global.{semantic}.{scope}.b{bits} $0, [$1];", [ptr], kind)
 
 
 @triton.jit
@@ -142,12 +114,7 @@ def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"
     """Store a word with an order and a scope."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = _letter(kind)
-    tl.inline_asm_elementwise(
-        f"st.global.{semantic}.{scope}.b{bits} [$1], $2; mov.u32 $0, 0;", f"=r,l,{letter}",
-        [ptr.to(tl.int64, bitcast=True), tl.full((), val, kind)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx(f"st.global.{semantic}.{scope}.b{bits} [$1], $2;", [ptr, tl.full((), val, kind)])
 
 
 @triton.jit
@@ -162,11 +129,9 @@ def _ordered(semantic, scope):
 
 
 @triton.jit
-def _load_four(ptr, ORDER: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        f"ld.global{ORDER}.v4.b32 {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,l", [ptr],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+def _load_four(ptr, OPERATION: tl.constexpr):
+    kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+    return ptx(f"{OPERATION} {{$0, $1, $2, $3}}, [$4];", [ptr], kinds)
 
 
 @triton.jit
@@ -182,38 +147,34 @@ def _of_kind(words, KIND: tl.constexpr):
 @triton.jit
 def load_v4_u32(ptr):
     """Four words at once, weak."""
-    return _of_kind(_load_four(ptr, ""), tl.uint32)
+    return _of_kind(_load_four(ptr, "ld.global.v4.b32"), tl.uint32)
 
 
 @triton.jit
 def load_v4_s32(ptr):
     """Four words at once, weak."""
-    return _load_four(ptr, "")
+    return _load_four(ptr, "ld.global.v4.b32")
 
 
 @triton.jit
 def load_v4_b32(ptr, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
     """Four words at once; an order of "" is weak."""
-    return _load_four(ptr, _ordered(semantic, scope))
+    return _load_four(ptr, f"ld.global{_ordered(semantic, scope)}.v4.b32")
 
 
 @triton.jit
 def load_v2_b64(ptr):
     """Two words of 64 bits at once, volatile."""
-    return tl.inline_asm_elementwise(
-        "ld.volatile.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", [ptr], dtype=(tl.int64, tl.int64),
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    return ptx("ld.volatile.global.v2.b64 {$0, $1}, [$2];", [ptr], (tl.int64, tl.int64))
 
 
 @triton.jit
 def st_v4_b32(ptr, val0, val1, val2, val3, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
     """Store four words at once; an order of "" is weak."""
-    tl.inline_asm_elementwise(
-        f"st.global{_ordered(semantic, scope)}.v4.b32 [$1], {{$2, $3, $4, $5}}; mov.u32 $0, 0;",
-        "=r,l,r,r,r,r", [ptr.to(tl.int64, bitcast=True), val0, val1, val2, val3],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx(
+        f"st.global{_ordered(semantic, scope)}.v4.b32 [$1], {{$2, $3, $4, $5}};",
+        [ptr, val0, val1, val2, val3],
+    )
 
 
 @triton.jit
@@ -225,19 +186,13 @@ def st_v4_u32(ptr, val0, val1, val2, val3):
 @triton.jit
 def st_v2_u32(ptr, val0, val1):
     """Store two words at once, volatile."""
-    tl.inline_asm_elementwise(
-        "st.volatile.global.v2.u32 [$1], {$2, $3}; mov.u32 $0, 0;", "=r,l,r,r",
-        [ptr.to(tl.int64, bitcast=True), val0, val1], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx("st.volatile.global.v2.u32 [$1], {$2, $3};", [ptr, val0, val1])
 
 
 @triton.jit
 def pack_b32_v2(val0, val1):
     """Two words of 32 bits as one of 64, the first one below."""
-    return tl.inline_asm_elementwise(
-        "mov.b64 $0, {$1, $2};", "=l,r,r", [val0, val1], dtype=tl.uint64, is_pure=True, pack=1
-    )
+    return ptx("mov.b64 $0, {$1, $2};", [val0, val1], tl.uint64, True)
 
 
 # -- atomics and signals ---------------------------------------------------------------------------------
@@ -249,12 +204,11 @@ def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr =
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     name: tl.constexpr = "f" if kind.is_floating() else "u"
-    letter: tl.constexpr = _letter(kind)
-    return tl.inline_asm_elementwise(
-        f"atom.global.{semantic}.{scope}.add.{name}{bits} $0, [$1], $2;", f"={letter},l,{letter}",
-        [ptr.to(tl.int64, bitcast=True), tl.full((), value, kind)],
-        dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
-    )  # fmt: skip
+    return ptx(
+        f"atom.global.{semantic}.{scope}.add.{name}{bits} $0, [$1], $2;",
+        [ptr, tl.full((), value, kind)],
+        kind,
+    )
 
 
 @triton.jit
@@ -271,23 +225,19 @@ def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.const
     """Set a word to ``target_val`` if it is ``cmp_val``; what was there before."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
-    letter: tl.constexpr = _letter(kind)
-    return tl.inline_asm_elementwise(
+    return ptx(
         f"atom.global.{semantic}.{scope}.cas.b{bits} $0, [$1], $2, $3;",
-        f"={letter},l,{letter},{letter}",
-        [ptr.to(tl.int64, bitcast=True), tl.full((), cmp_val, kind), tl.full((), target_val, kind)],
-        dtype=ptr.dtype.element_ty, is_pure=False, pack=1,
-    )  # fmt: skip
+        [ptr, tl.full((), cmp_val, kind), tl.full((), target_val, kind)],
+        kind,
+    )
 
 
 @triton.jit
 def red_release(barrier_ptr, value, scope: tl.constexpr = "gpu"):
     """Add to an int32, and release, by every thread."""
-    tl.inline_asm_elementwise(
-        f"red.release.{scope}.global.add.s32 [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [barrier_ptr, tl.full((), value, tl.int32)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx(
+        f"red.release.{scope}.global.add.s32 [$1], $2;", [barrier_ptr, tl.full((), value, tl.int32)]
+    )
 
 
 @triton.jit
@@ -315,11 +265,11 @@ def wait_eq(barrier_ptr, thread_idx, value, scope: tl.constexpr):
 
 @triton.jit
 def _shuffled(mask, value, lane, MODE: tl.constexpr, CLAMP: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        f"shfl.sync.{MODE}.b32 $0, $1, $2, {CLAMP}, $3;", "=r,r,r,r",
-        [value, tl.full((), lane, tl.int32), tl.full((), mask, tl.uint32)], dtype=value.dtype,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    return ptx(
+        f"shfl.sync.{MODE}.b32 $0, $1, $2, {CLAMP}, $3;",
+        [value, tl.full((), lane, tl.int32), tl.full((), mask, tl.uint32)],
+        value.dtype,
+    )
 
 
 @triton.jit
@@ -349,7 +299,7 @@ def __shfl_xor_sync_i32(mask, value, delta):
 @triton.jit
 def __ballot_sync(mask, predicate):
     """The bits of those threads of the warp whose ``predicate`` is not 0."""
-    return tl.inline_asm_elementwise(
+    return ptx(
         """
         {
             .reg .pred %yes;
@@ -357,9 +307,8 @@ def __ballot_sync(mask, predicate):
             vote.sync.ballot.b32 $0, %yes, $2;
         }
         """,
-        "=r,r,r", [tl.full((), predicate, tl.int32), tl.full((), mask, tl.uint32)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        [tl.full((), predicate, tl.int32), tl.full((), mask, tl.uint32)],
+    )
 
 
 # -- all ranks at once -----------------------------------------------------------------------------------
@@ -393,18 +342,14 @@ def multimem_ld_reduce_v4(ptr, acc_dtype: tl.constexpr = None):
     text: tl.constexpr = (
         f"multimem.ld_reduce.global.add{_precision(kind, acc_dtype)}.v4.{_suffix(kind)}"
     )
-    words = tl.inline_asm_elementwise(
-        f"{text} {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,l", [ptr],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    return _of_kind(words, _register(kind))
+    return _of_kind(_load_four(ptr, text), _register(kind))
 
 
 @triton.jit
 def multimem_ld_reduce_p_v4(ptr, mask):
     """:func:`multimem_ld_reduce_v4` with acquire and scope sys, by threads whose ``mask`` is not 0."""
     kind: tl.constexpr = ptr.dtype.element_ty
-    words = tl.inline_asm_elementwise(
+    words = ptx(
         f"""
         {{
             .reg .pred %there;
@@ -412,67 +357,51 @@ def multimem_ld_reduce_p_v4(ptr, mask):
             @%there multimem.ld_reduce.acquire.sys.global.add.v4.{_suffix(kind)} {{$0, $1, $2, $3}}, [$4];
         }}
         """,
-        "=r,=r,=r,=r,l,r", [ptr, mask.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+        [ptr, mask.to(tl.int32)],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+    )
     return _of_kind(words, _register(kind))
 
 
 @triton.jit
 def multimem_st_b32(ptr, val0):
     """Store a word at a multicast address, so at all ranks, weak."""
-    tl.inline_asm_elementwise(
-        "multimem.st.global.b32 [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [ptr.to(tl.int64, bitcast=True), val0], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx("multimem.st.global.b32 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_b64(ptr, val0):
     """The same of 64 bits."""
-    tl.inline_asm_elementwise(
-        "multimem.st.global.b64 [$1], $2; mov.u32 $0, 0;", "=r,l,l",
-        [ptr.to(tl.int64, bitcast=True), val0], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx("multimem.st.global.b64 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_p_b32(ptr, val, mask):
     """:func:`multimem_st_b32` by threads whose ``mask`` is not 0."""
-    tl.inline_asm_elementwise(
+    run_ptx(
         """
         {
             .reg .pred %there;
             setp.ne.s32 %there, $3, 0;
             @%there multimem.st.global.b32 [$1], $2;
-            mov.u32 $0, 0;
         }
         """,
-        "=r,l,r,r", [ptr.to(tl.int64, bitcast=True), val, mask.to(tl.int32)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        [ptr, val, mask.to(tl.int32)],
+    )
 
 
 @triton.jit
 def multimem_st_v2(ptr, val0, val1):
     """Two registers of 32 bits, to all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
-    letter: tl.constexpr = _letter(_register(kind))
-    tl.inline_asm_elementwise(
-        f"multimem.st.global.v2.{_suffix(kind)} [$1], {{$2, $3}}; mov.u32 $0, 0;",
-        f"=r,l,{letter},{letter}", [ptr.to(tl.int64, bitcast=True), val0, val1], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx(f"multimem.st.global.v2.{_suffix(kind)} [$1], {{$2, $3}};", [ptr, val0, val1])
 
 
 @triton.jit
 def multimem_st_v4(ptr, val0, val1, val2, val3):
     """Four registers of 32 bits, to all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
-    letter: tl.constexpr = _letter(_register(kind))
-    tl.inline_asm_elementwise(
-        f"multimem.st.global.v4.{_suffix(kind)} [$1], {{$2, $3, $4, $5}}; mov.u32 $0, 0;",
-        f"=r,l,{letter},{letter},{letter},{letter}",
-        [ptr.to(tl.int64, bitcast=True), val0, val1, val2, val3],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_ptx(
+        f"multimem.st.global.v4.{_suffix(kind)} [$1], {{$2, $3, $4, $5}};",
+        [ptr, val0, val1, val2, val3],
+    )

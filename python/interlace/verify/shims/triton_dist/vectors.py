@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language import core
 
 from interlace.runtime.compat.kernel_code import wrap_with_statements
+from interlace.verify.shims.symmetric import ptx, run_ptx
 
 
 class VectorType(core.base_type):  # type: ignore[misc]
@@ -151,9 +152,6 @@ def zeros_vector(vec_size: Any, dtype: Any, _semantic: Any = None) -> ThreadVect
     return ThreadVector([zero] * core._unwrap_if_constexpr(vec_size))
 
 
-_CONSTRAINTS = {8: "r", 16: "h", 32: "r", 64: "l"}
-
-
 def _order(semantic: Any, scope: Any) -> str:
     words = map(core._unwrap_if_constexpr, (semantic, scope))
     return "".join(f".{word}" for word in words if word)
@@ -170,16 +168,11 @@ def ld_vector(
     words = []
     for at in _places(ptr, count, whole, _semantic):
         if whole:
-            words += tl.inline_asm_elementwise(
-                f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4];", "=r,=r,=r,=r,l", [at], dtype=(part,) * 4,
-                is_pure=False, pack=1, _semantic=_semantic,
-            )  # fmt: skip
+            text = f"{load}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+            words += ptx(text, [at], (part,) * 4, _semantic=_semantic)
         else:
-            letter = _CONSTRAINTS[part.primitive_bitwidth]
-            words += [tl.inline_asm_elementwise(
-                f"{load}.b{part.primitive_bitwidth} $0, [$1];", f"={letter},l", [at], dtype=part,
-                is_pure=False, pack=1, _semantic=_semantic,
-            )]  # fmt: skip
+            text = f"{load}.b{part.primitive_bitwidth} $0, [$1];"
+            words.append(ptx(text, [at], part, _semantic=_semantic))
     return ThreadVector(words).recast(kind, _semantic=_semantic)
 
 
@@ -196,15 +189,11 @@ def st_vector(
     words = vec.recast(
         tl.uint32 if whole else core.get_int_dtype(bits, False), _semantic=_semantic
     ).values
-    letter = "r" if whole else _CONSTRAINTS[bits]
     for number, at in enumerate(_places(ptr, count, whole, _semantic)):
         some = words[4 * number :][:4] if whole else [words[number]]
         names = ", ".join(f"${2 + i}" for i in range(len(some)))
         text = f"{store}.v4.b32 [$1], {{{names}}};" if whole else f"{store}.b{bits} [$1], {names};"
-        tl.inline_asm_elementwise(
-            f"{text} mov.u32 $0, 0;", ",".join(["=r", "l", *([letter] * len(some))]), [at, *some],
-            dtype=tl.int32, is_pure=False, pack=1, _semantic=_semantic,
-        )  # fmt: skip
+        run_ptx(text, [at, *some], _semantic=_semantic)
 
 
 def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[Any]:
@@ -226,12 +215,7 @@ class simt_exec_region:
 
     def __enter__(self) -> Any:
         names = "mov.u32 $0, %tid.x;", "mov.u32 $0, %ntid.x;"
-        return tl.tuple([
-            tl.inline_asm_elementwise(
-                text, "=r", [], dtype=tl.int32, is_pure=True, pack=1, _semantic=self._semantic
-            )
-            for text in names
-        ])  # fmt: skip
+        return tl.tuple([ptx(each, is_pure=True, _semantic=self._semantic) for each in names])
 
     def __exit__(self, *error: object) -> None: ...
 
