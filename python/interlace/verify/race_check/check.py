@@ -222,7 +222,7 @@ class DetectorWithout(Detector):
     def done(self) -> bool:
         return bool(self.found)
 
-    def on_barrier(self, task: Task | None, threads: object = None) -> None:
+    def on_barrier(self, task: Task, threads: object = None) -> None:
         if program_lines()[:1] != (self._line,):
             super().on_barrier(task, threads)
 
@@ -260,7 +260,7 @@ class DetectorWith(Detector):
         super().__init__(seed, asked=asked)
         self.access = access
 
-    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
         if program_lines()[:1] == self.access.lines[:1]:
             atomic = replace(atomic, sem="acq_rel")
         super().on_atomic(task, atomic, result)

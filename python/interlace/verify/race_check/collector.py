@@ -94,8 +94,8 @@ class Collector(Observer):
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
 
-    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
-        if task is not None and nbytes:
+    def on_shared_memory(self, task: Task, base: int, nbytes: int) -> None:
+        if nbytes:
             self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
             if (segment := self._memory.at(base)) is not None:
                 segment.poison = ctypes.string_at(base, 1)
@@ -340,9 +340,7 @@ class Collector(Observer):
         counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
         return bases, bases + block * counts
 
-    def on_alias_fence(self, task: Task | None, threads: Any = None) -> None:
-        if task is None:
-            return
+    def on_alias_fence(self, task: Task, threads: Any = None) -> None:
         agent: Any = self._agent(task)
         if threads is None:
             agent.clock = self.aliased(agent.clock)
@@ -353,19 +351,16 @@ class Collector(Observer):
             agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
-    def on_puts(self, task: Task | None, threads: Any, *, begin: bool) -> None:
-        if task is not None:
-            agent: Any = self._agent(task)
-            if threads is None:
-                agent.putting = begin
-            else:
-                agent.putting[threads] = begin
+    def on_puts(self, task: Task, threads: Any, *, begin: bool) -> None:
+        agent: Any = self._agent(task)
+        if threads is None:
+            agent.putting = begin
+        else:
+            agent.putting[threads] = begin
 
     def on_fence(
-        self, task: Task | None, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+        self, task: Task, sem: str, scope: str, threads: Any = None, *, puts: bool = True
     ) -> None:
-        if task is None:
-            return
         self.ordering.update(program_lines()[:1])
         agent: Any = self._agent(task)
         if threads is not None:
@@ -400,25 +395,20 @@ class Collector(Observer):
             return
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
-    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
-        if task is not None:
-            agent: Any = self._agent(task)
-            agent.quiet(threads)
-            agent.has_released(threads, all_threads=threads is None)
+    def on_quiet(self, task: Task, threads: Any = None) -> None:
+        agent: Any = self._agent(task)
+        agent.quiet(threads)
+        agent.has_released(threads, all_threads=threads is None)
 
-    def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
-        if task is None:
-            return
+    def on_proxy_fence(self, task: Task, threads: Any) -> None:
         agent = self._agent(task)
         agent.fenced_times[threads] = agent.times[threads]
         agent.change(threads, self.fenced)
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_async(
-        self, task: Task | None, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+        self, task: Task, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
     ) -> None:
-        if task is None:
-            return
         agent, size = self._agent(task), pointers.get_element_ty().primitive_bitwidth // 8
         queue = self._started(agent, copy)
         site = self._site(agent, f"{does} (async)", program_lines())
@@ -476,10 +466,8 @@ class Collector(Observer):
         return found
 
     def on_async_end(
-        self, task: Task | None, queue: Any, time: int, threads: Any, *, reads_only: bool
+        self, task: Task, queue: Any, time: int, threads: Any, *, reads_only: bool
     ) -> None:
-        if task is None:
-            return
         agent = self._agent(task)
         components, at = agent.queues[queue].until(time, reads_only=reads_only)
 
@@ -492,13 +480,11 @@ class Collector(Observer):
 
     def on_arrival(
         self,
-        task: Task | None,
+        task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
         copies: tuple[Any, int] | None = None,
     ) -> None:
-        if task is None:
-            return
         agent = self._agent(task)
         told = agent.mbarriers.setdefault(mbarrier, [None, None])
         for thread in threads:
@@ -511,14 +497,11 @@ class Collector(Observer):
             clock[components] = time
             told[0] = joined(told[0], clock)
 
-    def on_phase(self, task: Task | None, mbarrier: int) -> None:
-        if task is not None:
-            told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
-            told[1] = told[0]
+    def on_phase(self, task: Task, mbarrier: int) -> None:
+        told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
+        told[1] = told[0]
 
-    def on_awaited(self, task: Task | None, mbarrier: int, threads: Any) -> None:
-        if task is None:
-            return
+    def on_awaited(self, task: Task, mbarrier: int, threads: Any) -> None:
         agent = self._agent(task)
         _, done = agent.mbarriers.get(mbarrier, (None, None))
         if done is not None:

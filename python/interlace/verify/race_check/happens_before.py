@@ -167,15 +167,15 @@ class Detector(Collector):
                 self.events += 1
                 self._undefine(tensor)
 
-    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
         self._plain(task, pointers, mask, stores=False)
 
-    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
         self._plain(task, pointers, mask, stores=True)
 
-    def _plain(self, task: Task | None, pointers: Any, mask: Any, *, stores: bool) -> None:
+    def _plain(self, task: Task, pointers: Any, mask: Any, *, stores: bool) -> None:
         addresses = active_addresses(pointers, mask)
-        if task is None or not len(addresses):
+        if not len(addresses):
             return
         agent = self._agent(task)
         threads, multicast = threads_of(pointers), self._by_multicast(pointers)
@@ -322,9 +322,7 @@ class Detector(Collector):
 
     # -- atomics -----------------------------------------------------------------------------------
 
-    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
-        if task is None:
-            return
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
@@ -489,9 +487,8 @@ class Detector(Collector):
             key = (agent, min(scope, sent_scope), who)
             messages[key] = joined(messages.get(key), clock)
 
-    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
-        if task is not None:
-            agent: Any = self._agent(task)
-            agent.barrier(*([] if threads is None else [threads]))
-            if isinstance(agent, ThreadsAgent):
-                self.barriers.update(program_lines()[:1])
+    def on_barrier(self, task: Task, threads: Any = None) -> None:
+        agent: Any = self._agent(task)
+        agent.barrier(*([] if threads is None else [threads]))
+        if isinstance(agent, ThreadsAgent):
+            self.barriers.update(program_lines()[:1])

@@ -125,7 +125,7 @@ class Storyteller(Observer):
 
     def _note(
         self,
-        task: Task | None,
+        task: Task,
         text: str,
         lines: tuple[SourceText, ...],
         after: Any = (),
@@ -133,9 +133,8 @@ class Storyteller(Observer):
         span: Collection[int] | None = None,
         writes: bool = False,
     ) -> None:
-        if task is not None:
-            step = Step(task.name, task.rank, self._who(task), text, lines, tuple(after), nbytes)
-            self._add(step, span, writes=writes)
+        step = Step(task.name, task.rank, self._who(task), text, lines, tuple(after), nbytes)
+        self._add(step, span, writes=writes)
 
     def _who(self, task: Task) -> str:
         launch = f" of launch {task.number + 1}" if task.number and task.program else ""
@@ -167,9 +166,9 @@ class Storyteller(Observer):
     def on_stuck(self) -> None:
         self._stuck = self._count
 
-    def _access(self, task: Task | None, verb: str, pointers: Any, mask: Any) -> None:
+    def _access(self, task: Task, verb: str, pointers: Any, mask: Any) -> None:
         addresses = active_addresses(pointers, mask)
-        if task is None or not len(addresses):
+        if not len(addresses):
             return
         place = self._place(task, int(addresses[0]))
         if place is not None:
@@ -190,15 +189,15 @@ class Storyteller(Observer):
             step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
             self._add(step, _words([address], nbytes), writes=True)
 
-    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
         self._access(task, "loads", pointers, mask)
 
-    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
         self._access(task, "stores", pointers, mask)
 
-    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
-        if task is None or not addresses:
+        if not addresses:
             return
         place = together(self._place(task, each) or "own memory" for each in addresses)
         span = _words(addresses, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
@@ -225,7 +224,7 @@ class Storyteller(Observer):
         self._seen.update((task, step) for step in new)
         return new
 
-    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
+    def on_barrier(self, task: Task, threads: Any = None) -> None:
         met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
         self._note(task, f"barrier{met}", program_lines(), span=())
 

@@ -19,9 +19,9 @@ class Observer:
     """Sees nothing; subclasses override what they care for.
 
     ``task`` is who does it: a program of a kernel, a stream, or the user code of a rank. User code
-    stands for its rank's current stream too, because its torch operators run there. It is None for
-    what is done outside of all tasks. ``pointers`` and ``mask`` are the interpreter's handles; those
-    of PTX know which thread each element is of (``threads_of``).
+    stands for its rank's current stream too, because its torch operators run there. ``pointers`` and
+    ``mask`` are the interpreter's handles; those of PTX know which thread each element is of
+    (``threads_of``).
     """
 
     def attach(self, steps: Callable[[], int]) -> None:
@@ -29,67 +29,67 @@ class Observer:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
         """A program has loaded."""
 
-    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
         """A program has stored."""
 
-    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
         """An atomic was performed; ``result`` is the handle of what it returned."""
 
-    def on_barrier(self, task: Task | None, threads: Any = None) -> None:
+    def on_barrier(self, task: Task, threads: Any = None) -> None:
         """All threads of a program have met, or ``threads``, where they are told apart."""
 
     def on_fence(
-        self, task: Task | None, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+        self, task: Task, sem: str, scope: str, threads: Any = None, *, puts: bool = True
     ) -> None:
         """PTX has fenced, with an order and within a scope; in these threads, if they are told apart.
 
         ``puts``: what they have put before is ordered, too.
         """
 
-    def on_puts(self, task: Task | None, threads: Any, *, begin: bool) -> None:
+    def on_puts(self, task: Task, threads: Any, *, begin: bool) -> None:
         """What ``threads`` store from here on is put, until it ends."""
 
-    def on_quiet(self, task: Task | None, threads: Any = None) -> None:
+    def on_quiet(self, task: Task, threads: Any = None) -> None:
         """What threads have stored has arrived everywhere; as of a fence, but whoever tells of it."""
 
-    def on_proxy_fence(self, task: Task | None, threads: Any) -> None:
+    def on_proxy_fence(self, task: Task, threads: Any) -> None:
         """Threads have fenced between their accesses and those of the async proxy."""
 
-    def on_alias_fence(self, task: Task | None, threads: Any = None) -> None:
+    def on_alias_fence(self, task: Task, threads: Any = None) -> None:
         """... between their accesses by a multicast address and those by other addresses."""
 
     def on_async(
-        self, task: Task | None, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+        self, task: Task, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
     ) -> None:
         """An asynchronous access begins, of everything that ``pointers`` point to."""
 
     def on_async_end(
-        self, task: Task | None, queue: Any, time: int, threads: Any, *, reads_only: bool
+        self, task: Task, queue: Any, time: int, threads: Any, *, reads_only: bool
     ) -> None:
         """``threads`` have seen the end of all in ``queue`` up to number ``time``, or of their reads."""
 
     def on_arrival(
         self,
-        task: Task | None,
+        task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
         copies: tuple[Any, int] | None = None,
     ) -> None:
         """Threads have arrived at the mbarrier of an address, or ``copies`` of a queue up to a number."""
 
-    def on_phase(self, task: Task | None, mbarrier: int) -> None:
+    def on_phase(self, task: Task, mbarrier: int) -> None:
         """The phase of an mbarrier is complete."""
 
-    def on_awaited(self, task: Task | None, mbarrier: int, threads: Any) -> None:
+    def on_awaited(self, task: Task, mbarrier: int, threads: Any) -> None:
         """``threads`` have seen that."""
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
         """``memory`` is new symmetric memory of ``rank``; ``label`` names it in messages."""
 
-    def on_shared_memory(self, task: Task | None, base: int, nbytes: int) -> None:
+    def on_shared_memory(self, task: Task, base: int, nbytes: int) -> None:
         """A program whose PTX is run begins, with shared memory of its own at ``base``."""
 
     def on_undefined(self, memory: torch.Tensor) -> None:

@@ -120,15 +120,15 @@ class Recorder(Observer):
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         self._publish(task.rank, task.who, op, self._slot(slot.data_ptr()), self.now())
 
-    def on_load(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
         """A program has begun, if this is the first that is heard of it."""
-        if task is not None and task.program is not None:
+        if task.program is not None:
             self._lane(task)
 
-    def on_store(self, task: Task | None, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
         """A tile, or a piece of a copy."""
         addresses = active_addresses(pointers, mask)
-        if task is None or task.program is None or not addresses.size:
+        if task.program is None or not addresses.size:
             return
         place = self._slot(int(addresses[0]))
         if place is not None and place.byte < _HEADER_BYTES:
@@ -147,11 +147,11 @@ class Recorder(Observer):
         else:
             self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
 
-    def on_atomic(self, task: Task | None, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
         """A poll, or a publish."""
         addresses = active_addresses(atomic.pointers, atomic.mask)
         slot = self._slot(int(addresses[0])) if addresses.size else None
-        if task is None or task.program is None or slot is None:
+        if task.program is None or slot is None:
             return
         lane = self._lane(task)
         if atomic.reads_only:
