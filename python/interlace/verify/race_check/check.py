@@ -284,9 +284,10 @@ def counters(
 
 
 SEEDS = 10
+SEEN = ("ordering", "loads", "received", "barriers")  # the lines that a detector notes
 
 # Causes of races, by the rule of the detector: without it, in the same run, it would be none.
-CAUSES = {
+CAUSES: dict[str, tuple[str, Callable[[Finding], hints.Hint]]] = {
     "barriers": ("no barrier", hints.before),
     "barriers_after": ("no barrier", hints.after),
     "puts": ("weak order", hints.puts),
@@ -349,8 +350,7 @@ def races(
     errors: list[tuple[int, str]] = []
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
-    ordering, loads, received = set[SourceText](), set[SourceText](), set[SourceText]()
-    barriers: set[SourceText] = set()
+    seen: dict[str, set[SourceText]] = {name: set() for name in SEEN}
     reaches: dict[Any, Reach] = {}
     events = 0
 
@@ -371,10 +371,8 @@ def races(
         if differs:
             of_its_kind.append((seed, error))
         events += detector.events
-        ordering |= detector.ordering
-        loads |= detector.loads
-        received |= detector.received
-        barriers |= detector.barriers
+        for name, lines in seen.items():
+            lines |= getattr(detector, name)
         for key, reach in detector.reaches.items():
             reaches.setdefault(key, Reach()).join(reach)
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
@@ -418,8 +416,7 @@ def races(
 
     causes = by_cause([each for each in found.values() if not each.is_done], reaches)
     done = by_cause([each for each in found.values() if each.is_done], reaches)
-    if causes or errors or refusals:
-        barriers.clear()
+    barriers = () if causes or errors or refusals else seen["barriers"]
     return RaceReport(
         world_size,
         tuple(chosen),
@@ -429,10 +426,10 @@ def races(
         tuple(launches.values()),
         tuple(stories),
         tuple(refusals),
-        frozenset(ordering),
+        frozenset(seen["ordering"]),
         superfluous(barriers, chosen, observed),
-        frozenset(loads),
-        frozenset(received),
+        frozenset(seen["loads"]),
+        frozenset(seen["received"]),
         tuple(each for each in done if each.cause not in {other.cause for other in causes}),
     )
 

@@ -101,8 +101,8 @@ class Extent:
 
     def __str__(self) -> str:
         counts = self.elements, self.programs, self.ranks
-        elements, programs, ranks = map(_counted, counts, ("element", "program", "rank"))
-        return f"{elements}, {programs} of {ranks}, {_counted(len(self.seeds), 'schedule')}"
+        elements, programs, ranks = map(counted, counts, ("element", "program", "rank"))
+        return f"{elements}, {programs} of {ranks}, {counted(len(self.seeds), 'schedule')}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Finding:
         if self.first is not None:
             lines.append(f"  first   {self.first}")
         lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
-        elements = _counted(self.count, "element")
+        elements = counted(self.count, "element")
         if self.memory:
             lines.append(f"  on      {byte_of(self.memory, self.offset, self.part)}, {elements}")
         lines += [f"  and     {text}" for text in self.also]
@@ -197,7 +197,7 @@ class Finding:
         return "\n".join(lines)
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
@@ -248,11 +248,11 @@ class RaceReport:
 
     def __str__(self) -> str:
         count = len(self.seeds)
-        schedules = _counted(count, "schedule")
+        schedules = counted(count, "schedule")
         head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
         if self.clean:
             return "\n".join([head + "no findings", *self.notes])
-        parts = [_counted(len(self.findings), "finding")]
+        parts = [counted(len(self.findings), "finding")]
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
         if self.refusals:
@@ -298,11 +298,9 @@ class Reach:
             self.programs.add((access.rank, access.who.partition(" of launch ")[0]))
             self.accesses[_what(access)] = None
         where = finding.memory if finding.first else f"{finding.memory}, byte {finding.offset}"
-        marks = self.marks.get(where, np.zeros(0, np.bool_))
-        if (missing := int(bytes_.max()) + 1 - len(marks)) > 0:
-            marks = np.concatenate([marks, np.zeros(missing, np.bool_)])
+        marks = np.zeros(int(bytes_.max()) + 1, np.bool_)
         marks[bytes_] = True
-        self.marks[where] = marks
+        self._mark(where, marks)
 
     def join(self, other: "Reach") -> None:
         self.size = max(self.size, other.size)
@@ -310,11 +308,12 @@ class Reach:
         self.seeds |= other.seeds
         self.accesses |= other.accesses
         for memory, marks in other.marks.items():
-            mine = self.marks.get(memory, marks)
-            longer, shorter = sorted((mine, marks), key=len, reverse=True)
-            longer = longer.copy()
-            longer[: len(shorter)] |= shorter
-            self.marks[memory] = longer
+            self._mark(memory, marks)
+
+    def _mark(self, memory: str, marks: Any) -> None:
+        longer, shorter = sorted((self.marks.get(memory, marks), marks), key=len, reverse=True)
+        self.marks[memory] = longer.copy()
+        self.marks[memory][: len(shorter)] |= shorter
 
     def extent(self) -> Extent:
         elements = sum(-(-int(marks.sum()) // self.size) for marks in self.marks.values())
@@ -348,13 +347,8 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple
             del first[cause]
             also[of] += (f"{finding.kind} where it runs first: {_what(finding.second)}",)
     told = [
-        replace(
-            finding,
-            extent=reach[cause].extent(),
-            also=also[cause],
-            reverse=reverse.get(cause, ""),
-        )
-        for cause, finding in first.items()
+        replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
+        for at, each in first.items()
     ]
     others = [each for each in told if each.kind != each.race]
     perhaps = "; a finding above may be the cause of this one, too" if others else ""

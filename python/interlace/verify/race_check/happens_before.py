@@ -38,14 +38,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.task import Task
-from interlace.verify.race_check.agents import (
-    SCOPES,
-    SYS,
-    Agent,
-    Rules,
-    ThreadsAgent,
-    joined,
-)
+from interlace.verify.race_check.agents import SCOPES, SYS, Agent, Rules, ThreadsAgent, joined
 from interlace.verify.race_check.collector import At, Collector, does_of, stream_atomic
 from interlace.verify.race_check.shadow import (
     WRITES,
@@ -79,12 +72,10 @@ class Detector(Collector):
         self._streams: dict[tuple[int, str], int] = {}
         self._changes = 0  # events but those that only look at words
         self._looks: dict[Any, Any] = {}  # the last look at a word, by who looks
-        self.ordering: set[SourceText] = set()  # lines of programs with atomics and fences
-        self.loads: set[SourceText] = (
-            set()
-        )  # ... of loads, and of those of what others wrote meanwhile
-        self.received: set[SourceText] = set()
-        self.barriers: set[SourceText] = set()  # ... of barriers of programs with threads
+        # lines of programs with atomics and fences; with loads, and with those of what others wrote
+        # meanwhile; with barriers of programs with threads
+        self.ordering, self.loads = set[SourceText](), set[SourceText]()
+        self.received, self.barriers = set[SourceText](), set[SourceText]()
 
     def _agent(self, task: Task) -> Agent:
         agent = self._tasks.get(task)

@@ -3,6 +3,7 @@
 A test applies each hint to its own example (``tests/sim/verify/reports/test_hints.py``).
 """
 
+import functools
 import pathlib
 import re
 from collections.abc import Container
@@ -82,15 +83,7 @@ def scope(finding: Finding) -> Hint:
     return Hint(f'{whose}{" and ".join(lines)}: scope="{wide}"', tuple(at))
 
 
-def release(finding: Finding) -> Hint:
-    return _half(finding, "release")
-
-
-def acquire(finding: Finding) -> Hint:
-    return _half(finding, "acquire")
-
-
-def _half(finding: Finding, half: str) -> Hint:
+def _half(half: str, finding: Finding) -> Hint:
     """What the signal lacks, "release", or the wait, "acquire"."""
     signal, wait = _ends(finding)
     if finding.signal is None:
@@ -106,6 +99,9 @@ def _half(finding: Finding, half: str) -> Hint:
     if finding.first is not None and finding.first.what == "puts":
         return puts(finding)
     return Hint(f"the signal, {_ordered(signal, 'release', finding)}", (signal,))
+
+
+release, acquire = (functools.partial(_half, each) for each in ("release", "acquire"))
 
 
 def relay(access: Access) -> Hint:

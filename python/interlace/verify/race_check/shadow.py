@@ -138,15 +138,19 @@ class ShadowSegment:
         low, high = int(offsets.min()), int(offsets.max()) + size
         if high - low == len(offsets) * size and bool((np.diff(offsets) == size).all()):
             return self.range(self.base + low, self.base + high)
+        cells = self._first_cells(offsets, size)
+        if size > self.cell:
+            cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
+        return cells
+
+    def _first_cells(self, offsets: Any, size: int) -> Any:
+        """The cells at which elements of ``size`` bytes begin; made as small as that needs."""
         smallest = min(size, self.cell)
         while smallest > 1 and bool((offsets % smallest).any()):
             smallest //= 2
         if smallest < self.cell:
             self._refine(smallest)
-        cells = offsets // self.cell
-        if size > self.cell:
-            cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
-        return cells
+        return offsets // self.cell
 
     # -- questions: who conflicts, given what ``known`` says of every component's time ---------------
 
@@ -217,8 +221,7 @@ class ShadowSegment:
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
     def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
-        marks = (("time", time), ("component", component), ("site", site), ("extra", 0))
-        for name, value in marks:
+        for name, value in zip(MARK.names or (), (time, component, site, 0), strict=True):
             self.written[name][index] = value
         if self.messages:  # a plain store over a signal replaces what was released there
             cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
@@ -243,14 +246,9 @@ class ShadowSegment:
 
     def cells_of(self, addresses: Any, size: int) -> tuple[Index, int]:
         """The cells of every element, one after another, and how many each has."""
-        offsets = addresses.astype(np.int64) - self.base
-        smallest = min(size, self.cell)
-        while smallest > 1 and bool((offsets % smallest).any()):
-            smallest //= 2
-        if smallest < self.cell:
-            self._refine(smallest)
+        first = self._first_cells(addresses.astype(np.int64) - self.base, size)
         each = size // self.cell
-        return (offsets[:, None] // self.cell + np.arange(each)).ravel(), each
+        return (first[:, None] + np.arange(each)).ravel(), each
 
     def note_threads(
         self,
@@ -355,16 +353,12 @@ class ShadowMemory:
 
     def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
-        while len(addresses):
+        if len(addresses) == 1:  # as of atomics
             segment = self._at_or_page(int(addresses[0]))
-            if len(addresses) == 1 or (
-                int(addresses.min()) >= segment.base and int(addresses.max()) < segment.end
-            ):
-                yield segment, segment.cells(addresses, size)
-                return
-            inside = (addresses >= np.uint64(segment.base)) & (addresses < np.uint64(segment.end))
-            yield segment, segment.cells(addresses[inside], size)
-            addresses = addresses[~inside]
+            yield segment, segment.cells(addresses, size)
+            return
+        for segment, which in self.parts(addresses):
+            yield segment, segment.cells(addresses[which], size)
 
 
 def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ from interlace.verify.lint_check.check import (
 )
 from interlace.verify.protocols.patterns import PATTERNS, explored
 from interlace.verify.race_check.check import races
-from interlace.verify.race_check.findings import Finding, RaceReport, on_more_ranks
+from interlace.verify.race_check.findings import Finding, RaceReport, counted, on_more_ranks
 from interlace.verify.schedule_check import parallel
 from interlace.verify.schedule_check.check import ScheduleReport, schedules
 from interlace.verify.shims.imports import calls_a_shim, needed_for
@@ -208,7 +208,7 @@ def _races(fn: Callable[[], Any], world_size: int, plan: CheckPlan, own: bool) -
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
     if not (report.events or report.errors or refusals):
         refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
-    count = f"{report.events} accesses in {_counted(len(report.seeds), 'schedule')}"
+    count = f"{report.events} accesses in {counted(len(report.seeds), 'schedule')}"
     report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
     return JobOutcome(count, _texts(report), report, refusals, (*notes, *report.notes))
 
@@ -236,10 +236,6 @@ def _raced(fn: Callable[[], Any], world_size: int, plan: CheckPlan) -> RaceRepor
     )
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def _texts(report: RaceReport) -> list[str]:
     errors = [f"seed {seed}: {text}{_shim_hint(text)}" for seed, text in report.errors]
     return [*map(str, report.findings), *errors]
@@ -254,7 +250,7 @@ def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bo
     with compiled_for(plan.run_for):
         report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
     texts = [f"{report}{_shim_hint(str(report))}"] if report.failing else []
-    count = _counted(report.schedules, "schedule")
+    count = counted(report.schedules, "schedule")
     return JobOutcome(count, texts, report, [report.refusal] * bool(report.refused))
 
 
