@@ -11,29 +11,11 @@ import triton
 import triton.language as tl
 
 from interlace.verify.shims import nvshmem
-from interlace.verify.shims.nvshmem import (
-    barrier_all,
-    fence,
-    my_pe,
-    n_pes,
-    putmem_signal_block,
-    quiet,
-    signal_op,
-    signal_wait_until,
-    sync_all,
-)
 
-__all__ = [
-    "barrier_all",
-    "fence",
-    "my_pe",
-    "n_pes",
-    "putmem_signal_block",
-    "quiet",
-    "signal_op",
-    "signal_wait_until",
-    "sync_all",
-]
+_AS_THEY_ARE = """
+    barrier_all fence my_pe n_pes putmem_signal_block quiet signal_op signal_wait_until sync_all
+"""
+globals().update({name: getattr(nvshmem, name) for name in _AS_THEY_ARE.split()})
 
 
 def requires_nvshmem(jit_func: Any) -> Any:
