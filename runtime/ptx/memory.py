@@ -13,7 +13,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -94,6 +94,34 @@ Change = Callable[[Any, Any], Any]
 Addresses = Callable[[Threads], list[Array]]
 """Where an access starts; of one that reaches all ranks, in every rank's memory."""
 
+
+class AccessWay(NamedTuple):
+    """How memory is accessed: with an order, or none, and a scope.
+
+    ``shared``: it is shared memory. ``multicast``: the address is another one of the same memory.
+    ``incoherent``: nobody writes there while the kernel runs, or else what is loaded may be old. ``base``:
+    the slot of the register that addresses are computed from, -1 if it is not known.
+    """
+
+    sem: str | None = None
+    scope: str = "cta"
+    shared: bool = False
+    multicast: bool = False
+    incoherent: bool = False
+    base: int = -1
+
+    @property
+    def orders(self) -> bool:
+        return self.sem in ORDERS
+
+    def pointers(self, threads: Threads, addresses: Array, kind: ScalarType) -> Any:
+        handle = pointers_of(threads, addresses, kind, base=self.base)
+        if self.multicast:
+            handle.multicast = True
+        return handle
+
+
+PLAIN = AccessWay()
 SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
 ORDERS = {
     "relaxed": atomics.MEM_SEMANTIC.RELAXED,
@@ -235,10 +263,10 @@ def build_access(instruction: Instruction) -> Action:
     take_cache_hints(instruction)
     parts, kind, addresses = take_access(instruction)
     base = base_of(instruction, instruction.operands[instruction.mnemonic == "ld"])
+    way = AccessWay(sem, scope, incoherent=incoherent, base=base)
     if instruction.mnemonic == "ld":
-        get = load_of(kind, sem, scope, incoherent=incoherent, base=base)
-        return loading(instruction, parts, kind, addresses, get)
-    return storing(instruction, parts, kind, addresses, store_of(kind, sem, scope, base=base))
+        return loading(instruction, parts, kind, addresses, load_of(kind, way))
+    return storing(instruction, parts, kind, addresses, store_of(kind, way))
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
@@ -314,24 +342,9 @@ def storing(
     return store
 
 
-def load_of(
-    kind: ScalarType,
-    sem: str | None,
-    scope: str,
-    *,
-    shared: bool = False,
-    incoherent: bool = False,
-    multicast: bool = False,
-    base: int = -1,
-) -> Load:
-    """``incoherent``: of what nobody writes while the kernel runs, or else it may be old.
-
-    ``multicast``: the address is another one of the same memory.
-    """
-    if sem in ORDERS:
-        access = _atomic(
-            kind, "load", str(sem), scope, shared=shared, multicast=multicast, base=base
-        )
+def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
+    if way.orders:
+        access = _atomic(kind, "load", way)
 
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
@@ -345,11 +358,9 @@ def load_of(
 
     def load(threads: Threads, addresses: Array) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, True
-        pointers, mask = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
-        if incoherent:
+        pointers, mask = way.pointers(threads, addresses, kind), all_of(addresses)
+        if way.incoherent:
             pointers.incoherent = True
-        if multicast:
-            pointers.multicast = True
 
         def perform(mask: Any = mask) -> Any:
             return unchecked(fetched(pointers, mask, kind), kind.memory)
@@ -360,34 +371,14 @@ def load_of(
     return load
 
 
-def store_of(
-    kind: ScalarType,
-    sem: str | None,
-    scope: str,
-    *,
-    shared: bool = False,
-    multicast: bool = False,
-    base: int = -1,
-) -> Store:
-    if sem in ORDERS:
-        bits = TYPES[f"u{kind.bits}"]
-        return read_modify_write(
-            "xchg",
-            bits,
-            str(sem),
-            scope,
-            told="store",
-            shared=shared,
-            multicast=multicast,
-            base=base,
-        )
+def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
+    if way.orders:
+        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, told="store")
 
     def store(threads: Threads, addresses: Array, bits: Array) -> None:
         threads.idle_steps = 0
-        pointers, mask = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
+        pointers, mask = way.pointers(threads, addresses, kind), all_of(addresses)
         value, pointers.stored = handle_of(bits, kind), bits
-        if multicast:
-            pointers.multicast = True
 
         def perform(mask: Any = mask) -> None:
             if threads.heard:
@@ -403,17 +394,9 @@ def store_of(
 # -- atomics ---------------------------------------------------------------------------------------
 
 
-def _atomic(
-    kind: ScalarType,
-    told: str,
-    sem: str,
-    scope: str,
-    *,
-    shared: bool,
-    multicast: bool = False,
-    base: int,
-) -> Callable[..., Array]:
+def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]:
     """Lets the hooks do a change; gives the bits that were there before."""
+    sem = str(way.sem)
 
     def access(
         threads: Threads,
@@ -424,18 +407,16 @@ def _atomic(
         value: Any = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
-        pointers, every = pointers_of(threads, addresses, kind, base=base), all_of(addresses)
-        if multicast:
-            pointers.multicast = True
+        pointers, every = way.pointers(threads, addresses, kind), all_of(addresses)
 
         def perform(mask: Any = every) -> Any:
             if mask is not every and not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
 
-        alone = threads.alone
-        atomic = Atomic(pointers, every, told, sem, scope, reads_only, compare, not alone, value)
-        change_memory = threads.session.atomic_in_shared if shared else threads.session.hooks.atomic
+        how = told, sem, way.scope, reads_only, compare, not threads.alone, value
+        atomic, session = Atomic(pointers, every, *how), threads.session
+        change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
         found: Array = change_memory(atomic, perform).data.view(kind.raw)
         return found
 
@@ -458,12 +439,11 @@ def build_atomic(instruction: Instruction) -> Action:
     target, *given = instruction.operands[returns:]
     vectors = [take_parts(instruction, each, vector) for each in given]
     at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
-    base = base_of(instruction, target)
+    way = AccessWay(sem, scope, shared, base=base_of(instruction, target))
     if name == "cas":
-        apply = _compare_and_swap(kind, sem, scope, shared=shared, base=base)
+        apply = _compare_and_swap(kind, way)
     else:
-        name = "xchg" if name == "exch" else name
-        apply = read_modify_write(name, kind, sem, scope, number=number, shared=shared, base=base)
+        apply = read_modify_write("xchg" if name == "exch" else name, kind, way, number=number)
     writes: list[Write] = []
     if returns:
         parts = take_parts(instruction, instruction.operands[0], vector)
@@ -494,10 +474,8 @@ def _stacked(values: list[Array]) -> Array:
     return values[0] if len(values) == 1 else np.stack(values, axis=1)
 
 
-def _compare_and_swap(
-    kind: ScalarType, sem: str, scope: str, *, shared: bool, base: int
-) -> Callable[..., Array]:
-    access = _atomic(kind, "cas", sem, scope, shared=shared, base=base)
+def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
+    access = _atomic(kind, "cas", way)
 
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = handle_of(expected, kind), handle_of(value, kind)
@@ -514,17 +492,13 @@ def _compare_and_swap(
 def read_modify_write(
     name: str,
     kind: ScalarType,
-    sem: str,
-    scope: str,
+    way: AccessWay,
     *,
     told: str = "",
     number: ScalarType | None = None,
-    shared: bool = False,
-    multicast: bool = False,
-    base: int = -1,
 ) -> Callable[..., Array]:
     """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
-    access = _atomic(kind, told or name, sem, scope, shared=shared, multicast=multicast, base=base)
+    access = _atomic(kind, told or name, way)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
     if kind.is_float:

@@ -83,16 +83,14 @@ def build_multimem(instruction: Instruction) -> Action:
 
     number = TYPES[PAIRS[packed]] if packed in PAIRS else None
     ordering = None if packed or len(parts) > 1 else sem
+    way = memory.AccessWay(ordering, scope, multicast=True)
     if form == "ld_reduce":
         total = _reduced(reduce, _FOURS.get(str(packed), number or kind), kind)
-        get = memory.load_of(kind, ordering, scope, multicast=True)
-        return memory.loading(instruction, parts, kind, addresses, get, total)
+        return memory.loading(instruction, parts, kind, addresses, memory.load_of(kind, way), total)
     if form == "st":
-        put = memory.store_of(kind, ordering, scope, multicast=True)
-        return memory.storing(instruction, parts, kind, addresses, put)
-    change = memory.read_modify_write(
-        name, kind, sem or "relaxed", scope, number=number, multicast=True
-    )
+        return memory.storing(instruction, parts, kind, addresses, memory.store_of(kind, way))
+    way = way._replace(sem=sem or "relaxed")
+    change = memory.read_modify_write(name, kind, way, number=number)
     return memory.storing(instruction, parts, kind, addresses, change)
 
 

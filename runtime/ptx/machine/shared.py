@@ -27,8 +27,8 @@ from interlace.runtime.ptx.machine.local import (
 )
 from interlace.runtime.ptx.memory import (
     MEMORY,
-    ORDERS,
     SPACES,
+    AccessWay,
     address_of,
     load_of,
     loading,
@@ -294,7 +294,7 @@ def build_access(instruction: Instruction) -> Action:
 def _build(instruction: Instruction) -> Action:
     if instruction.mnemonic not in ("ld", "st") or instruction.choose(*SPACES) is None:
         return MEMORY[instruction.mnemonic](instruction)
-    sem, scope = take_plain_ordering(instruction)
+    way = AccessWay(*take_plain_ordering(instruction), shared=True)
     parts, kind, addresses = take_access(instruction, shared=True)
     constant = all(instruction.literal(part, kind) is not None for part in parts)
 
@@ -305,10 +305,10 @@ def _build(instruction: Instruction) -> Action:
         put_shared(threads, addresses, bits, kind, constant=constant)
 
     if instruction.mnemonic == "ld":
-        ordered = load_of(kind, sem, scope, shared=True)
-        return loading(instruction, parts, kind, addresses, ordered if sem in ORDERS else get)
-    ordered_store = store_of(kind, sem, scope, shared=True)
-    return storing(instruction, parts, kind, addresses, ordered_store if sem in ORDERS else put)
+        load = load_of(kind, way) if way.orders else get
+        return loading(instruction, parts, kind, addresses, load)
+    store = store_of(kind, way) if way.orders else put
+    return storing(instruction, parts, kind, addresses, store)
 
 
 @builds("cvta")
@@ -356,7 +356,7 @@ def build_question(instruction: Instruction) -> Action:
 _WORD = TYPES["b32"]
 
 
-_load = load_of(_WORD, None, "cta")
+_load = load_of(_WORD)
 
 
 @builds("cp")

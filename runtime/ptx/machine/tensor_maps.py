@@ -202,7 +202,7 @@ def _replace(instruction: Instruction) -> Action:
         if shared:
             put_shared(threads, addresses, bits, kind)
         else:
-            store_of(kind, None, "cta")(threads, addresses, bits)
+            store_of(kind)(threads, addresses, bits)
 
     return replace
 
@@ -218,7 +218,7 @@ def _copy(instruction: Instruction) -> Action:
     word = TYPES["b32"]
     to = address_of(instruction, instruction.operands[0], word)
     where = address_of(instruction, instruction.operands[1], word, shared=True)
-    put = store_of(word, None, "cta")
+    put = store_of(word)
 
     def copy(threads: Threads) -> None:
         numbers = threads.active(threads.numbers)
@@ -236,4 +236,4 @@ def read_map(threads: Threads, address: int) -> bytes:
     if address in program.arrays:
         return bytes(program.arrays[address])
     words = np.arange(0, NBYTES, 4, dtype=np.uint64)[None] + np.uint64(address)
-    return bytes(load_of(TYPES["b32"], None, "cta")(threads, words).tobytes())
+    return bytes(load_of(TYPES["b32"])(threads, words).tobytes())
