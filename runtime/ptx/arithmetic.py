@@ -23,6 +23,14 @@ FLOATS = ("f16", "bf16", "f32", "f64")
 BITS = ("b16", "b32", "b64")
 PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
 PACKED = {**PAIRS, "f32x2": "f32", "u16x2": "u16", "s16x2": "s16"}
+REDUCTIONS: dict[str, Any] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 ARITHMETIC, builds = builders()
@@ -348,7 +356,7 @@ _ORDERED: dict[str, Callable[[Any, Any], Array]] = {
 }
 _OF_UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 _UNORDERED = {f"{name}u": name for name in _ORDERED}
-_COMBINED: dict[str, Callable[[Array, Array], Array]] = {
+COMBINED: dict[str, Callable[[Array, Array], Array]] = {
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,
@@ -366,7 +374,7 @@ def build_selection(instruction: Instruction) -> Action:
 @builds("setp")
 def build_comparison(instruction: Instruction) -> Action:
     name = instruction.choose(*_ORDERED, *_OF_UNSIGNED, *_UNORDERED, "num", "nan")
-    combined, packed = instruction.choose(*_COMBINED), instruction.choose(*PAIRS)
+    combined, packed = instruction.choose(*COMBINED), instruction.choose(*PAIRS)
     kind = TYPES[PAIRS[packed]] if packed else instruction.take_type((*BITS, *INTEGERS, *FLOATS))
     flush = kind.is_float and instruction.flag("ftz")
     instruction.finish(4 if combined else 3)
@@ -381,7 +389,7 @@ def build_comparison(instruction: Instruction) -> Action:
     number = TYPES["b32"] if packed else kind
     first, second = (instruction.numbers(each, number) for each in compared[:2])
     thirds = [instruction.reader(each, PREDICATE) for each in compared[2:]]
-    combine = _COMBINED[combined or "and"]
+    combine = COMBINED[combined or "and"]
 
     if len(writes) == 1 and not (packed or flush or thirds):
         (only,) = writes

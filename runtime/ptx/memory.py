@@ -129,12 +129,12 @@ ORDERS = {
     "release": atomics.MEM_SEMANTIC.RELEASE,
     "acq_rel": atomics.MEM_SEMANTIC.ACQUIRE_RELEASE,
 }
-_WHOLE = ("u32", "s32", "u64", "s64")
+WHOLE = ("u32", "s32", "u64", "s64")
 _SHORTS = ("f16", "bf16")
 _OPERATIONS = {
     "add": ("u32", "s32", "u64", "s64", "f32", "f64", *_SHORTS),
-    "min": _WHOLE,
-    "max": _WHOLE,
+    "min": WHOLE,
+    "max": WHOLE,
     "inc": ("u32",),
     "dec": ("u32",),
     "and": ("b32", "b64"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from interlace.runtime.numerics.exact import larger, smaller
 from interlace.runtime.ptx import memory, multicast
-from interlace.runtime.ptx.arithmetic import PAIRS
+from interlace.runtime.ptx.arithmetic import COMBINED, PAIRS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.memory import address_of
 from interlace.runtime.ptx.special import Threads
@@ -33,11 +33,8 @@ _SUMS = ("u32", "s32", "u64", "f32", "f64")
 _FOURS = {"e4m3x4": FORMATS["e4m3"], "e5m2x4": FORMATS["e5m2"]}
 _OPERATIONS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
     "add": (operator.add, _SUMS),
-    "min": (smaller, ("u32", "s32", "u64", "s64")),
-    "max": (larger, ("u32", "s32", "u64", "s64")),
-    "and": (operator.and_, ("b32", "b64")),
-    "or": (operator.or_, ("b32", "b64")),
-    "xor": (operator.xor, ("b32", "b64")),
+    **{name: (each, memory.WHOLE) for name, each in (("min", smaller), ("max", larger))},
+    **{name: (COMBINED[name], ("b32", "b64")) for name in COMBINED},
 }
 _WIDEST = 128
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.ptx.arithmetic import REDUCTIONS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.machine.mbarriers import build_arrival_of_copies, mbarrier_at
 from interlace.runtime.ptx.machine.shared import SHARED
@@ -31,14 +32,6 @@ from interlace.runtime.ptx.special import Reader, Threads
 from interlace.runtime.ptx.types import TYPES, Array, ScalarType
 
 BULK, builds = builders()
-_OPERATIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
 _LINE = TYPES["b64"]
 _IN_TENSOR = re.compile(r"\[ ?([^\s,]+?)(?: ?\+ ?0)? ?, ?\{(.*)\} ?\]")
 _DIMENSIONS = tuple(f"{rank}d" for rank in range(1, 6))
@@ -190,9 +183,9 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
 
 
 def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
-    name = instruction.choose(*_OPERATIONS) if reduces else None
+    name = instruction.choose(*REDUCTIONS) if reduces else None
     if reduces and name is None:
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _OPERATIONS)
+        raise instruction.unknown(f"the operation of '{instruction.opcode}'", REDUCTIONS)
     kind = _LINE
     if reduces and not tensor:
         instruction.flag("noftz")
@@ -221,7 +214,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
             if name is not None:
                 before = _loaded(program.hooks, targets, box.kind)
                 numbers = [box.number.decode(each) for each in (before, bits)]
-                bits = box.number.encode(_OPERATIONS[name](*numbers))
+                bits = box.number.encode(REDUCTIONS[name](*numbers))
             _stored(program.hooks, targets, bits, box.kind, does)
 
         store = BulkStore(access, box, write)

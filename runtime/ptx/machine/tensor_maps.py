@@ -49,21 +49,8 @@ MAP = np.dtype(
         ("fill_mode", "u4"),
     ]
 )
-ELEMENTS = [
-    "u8",
-    "u16",
-    "u32",
-    "s32",
-    "u64",
-    "s64",
-    "f16",
-    "f32",
-    "f32",
-    "f64",
-    "bf16",
-    "f32",
-    "f32",
-]
+ELEMENTS = ["u8", "u16", "u32", "s32", "u64", "s64"]
+ELEMENTS += ["f16", "f32", "f32", "f64", "bf16", "f32", "f32"]
 """By ``elemtype``; with .ftz and .tf32 numbers are copied as they are."""
 SWIZZLES = (16, 32, 64, 128)
 """By ``swizzle_mode``, in bytes; 16 is none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.ptx.arithmetic import REDUCTIONS
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import WARP, Threads, constant
 from interlace.runtime.ptx.types import PREDICATE, TYPES, Array, ScalarType
@@ -216,30 +217,20 @@ def build_election(instruction: Instruction) -> Action:
     return _grouped(instruction, elect)
 
 
-_REDUCTIONS: dict[str, Any] = {
-    "add": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}
-
-
 @builds("redux")
 def build_reduction(instruction: Instruction) -> Action:
     instruction.flag("sync")
-    name = instruction.choose(*_REDUCTIONS)
+    name = instruction.choose(*REDUCTIONS)
     magnitude, spreads = instruction.flag("abs"), instruction.flag("NaN")
     kind = instruction.take_type(("u32", "s32", "b32", "f32"))
     instruction.finish(3)
     if name is None or (kind.is_float and name not in ("min", "max")):
-        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _REDUCTIONS)
+        raise instruction.unknown(f"the operation of '{instruction.opcode}'", REDUCTIONS)
     write = instruction.writer(instruction.operands[0], kind)
     read = instruction.numbers(instruction.operands[1], kind)
-    reduce = {"min": np.fmin, "max": np.fmax}[name] if kind.is_float else _REDUCTIONS[name]
+    reduce = {"min": np.fmin, "max": np.fmax}[name] if kind.is_float else REDUCTIONS[name]
     if spreads:
-        reduce = _REDUCTIONS[name]
+        reduce = REDUCTIONS[name]
 
     def reduction(threads: Threads) -> None:
         values, those = of_warps(threads, read(threads)), _there(threads)
