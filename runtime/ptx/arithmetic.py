@@ -8,7 +8,7 @@ import functools
 import operator
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -363,14 +363,6 @@ COMBINED: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-@builds("selp")
-def build_selection(instruction: Instruction) -> Action:
-    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
-    return instruction.computes(
-        lambda x, y, chosen: np.where(chosen, x, y), kind, kind, kind, PREDICATE, raw=True
-    )
-
-
 @builds("setp")
 def build_comparison(instruction: Instruction) -> Action:
     name = instruction.choose(*_ORDERED, *_OF_UNSIGNED, *_UNORDERED, "num", "nan")
@@ -434,39 +426,6 @@ def build_set(instruction: Instruction) -> Action:
     return instruction.computes(choose, target, kind, kind)
 
 
-@builds("slct")
-def build_choice(instruction: Instruction) -> Action:
-    """The first where the third is not negative."""
-    instruction.flag("ftz")
-    by = TYPES["f32" if instruction.qualifiers[-1] == "f32" else "s32"]
-    instruction.qualifiers.pop()
-    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
-
-    def choose(x: Array, y: Array, sign: Array) -> Array:
-        return np.where(by.decode(sign) >= 0, x, y)
-
-    return instruction.computes(choose, kind, kind, kind, by, raw=True)
-
-
-_TESTS: dict[str, Callable[[Array], Array]] = {
-    "finite": np.isfinite,
-    "infinite": np.isinf,
-    "number": lambda x: ~np.isnan(x),
-    "notanumber": np.isnan,
-    "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).smallest_normal),
-    "subnormal": lambda x: (x != 0) & (np.abs(x) < np.finfo(x.dtype).smallest_normal),
-}
-
-
-@builds("testp")
-def build_test(instruction: Instruction) -> Action:
-    name = instruction.choose(*_TESTS)
-    kind = instruction.take_type(("f32", "f64"))
-    if name is None:
-        raise instruction.unknown(f"the test of '{instruction.opcode}'", _TESTS)
-    return instruction.computes(_TESTS[name], PREDICATE, kind)
-
-
 def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | None:
     if kind.is_float:
         if name in ("num", "nan"):
@@ -484,7 +443,18 @@ def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | No
     return _ORDERED.get(name)
 
 
-_U32 = TYPES["u32"]
+# -- forms: a few words, a type, and operands ------------------------------------------------------
+
+_TESTS: dict[str, Callable[[Array], Array]] = {
+    "finite": np.isfinite,
+    "infinite": np.isinf,
+    "number": lambda x: ~np.isnan(x),
+    "notanumber": np.isnan,
+    "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).smallest_normal),
+    "subnormal": lambda x: (x != 0) & (np.abs(x) < np.finfo(x.dtype).smallest_normal),
+}
+
+
 _PERMUTATIONS: dict[str, Callable[[int, int], int]] = {
     "f4e": lambda index, low: low + index,
     "b4e": lambda index, low: (low - index) % 8,
@@ -496,91 +466,179 @@ _PERMUTATIONS: dict[str, Callable[[int, int], int]] = {
 """By mode of prmt, the byte of eight for a place and the lowest two bits of the selector."""
 
 
-@builds("shl", "shr")
-def build_shift(instruction: Instruction) -> Action:
-    left = instruction.mnemonic == "shl"
-    kind = instruction.take_type(BITS if left else (*BITS, *INTEGERS))
-    shift, most = np.left_shift if left else np.right_shift, np.uint32(kind.bits)
-    return instruction.computes(
-        lambda value, by: shift(value, np.minimum(by, most).astype(kind.stored)),
-        kind,
-        kind,
-        TYPES["u32"],
-    )
+def _shifted(shift: Any, kind: ScalarType, value: Array, by: Array) -> Array:
+    return shift(value, np.minimum(by, np.uint32(kind.bits)).astype(kind.stored))
 
 
-@builds("shf")
-def build_funnel_shift(instruction: Instruction) -> Action:
-    left = instruction.choose("l", "r") == "l"
-    clamps = instruction.choose("clamp", "wrap") == "clamp"
-    kind = instruction.take_type(("b32",))
-
-    def shift(low: Array, high: Array, by: Array) -> Array:
-        by = (np.minimum(by, np.uint32(32)) if clamps else by & np.uint32(31)).astype(np.uint64)
-        whole = high.astype(np.uint64) << np.uint64(32) | low
-        return (whole << by >> np.uint64(32) if left else whole >> by).astype(np.uint32)
-
-    return instruction.computes(shift, kind, kind, kind, kind)
+def _funnel_shifted(
+    kind: ScalarType, side: str, bound: str, low: Array, high: Array, by: Array
+) -> Array:
+    by = np.minimum(by, np.uint32(32)) if bound == "clamp" else by & np.uint32(31)
+    by, whole = by.astype(np.uint64), high.astype(np.uint64) << np.uint64(32) | low
+    return (whole << by >> np.uint64(32) if side == "l" else whole >> by).astype(np.uint32)
 
 
-@builds("bfe")
-def build_field(instruction: Instruction) -> Action:
+def _field(kind: ScalarType, value: Array, start: Array, length: Array) -> Array:
     """Bits from a position on, as many as given; signed ones extend the last."""
-    kind = instruction.take_type(("u32", "s32", "u64", "s64"))
     bits = np.uint32(kind.bits)
-
-    def extract(value: Array, start: Array, length: Array) -> Array:
-        start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
-        end = np.minimum(start + length, bits)
-        # up against the top, then down: what was above is gone, what was below too
-        moved = np.left_shift(value, (bits - end).astype(kind.stored))
-        width = np.where(start < end, end - start, np.uint32(0))
-        found = np.right_shift(moved, (bits - width).astype(kind.stored))
-        past = (length > 0) & (start >= bits)  # all of a signed field is its sign
-        beyond = np.right_shift(value, bits.astype(kind.stored))
-        return np.where(past, beyond, np.where(length > 0, found, kind.stored.type(0)))
-
-    return instruction.computes(extract, kind, kind, TYPES["u32"], TYPES["u32"])
+    start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
+    end = np.minimum(start + length, bits)
+    # up against the top, then down: what was above is gone, what was below too
+    moved = np.left_shift(value, (bits - end).astype(kind.stored))
+    width = np.where(start < end, end - start, np.uint32(0))
+    found = np.right_shift(moved, (bits - width).astype(kind.stored))
+    past = (length > 0) & (start >= bits)  # all of a signed field is its sign
+    beyond = np.right_shift(value, bits.astype(kind.stored))
+    return np.where(past, beyond, np.where(length > 0, found, kind.stored.type(0)))
 
 
-@builds("bmsk")
-def build_mask(instruction: Instruction) -> Action:
+def _inserted(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
+    """The lowest bits of one into another, from a position on, as many as given."""
+    start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
+    one, most = kind.stored.type(1), np.uint32(kind.bits)
+    field = np.left_shift(one, np.minimum(length, most).astype(kind.stored)) - one
+    by = np.minimum(start, most).astype(kind.stored)
+    mask = np.left_shift(field, by)
+    return np.left_shift(low, by) & mask | into & ~mask
+
+
+def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
     """Ones from a position on, as many as given."""
-    clamps = instruction.choose("clamp", "wrap") == "clamp"
-    kind = instruction.take_type(("b32",))
-
-    def mask(start: Array, length: Array) -> Array:
-        first, count = (each.astype(np.uint64) for each in (start, length))
-        if not clamps:
-            first, count = first & np.uint64(31), count & np.uint64(31)
-        first = np.minimum(first, np.uint64(32))
-        end = np.minimum(first + count, np.uint64(32))
-        ones = (np.uint64(1) << end) - (np.uint64(1) << first)
-        return ones.astype(np.uint32)
-
-    return instruction.computes(mask, kind, kind, kind)
+    first, count = (each.astype(np.uint64) for each in (start, length))
+    if bound != "clamp":
+        first, count = first & np.uint64(31), count & np.uint64(31)
+    first = np.minimum(first, np.uint64(32))
+    end = np.minimum(first + count, np.uint64(32))
+    return ((np.uint64(1) << end) - (np.uint64(1) << first)).astype(np.uint32)
 
 
-@builds("prmt")
-def build_permutation(instruction: Instruction) -> Action:
+def _permuted(
+    kind: ScalarType, mode: str | None, low: Array, high: Array, selector: Array
+) -> Array:
     """Bytes of two registers, chosen by four numbers of four bits; the highest takes a byte's sign."""
-    mode = instruction.choose(*_PERMUTATIONS)
-    kind = instruction.take_type(("b32",))
+    whole = high.astype(np.uint64) << np.uint64(32) | low
+    result = np.zeros(np.broadcast(low, high, selector).shape, np.uint64)
+    for index in range(4):
+        nibble = selector.astype(np.uint64) >> np.uint64(4 * index) & np.uint64(15)
+        if mode is not None:
+            table = [_PERMUTATIONS[mode](index, low_bits) for low_bits in range(4)]
+            nibble = np.array(table, np.uint64)[(selector & np.uint32(3)).astype(np.intp)]
+        byte = whole >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
+        sign = (byte >> np.uint64(7)) * np.uint64(0xFF)
+        result |= np.where(nibble > 7, sign, byte) << np.uint64(8 * index)
+    return result.astype(np.uint32)
 
-    def permute(low: Array, high: Array, selector: Array) -> Array:
-        whole = high.astype(np.uint64) << np.uint64(32) | low
-        result = np.zeros(np.broadcast(low, high, selector).shape, np.uint64)
-        for index in range(4):
-            nibble = selector.astype(np.uint64) >> np.uint64(4 * index) & np.uint64(15)
-            if mode is not None:
-                table = [_PERMUTATIONS[mode](index, low_bits) for low_bits in range(4)]
-                nibble = np.array(table, np.uint64)[(selector & np.uint32(3)).astype(np.intp)]
-            byte = whole >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
-            sign = (byte >> np.uint64(7)) * np.uint64(0xFF)
-            result |= np.where(nibble > 7, sign, byte) << np.uint64(8 * index)
-        return result.astype(np.uint32)
 
-    return instruction.computes(permute, kind, kind, kind, kind)
+def ones(value: Array) -> Array:
+    """How many bits are 1."""
+    value = np.asarray(value)
+    octets = value.reshape(-1, 1).view(np.uint8)
+    return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)
+
+
+def leading_zeros(value: Array) -> Array:
+    for by in (1, 2, 4, 8, 16, 32):  # all bits below the first
+        value = value | np.right_shift(value, value.dtype.type(by))
+    return np.uint32(8 * value.dtype.itemsize) - ones(value)
+
+
+def reversed_bits(value: Array) -> Array:
+    value = np.asarray(value)
+    each = np.unpackbits(np.ascontiguousarray(value).reshape(-1, 1).view(np.uint8), axis=1)
+    return np.packbits(each[:, ::-1], axis=1).view(value.dtype).reshape(value.shape)
+
+
+def _sum_of_differences(_: ScalarType, x: Array, y: Array, total: Array) -> Array:
+    return total + np.where(x < y, y - x, x - y)
+
+
+def _highest(kind: ScalarType, as_shift: str | None, value: Array) -> Array:
+    """Where the highest bit is that is not the sign's; .shiftamt: how far from the top."""
+    value = np.where(value < 0, ~value, value).view(kind.raw)
+    left = leading_zeros(value)
+    found = left if as_shift else np.uint32(kind.bits - 1) - left
+    return np.where(value == 0, np.uint32(0xFFFFFFFF), found)
+
+
+def _short_product(kind: ScalarType, part: str | None, x: Array, y: Array, *total: Array) -> Array:
+    """Of 24 bits, the lower or the upper 32 of 48."""
+    x, y = (each.astype(np.int64) << 40 >> 40 for each in (x, y))
+    if kind.letter == "u":
+        x, y = x & 0xFFFFFF, y & 0xFFFFFF
+    product = (x * y >> (16 if part == "hi" else 0)).astype(kind.stored)
+    return product + total[0] if total else product
+
+
+class Form(NamedTuple):
+    """An instruction with one word of each of ``words``, a type of ``allowed``, and operands of ``kinds``.
+
+    ``kinds`` begin with the result's; "" is the type that it has. ``function``: of that type, the words and
+    the numbers in the operands, or, if ``raw``, their bits. A word with None beside it may be left out.
+    """
+
+    function: Callable[..., Array]
+    allowed: tuple[str, ...]
+    kinds: tuple[str, ...]
+    words: tuple[tuple[str | None, ...], ...] = ()
+    raw: bool = False
+
+
+_EITHER = ("u32", "s32", "u64", "s64")
+_BOUNDS = ("clamp", "wrap", None)
+_PARTS = ("lo", "hi", None)
+FORMS = {
+    "selp": Form(
+        lambda kind, x, y, chosen: np.where(chosen, x, y),
+        (*BITS, *INTEGERS, *FLOATS),
+        ("", "", "", "pred"),
+        raw=True,
+    ),
+    "testp": Form(
+        lambda kind, name, x: _TESTS[name](x), ("f32", "f64"), ("pred", ""), ((*_TESTS,),)
+    ),
+    "shl": Form(functools.partial(_shifted, np.left_shift), BITS, ("", "", "u32")),
+    "shr": Form(functools.partial(_shifted, np.right_shift), (*BITS, *INTEGERS), ("", "", "u32")),
+    "shf": Form(_funnel_shifted, ("b32",), ("",) * 4, (("l", "r", None), _BOUNDS)),
+    "bfe": Form(_field, _EITHER, ("", "", "u32", "u32")),
+    "bfi": Form(_inserted, ("b32", "b64"), ("", "", "", "u32", "u32")),
+    "bmsk": Form(_mask, ("b32",), ("",) * 3, (_BOUNDS,)),
+    "prmt": Form(_permuted, ("b32",), ("",) * 4, ((*_PERMUTATIONS, None),)),
+    "popc": Form(lambda kind, x: ones(x), ("b32", "b64"), ("u32", "")),
+    "clz": Form(lambda kind, x: leading_zeros(x), ("b32", "b64"), ("u32", "")),
+    "brev": Form(lambda kind, x: reversed_bits(x), ("b32", "b64"), ("", "")),
+    "cnot": Form(lambda kind, x: (x == 0).astype(x.dtype), BITS, ("", "")),
+    "sad": Form(_sum_of_differences, INTEGERS, ("",) * 4),
+    "bfind": Form(_highest, _EITHER, ("u32", ""), (("shiftamt", None),)),
+    "mul24": Form(_short_product, ("u32", "s32"), ("",) * 3, (_PARTS,)),
+    "mad24": Form(_short_product, ("u32", "s32"), ("",) * 4, (_PARTS,)),
+}
+
+
+@builds(*FORMS)
+def build_form(instruction: Instruction) -> Action:
+    form = FORMS[instruction.mnemonic]
+    words = [instruction.choose(*filter(None, each)) for each in form.words]
+    for word, known in zip(words, form.words, strict=True):
+        if word not in known:
+            raise instruction.unknown(f"the mode of '{instruction.opcode}'", filter(None, known))
+    own = instruction.take_type(form.allowed)
+    kinds = [TYPES[each] if each else own for each in form.kinds]
+    function = functools.partial(form.function, own, *words)
+    return instruction.computes(function, *kinds, raw=form.raw)
+
+
+@builds("slct")
+def build_choice(instruction: Instruction) -> Action:
+    """The first where the third is not negative."""
+    instruction.flag("ftz")
+    by = TYPES["f32" if instruction.qualifiers[-1] == "f32" else "s32"]
+    instruction.qualifiers.pop()
+    kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
+
+    def choose(x: Array, y: Array, sign: Array) -> Array:
+        return np.where(by.decode(sign) >= 0, x, y)
+
+    return instruction.computes(choose, kind, kind, kind, by, raw=True)
 
 
 @builds("lop3")
@@ -600,100 +658,6 @@ def build_logic(instruction: Instruction) -> Action:
         return result
 
     return instruction.computes(look_up, kind, kind, kind, kind)
-
-
-def ones(value: Array) -> Array:
-    """How many bits are 1."""
-    value = np.asarray(value)
-    octets = value.reshape(-1, 1).view(np.uint8)
-    return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)
-
-
-def leading_zeros(value: Array) -> Array:
-    for by in (1, 2, 4, 8, 16, 32):  # all bits below the first
-        value = value | np.right_shift(value, value.dtype.type(by))
-    return np.uint32(8 * value.dtype.itemsize) - ones(value)
-
-
-@builds("popc", "clz")
-def build_count(instruction: Instruction) -> Action:
-    kind = instruction.take_type(("b32", "b64"))
-    count = ones if instruction.mnemonic == "popc" else leading_zeros
-    return instruction.computes(count, TYPES["u32"], kind)
-
-
-def reversed_bits(value: Array) -> Array:
-    value = np.asarray(value)
-    each = np.unpackbits(np.ascontiguousarray(value).reshape(-1, 1).view(np.uint8), axis=1)
-    return np.packbits(each[:, ::-1], axis=1).view(value.dtype).reshape(value.shape)
-
-
-def _sum_of_differences(x: Array, y: Array, total: Array) -> Array:
-    return total + np.where(x < y, y - x, x - y)
-
-
-_ROWS: dict[str, tuple[Callable[..., Array], int, tuple[str, ...]]] = {
-    "brev": (reversed_bits, 1, ("b32", "b64")),
-    "cnot": (lambda x: (x == 0).astype(x.dtype), 1, BITS),
-    "sad": (_sum_of_differences, 3, INTEGERS),
-}
-
-
-@builds(*_ROWS)
-def build_row(instruction: Instruction) -> Action:
-    function, count, allowed = _ROWS[instruction.mnemonic]
-    kind = instruction.take_type(allowed)
-    return instruction.computes(function, *[kind] * (1 + count))
-
-
-@builds("bfi")
-def build_insertion(instruction: Instruction) -> Action:
-    """The lowest bits of one into another, from a position on, as many as given."""
-    kind = instruction.take_type(("b32", "b64"))
-
-    def insert(low: Array, into: Array, start: Array, length: Array) -> Array:
-        start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
-        one, most = kind.stored.type(1), np.uint32(kind.bits)
-        field = np.left_shift(one, np.minimum(length, most).astype(kind.stored)) - one
-        by = np.minimum(start, most).astype(kind.stored)
-        mask = np.left_shift(field, by)
-        return np.left_shift(low, by) & mask | into & ~mask
-
-    return instruction.computes(insert, kind, kind, kind, _U32, _U32)
-
-
-@builds("bfind")
-def build_search(instruction: Instruction) -> Action:
-    """Where the highest bit is that is not the sign's; .shiftamt: how far from the top."""
-    as_shift = instruction.flag("shiftamt")
-    kind = instruction.take_type(("u32", "s32", "u64", "s64"))
-
-    def find(value: Array) -> Array:
-        value = np.where(value < 0, ~value, value).view(kind.raw)
-        left = leading_zeros(value)
-        found = left if as_shift else np.uint32(kind.bits - 1) - left
-        return np.where(value == 0, np.uint32(0xFFFFFFFF), found)
-
-    return instruction.computes(find, _U32, kind)
-
-
-@builds("mul24", "mad24")
-def build_short_product(instruction: Instruction) -> Action:
-    """Of 24 bits, the lower or the upper 32 of 48."""
-    high = instruction.choose("lo", "hi") == "hi"
-    kind = instruction.take_type(("u32", "s32"))
-
-    def multiply(x: Array, y: Array, *total: Array) -> Array:
-        x, y = (
-            each.astype(np.int64) << 40 >> 40
-            if kind.letter == "s"
-            else each.astype(np.int64) & 0xFFFFFF
-            for each in (x, y)
-        )
-        product = (x * y >> (16 if high else 0)).astype(kind.stored)
-        return product + total[0] if total else product
-
-    return instruction.computes(multiply, *[kind] * (4 if "mad" in instruction.mnemonic else 3))
 
 
 @builds("dp4a", "dp2a")
