@@ -128,14 +128,7 @@ def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
     ]
 
 
-BUILDERS = {
-    **ARITHMETIC,
-    **CALLS,
-    **MEMORY,
-    **MOVES,
-    **MULTIMEM,
-    **WAITS,
-}
+BUILDERS = ARITHMETIC | CALLS | MEMORY | MOVES | MULTIMEM | WAITS
 IDLE_STEPS = 1_000_000
 """So many instructions in loops that touch no memory are taken for an endless loop."""
 
@@ -154,10 +147,7 @@ def _build(asm: str, constraints: str) -> _Statement:
     operands = AsmOperands(constraints)
     parser, steps = Parser([*operands.outputs, *operands.inputs]), []
     for instruction in parser.instructions(asm):
-        builder = BUILDERS.get(instruction.mnemonic)
-        if builder is None:
-            raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
-        instruction.action = builder(instruction)
+        instruction.action = instruction.builder(BUILDERS)(instruction)
         steps.append(instruction)
     if reason := by_threads(asm):
         raise InlineAssemblyError(

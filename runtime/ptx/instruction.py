@@ -113,6 +113,11 @@ class Instruction:
             "a kernel may use all of PTX"
         )
 
+    def builder(self, known: Mapping[str, Builder]) -> Builder:
+        if self.mnemonic not in known:
+            raise self.unknown(f"instruction '{self.opcode}'", known)
+        return known[self.mnemonic]
+
     # -- qualifiers --------------------------------------------------------------------------------
 
     def flag(self, name: str) -> bool:

@@ -137,11 +137,17 @@ def _each(threads: Threads) -> list[int]:
     return [int(each) for each in threads.active(threads.numbers)]
 
 
-def _alone(threads: Threads, thread: int, run: Callable[[], None]) -> None:
-    mask = threads.mask
-    threads.mask = threads.numbers == thread
-    run()
-    threads.mask = mask
+def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
+    """``action`` of each thread that runs, alone."""
+
+    def run(threads: Threads) -> None:
+        mask = threads.mask
+        for thread in _each(threads):
+            threads.mask = threads.numbers == thread
+            action(threads, thread)
+            threads.mask = mask
+
+    return run
 
 
 def _load(instruction: Instruction, tensor: bool) -> Action:
@@ -154,11 +160,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
     to = address_of(instruction, target, TYPES["b64"], 2, shared=True)
     counts = address_of(instruction, rest[0], TYPES["b64"], shared=True)
 
-    def start(threads: Threads) -> None:
-        for thread in _each(threads):
-            _alone(threads, thread, lambda: one(threads, thread))  # noqa: B023
-
-    def one(threads: Threads, thread: int) -> None:
+    def start(threads: Threads, thread: int) -> None:
         program: Any = threads.session
         mbarrier = mbarrier_at(threads, int(counts(threads)[0]))
         box = where(threads, 0, int(to(threads)[0]) - program.base)
@@ -179,7 +181,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
         else:
             mbarrier.copies.append(perform)
 
-    return start
+    return _one_by_one(start)
 
 
 def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
@@ -198,11 +200,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
     instruction.finish(2)
     taken = address_of(instruction, source, TYPES["b64"], 2, shared=True)
 
-    def start(threads: Threads) -> None:
-        for thread in _each(threads):
-            _alone(threads, thread, lambda: one(threads, thread))  # noqa: B023
-
-    def one(threads: Threads, thread: int) -> None:
+    def start(threads: Threads, thread: int) -> None:
         program: Any = threads.session
         box = where(threads, 0, int(taken(threads)[0]) - program.base)
         access = program.next_in(("bulk", thread), thread)
@@ -223,7 +221,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
         if chance < 2 / 3:
             store.advance(program, written=chance < 1 / 3)
 
-    return start
+    return _one_by_one(start)
 
 
 def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str) -> Any:

@@ -120,24 +120,14 @@ def _build_inval(instruction: Instruction) -> Action:
     return inval
 
 
-def _build_arrive(instruction: Instruction) -> Action:
-    expects = instruction.flag("expect_tx")
-    return _arrival(instruction, arrives=True, expects=expects)
-
-
-def _build_expect(instruction: Instruction) -> Action:
-    return _arrival(instruction, arrives=False, expects=True)
-
-
-def _arrival(instruction: Instruction, *, arrives: bool, expects: bool) -> Action:
+def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
+    expects = not arrives or instruction.flag("expect_tx")
     sem = instruction.choose("release", "relaxed") or "release"
     instruction.choose("cta", "cluster")
     at = _target(instruction, index=int(arrives))
     instruction.finish(*((3,) if arrives and expects else (2, 3)))
-    if len(instruction.operands) == 2 and arrives:
-        given = None
-    else:
-        given = instruction.reader(instruction.operands[-1], _WORD)
+    counts_one = len(instruction.operands) == 2 and arrives
+    given = None if counts_one else instruction.reader(instruction.operands[-1], _WORD)
     put = instruction.active_writer(instruction.operands[0], _STATE) if arrives else None
 
     def arrive(threads: Threads) -> None:
@@ -242,10 +232,10 @@ def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
 _BUILDERS: dict[str, Callable[[Instruction], Action]] = {
     "init": _build_init,
     "inval": _build_inval,
-    "arrive": _build_arrive,
-    "expect_tx": _build_expect,
-    "try_wait": lambda instruction: _build_wait(instruction, blocks=True),
-    "test_wait": lambda instruction: _build_wait(instruction, blocks=False),
+    "arrive": functools.partial(_build_arrival, arrives=True),
+    "expect_tx": functools.partial(_build_arrival, arrives=False),
+    "try_wait": functools.partial(_build_wait, blocks=True),
+    "test_wait": functools.partial(_build_wait, blocks=False),
 }
 
 

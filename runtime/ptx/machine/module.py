@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.ptx.arithmetic import ARITHMETIC
-from interlace.runtime.ptx.calls import CALLS
-from interlace.runtime.ptx.instruction import Builder, InlineAssemblyError, Instruction, Symbol
+from interlace.runtime.ptx.inline_assembly import BUILDERS as INLINE
+from interlace.runtime.ptx.instruction import InlineAssemblyError, Instruction, Symbol
 from interlace.runtime.ptx.machine.bulk_copies import BULK
 from interlace.runtime.ptx.machine.matrices import MATRICES, build_move, build_sum
 from interlace.runtime.ptx.machine.mbarriers import MBARRIERS
@@ -24,26 +24,15 @@ from interlace.runtime.ptx.machine.provenance import sources
 from interlace.runtime.ptx.machine.shared import SHARED
 from interlace.runtime.ptx.machine.tensor_maps import TENSOR_MAPS
 from interlace.runtime.ptx.machine.warps import WARPS
-from interlace.runtime.ptx.memory import MEMORY, SCOPES
-from interlace.runtime.ptx.moves import MOVES
-from interlace.runtime.ptx.multimem import MULTIMEM
+from interlace.runtime.ptx.memory import SCOPES
 from interlace.runtime.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
 from interlace.runtime.ptx.special import WARP
 from interlace.runtime.ptx.targets import has, needed, target_of
 from interlace.runtime.ptx.types import Array
-from interlace.runtime.ptx.waits import WAITS
 
-BUILDERS: dict[str, Builder] = {
-    **ARITHMETIC,
-    **CALLS,
-    **MEMORY,
-    **MOVES,
-    **MULTIMEM,
-    **WAITS,
-}
-TOGETHER = {**WARPS, **MATRICES}
-# which know what the others refuse
-BUILDERS |= TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
+TOGETHER = WARPS | MATRICES
+# which know what those of inline PTX refuse
+BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
 _WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
@@ -133,9 +122,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
         return instruction.text, places.get(instruction.line, ())
 
     for instruction in steps:
-        builder = BUILDERS.get(instruction.mnemonic)
-        if builder is None:
-            raise instruction.unknown(f"instruction '{instruction.opcode}'", BUILDERS)
+        builder = instruction.builder(BUILDERS)
         wanted = needed(f"{instruction.opcode} {', '.join(instruction.operands)}")
         if wanted and not has(target, wanted):
             raise instruction.error(
