@@ -490,12 +490,7 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
 
 
 def read_modify_write(
-    name: str,
-    kind: ScalarType,
-    way: AccessWay,
-    *,
-    told: str = "",
-    number: ScalarType | None = None,
+    name: str, kind: ScalarType, way: AccessWay, *, told: str = "", number: ScalarType | None = None
 ) -> Callable[..., Array]:
     """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
     access = _atomic(kind, told or name, way)

@@ -11,13 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from interlace.runtime.numerics.exact import SINGLE, encode, larger, smaller
-from interlace.runtime.ptx.arithmetic import (
-    BITS,
-    FLOATS,
-    INTEGERS,
-    flushed,
-    rectified,
-)
+from interlace.runtime.ptx.arithmetic import BITS, FLOATS, INTEGERS, flushed, rectified
 from interlace.runtime.ptx.instruction import Action, Instruction, builders
 from interlace.runtime.ptx.special import Threads
 from interlace.runtime.ptx.types import (

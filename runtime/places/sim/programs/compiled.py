@@ -202,10 +202,7 @@ def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None)
     strides = [stride * base.element_size() for stride in descriptor.strides[-2::-1]]
     box, kind = of_map["block_size"][::-1], of_map["elem_type"]
     how = {"swizzle": of_map["swizzle"], "fill": nan}
-    return [
-        tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how),
-        *sizes,
-    ]
+    return [tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how), *sizes]
 
 
 _measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()
