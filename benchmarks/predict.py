@@ -33,7 +33,7 @@ from model.simulation.machines import MACHINES, ModelMachine, machine_named
 from model.tables import Progress, Table
 
 from interlace.arguments.paths import refuse_unwritable
-from interlace.cli.output.files import require_matplotlib
+from interlace.output.files import require_matplotlib
 
 PAGE = Path(__file__).parents[1] / "docs" / "model.md"
 IMAGES = PAGE.parent / "images"

@@ -30,7 +30,7 @@ from cpu.measure import Measurement, gloo, measure
 from rich.table import Table
 
 import interlace
-from interlace.cli.output.consoles import new_console, write_table
+from interlace.output.consoles import new_console, write_table
 
 MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"}
 OPS = tuple(MODULES)

@@ -20,8 +20,7 @@ BESIDE = ("tests", "benchmarks")
 MOST_FILES = 20
 MOST_PARAMETERS = 14
 # What checks kernels without a GPU, counted apart; and what only makes or measures, not the ops themselves.
-LABORATORY = ("interlace/verify", "interlace_pytest", "runtime/ptx", "runtime/compiler/lint",
-              "runtime/places/sim/interpreter/inline_ptx", "runtime/places/sim/programs")  # fmt: skip
+LABORATORY = ("interlace_verify", "interlace_pytest", "runtime/compiler/lint")
 TOOLS = ("interlace/tools", "interlace/cli", "interlace/benchmark", "runtime/tuning")
 OPS = {
     "all_gather_matmul": ("gather_matmul",),
@@ -44,22 +43,17 @@ FOLDERS = {
     "runtime/compat": "",
     "runtime/core": "runtime/compat",
     "runtime/numerics": "",
-    "runtime/ptx": "runtime/compat runtime/core runtime/numerics",
-    "runtime/ptx/machine": "runtime/core runtime/numerics runtime/ptx",
-    "runtime/places/sim/interpreter": "runtime/compat runtime/core runtime/numerics runtime/ptx",
+    "runtime/places/sim/interpreter": "runtime/compat runtime/core runtime/numerics",
     "runtime/places/sim/scheduler": "runtime/core runtime/numerics runtime/places/sim/interpreter",
     "runtime/processes": "runtime/compat runtime/core",
     "runtime/tuning": "runtime/compat runtime/core",
     "runtime/compiler/lint": "runtime/core",
     "runtime/compiler": "runtime/compat runtime/compiler/lint runtime/core",
     "runtime/places/gpu": "runtime/compat runtime/compiler runtime/core runtime/processes",
-    "runtime/places/sim/programs": (
-        "runtime/compat runtime/compiler runtime/core runtime/places/sim/scheduler runtime/ptx "
-        "runtime/ptx/machine"
-    ),
+    "runtime/places/sim": "runtime/compat runtime/core runtime/places/sim/scheduler",
     "runtime/places/shm": (
-        "runtime/compat runtime/core runtime/numerics runtime/places/sim/interpreter "
-        "runtime/places/sim/programs runtime/places/sim/scheduler runtime/processes"
+        "runtime/compat runtime/core runtime/numerics runtime/places/sim "
+        "runtime/places/sim/interpreter runtime/places/sim/scheduler runtime/processes"
     ),
     "runtime/places/hosts": (
         "runtime/compat runtime/core runtime/numerics runtime/places/shm runtime/processes"
@@ -68,16 +62,12 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/places/gpu runtime/places/hosts runtime/places/shm "
         "runtime/processes"
     ),
-    "runtime/places/sim": (
-        "runtime/compat runtime/core runtime/places/sim/programs runtime/places/sim/scheduler "
-        "runtime/ptx"
-    ),
     "interlace/arguments": "runtime/compat runtime/core runtime/numerics runtime/tuning",
-    "interlace/cli/output": (
+    "interlace/output": (
         "interlace/arguments runtime/compat runtime/compiler runtime/core runtime/places/hosts "
         "runtime/places/shm runtime/tuning"
     ),
-    "interlace/cli": "interlace/cli/output runtime/compat runtime/core",
+    "interlace/cli": "interlace/output runtime/compat runtime/core",
     "interlace/groups": "interlace/arguments runtime/compat runtime/core runtime/places",
     "interlace/ops/op": "interlace/arguments interlace/groups runtime/compat runtime/core",
     "interlace/ops/collectives": (
@@ -92,7 +82,6 @@ FOLDERS = {
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
         "interlace/ops/op runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/tools": "runtime/compat",
     "interlace/process_group": (
         "interlace/groups interlace/ops/collectives runtime/compat runtime/core runtime/places "
         "runtime/places/gpu"
@@ -100,14 +89,9 @@ FOLDERS = {
     "interlace/symmetric_memory": (
         "interlace/arguments interlace/groups interlace/ops/matmul runtime/compat runtime/core"
     ),
-    "interlace/verify/lint_check": (
-        "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
-    ),
-    "interlace/verify/protocols": "runtime/core",
     "interlace": (
-        "interlace/arguments interlace/groups interlace/ops/matmul interlace/ops/op "
-        "runtime/core runtime/places runtime/places/gpu runtime/places/sim "
-        "runtime/places/sim/scheduler"
+        "interlace/arguments interlace/groups interlace/ops/matmul interlace/ops/op runtime/core "
+        "runtime/places runtime/places/gpu runtime/places/sim runtime/places/sim/scheduler"
     ),
     "interlace/ops/attention": (
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "
@@ -119,13 +103,12 @@ FOLDERS = {
         "runtime/numerics runtime/tuning"
     ),
     "interlace/tools/bundle": (
-        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue "
-        "runtime/core runtime/tuning"
+        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue runtime/core "
+        "runtime/tuning"
     ),
     "interlace/ops": (
-        "interlace/groups interlace/ops/attention interlace/ops/collectives "
-        "interlace/ops/experts interlace/ops/matmul interlace/ops/op runtime/compat "
-        "runtime/core"
+        "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
     ),
     "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
@@ -143,59 +126,71 @@ FOLDERS = {
         "interlace/tensor runtime/compat runtime/core runtime/numerics"
     ),
     "interlace/integrations": "interlace interlace/groups interlace/nn runtime/compat runtime/core",
-    "interlace/verify/schedule_check": (
-        "interlace runtime/core runtime/places runtime/places/sim "
-        "runtime/places/sim/interpreter runtime/places/sim/programs "
-        "runtime/places/sim/scheduler"
-    ),
-    "interlace/verify/race_check": (
-        "interlace interlace/verify/lint_check interlace/verify/schedule_check runtime/compat "
-        "runtime/core runtime/places/sim runtime/places/sim/interpreter "
-        "runtime/places/sim/programs runtime/places/sim/scheduler"
-    ),
-    "interlace/verify": (
-        "interlace/groups interlace/verify/lint_check interlace/verify/protocols "
-        "interlace/verify/race_check interlace/verify/schedule_check runtime/places/sim "
-        "runtime/places/sim/programs runtime/ptx/machine"
-    ),
     "python": "interlace/cli interlace/compile interlace/process_group",
-    "interlace_pytest": "interlace/verify interlace/verify/race_check",
     "face": (
         "interlace interlace/arguments interlace/cli interlace/compile interlace/experts "
-        "interlace/functional interlace/groups interlace/integrations interlace/nn "
-        "interlace/ops interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor "
-        "interlace/verify python runtime/compat runtime/core runtime/places runtime/tuning"
+        "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor python "
+        "runtime/compat runtime/core runtime/places runtime/tuning"
+    ),
+    "interlace/tools": (
+        "face interlace/groups interlace/ops/attention interlace/ops/matmul runtime/compat "
+        "runtime/core runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark": (
         "face interlace interlace/arguments interlace/groups interlace/ops/attention "
         "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/tools "
         "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
-    "interlace/verify/shims": (
-        "face interlace/groups interlace/ops/matmul interlace/process_group "
-        "interlace/symmetric_memory runtime/compat runtime/compiler runtime/core "
-        "runtime/places/sim runtime/ptx"
-    ),
-    "interlace/verify/shims/triton_dist": (
-        "face interlace/symmetric_memory interlace/verify/shims runtime/compat"
-    ),
-    "interlace/verify/suite": (
-        "face interlace/groups interlace/ops/attention interlace/ops/matmul interlace/tools "
-        "interlace/tools/catalogue interlace/verify/lint_check interlace/verify/protocols "
-        "interlace/verify/race_check interlace/verify/schedule_check interlace/verify/shims "
-        "runtime/compiler runtime/core runtime/places/sim runtime/places/sim/programs "
-        "runtime/tuning"
-    ),
     "interlace/cli/commands": (
-        "face interlace interlace/arguments interlace/benchmark interlace/cli/output "
-        "interlace/functional interlace/groups interlace/ops/collectives interlace/ops/matmul "
-        "interlace/tensor interlace/tools/bundle interlace/tools/catalogue interlace/verify "
-        "interlace/verify/schedule_check interlace/verify/shims interlace/verify/suite "
-        "runtime/compat runtime/compiler runtime/core runtime/places/gpu "
-        "runtime/places/sim/scheduler runtime/processes runtime/tuning"
+        "face interlace interlace/arguments interlace/benchmark interlace/functional "
+        "interlace/groups interlace/ops/collectives interlace/ops/matmul interlace/output "
+        "interlace/tensor interlace/tools interlace/tools/bundle interlace/tools/catalogue "
+        "runtime/compat runtime/core runtime/places/gpu runtime/places/sim/scheduler "
+        "runtime/processes runtime/tuning"
     ),
     "program": "python",
+    "interlace_verify/lint_check": (
+        "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
+    ),
+    "interlace_verify/protocols": "runtime/core",
+    "interlace_verify/ptx": "runtime/compat runtime/core runtime/numerics runtime/places/sim",
+    "interlace_verify/machine": (
+        "interlace/groups interlace_verify/ptx runtime/compat runtime/compiler runtime/core "
+        "runtime/numerics runtime/places/sim runtime/places/sim/scheduler"
+    ),
+    "interlace_verify/schedule_check": (
+        "interlace runtime/core runtime/places runtime/places/sim runtime/places/sim/interpreter "
+        "runtime/places/sim/scheduler"
+    ),
+    "interlace_verify/race_check": (
+        "interlace interlace_verify/lint_check interlace_verify/schedule_check runtime/compat "
+        "runtime/core runtime/places/sim runtime/places/sim/interpreter "
+        "runtime/places/sim/scheduler"
+    ),
+    "interlace_verify": (
+        "interlace_verify/lint_check interlace_verify/machine interlace_verify/protocols "
+        "interlace_verify/race_check interlace_verify/schedule_check"
+    ),
+    "interlace_pytest": "interlace interlace_verify interlace_verify/race_check",
+    "interlace_verify/shims": (
+        "face interlace/groups interlace/ops/matmul interlace/process_group "
+        "interlace/symmetric_memory interlace_verify/ptx runtime/compat runtime/compiler "
+        "runtime/core runtime/places/sim"
+    ),
+    "interlace_verify/shims/triton_dist": (
+        "face interlace/symmetric_memory interlace_verify/shims runtime/compat"
+    ),
+    "interlace_verify/suite": (
+        "interlace/tools interlace/tools/catalogue interlace_verify/lint_check "
+        "interlace_verify/protocols interlace_verify/race_check interlace_verify/schedule_check "
+        "interlace_verify/shims runtime/compiler runtime/places/sim"
+    ),
+    "interlace_verify/command": (
+        "face interlace/output interlace/tools interlace_verify interlace_verify/schedule_check "
+        "interlace_verify/shims interlace_verify/suite runtime/compiler runtime/core"
+    ),
 }
 
 
@@ -330,6 +325,10 @@ def floors() -> dict[str, dict[str, set[str]]]:
 
 
 def _below(folder: str, top: str) -> str:
+    if (
+        folder.split("/")[0] == "interlace_verify"
+    ):  # the package is one room above those of interlace
+        return "interlace_verify" if top == "interlace" else ""
     return folder.removeprefix(top + "/").split("/")[0] if folder.startswith(top + "/") else ""
 
 

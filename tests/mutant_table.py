@@ -19,7 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from interlace.verify import KINDS, RULES
-from interlace.verify.schedule_check.parallel import map_seeds
+from interlace_verify.schedule_check.parallel import map_seeds
 from mutants.mutant_checks import CHECKS, caught
 from mutants.protocol_mutants import CASES
 

@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 FACES = tuple(
-    ROOT / "python/interlace" / name
+    ROOT / "python" / name
     for name in (
-        "__init__.py",
-        "experts/__init__.py",
-        "functional/__init__.py",
-        "nn/functional.py",
-        "tensor/__init__.py",
-        "verify/__init__.py",
+        "interlace/__init__.py",
+        "interlace/experts/__init__.py",
+        "interlace/functional/__init__.py",
+        "interlace/nn/functional.py",
+        "interlace/tensor/__init__.py",
+        "interlace_verify/__init__.py",
     )
 )
 HEAD = "# Written by tests/stubs.py from the signatures of the functions.\n"

@@ -24,7 +24,7 @@ import interlace
 from interlace import symmetric_memory
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
-from interlace.verify.suite.jobs import load_function
+from interlace_verify.suite.jobs import load_function
 
 PROGRAMS, BLOCK = 8, 64
 SCHEDULES, SEEDS = 64, 4

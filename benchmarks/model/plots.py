@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from interlace.cli.output.files import require_matplotlib
+from interlace.output.files import require_matplotlib
 from model.choose import ROWS, SHAPES
 from model.predict import default_configuration, predict
 from model.published import TOLERANCE, Compared

@@ -8,7 +8,7 @@ these kernels run only when they are asked for.
 
 Without ``MULTIMEM`` the same protocol runs over the table of peers, one after another, and sums are in rank
 order; so it does where kernels are interpreted and there is no multicast address. In ``sim`` there is one:
-the instructions are emulated, rank by rank (``runtime/ptx/multimem.py``).
+the instructions are emulated, rank by rank (``python/interlace_verify/ptx/multimem.py``).
 
 The multicast address is a second address of the same memory. What orders accesses through the two are the
 slots, by release and acquire of system scope, as for any other data, and a ``fence.proxy.alias``: CUDA

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from interlace.verify import RaceReport
+    from interlace_verify import RaceReport
 
 DEFAULTS: dict[str, Any] = {"ranks": 2, "seeds": 10, "store_buffers": False, "timeout": 300.0}
 SIGNATURE = f"interlace({', '.join(f'{name}={value}' for name, value in DEFAULTS.items())})"
@@ -86,7 +86,7 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
     marks = [m for node in item.listchain() for m in node.own_markers if m.name == "interlace"]
     if not marks:
         return None
-    from interlace.verify.race_check.check import check_races
+    from interlace_verify.race_check.check import check_races
 
     how = dict(DEFAULTS)
     for mark in marks:

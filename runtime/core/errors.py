@@ -135,6 +135,10 @@ class MemoryAccessError(InterlaceError):
         return type(self), (str(self), self.kind)
 
 
+class InlineAssemblyError(InterlaceError, NotImplementedError):
+    """Inline PTX that the interpreter cannot run, or that no assembler would take."""
+
+
 class KernelAssertionError(InterlaceError, AssertionError):
     """A condition that a kernel states does not hold: ``tl.device_assert``, ``assert`` or ``tl.assume``."""
 

@@ -67,7 +67,8 @@ def _hide(error: BaseException | None) -> int:
         trace = raised.__traceback__
         while trace is not None:
             name = str(trace.tb_frame.f_globals.get("__name__", ""))
-            inside = name.startswith("interlace.") or (inside and name.startswith(_AROUND))
+            ours = name.startswith(("interlace.", "interlace_verify."))
+            inside = ours or (inside and name.startswith(_AROUND))
             hidden += inside
             kept += [] if inside else [trace]
             trace = trace.tb_next

@@ -16,7 +16,7 @@ from interlace.runtime.compiler.lint.sass import Loop, loops
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import entries
 from interlace.tools.catalogue.catalogue_attention import heads_kernels
-from interlace.verify.lint_check.check import LintRequest, lint_many
+from interlace_verify.lint_check.check import LintRequest, lint_many
 from mutants.mutations import Edit, Mutant, importable
 
 HEAD = "MOV R1, c[0x0][0x28]"

@@ -20,7 +20,7 @@ from faults.rows import Clock, Plan, Row, Trial
 from interlace import aot
 from interlace.cli.commands.build import write
 from interlace.cli.commands.inspect import InspectOptions, inspect
-from interlace.cli.output.consoles import PlainConsole
+from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
 from interlace.runtime.tuning import cache, calibration

@@ -8,8 +8,8 @@ from typing import Any
 
 from interlace import launcher
 from interlace.runtime.places.sim.scheduler.scheduler import interpreted
-from interlace.verify.race_check.check import _observed
-from interlace.verify.race_check.happens_before import Detector
+from interlace_verify.race_check.check import _observed
+from interlace_verify.race_check.happens_before import Detector
 
 
 class FoundError(Exception):

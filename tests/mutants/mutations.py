@@ -82,7 +82,7 @@ class Mutant:
 class Case:
     """A mutant, and the ``check`` that must catch it in every test run.
 
-    ``target`` names what is run, as "op algorithm" of ``interlace.verify.suite.targets`` or a function of
+    ``target`` names what is run, as "op algorithm" of ``interlace.tools.targets`` or a function of
     the mutated file; lint compiles ``kernel`` of the catalogue.
     """
 

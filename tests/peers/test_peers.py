@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from interlace.verify import races, schedules, shims
-from interlace.verify.schedule_check.check import ScheduleReport
+from interlace_verify.schedule_check.check import ScheduleReport
 from mutants.mutations import Mutant, mutant_of, mutated_function
 from tiers import few
 

@@ -9,8 +9,8 @@ import pytest
 
 from interlace.cli import main
 from interlace.verify import races, schedules, shims
-from interlace.verify.schedule_check.interleaving import Step, Story
-from interlace.verify.suite.jobs import load_function
+from interlace_verify.schedule_check.interleaving import Step, Story
+from interlace_verify.suite.jobs import load_function
 from mutants.mutations import mutant_of, mutated_function
 from peers.test_peers import MUTANTS, PROGRESS, TWO_SHOTS
 from tiers import thorough

@@ -19,7 +19,7 @@ import interlace
 from interlace.cli import main
 from interlace.ops.op import sim_backward as simulated_backward
 from interlace.verify import races, schedules, shims
-from interlace.verify.suite.jobs import load_function
+from interlace_verify.suite.jobs import load_function
 from tiers import few
 
 FILE = pathlib.Path(__file__).with_name("shim_kernels.py")

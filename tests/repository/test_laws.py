@@ -169,7 +169,7 @@ def test_words_that_carry_their_flag_order_nothing() -> None:
 def test_law_11_memory_ordering_in_signal() -> None:
     host = [f.resolve() for folder in ("runtime", "python") for f in (ROOT / folder).rglob("*.py")]
     # the shims say what order the functions of others give
-    others = (KERNELS, ROOT / "python/interlace/verify/shims")
+    others = (KERNELS, ROOT / "python/interlace_verify/shims")
     host = [f for f in sorted(set(host)) if not {*others}.intersection(f.parents)]
     assert breaches(memory_ordering, device_files(outside_ordering=True) + host) == {}
 

@@ -22,6 +22,7 @@ TOP = {
     "interlace.kernels": "kernels",
     "interlace.runtime": "runtime",
     "interlace_pytest": "python/interlace_pytest",
+    "interlace_verify": "python/interlace_verify",
 }
 FOLDERS = ("python", "kernels", "runtime", "tests", "benchmarks")
 MAX_LINES = 800

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from interlace.cli.output.consoles import new_console, write
-from interlace.cli.output.options import (
+from interlace.output.consoles import new_console, write
+from interlace.output.options import (
     CommandOptions,
     CommandParser,
     add_command,
@@ -23,6 +23,7 @@ from interlace.cli.output.options import (
 )
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core.errors import InterlaceError, RankError
+from interlace.runtime.core.laboratory import laboratory
 
 COMMANDS = {
     "demo": "Run the fused ops on real input and draw what happened",
@@ -41,6 +42,8 @@ COMMANDS = {
 
 
 def _attribute(command: str, name: str) -> Any:
+    if command == "verify":
+        return getattr(laboratory("command.verify"), name)
     return getattr(importlib.import_module(f"interlace.cli.commands.{command}"), name)
 
 
@@ -79,13 +82,13 @@ def run(arguments: list[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see the package's first lines
         signal.signal(signal.SIGINT, signal.default_int_handler)
     called = _called(arguments)
-    top = parser(called)
-    given = top.parse_args(arguments)
-    if given.command is None:
-        top.print_help()
-        return 0
-    options = from_arguments(options_of(called), given)
     try:
+        top = parser(called)
+        given = top.parse_args(arguments)
+        if given.command is None:
+            top.print_help()
+            return 0
+        options = from_arguments(options_of(called), given)
         with _terminable():
             wanted = options.interprets()
             if wanted is not None:

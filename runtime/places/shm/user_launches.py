@@ -22,8 +22,8 @@ from typing import Any
 from interlace.runtime.compat.triton_interpreter import InterpretedFunction, KernelInterface
 from interlace.runtime.core.errors import BlockedWait, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.sim.choice import programs
 from interlace.runtime.places.sim.interpreter import session
-from interlace.runtime.places.sim.programs.choice import programs
 from interlace.runtime.places.sim.scheduler import trace
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 

@@ -48,11 +48,11 @@ from interlace.runtime.core.memory import (
 )
 from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.core.stream import Event, Outcome, Stream
-from interlace.runtime.places.sim.programs.choice import programs
+from interlace.runtime.places.sim import multicast
+from interlace.runtime.places.sim.choice import programs
 from interlace.runtime.places.sim.scheduler import trace
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.places.sim.scheduler.source_lines import line_of, user_frame, user_line
-from interlace.runtime.ptx import multicast
 
 
 @dataclass(frozen=True, eq=False)

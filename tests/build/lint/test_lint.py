@@ -24,8 +24,8 @@ from interlace.kernels import signal
 from interlace.kernels.arguments import Peers
 from interlace.runtime.compiler.pool import _PROGRAM, compile_all
 from interlace.runtime.compiler.request import Compilation, jitted_function
-from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
-from interlace.verify.suite.jobs import running_children
+from interlace_verify.lint_check.check import RULES, LintReport, LintRequest, lint, lint_many
+from interlace_verify.suite.jobs import running_children
 from support import TRITON, mended
 from tiers import few, thorough
 
@@ -190,7 +190,7 @@ def test_text_and_json(reports: dict[str, LintReport]) -> None:
 
 @thorough
 def test_example() -> None:
-    results = doctest.testmod(importlib.import_module("interlace.verify.lint_check.check"))
+    results = doctest.testmod(importlib.import_module("interlace_verify.lint_check.check"))
     assert results.attempted and not results.failed
 
 
@@ -259,7 +259,7 @@ def test_misuse_is_named_before_anything_compiles(
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("compiles")
 
-    monkeypatch.setattr(sys.modules["interlace.verify.lint_check.check"], "compile_all", refuse)
+    monkeypatch.setattr(sys.modules["interlace_verify.lint_check.check"], "compile_all", refuse)
     with pytest.raises(error, match=names):
         lint(**(GOOD | change))
 
@@ -277,7 +277,7 @@ SCRIPT = """
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     import triton.language as tl
-    from interlace.verify.lint_check.check import lint
+    from interlace_verify.lint_check.check import lint
 
     @triton.jit
     def script_kernel(x_ptr, BLOCK: tl.constexpr):

@@ -19,8 +19,8 @@ from cases.bench_runs import rows, run
 from interlace.benchmark import plain
 from interlace.cli import main
 from interlace.cli.commands.bench import BenchOptions, bench
-from interlace.cli.output.consoles import PlainConsole
-from interlace.cli.output.files import draw_bars, refuse_unwritable
+from interlace.output.consoles import PlainConsole
+from interlace.output.files import draw_bars, refuse_unwritable
 from support import under_torchrun
 from tiers import thorough
 

@@ -22,8 +22,8 @@ from torch.distributed import HashStore
 import interlace
 from guard import MOST as LONG
 from interlace.cli.commands.inspect import InspectOptions, inspect
-from interlace.cli.output.consoles import PlainConsole
 from interlace.groups.groups import default_group
+from interlace.output.consoles import PlainConsole
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError

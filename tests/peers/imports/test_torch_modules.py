@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import interlace
 from interlace.symmetric_memory.registration import NAMES
-from interlace.verify import shims
-from interlace.verify.shims import torch_cuda, torch_distributed
-from interlace.verify.suite.jobs import load_function
+from interlace_verify import shims
+from interlace_verify.shims import torch_cuda, torch_distributed
+from interlace_verify.suite.jobs import load_function
 
 FILE = pathlib.Path(__file__).with_name("torch_names.py")
 
@@ -24,8 +24,8 @@ WALK = r"""
 import contextlib, importlib, json, os, pkgutil, sys, warnings
 
 import interlace, torch
-from interlace.verify import shims
-from interlace.verify.shims import torch_cuda, torch_distributed
+from interlace_verify import shims
+from interlace_verify.shims import torch_cuda, torch_distributed
 
 def below(package):
     yield package

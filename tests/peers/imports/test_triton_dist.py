@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import interlace
-from interlace.verify import shims
-from interlace.verify.suite.jobs import load_function
+from interlace_verify import shims
+from interlace_verify.suite.jobs import load_function
 
 FILE = pathlib.Path(__file__).with_name("device_functions.py")
 
@@ -124,7 +124,7 @@ def test_modules_of_the_package_are_found_behind_the_shim(package: pathlib.Path)
         some = importlib.import_module("triton_dist.kernels.some")
         assert some.__file__ == str(package / "triton_dist" / "kernels" / "some.py")
         assert some.profiling.__name__ == "triton_dist.profiling"
-        assert some.st.fn.__module__ == "interlace.verify.shims.triton_dist.language_extra"
+        assert some.st.fn.__module__ == "interlace_verify.shims.triton_dist.language_extra"
         assert shims.imports.calls_a_shim(some.kernel)
         # the kernel is compiled, so the module is imported in another process, too
         assert interlace.run(some.run, 2) == [(3, [33])] * 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from interlace.verify.lint_check.check import RULES, LintReport, LintRequest, lint_many
+from interlace_verify.lint_check.check import RULES, LintReport, LintRequest, lint_many
 from mutants.mutations import mutant_of, mutated_function
 from support import mended
 from tiers import few

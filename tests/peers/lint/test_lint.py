@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from interlace.cli import main
-from interlace.verify import shims
-from interlace.verify.suite.jobs import (
+from interlace_verify import shims
+from interlace_verify.suite.jobs import (
     CheckPlan,
     JobResult,
     function_jobs,

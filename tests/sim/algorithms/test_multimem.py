@@ -14,12 +14,15 @@ from hypothesis import given, strategies as st
 import interlace
 from interlace import reference
 from interlace.ops.collectives import stream_engine
-from interlace.runtime.core.errors import MemoryAccessError, PlaceUnavailableError
+from interlace.runtime.core.errors import (
+    InlineAssemblyError,
+    MemoryAccessError,
+    PlaceUnavailableError,
+)
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
+from interlace.runtime.places.sim import multicast
 from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.ptx import multicast
-from interlace.runtime.ptx.instruction import InlineAssemblyError
 from interlace.runtime.tuning import auto
 from interlace.runtime.tuning.configuration import override
 from sim.interpreter.ptx_kernels import in_memory

@@ -12,8 +12,8 @@ import interlace
 from interlace import nn
 from interlace.groups.groups import default_group
 from interlace.ops.attention import key_transport
+from interlace.tools.targets import TARGETS
 from interlace.verify import races
-from interlace.verify.suite.targets import TARGETS
 from tiers import few, thorough
 
 RING = TARGETS["attention"].variants["ring fused"]

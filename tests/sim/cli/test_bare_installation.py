@@ -66,7 +66,7 @@ def test_the_commands_for_a_gpu_run() -> None:
     done = run(
         "from interlace.cli.main import run\n"
         "run(['doctor'])\n"
-        "from interlace.cli.commands import check; from interlace.cli.output import consoles\n"
+        "from interlace.cli.commands import check; from interlace.output import consoles\n"
         "verdict = check.Verdict(check.cases('cpu')[0], 0.5, 0.1)\n"
         "check.cases = lambda device, has_roles: [verdict.case]\n"
         "check.run_case = lambda *rest: verdict\n"

@@ -17,7 +17,7 @@ import interlace
 from interlace.cli.commands import check_cases as known
 from interlace.cli.commands.check import LEFT_OUT, CheckOptions, check
 from interlace.cli.commands.check_cases import CheckCase, DenseCase, RowsCase, run_case
-from interlace.cli.output.consoles import PlainConsole
+from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning.configuration import LARGEST_HEAD, gpu_attention

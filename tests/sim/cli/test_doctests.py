@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import interlace
+import interlace_verify
 
 # What every example may use; the package's docstring says so.
 KNOWN = {
@@ -19,7 +20,7 @@ KNOWN = {
     "nn": interlace.nn,
 }
 # It compiles kernels: tests/build/lint/test_lint.py runs its example.
-ELSEWHERE = {"interlace.verify.lint_check.check"}
+ELSEWHERE = {"interlace_verify.lint_check.check"}
 
 
 def _has_examples(name: str) -> bool:
@@ -30,9 +31,10 @@ def _has_examples(name: str) -> bool:
 
 MODULES = [
     name
+    for package in (interlace, interlace_verify)
     for name in [
-        "interlace",
-        *(m.name for m in pkgutil.walk_packages(interlace.__path__, "interlace.")),
+        package.__name__,
+        *(m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
     ]
     if name not in ELSEWHERE and not name.endswith("__main__") and _has_examples(name)
 ]
@@ -45,5 +47,5 @@ def test_examples(name: str) -> None:
 
 
 def test_there_are_examples_on_every_floor() -> None:
-    for place in ("interlace.nn.", "interlace.tensor.", "interlace.verify.", "interlace.runtime."):
+    for place in ("interlace.nn.", "interlace.tensor.", "interlace_verify.", "interlace.runtime."):
         assert any(name.startswith(place) for name in MODULES), place

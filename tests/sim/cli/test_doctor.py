@@ -23,7 +23,7 @@ from interlace.cli.commands.doctor import (
     judge_places,
     try_places,
 )
-from interlace.cli.output import machine
+from interlace.output import machine
 
 RUN = interlace.run
 PLACES = {"sim", "shm", "hosts", "cuda", "nvshmem"}

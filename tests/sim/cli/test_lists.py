@@ -15,7 +15,7 @@ from interlace.benchmark.requests import FUSED, OPS, TUNED
 from interlace.benchmark.tune import by_name
 from interlace.cli.commands.check_cases import WORLDS, cases
 from interlace.tools.catalogue.catalogue import ARCHES, entries
-from interlace.verify.suite.targets import TARGETS
+from interlace.tools.targets import TARGETS
 
 FILE = pathlib.Path(__file__).with_name("lists.txt")
 

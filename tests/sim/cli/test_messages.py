@@ -20,9 +20,9 @@ from interlace.benchmark.measure import BenchRow, MeasuredSize, SizeResult
 from interlace.cli import main
 from interlace.cli.commands import doctor
 from interlace.cli.commands.bench import notes as notes_of
-from interlace.cli.output import consoles, files
-from interlace.cli.output.options import arches
-from interlace.verify.suite import jobs
+from interlace.output import consoles, files
+from interlace.output.options import arches
+from interlace_verify.suite import jobs
 
 FUNCTIONS = """
 import functools

@@ -12,7 +12,7 @@ import pytest
 
 from interlace.cli.main import run
 from interlace.verify import races
-from interlace.verify.suite import jobs as suite
+from interlace_verify.suite import jobs as suite
 from tiers import thorough
 
 PYTHON = pathlib.Path(__file__).parents[3] / "python"

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.commands import demo as command, demo_timeline as timeline, sarif, verify
-from interlace.cli.output.page import PageEvent, PageView, Panel, write_page
+from interlace.cli.commands import demo as command, demo_timeline as timeline
+from interlace.output.page import PageEvent, PageView, Panel, write_page
 from interlace.runtime.core.errors import SourceText
 from interlace.verify import ScheduleReport
-from interlace.verify.schedule_check import check as schedule_check
-from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import CheckPlan, JobResult
+from interlace_verify.command import sarif, verify
+from interlace_verify.schedule_check import check as schedule_check
+from interlace_verify.suite import jobs as suite
+from interlace_verify.suite.jobs import CheckPlan, JobResult
 from sim.cli import browser
 from sim.verify.memory_kernels import fill
 from sim.verify.test_memory_faults import loads

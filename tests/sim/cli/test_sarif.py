@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
-from interlace.cli.commands import sarif
 from interlace.runtime.compiler.request import definition
 from interlace.verify import Fault, LintReport
-from interlace.verify.schedule_check import check as schedule_check
-from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import CheckPlan, JobResult
+from interlace_verify.command import sarif
+from interlace_verify.schedule_check import check as schedule_check
+from interlace_verify.suite import jobs as suite
+from interlace_verify.suite.jobs import CheckPlan, JobResult
 
 WAITS = """
 import interlace

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.places.sim.programs.choice import compiled_for
-from interlace.runtime.ptx.instruction import InlineAssemblyError
+from interlace.runtime.core.errors import InlineAssemblyError
+from interlace.runtime.places.sim.choice import compiled_for
 from interlace.verify import races, schedules
 
 

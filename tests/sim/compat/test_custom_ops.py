@@ -7,7 +7,7 @@ import torch
 
 import interlace
 from interlace.runtime.places.sim import user_code
-from interlace.verify import shims
+from interlace_verify import shims
 
 
 def test_the_host_does_not_wait_for_an_op_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

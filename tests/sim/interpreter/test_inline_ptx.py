@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import interlace
-from interlace.runtime.ptx import inline_assembly
-from interlace.runtime.ptx.instruction import InlineAssemblyError
+from interlace.runtime.core.errors import InlineAssemblyError
+from interlace_verify.ptx import inline_assembly
 from sim.interpreter import ptx_kernels
 from sim.ptx.ptx_forms import table
 

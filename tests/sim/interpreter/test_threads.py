@@ -15,8 +15,8 @@ import torch
 
 import interlace
 from interlace.runtime.compiler import kept, pool
-from interlace.runtime.places.sim.programs import compiled
 from interlace.verify import races, schedules
+from interlace_verify.machine import compiled
 from sim.interpreter import compiled_kernels, thread_kernels as kernels
 
 ALL = 1 << 20

@@ -12,7 +12,7 @@ import torch
 
 import interlace
 from interlace import verify
-from interlace.verify.suite.targets import TARGETS
+from interlace.tools.targets import TARGETS
 from sim.ptx.ptx_texts import kernel
 
 # those of a switch are compiled from 9.0 on

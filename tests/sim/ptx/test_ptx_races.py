@@ -10,7 +10,7 @@ import torch
 import interlace
 from interlace import verify
 from interlace.groups.groups import default_group
-from interlace.verify.race_check.agents import ThreadsAgent
+from interlace_verify.race_check.agents import ThreadsAgent
 from sim.ptx.ptx_texts import kernel
 from sim.verify import test_memory_faults
 

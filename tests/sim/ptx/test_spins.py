@@ -7,9 +7,9 @@ import torch
 
 import interlace
 from interlace import DeadlockError
-from interlace.runtime.ptx.machine import machine
-from interlace.runtime.ptx.machine.module import read
 from interlace.verify import launch_ptx
+from interlace_verify.machine import machine
+from interlace_verify.machine.module import read
 from sim.ptx.ptx_texts import kernel
 from tiers import thorough
 

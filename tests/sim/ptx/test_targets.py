@@ -8,9 +8,9 @@ from triton.backends import nvidia
 
 import interlace
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.sim.programs.choice import arch_for
-from interlace.runtime.ptx.targets import needed
+from interlace.runtime.places.sim.choice import arch_for
 from interlace.verify import launch_ptx
+from interlace_verify.ptx.targets import needed
 from sim.ptx.ptx_forms import FORMS, table
 from sim.ptx.ptx_texts import kernel
 from sim.ptx.test_ptx_forms import kernel as kernel_of_forms

@@ -23,7 +23,7 @@ from interlace.cli.commands.calibrate import (
     calibrate,
     mesh_of,
 )
-from interlace.cli.output.consoles import PlainConsole
+from interlace.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.machine import Problem

@@ -12,8 +12,8 @@ import pytest
 
 from interlace import verify
 from interlace.cli.main import parser
-from interlace.verify.suite.jobs import PROTOCOLS, load_function
-from interlace.verify.suite.targets import TARGETS
+from interlace.tools.targets import TARGETS
+from interlace_verify.suite.jobs import PROTOCOLS, load_function
 from mutants.protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from cases.texts import texts_beside
-from interlace.verify.protocols.explorer import Counterexample, StateLimitError, explore
-from interlace.verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
-from interlace.verify.protocols.steps import (
+from interlace_verify.protocols.explorer import Counterexample, StateLimitError, explore
+from interlace_verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
+from interlace_verify.protocols.steps import (
     EMPTY,
     BeginRead,
     BeginWrite,

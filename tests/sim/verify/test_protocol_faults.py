@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from interlace.verify.protocols.explorer import explore
-from interlace.verify.protocols.patterns import (
+from interlace_verify.protocols.explorer import explore
+from interlace_verify.protocols.patterns import (
     credit,
     flag_barrier,
     giving_up,
@@ -24,7 +24,7 @@ from interlace.verify.protocols.patterns import (
     slot,
     two_shot,
 )
-from interlace.verify.protocols.steps import (
+from interlace_verify.protocols.steps import (
     EMPTY,
     BeginRead,
     BeginWrite,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from interlace.tools.targets import TARGETS
 from interlace.verify import races
-from interlace.verify.suite.targets import TARGETS
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import caught
 from mutants.mutations import Case, Mutant

@@ -11,9 +11,9 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 from interlace.verify import KINDS, RaceReport, races
-from interlace.verify.race_check.check import RaceTeller, Several
-from interlace.verify.race_check.findings import Access, Finding, Reach, by_cause
-from interlace.verify.race_check.happens_before import Detector
+from interlace_verify.race_check.check import RaceTeller, Several
+from interlace_verify.race_check.findings import Access, Finding, Reach, by_cause
+from interlace_verify.race_check.happens_before import Detector
 from sim.verify import race_kernels as kernels, test_memory_faults
 from sim.verify.user_exchange import exchange, last_program
 

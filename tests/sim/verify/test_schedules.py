@@ -22,9 +22,9 @@ from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.places.sim.scheduler.strategies import Priority, Random, Replay, for_seed
 from interlace.runtime.places.sim.scheduler.task import Task
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
-from interlace.verify.race_check import check as race_check
-from interlace.verify.schedule_check import check as schedule_check
-from interlace.verify.schedule_check.check import digest_of
+from interlace_verify.race_check import check as race_check
+from interlace_verify.schedule_check import check as schedule_check
+from interlace_verify.schedule_check.check import digest_of
 from sim.verify import memory_kernels, race_kernels as kernels
 from sim.verify.test_races import buffer, launch
 from sim.verify.user_exchange import exchange, exchange_kernel, last_program

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from interlace import symmetric_memory
 from interlace.cli import main
-from interlace.cli.commands.verify import Teller, VerifyOptions, _plan, render, verify
-from interlace.verify.schedule_check import check as schedule_check
-from interlace.verify.suite import jobs as suite
-from interlace.verify.suite.jobs import CheckPlan, JobOutcome, JobResult
+from interlace_verify.command.verify import Teller, VerifyOptions, _plan, render, verify
+from interlace_verify.schedule_check import check as schedule_check
+from interlace_verify.suite import jobs as suite
+from interlace_verify.suite.jobs import CheckPlan, JobOutcome, JobResult
 from mutants.mutations import mutated
 from mutants.protocol_mutants import CASES
 from tiers import thorough

@@ -10,7 +10,7 @@ import pytest
 
 from interlace.runtime.core.errors import InterlaceError
 from interlace.verify import schedules
-from interlace.verify.schedule_check import parallel
+from interlace_verify.schedule_check import parallel
 
 
 def test_an_exception_in_a_worker_is_raised_here() -> None:

@@ -27,18 +27,18 @@ from interlace.benchmark.measure import BenchRow, SizeResult, measure
 from interlace.benchmark.norms import GatherNormed
 from interlace.benchmark.plain import Plain
 from interlace.benchmark.requests import DTYPES, OPS, BenchRequest, loaded
-from interlace.cli.output.consoles import Progress, write
-from interlace.cli.output.files import (
+from interlace.groups import groups
+from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
+from interlace.output.consoles import Progress, write
+from interlace.output.files import (
     TERMINAL,
     draw_bars,
     file_of,
     refuse_outputs,
     require_matplotlib,
 )
-from interlace.cli.output.machine import refuse_size
-from interlace.cli.output.options import MOST, CommandOptions, option
-from interlace.groups import groups
-from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
+from interlace.output.machine import refuse_size
+from interlace.output.options import MOST, CommandOptions, option
 from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
 from interlace.runtime.core.place import MOST_SECONDS
@@ -430,7 +430,7 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
     """Everything: options, machine, protocol, all blocks of all rows."""
     from interlace import __version__
-    from interlace.cli.output.machine import inspect_machine
+    from interlace.output.machine import inspect_machine
 
     document = {
         "interlace": __version__,

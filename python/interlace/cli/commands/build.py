@@ -14,12 +14,12 @@ from typing import Any
 
 from interlace import __version__, aot
 from interlace.arguments.paths import refuse_empty
-from interlace.cli.output import consoles
-from interlace.cli.output.consoles import counted
-from interlace.cli.output.files import refuse_no_folder
-from interlace.cli.output.options import CommandOptions, arches, option, positive_int
 from interlace.kernels import bundle_formulas, launch_formulas
 from interlace.kernels.tiling import arrival_order, owner_order, send_order
+from interlace.output import consoles
+from interlace.output.consoles import counted
+from interlace.output.files import refuse_no_folder
+from interlace.output.options import CommandOptions, arches, option, positive_int
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
 from interlace.tools.bundle.bundle import BundleTarget, build_bundles

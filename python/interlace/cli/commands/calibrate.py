@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cli.commands.bench import MOST_RANKS, under_torchrun, world_size_of
-from interlace.cli.output.consoles import Progress, write
-from interlace.cli.output.files import file_to_write, tell_written
-from interlace.cli.output.options import CommandOptions, option
+from interlace.output.consoles import Progress, write
+from interlace.output.files import file_to_write, tell_written
+from interlace.output.options import CommandOptions, option
 from interlace.runtime.compat.launchers import local_rank
 from interlace.runtime.tuning import calibration
 

@@ -14,8 +14,8 @@ import torch
 
 import interlace
 from interlace.cli.commands.check_cases import Verdict, cases, listed, run_case
-from interlace.cli.output.consoles import write
-from interlace.cli.output.options import CommandOptions, option, positive_int, seed_number
+from interlace.output.consoles import write
+from interlace.output.options import CommandOptions, option, positive_int, seed_number
 
 LEFT_OUT = 3  # the exit code if all that began have passed
 

@@ -26,7 +26,7 @@ from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.tuning import configuration
 from interlace.tools.catalogue.catalogue import ARCHES, BY_ENGINE, DTYPES, ROLES, entries
-from interlace.verify.suite.targets import CALLS, TARGETS
+from interlace.tools.targets import CALLS, TARGETS
 
 Sizes = tuple[int, ...]
 

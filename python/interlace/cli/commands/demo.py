@@ -23,10 +23,10 @@ import interlace
 from interlace import reference, tracing
 from interlace.cli.commands import demo_timeline as timeline, demo_workload as workload
 from interlace.cli.commands.demo_workload import DemoOptions, Workload
-from interlace.cli.output.consoles import write
-from interlace.cli.output.files import refuse_format, refuse_outputs, refuse_unreadable
-from interlace.cli.output.page import write_page
 from interlace.groups import groups
+from interlace.output.consoles import write
+from interlace.output.files import refuse_format, refuse_outputs, refuse_unreadable
+from interlace.output.page import write_page
 from interlace.runtime.places.sim.scheduler.recording import Recording, write_trace
 from interlace.runtime.tuning import configuration
 

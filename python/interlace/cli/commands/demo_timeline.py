@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from interlace.cli.output.files import require_matplotlib
-from interlace.cli.output.page import PageEvent, PageView, Panel
+from interlace.output.files import require_matplotlib
+from interlace.output.page import PageEvent, PageView, Panel
 from interlace.runtime.places.sim.scheduler.recording import (
     STEPS,
     TICKS,

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.cli.output.machine import refuse_matmul
-from interlace.cli.output.options import (
+from interlace.launcher import PLACES
+from interlace.output.machine import refuse_matmul
+from interlace.output.options import (
     CommandOptions,
     option,
     positive_int,
     seed_number,
     world_size,
 )
-from interlace.launcher import PLACES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DEFAULT_M, DEFAULT_N, DEFAULT_K = 512, 512, 256

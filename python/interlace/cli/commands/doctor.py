@@ -13,10 +13,10 @@ import torch
 
 import interlace
 from interlace.arguments.words import RunPlace
-from interlace.cli.output.consoles import write
-from interlace.cli.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
-from interlace.cli.output.options import CommandOptions, option
 from interlace.launcher import PLACES
+from interlace.output.consoles import write
+from interlace.output.machine import DEVICE_LIBRARY, MachineFacts, inspect_machine
+from interlace.output.options import CommandOptions, option
 
 OLDEST_CAPABILITY = (8, 0)
 TRY_SECONDS = 60.0  # a place that takes longer for one op does not work

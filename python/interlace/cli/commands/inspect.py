@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from interlace.arguments.paths import refuse_empty
-from interlace.cli.output.consoles import write
-from interlace.cli.output.options import CommandOptions, option
+from interlace.output.consoles import write
+from interlace.output.options import CommandOptions, option
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.processes.blame import FRESH_SECONDS, follow
 from interlace.runtime.processes.control import CONTROL_BYTES, RECORD, said

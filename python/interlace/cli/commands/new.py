@@ -9,8 +9,8 @@ from importlib import resources
 from typing import Any
 
 from interlace.arguments.paths import refuse_empty, refuse_unwritable
-from interlace.cli.output.consoles import write
-from interlace.cli.output.options import CommandOptions, option
+from interlace.output.consoles import write
+from interlace.output.options import CommandOptions, option
 
 FILES = {"{}.py": "new_kernel.txt", "test_{}.py": "new_kernel_test.txt"}
 

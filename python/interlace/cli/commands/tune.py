@@ -32,8 +32,10 @@ from interlace.benchmark.tune import (
     untuned,
 )
 from interlace.cli.commands.bench import MOST_RANKS, under_torchrun
-from interlace.cli.output.consoles import Progress, write
-from interlace.cli.output.files import (
+from interlace.launcher import PLACES
+from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
+from interlace.output.consoles import Progress, write
+from interlace.output.files import (
     draw_bars,
     file_of,
     file_to_write,
@@ -41,10 +43,8 @@ from interlace.cli.output.files import (
     refuse_unreadable,
     tell_written,
 )
-from interlace.cli.output.machine import refuse_size
-from interlace.cli.output.options import CommandOptions, option
-from interlace.launcher import PLACES
-from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
+from interlace.output.machine import refuse_size
+from interlace.output.options import CommandOptions, option
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.table import BUILDABLE

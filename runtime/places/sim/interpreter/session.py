@@ -41,6 +41,7 @@ from interlace.runtime.compat.triton_launcher import unknown_options
 from interlace.runtime.core.accesses import Atomic, Hooks
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
+from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import checked_grid
 from interlace.runtime.places.sim.interpreter import provenance
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
@@ -283,9 +284,13 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         (builder, function.__name__.replace("atomic", "create_atomic"), function)
         for function in (atomic_load, atomic_store, atomic_poll)
     ]
-    from interlace.runtime.ptx.inline_assembly import (
-        InlineAssembly,  # few need it
-    )
+
+    @functools.cache
+    def inline_assembly() -> Any:
+        return laboratory("ptx.inline_assembly").InlineAssembly(builder, hooks)
+
+    def create_inline_asm(*given: Any) -> Any:
+        return inline_assembly().create(*given)
 
     return [
         *(each for each in since_39 if hasattr(builder, each[1])),
@@ -296,7 +301,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         (builder, "create_atomic_cas", atomic_cas),
         (builder, "create_atomic_rmw", atomic_rmw),
         (builder, "create_barrier", hooks.barrier),
-        (builder, "create_inline_asm", InlineAssembly(builder, hooks).create),
+        (builder, "create_inline_asm", create_inline_asm),
     ]
 
 
@@ -391,5 +396,5 @@ def source_frames(frame: Any) -> list[Any]:
 
 @functools.cache  # asked for every frame at every access of a run that is observed
 def _of_kernels(file: str, module: str) -> bool:
-    ours = module.startswith(("interlace.runtime.", "interlace.verify."))
+    ours = module.startswith(("interlace.runtime.", "interlace_verify."))
     return not file.startswith(triton.__path__[0]) and not ours and "greenlet" not in file

@@ -254,7 +254,8 @@ def _telling(asked: Callable[..., Any], taken: Callable[[Any], None]) -> Callabl
     @functools.wraps(asked)
     def tell(whose: Any, *args: Any, **named: Any) -> Any:
         found = asked(whose, *args, **named)
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("interlace."):
+        asking = sys._getframe(1).f_globals.get("__name__", "")
+        if not asking.startswith(("interlace.", "interlace_verify.")):
             taken(whose)
         return found
 

@@ -17,6 +17,7 @@ from interlace.runtime.core.errors import (
     RankError,
     SourceText,
 )
+from interlace.runtime.core.laboratory import PACKAGE
 from interlace.runtime.places.sim.interpreter.session import outwards, source_frames
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
 from interlace.runtime.places.sim.scheduler.task import Task
@@ -60,7 +61,7 @@ def polling(
     if frames and expected is None:
         expected = _expected(frames[0])
     for frame in outwards(suspended):
-        inside = frame.f_globals.get("__name__", "").endswith(".ptx.inline_assembly")
+        inside = frame.f_globals.get("__name__") == f"{PACKAGE}.ptx.inline_assembly"
         if inside and (text := getattr(frame.f_locals.get("step"), "text", "")):
             where = SourceText(f"{where}, inline PTX: {text}", where.frames)
             break
@@ -205,7 +206,7 @@ def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
 
 
 def _is_machine(frame: Any, name: str) -> bool:
-    return str(frame.f_globals.get("__name__", "")).endswith(f".ptx.machine.{name}")
+    return bool(frame.f_globals.get("__name__") == f"{PACKAGE}.machine.{name}")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 
 from cases.attention_cases import AttentionCase, check
 from interlace import verify
-from interlace.verify.suite.targets import TARGETS
+from interlace.tools.targets import TARGETS
 
 CAUSAL = AttentionCase(
     (150, 140), (1, 1), 32, batch=1, dtype=torch.float16, balance="contiguous", tiles=(64, 64)

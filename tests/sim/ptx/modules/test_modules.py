@@ -11,8 +11,7 @@ import torch
 import interlace
 from cases.texts import texts_beside
 from interlace import verify
-from interlace.runtime.core.errors import InterlaceError, MemoryAccessError
-from interlace.runtime.ptx.instruction import InlineAssemblyError
+from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError, MemoryAccessError
 from interlace.verify import launch_ptx
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"

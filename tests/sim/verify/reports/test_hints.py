@@ -10,8 +10,8 @@ import pytest
 
 from interlace.runtime.core.errors import SourceText
 from interlace.verify import Finding, races
-from interlace.verify.race_check import hints
-from interlace.verify.race_check.findings import Access, FailedSignal
+from interlace_verify.race_check import hints
+from interlace_verify.race_check.findings import Access, FailedSignal
 
 HEAD = pathlib.Path(__file__).with_name("hinted.txt").read_text()
 RANKS = {"PEER": "1", "FIRST": "(rank == 0) & (tl.program_id(0) == 0)"}
@@ -146,7 +146,7 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
     None
 ):
     store, load = access(0, "stores", "mine.py"), access(0, "loads", "mine.py")
-    raised = access(0, "cas (release, gpu)", "interlace/verify/shims/nvshmem.py", "mine.py")
+    raised = access(0, "cas (release, gpu)", "interlace_verify/shims/nvshmem.py", "mine.py")
     signal = FailedSignal(
         "signal pad 0 of rank 1", 0, 0, 1, raised, access(1, "cas (acquire, sys)", "a.py")
     )

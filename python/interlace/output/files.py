@@ -1,0 +1,158 @@
+"""Files that a command writes when it is done: their names, an early check of them, and times as bars.
+
+Bars are drawn in the terminal, or are the picture that a file's name asks for.
+"""
+
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from interlace.arguments.paths import refuse_empty, refuse_unwritable
+from interlace.output.consoles import write
+
+
+def refuse_outputs(
+    outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
+) -> None:
+    """Raise ValueError unless each of ``outputs`` can be written, and is none of the other files.
+
+    By option, or None where that is not given. Leaves what is there.
+    """
+    named: dict[str | tuple[int, int], str] = {}
+    for option, path in {**(inputs or {}), **outputs}.items():
+        if path is None:
+            continue
+        if option in outputs:
+            refuse_unwritable(option, path)
+        file = pathlib.Path(path)
+        if file.exists() and not file.is_file():
+            continue  # a device, such as /dev/null, may be named twice
+        known = (
+            (file.stat().st_dev, file.stat().st_ino) if file.exists() else os.path.realpath(file)
+        )
+        if option in outputs and known in named:
+            raise ValueError(f"{named[known]} and {option} name the same file, {path}")
+        named[known] = option
+
+
+def refuse_unreadable(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless there is a file at ``path`` that can be read."""
+    refuse_empty(option, path)
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
+
+
+def refuse_no_folder(option: str, path: str) -> None:
+    """Raise ValueError naming ``option`` unless ``path`` is a folder to write in, or can become one."""
+    refuse_empty(option, path)
+    where, target = f"{option} {path}", pathlib.Path(path).absolute()
+    there = next(each for each in (target, *target.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"{where}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{where}: {there} cannot be written")
+
+
+def refuse_format(path: str) -> None:
+    """Raise ValueError unless matplotlib writes files whose names end so."""
+    refuse_empty("--plot", path)
+    known = require_matplotlib()().canvas.get_supported_filetypes()
+    suffix = pathlib.Path(path).suffix.lstrip(".").lower()
+    if suffix not in known:
+        raise ValueError(
+            f"--plot {path}: the ending {suffix!r} is none of {', '.join(sorted(known))}"
+        )
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's Figure. Raises ValueError saying how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install 'interlace[plot]'"
+        ) from None
+    return Figure
+
+
+def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
+    """The file of ``--cache``, else the usual one. Raises ValueError if ``variable`` turns that off."""
+    if given is not None:
+        refuse_empty("--cache", given)
+        return pathlib.Path(given).absolute()
+    if usual is None:
+        raise ValueError(
+            f"{variable}={os.environ[variable]}: there is no file to write; give --cache FILE"
+        )
+    return usual
+
+
+def tell_written(
+    console: Any, file: pathlib.Path, usual: pathlib.Path | None, variable: str
+) -> None:
+    """Print the name of the file, and if it is not the usual one, how to have it read."""
+    write(console, f"written: {file}")
+    if usual != file:
+        write(console, f"to use it: {variable}={file}")
+
+
+TERMINAL = "-"
+Times = Sequence[tuple[str, Sequence[tuple[str, float]]]]
+"""What was measured, each with the microseconds of its candidates by name."""
+
+
+def file_of(path: str | None) -> str | None:
+    """The file of ``--plot``; None for the terminal. Raises ValueError for a format that nobody writes."""
+    if path is None or path == TERMINAL:
+        return None
+    refuse_format(path)
+    return path
+
+
+def draw_bars(console: Any, path: str, times: Times) -> None:
+    if path == TERMINAL:
+        for text in bar_lines(times, shutil.get_terminal_size().columns):
+            write(console, text)
+    else:
+        _write(path, times)
+        write(console, f"Plot: {path}")
+
+
+def bar_lines(times: Times, width: int) -> list[str]:
+    """A bar per candidate; those of one title are as long as their times, the longest fills ``width``.
+
+    >>> print(*bar_lines([("64 KiB", [("auto", 50.0), ("gloo", 200.0)])], 41), sep="\\n")
+    64 KiB
+      auto  ######                      50 us
+      gloo  ######################     200 us
+    """
+    names = max((len(name) for _, bars in times for name, _ in bars), default=0)
+    room = max(10, width - names - 15)
+    found = []
+    for title, bars in times:
+        longest = max((each for _, each in bars), default=1.0)
+        found.append(title)
+        for name, each in bars:
+            bar = "#" * max(1, round(room * each / longest))
+            found.append(f"  {name:<{names}}  {bar:<{room}}{each:>8,.0f} us")
+    return found
+
+
+def _write(path: str, times: Times) -> None:
+    count = sum(len(bars) for _, bars in times)
+    figure = require_matplotlib()(figsize=(9, 1 + 0.3 * count + 0.5 * len(times)))
+    heights = [max(1, len(bars)) for _, bars in times]
+    panels = figure.subplots(len(times), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (title, bars) in zip(panels, times, strict=True):
+        panel.barh([name for name, _ in bars], [each for _, each in bars])
+        panel.invert_yaxis()
+        panel.set_title(title, loc="left", fontsize=10)
+        panel.set_xlabel("time of a call, us")
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

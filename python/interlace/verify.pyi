@@ -1,0 +1,2 @@
+from interlace_verify import *
+from interlace_verify import shims as shims

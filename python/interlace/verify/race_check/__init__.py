@@ -1,1 +1,0 @@
-"""Accesses that nothing orders, by vector clocks."""

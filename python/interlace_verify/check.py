@@ -1,0 +1,65 @@
+"""``interlace.verify.check``: races and schedules of a function, for tests without a report to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from interlace_verify.race_check.check import SEEDS, races
+from interlace_verify.race_check.findings import RaceReport
+from interlace_verify.schedule_check.check import RUN_SECONDS, ScheduleReport, schedules
+
+SCHEDULES = 50
+
+
+class VerificationError(AssertionError):
+    """Raised by :func:`check`: ``report`` is not clean, and its text is the message."""
+
+    def __init__(self, report: RaceReport | ScheduleReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+def check(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seeds: int | Iterable[int] = SEEDS,
+    n: int = SCHEDULES,
+    check: Callable[[list[Any]], Any] | None = None,
+    deterministic: bool = True,
+    workers: int | None = 1,
+    timeout: float = RUN_SECONDS,
+    **kwargs: Any,
+) -> None:
+    """Nothing, if :func:`races` and :func:`schedules` find nothing, with late stores either; else raise.
+
+    For a test, which has no report to look at. ``fn``, ``world_size``, ``args`` and ``kwargs``: as there.
+
+    Parameters
+    ----------
+    seeds : of races.
+    n, check, deterministic, workers : of schedules, of which ``n`` have stores at once and ``n`` late ones.
+    timeout : seconds per schedule.
+
+    Raises
+    ------
+    VerificationError : an AssertionError whose message is the first report that is not clean.
+    TypeError, ValueError : an argument is wrong.
+
+    >>> interlace.verify.check(interlace.get_rank, 2, seeds=1, n=2)
+    """
+    __tracebackhide__ = True  # of pytest
+
+    def clean(report: RaceReport | ScheduleReport) -> None:
+        __tracebackhide__ = True
+        if not report.clean:
+            raise VerificationError(report)
+
+    clean(races(fn, world_size, *args, seeds=seeds, timeout=timeout, **kwargs))
+    how: dict[str, Any] = {"check": check, "deterministic": deterministic, "workers": workers}
+    for late in (False, True):
+        found = schedules(
+            fn, world_size, *args, n=n, store_buffers=late, timeout=timeout, **how, **kwargs
+        )
+        clean(found)

@@ -1,0 +1,172 @@
+"""Findings of ``verify`` as SARIF 2.1.0, which code hosts show in the diff of a pull request.
+
+Paths are relative to the repository that the command runs in. A finding is at the line to change, as far as
+that is known, and names the others: at the innermost line that is in the repository, so that one in a
+library is where it was called; without such a line, at the function that was checked.
+"""
+
+import hashlib
+import json
+import pathlib
+import re
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from interlace import __version__
+from interlace.runtime.compiler.request import definition
+from interlace.runtime.core.errors import SourceText
+from interlace.tools import targets
+from interlace_verify import KINDS, RULES, LintReport, RaceReport, ScheduleReport
+from interlace_verify.schedule_check.interleaving import Story
+from interlace_verify.suite.jobs import JobResult
+
+SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+MOST_STEPS = 200  # of a schedule; its last ones
+DEFINITION = re.compile(r"\s*(?:async )?def (\w+)")
+# Rules besides those of races and lint; what a rank raises is a rule by its name.
+OTHERS = {
+    "schedules/DeadlockError": "Ranks or programs wait for each other, and nothing can run.",
+    "schedules/CollectiveTimeoutError": "In some schedule the function does not end in time.",
+    "schedules/different-results": "What ranks return depends on the schedule.",
+    "schedules/not-repeatable": "A schedule failed once: something besides the schedule decides.",
+    "lint": "A compiled kernel breaks a rule.",
+    "protocol": "An interleaving of a signal pattern goes wrong.",
+}
+
+
+Lines = Sequence[SourceText]
+
+
+def write(path: str, results: Sequence[JobResult]) -> None:
+    """Write a log of one run."""
+    root = repository(pathlib.Path.cwd())
+    found: dict[Any, dict[str, Any]] = {}
+    for each in (each for result in results for each in findings(result, root)):
+        if (told := found.setdefault(_cause(each), each)) is not each and "codeFlows" in each:
+            found[_cause(each)] = told if "codeFlows" in told else each
+    texts = {f"races/{_id(kind)}": text for kind, text in KINDS.items()}
+    texts |= {f"lint/{_id(rule)}": text for rule, text in RULES.items()} | OTHERS
+    rules = {}
+    times: Counter[str] = Counter()
+    for each in found.values():
+        rule = each["ruleId"]
+        text = texts.get(rule) or f"In some schedule a rank raises {rule.rpartition('/')[2]}."
+        rules[rule] = {"id": rule, "shortDescription": {"text": text}}
+        mark = _fingerprint(each, root)
+        times[mark] += 1
+        each["partialFingerprints"] = {"primaryLocationLineHash": f"{mark}:{times[mark]}"}
+    driver = {"name": "interlace", "version": __version__, "rules": [*rules.values()]}
+    run = {
+        "tool": {"driver": driver},
+        "originalUriBaseIds": {"ROOT": {"uri": root.as_uri() + "/"}},
+        "columnKind": "unicodeCodePoints",
+        "results": list(found.values()),
+    }
+    log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+    pathlib.Path(path).write_text(json.dumps(log, indent=2) + "\n", encoding="ascii")
+
+
+def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
+    """Of the rule, the file, the function and the text of the line: other lines may come and go."""
+    facts, (place,) = [finding["ruleId"]], finding["locations"]
+    if place:
+        at = place["physicalLocation"]
+        uri, number = at["artifactLocation"]["uri"], at["region"]["startLine"]
+        file = root / urllib.parse.unquote(uri)
+        lines = file.read_text("utf-8").splitlines()[:number] if file.is_file() else []
+        heads = (match[1] for line in lines[::-1] if (match := DEFINITION.match(line)))
+        facts += [uri, next(heads, ""), *(line.strip() for line in lines[number - 1 :])]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def _cause(finding: dict[str, Any]) -> tuple[str, str]:
+    """Equal for the same failure in runs of several checks, and for findings that say the same."""
+    of_a_run = finding["ruleId"].startswith("schedules/")
+    return finding["ruleId"], repr(finding["locations"] if of_a_run else finding["message"])
+
+
+def repository(folder: pathlib.Path) -> pathlib.Path:
+    """The folder or the one above it that has ``.git``; the folder itself if there is none."""
+    return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
+
+
+def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The findings of one job, as SARIF has them."""
+    report, subject = result.report, _subject(result.subject)
+
+    def made(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
+        every = (lines, *(each for each, _ in others), [subject])
+        own = next(filter(None, (location(each, root) for each in every)), {})
+        places = (location(each, root, text) for each, text in others)
+        at = own.get("physicalLocation")
+        related = [place for place in places if place and place["physicalLocation"] != at]
+        return {
+            "ruleId": _id(rule),
+            "level": "error",
+            "message": {"text": f"{result.subject}, {result.check} {result.variant}\n{text}"},
+            "locations": [own],
+            "relatedLocations": [{"id": number, **each} for number, each in enumerate(related, 1)],
+        }
+
+    if isinstance(report, RaceReport):
+        for finding in report.findings:
+            signal = finding.signal
+            ends = (signal.written, signal.seen) if signal else ()
+            every = (finding.first, finding.second, *ends)
+            others = [(access.lines, str(access)) for access in every if access]
+            others += [(lines, f"to change: {finding.hint}") for lines in finding.change[1:]]
+            at = finding.change[0] if finding.change else finding.second.lines
+            yield made(f"races/{finding.kind}", str(finding), at, *others)
+        stories = {story.seed: story for story in report.stories}
+        for seed, text in report.errors:
+            rule = f"schedules/{text.partition(':')[0]}"
+            yield made(rule, f"seed {seed}: {text}", _end(text, stories[seed]))
+    elif isinstance(report, ScheduleReport) and report.failure is not None:
+        told = report.failure.told
+        ways = (location(e.lines, root, f"{e.task} {e.text}") for e in told.steps[-MOST_STEPS:])
+        flow = {"locations": [{"location": place} for place in ways if place]}
+        rule, end = f"schedules/{report.failure.kind}", _end(report.failure.text, told)
+        found = made(rule, report.failure.head, end)
+        yield {**found, **({"codeFlows": [{"threadFlows": [flow]}]} if flow["locations"] else {})}
+    elif isinstance(report, LintReport):
+        for fault, text in zip(report.findings, report.texts(), strict=True):
+            yield made(f"lint/{fault.rule}", text, [fault.where, report.place])
+    else:
+        yield from (made(result.check, text, ()) for text in result.findings)
+
+
+def _end(text: str, story: Story) -> Lines:
+    """Where a run ended: where it raised, at the wait that does not end, or the last step with a line."""
+    if isinstance(text, SourceText) and text.frames:
+        return [text]
+    # whoever waits for the end of a kernel waits for what that waits for
+    waits = sorted(story.blocked, key=lambda wait: wait.waiting_for.startswith("the end of kernel"))
+    ends = [*map(story.where, waits), *(step.lines for step in story.steps[::-1])]
+    return next(filter(None, ends), ())
+
+
+def _id(rule: str) -> str:
+    return rule.replace(" ", "-")
+
+
+def location(lines: Lines, root: pathlib.Path, text: str = "") -> dict[str, Any] | None:
+    """The innermost line that is in the repository, with what happened there; None without any."""
+    for path, line in (frame for each in lines for frame in each.frames):
+        inside = pathlib.Path(path).resolve()
+        if inside.is_relative_to(root) and "site-packages" not in inside.parts:
+            uri = pathlib.PurePosixPath("/", inside.relative_to(root)).as_uri()
+            artifact = {"uri": uri.removeprefix("file:///"), "uriBaseId": "ROOT"}
+            place = {"artifactLocation": artifact, "region": {"startLine": max(1, line)}}
+            message = {"message": {"text": text}} if text else {}
+            return {"physicalLocation": place, **message}
+    return None
+
+
+def _subject(subject: str) -> SourceText:
+    """The function that was checked: of "path/to/file.py::function" its first line, else the targets."""
+    path, _, name = subject.partition("::")
+    if not name:
+        return SourceText(subject, ((targets.__file__, 1),))
+    return definition(path, name)

@@ -1,0 +1,284 @@
+"""Programs of launches that are compiled for a GPU, whose PTX is run on this CPU.
+
+In the place ``ptx`` all are; in ``sim`` those whose threads differ (``choice.py``). What a launch depends
+on is what Triton specialises on, so a kernel is compiled once for all launches of a process that would
+share code on a GPU, by a worker process (``compiler/pool.py``), and kept for others (``compiler/kept.py``).
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import operator
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlace.runtime.compat import stand_ins
+from interlace.runtime.compat.triton_interpreter import builder
+from interlace.runtime.compiler import kept
+from interlace.runtime.compiler.pool import compile_one
+from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
+from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.kernel_arguments import leaves, specialised
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.limits import shared_bytes
+from interlace.runtime.core.memory import RED_ZONE, aligned
+from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
+from interlace_verify.machine.machine import PtxMachine
+from interlace_verify.machine.module import PtxKernel, read
+from interlace_verify.machine.provenance import origins
+from interlace_verify.machine.tensor_maps import tensor_map
+from interlace_verify.ptx.parser import Variable
+from interlace_verify.ptx.targets import number_of
+from interlace_verify.ptx.types import Array
+
+_read = functools.lru_cache(maxsize=256)(read)
+
+
+class PtxSource:
+    """PTX of any origin, as a kernel of launches in the place ``ptx``.
+
+    ``kernel``: which of several; ``block``: its threads, if the launch says. ``shared_bytes`` of shared
+    memory are given at launch, beside what the text declares with a size. Values are tensors, numbers or
+    bytes in the order of the parameters; the last ones may be left out, and are 0.
+    """
+
+    def __init__(
+        self,
+        ptx: str,
+        *,
+        kernel: str | None = None,
+        block: tuple[int, int, int] | None = None,
+        shared_bytes: int = 0,
+    ) -> None:
+        self.kernel = _read(ptx, kernel, block)
+        self.__name__ = self.kernel.name
+        self.shared_bytes = shared_bytes
+        self.variables: dict[str, torch.Tensor] = {}
+
+    def load(
+        self,
+        kept: dict[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+        memory: Allocations,
+        rank: int,
+    ) -> None:
+        """Find or make the module's variables: ``given``, or ``kept`` from launch to launch."""
+        wanted, new = self.kernel.variables, []
+        for name in given.keys() - wanted.keys():
+            listed = ", ".join(wanted) or "none"
+            raise ValueError(f"{self.__name__} uses no variable {name!r}; it uses {listed}")
+        for name, variable in wanted.items():
+            if name in given:
+                memory.of_tensor(given[name], rank)
+            elif name not in kept:
+                if variable.extern or variable.nbytes is None:
+                    raise ValueError(
+                        f"variable {name!r} of {self.__name__} is not in the text: give it"
+                    )
+                whole = aligned(variable.nbytes + 2 * RED_ZONE)
+                kept[name] = torch.from_numpy(whole[RED_ZONE : RED_ZONE + variable.nbytes])
+                made = memory.put(
+                    kept[name].data_ptr(), variable.nbytes, f"variable {name} of rank {rank}"
+                )
+                if variable.space == "const":
+                    made.read_only = "it is of .const memory"
+                new.append(name)
+            self.variables[name] = found = given[name] if name in given else kept[name]
+            if found.nbytes < (variable.nbytes or 0):
+                raise ValueError(
+                    f"variable {name!r} has {variable.nbytes} bytes, and is given {found.nbytes}"
+                )
+        _begin(self.kernel, self.variables, new)
+
+
+def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterable[str]) -> None:
+    """Those of ``variables`` that are ``new`` get their initial values."""
+    at = {name: tensor.data_ptr() for name, tensor in variables.items()} | {**kernel.pointers}
+    for name in new:
+        values = kernel.variables[name].filled(at.get)
+        variables[name].numpy()[:] = np.frombuffer(values, np.uint8)
+
+
+class CompiledPrograms:
+    """Makes programs of launches, for ``arch``, 80 for sm_80. ``rewrite`` changes PTX before it is run."""
+
+    def __init__(self, arch: int, rewrite: Callable[[str, str], str] | None) -> None:
+        self.arch, self._rewrite = arch, rewrite
+
+    def __call__(self, launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+        """One program of ``launch``, to be run in a session, and its threads."""
+        if isinstance(launch.kernel, PtxSource):
+            source, values = launch.kernel, list(launch.arguments.values())
+            _check_shared(source, self.arch)
+            _check_target(source.kernel, self.arch)
+            kernel = source.kernel
+            if self._rewrite:
+                text = self._rewritten(kernel.name, kernel.text)
+                kernel = _read(text, kernel.name, kernel.block)
+            names = [parameter.name for parameter in kernel.parameters]
+            made = program(kernel, source.shared_bytes, values, names, hooks, source.variables)
+            return made, kernel.threads
+        function = jitted_function(launch.kernel)
+        parameters = inspect.signature(function).parameters
+        arguments = {name: launch.arguments[name] for name in parameters}  # in the kernel's order
+        types, fixed, divisible = specialised(launch.kernel, arguments)
+        request = Compilation(
+            function.__module__,
+            launch.name,
+            os.path.abspath(function.__code__.co_filename),
+            self.arch,
+            types,
+            fixed,
+            divisible,
+            launch.num_warps,
+            launch.num_stages,
+            max_registers=launch.options.get("maxnreg", 0),
+            to_run=True,
+            stand_ins=dict(stand_ins.now),
+            absent=(),
+        )
+        measured = compiled(function, request)
+        kernel = _read(self._rewritten(launch.name, measured.ptx))
+        given = leaves(arguments)
+        maps, values, names = iter(measured.descriptors), [], []
+        for path in (path for path, kind in types.items() if kind != "constexpr"):
+            descriptor = isinstance(given[path], TensorDescriptor)
+            more = _taken_apart(given[path], next(maps, None)) if descriptor else [given[path]]
+            values += more
+            names += [path] * len(more)
+        nbytes = measured.scratch * math.prod(launch.extents)
+        scratch = torch.zeros(nbytes, dtype=torch.uint8)
+        tables = {  # of a compiler, as for the sine of a large number
+            name: torch.empty(each.nbytes or 0, dtype=torch.uint8)
+            for name, each in kernel.variables.items()
+        }
+        for each in (scratch, *tables.values()):
+            if each.nbytes:
+                hooks.memory.of_tensor(each, hooks.current.rank)
+        _begin(kernel, tables, tables)
+        made = program(
+            kernel, measured.shared, [*values, scratch], [*names, "scratch"], hooks, tables
+        )
+        return made, kernel.threads
+
+    def _rewritten(self, name: str, ptx: str) -> str:
+        if self._rewrite is None:
+            return ptx
+        changed: Any = self._rewrite(name, ptx)
+        if not isinstance(changed, str):
+            raise TypeError(f"rewrite must give PTX, a str; of {name} it gave {changed!r:.60}")
+        return changed
+
+
+def _check_shared(source: PtxSource, arch: int) -> None:
+    found, most = source.kernel.static_bytes + source.shared_bytes, shared_bytes(arch)
+    if found > most:
+        raise ValueError(
+            f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, is launched with "
+            f"shared_bytes={source.shared_bytes}; a program of sm_{arch} has at most {most}"
+        )
+
+
+def _check_target(kernel: PtxKernel, arch: int) -> None:
+    if number_of(kernel.target) > arch:
+        raise ValueError(
+            f"{kernel.name} is PTX for {kernel.target}, and arch={arch} is a GPU before that"
+        )
+
+
+def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[Any]:
+    """The parameters that Triton makes of one of the host's: with a map for TMA, or with its pointer."""
+    base, sizes = descriptor.base, [*descriptor.shape, *descriptor.strides]
+    nan = int(descriptor.padding == "nan")
+    if of_map is None:
+        return [base, *sizes, nan, int(descriptor.round_f32_to_tf32), *sizes]
+    strides = [stride * base.element_size() for stride in descriptor.strides[-2::-1]]
+    box, kind = of_map["block_size"][::-1], of_map["elem_type"]
+    how = {"swizzle": of_map["swizzle"], "fill": nan}
+    return [tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how), *sizes]
+
+
+_measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()
+
+
+def compiled(function: Any, request: Compilation) -> Measurement:
+    """The PTX of ``request``, for the function under its kernel. InterlaceError if there is none."""
+    known = _measured.setdefault(function, {})
+    if (key := repr(request)) not in known:
+        file = kept.file_of(request, function)
+        known[key] = (file and kept.read(file)) or compile_one(request)
+    if (made := known[key]).error is not None:
+        place = f" at {made.where}" if made.where else ""
+        error = InterlaceError(f"{request.kernel} for sm_{request.arch}: {made.error}{place}")
+        error.frames = made.where.frames
+        raise error
+    return made
+
+
+def program(
+    kernel: PtxKernel,
+    shared_bytes: int,
+    values: Sequence[Any],
+    names: Sequence[str],
+    hooks: Any,
+    variables: Mapping[str, torch.Tensor],
+) -> Callable[[], None]:
+    """One program of ``kernel`` on ``values``; parameters behind those are 0. ``names``: of the values."""
+    missing = len(kernel.parameters) - len(values)
+    if missing < 0:
+        raise TypeError(
+            f"{kernel.name} has {len(kernel.parameters)} parameters, and was given {len(values)} values"
+        )
+    parameters = {
+        parameter.name: _bits(value, parameter)
+        for parameter, value in zip(kernel.parameters, [*values, *[0] * missing], strict=True)
+    }
+
+    at = {name: np.uint64(each.data_ptr()) for name, each in variables.items()}
+    of, numbers = {}, {}
+    for parameter, value, name in zip(kernel.parameters, values, names, strict=False):
+        if isinstance(value, torch.Tensor):
+            memory = hooks.memory.of_tensor(value, hooks.current.rank)
+            of[parameter.name] = Origin(memory, value.data_ptr(), name)
+        elif isinstance(value, int):
+            numbers[parameter.name] = abs(value)
+    found = origins(kernel.sources, of, numbers)
+
+    def run() -> None:
+        kept = values, variables  # as long as the program runs
+        PtxMachine(kernel, builder, hooks, parameters, shared_bytes, at, found).run()
+        del kept
+
+    return run
+
+
+def _bits(value: Any, parameter: Variable) -> Array | bytes:
+    kind, nbytes = parameter.kind, parameter.nbytes or 0
+    is_number = nbytes * 8 == kind.bits
+    if isinstance(value, bytes) or not is_number:
+        if not isinstance(value, bytes) or len(value) != nbytes:
+            raise TypeError(f"{parameter.name} is {nbytes} bytes, and not {value!r:.60}")
+        return kind.raw.type(int.from_bytes(value, "little")) if is_number else value
+    name, took = parameter.name, f"{parameter.name}, a .{kind.name}, takes"
+    if hasattr(value, "data_ptr"):
+        if kind.is_float or kind.bits < 64:
+            raise TypeError(f"{took} no tensor")
+        return kind.raw.type(value.data_ptr())
+    if kind.is_float:
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{took} a number, got {value!r:.60}")
+        return kind.raw.type(kind.bits_of(float(value)))
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{took} a tensor, bytes or a whole number, got {value!r:.60}") from None
+    if not -(1 << kind.bits - 1) <= number <= kind.mask:
+        raise OverflowError(f"{number} does not fit in {name}, a .{kind.name}")
+    return kind.raw.type(number & kind.mask)

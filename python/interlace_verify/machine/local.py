@@ -1,0 +1,185 @@
+"""PTX on the memory of a thread: what functions declare, and their parameters; and on those of the kernel.
+
+A thread's addresses of it begin at 0; generic ones are where it is in this process, so those of one thread
+mean nothing to another. Nobody else sees it: no other task goes on at an access, and no observer is told.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from interlace_verify.ptx.instruction import Action, Instruction
+from interlace_verify.ptx.memory import (
+    loading,
+    storing,
+    take_access,
+    take_accessed,
+    take_cache_hints,
+    take_parts,
+    take_plain_ordering,
+)
+from interlace_verify.ptx.special import Threads
+from interlace_verify.ptx.types import TYPES, Array, ScalarType
+
+_ALIGN = 128
+_FARTHEST = (1 << 31) - 1
+POISON = 0xA5  # what memory holds before a program writes it
+
+
+class ThreadMemory:
+    """``nbytes`` for each of ``count`` threads, in the order of their numbers."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        stride = -(-nbytes // _ALIGN) * _ALIGN
+        whole = np.full(count * stride + _ALIGN, POISON, np.uint8)
+        skipped = -whole.ctypes.data % _ALIGN
+        self.nbytes, self.bytes = nbytes, whole[skipped : skipped + count * stride]
+        self._rows = self.bytes.reshape(count, stride)
+        self.base = np.uint64(self.bytes.ctypes.data)
+        self.starts = self.base + np.arange(count, dtype=np.uint64) * np.uint64(stride)
+
+    def has(self, addresses: Array) -> Array:
+        """Of which generic addresses this is the memory, whichever thread's."""
+        return addresses - self.base < np.uint64(len(self.bytes))
+
+    def places(
+        self, threads: Threads, addresses: Array, kind: ScalarType, instruction: Instruction
+    ) -> Array:
+        """Where elements are in an array of all memory; each thread's have to be in its own."""
+        starts, size = threads.active(self.starts), kind.bits // 8
+        own = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
+        if own.size and (own.min() < 0 or own.max() + size > self.nbytes):
+            where = tuple(np.argwhere((own < 0) | (own + size > self.nbytes))[0])
+            offset = int(own[where])
+            offset -= (offset > _FARTHEST) << 32  # addresses of 32 bits are added up
+            number = int(threads.active(threads.numbers)[where[0]])
+            row = int(addresses[where] - self.base) // self._rows.shape[1]
+            other = row != number and self.has(addresses[where])
+            whose = (
+                f"which is in that of thread {row}" if other else f"which has {self.nbytes} bytes"
+            )
+            raise ValueError(
+                f"PTX: byte {offset} of the local memory of thread {number}, {whose}; "
+                f"line {instruction.line}: {instruction.text}"
+            )
+        return (addresses - self.base) // np.uint64(size)
+
+    def column(self, offset: int, kind: ScalarType) -> Array:
+        """One variable, of every thread."""
+        return self._rows.view(kind.raw)[:, offset // (kind.bits // 8)]
+
+    def bytes_of(self, number: int, address: int, size: int) -> bytes:
+        """Some of a thread's memory, at a generic address."""
+        offset = address - int(self.starts[number])
+        if not 0 <= offset <= self.nbytes - size:
+            raise ValueError(f"PTX: address {address:#x} is not in the memory of thread {number}")
+        return bytes(self._rows[number, offset : offset + size])
+
+    def view(self, kind: ScalarType) -> Array:
+        return self.bytes.view(kind.raw)
+
+
+def local_addresses(threads: Threads) -> Array:
+    """Where the memory of each thread that runs begins."""
+    return threads.active(threads.session.local.starts)
+
+
+def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
+    """A load or a store of the memory of the threads that run."""
+    take_plain_ordering(instruction)
+    take_cache_hints(instruction)
+    window = None if generic else local_addresses
+    parts, kind, addresses = take_access(instruction, window=window)
+
+    def get(threads: Threads, where: Array) -> Array:
+        memory = threads.session.local
+        return memory.view(kind)[memory.places(threads, where, kind, instruction)]
+
+    def put(threads: Threads, where: Array, bits: Array) -> None:
+        memory = threads.session.local
+        places, there = memory.places(threads, where, kind, instruction), memory.view(kind)
+        threads.session.changes += not (there[places] == bits).all()
+        there[places] = bits
+
+    if instruction.mnemonic == "ld":
+        return loading(instruction, parts, kind, addresses, get)
+    return storing(instruction, parts, kind, addresses, put)
+
+
+def build_parameter(instruction: Instruction) -> Action:
+    """A load or a store of a parameter: of a function, or a load of one of the kernel."""
+    loads = instruction.mnemonic == "ld"
+    inner = (instruction.operands or [""])[-1 if loads else 0]
+    name, _, more = inner.strip("[] ").partition("+")
+    if instruction.symbol(name) is not None:
+        return build_local(instruction)
+    if loads and name in instruction.registers:
+        return _by_address(instruction)
+    if not loads or name not in (instruction.parameters or {}):
+        raise instruction.error(f"'{name}' is not a parameter of the kernel")
+    vector, kind = take_accessed(instruction)
+    instruction.finish(2)
+    parts = take_parts(instruction, instruction.operands[0], vector)
+    writes = [instruction.writer(each, kind, wider=True) for each in parts]
+    offset, size = instruction.literal(more.strip() or "0", TYPES["u32"]) or 0, kind.bits // 8
+    if not offset and (instruction.parameters or {})[name] is not TYPES["b8"] and len(parts) == 1:
+        (write,) = writes
+        return lambda threads: write(threads, threads.session.parameters[name].astype(kind.raw))
+
+    def load(threads: Threads) -> None:
+        value = threads.session.parameters[name]
+        whole = threads.session.arrays.get(int(value)) or value.tobytes()
+        if offset + size * len(parts) > len(whole):
+            raise ValueError(f"PTX: byte {offset} of {name}, which has {len(whole)} bytes")
+        for write, bits in zip(
+            writes, np.frombuffer(whole, kind.raw, len(parts), offset), strict=True
+        ):
+            write(threads, bits)
+
+    return load
+
+
+def _by_address(instruction: Instruction) -> Action:
+    """Where it is says a register: in the memory of the threads, or in a parameter of the kernel."""
+    opcode = ".".join([instruction.mnemonic, *instruction.qualifiers])
+    own, kernels = (
+        build(replace(instruction, opcode=opcode, operands=list(instruction.operands)))
+        for build in (build_local, build_of_kernel)
+    )
+    name = instruction.operands[1].strip("[] ").partition("+")[0].strip()
+    where = instruction.reader(name, TYPES["u64"])
+
+    def load(threads: Threads) -> None:
+        addresses = threads.active(where(threads))
+        action = kernels if is_of_kernel(threads, addresses).any() else own
+        action(threads)
+
+    return load
+
+
+def is_of_kernel(threads: Threads, addresses: Array) -> Array:
+    """Which generic addresses are in parameters of the kernel that are arrays."""
+    found = np.zeros(addresses.shape, np.bool_)
+    for at, value in threads.session.arrays.items():
+        found |= addresses - np.uint64(at) < np.uint64(len(value))
+    return found
+
+
+def build_of_kernel(instruction: Instruction) -> Action:
+    """A load from parameters of the kernel that are arrays, by generic addresses."""
+    take_plain_ordering(instruction)
+    take_cache_hints(instruction)
+    parts, kind, addresses = take_access(instruction)
+
+    def get(threads: Threads, where: Array) -> Array:
+        flat = [_of_kernel(threads, each, kind) for each in where.ravel().tolist()]
+        return np.frombuffer(b"".join(flat), kind.raw).reshape(where.shape)
+
+    return loading(instruction, parts, kind, addresses, get)
+
+
+def _of_kernel(threads: Threads, address: int, kind: ScalarType) -> bytes:
+    for at, value in threads.session.arrays.items():
+        if 0 <= address - at <= len(value) - kind.bits // 8:
+            return bytes(value[address - at : address - at + kind.bits // 8])
+    raise ValueError(f"PTX: address {address:#x} is in no parameter of the kernel")

@@ -1,0 +1,448 @@
+"""PTX that warps execute as one on matrices: ``ldmatrix``, ``stmatrix``, ``mma``, ``wgmma``.
+
+Which thread holds what of a matrix is said in the PTX ISA, "Matrix Fragments"; g and t stand for its
+groupID and threadID_in_group: lane = 4 g + t. All follow one rule: of 8 rows, lane (g, t) holds some
+neighbours in row g, those that start at t times their number, and the same again in the next columns. The
+second factor of a product is held so with its columns for rows.
+
+Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n: warp w of the
+four has rows 16 w to 16 w + 15 of A and D in registers, as above. A may, and B must, be in shared
+memory, told by a *descriptor*:
+
+    bits  0-13   where the matrix starts, / 16
+         16-29   leading byte offset, / 16
+         32-45   stride byte offset, / 16
+         49-51   the row of the swizzle pattern that it starts in
+         62-63   swizzle: none, 128, 64, 32 bytes
+
+A matrix consists of blocks: 8 lines, rows or, if it is transposed, columns, as wide as the swizzle pattern.
+The blocks along a line are the leading offset apart, those below each other the stride; of transposed ones
+without a swizzle it is the other way round.
+
+Every warp's part is done when it waits for the group; shared memory, the factor in registers and the sums
+are looked at then, so all of them have to be left alone until the wait. Whoever reads the sums before sees
+what was there, but for ``mov``, and for sums of floats, before which the wait is made.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.numerics.exact import matrix_product
+from interlace_verify.machine.shared import (
+    build_commit,
+    build_wait,
+    groups_of,
+    put_shared,
+    shared_bits,
+    take_shared,
+)
+from interlace_verify.machine.tensor_maps import swizzled
+from interlace_verify.ptx.arithmetic import ARITHMETIC
+from interlace_verify.ptx.instruction import Action, Instruction, builders
+from interlace_verify.ptx.memory import address_of, pointers_of
+from interlace_verify.ptx.moves import MOVES
+from interlace_verify.ptx.special import WARP, Reader, Threads
+from interlace_verify.ptx.types import FORMATS, PREDICATE, TYPES, Array
+
+MATRICES, builds = builders()
+_WORD = TYPES["b32"]
+NUMBERS: dict[str, Any] = {**FORMATS, **TYPES}
+"""What a matrix may consist of, by name in PTX."""
+PACKED_SUMS = ("f16",)  # sums that share a register, as factors do
+
+
+# -- fragments -------------------------------------------------------------------------------------
+
+
+def bits_of_warps(threads: Threads, reads: Sequence[Reader]) -> Array:
+    """(warps, 32, registers) of the threads that run."""
+    found = np.stack([threads.active(read(threads)) for read in reads], axis=-1)
+    return found.reshape(-1, WARP, len(reads))
+
+
+def numbers_of(registers: Array, name: str) -> Array:
+    """(warps, 32, numbers) in ``registers``, as fp32 or, integers and fp64, as fp64: for exact products."""
+    numbers = NUMBERS[name].decode(registers.view(NUMBERS[name].raw))
+    return numbers if numbers.dtype == np.float32 else numbers.astype(np.float64)
+
+
+def rows_of(numbers: Array, eights: int, neighbours: int) -> Array:
+    """(warps, 8 eights, columns) from (warps, 32, numbers), of which ``neighbours`` lie in each row."""
+    parts = numbers.reshape(-1, 8, 4, numbers.shape[-1] // eights // neighbours, eights, neighbours)
+    return parts.transpose(0, 4, 1, 3, 2, 5).reshape(len(numbers), 8 * eights, -1)
+
+
+def fragments_of(matrix: Array, neighbours: int = 2) -> Array:
+    """The reverse of :func:`rows_of`."""
+    warps, rows, columns = matrix.shape
+    parts = matrix.reshape(warps, rows // 8, 8, columns // (4 * neighbours), 4, neighbours)
+    return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1, 5)).reshape(warps, WARP, -1)
+
+
+def sums_of(registers: Array, name: str, eights: int) -> Array:
+    """(warps, rows, columns): what is in accumulators."""
+    return rows_of(numbers_of(registers, name), eights, 2)
+
+
+def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
+    """(warps, 32, registers): ``sums``, rounded or, whole numbers, modulo 2**32 if not clamped."""
+    kind = TYPES[name]
+    if name == "s32":
+        sums = np.clip(sums, -(2**31), 2**31 - 1) if clamps else sums
+        return fragments_of(sums.astype(np.int64).astype(np.int32)).view(np.uint32)
+    bits = fragments_of(kind.encode(sums.astype(kind.number)))
+    return bits.view(np.uint32) if name in PACKED_SUMS else bits
+
+
+def take_numbers(instruction: Instruction) -> list[str]:
+    """The types of sums and factors, in their order."""
+    names = [name for name in instruction.qualifiers if name in NUMBERS]
+    instruction.qualifiers = [each for each in instruction.qualifiers if each not in names]
+    return names
+
+
+# -- matrices in shared memory ---------------------------------------------------------------------
+
+
+@builds("ldmatrix", "stmatrix")
+def build_matrix_access(instruction: Instruction) -> Action:
+    """8 rows of 16 bytes for each matrix, whose addresses are in 8 lanes; (g, t) has two numbers."""
+    loads = instruction.mnemonic == "ldmatrix"
+    for name in ("sync", "aligned"):
+        instruction.flag(name)
+    shape, number = instruction.choose("m8n8"), instruction.choose("x1", "x2", "x4")
+    transposed = instruction.flag("trans")
+    take_shared(instruction)
+    instruction.take_type(("b16",))
+    instruction.finish(2)
+    if shape is None or number is None:
+        known = [f"{instruction.mnemonic}.m8n8.x{count}" for count in (1, 2, 4)]
+        raise instruction.unknown(f"'{instruction.opcode}'", known)
+    count = int(number[1:])
+    outer, inner = instruction.operands if loads else instruction.operands[::-1]
+    parts = instruction.parts(outer)
+    if len(parts) != count:
+        raise instruction.error(f"'.{number}' goes with as many registers")
+    at = address_of(instruction, inner, _WORD, 4, shared=True)
+    words = np.arange(4, dtype=np.uint64) * np.uint64(4)
+
+    def rows(threads: Threads) -> tuple[Array, Array]:
+        """Addresses of the rows of all matrices, and the lanes that name them."""
+        each = (at(threads), threads.active(threads.numbers))
+        first, lanes = (of.reshape(-1, WARP)[:, : 8 * count].ravel() for of in each)
+        return first[:, None] + words, lanes
+
+    def turned(registers: Array) -> Array:
+        """Of (warps, matrices, 8, 4) registers, each with two numbers, in rows the columns."""
+        halves = registers.view(np.uint16)
+        return (
+            np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32) if transposed else registers
+        )
+
+    if loads:
+        writes = [instruction.active_writer(part, _WORD) for part in parts]
+
+        def load(threads: Threads) -> None:
+            addresses, lanes = rows(threads)
+            found = turned(shared_bits(threads, addresses, _WORD, lanes).reshape(-1, count, 8, 4))
+            for index, write in enumerate(writes):
+                write(threads, found[:, index].reshape(-1))
+
+        return load
+    reads = [instruction.reader(part, _WORD) for part in parts]
+
+    def store(threads: Threads) -> None:
+        registers = bits_of_warps(threads, reads).swapaxes(1, 2).reshape(-1, count, 8, 4)
+        addresses, lanes = rows(threads)
+        bits = turned(np.ascontiguousarray(registers)).reshape(-1, 4)
+        put_shared(threads, addresses, bits, _WORD, lanes)
+
+    return store
+
+
+# -- products --------------------------------------------------------------------------------------
+
+_SUMS = {"f16": "f16 f32", "bf16": "f32", "tf32": "f32", "e4m3": "f32 f16", "e5m2": "f32 f16"}
+_SUMS |= {"s8": "s32", "u8": "s32", "f64": "f64"}
+SUMS = {name: sums.split() for name, sums in _SUMS.items()}
+"""By type of a factor, those of the sum."""
+TOGETHER = [("e4m3", "e5m2"), ("s8", "u8")]
+"""Types of factors that may be mixed."""
+
+
+def multiplies(total: str, left: str, right: str) -> bool:
+    """Whether there are products of these factors in sums of ``total``."""
+    mixed = any(left in names and right in names for names in TOGETHER)
+    return total in SUMS.get(left, ()) and (left == right or mixed)
+
+
+_DEPTHS = {8: (16, 32), 16: (8, 16), 32: (4, 8), 64: (4, 8, 16)}  # k, by bits of a factor
+
+
+@builds("mma")
+def build_matrix_product(instruction: Instruction) -> Action:
+    """D = A B + C of 16 x k, k x 8 and 16 x 8; of fp64 and bytes, also with 8 rows."""
+    for name in ("sync", "aligned", "row", "col"):
+        instruction.flag(name)
+    clamps = instruction.flag("satfinite")
+    names = take_numbers(instruction)
+    wide = names[:1] == ["f64"]
+    shapes = {f"m16n8k{k}": (2, k) for k in (4, 8, 16, 32)}
+    shapes |= {"m8n8k4": (1, 4)} if wide else {"m8n8k16": (1, 16)} if names[:1] == ["s32"] else {}
+    shape = instruction.choose(*shapes)
+    instruction.finish(4)
+    total, left, right, addend = names if len(names) == 4 else [""] * 4
+    eights, depth = shapes.get(shape or "", (0, 0))
+    if (
+        not multiplies(total, left, right)
+        or total != addend
+        or depth not in _DEPTHS[NUMBERS[left].bits]
+    ):
+        known = [f"mma.m16n8k.{s}.{f}" for f, sums in SUMS.items() for s in sums]
+        raise instruction.unknown(f"'{instruction.opcode}'", known)
+    register = TYPES["b64" if wide else "b32"]
+    packed = register.bits // NUMBERS[left].bits
+    of_sums = eights if total in PACKED_SUMS else 2 * eights
+    halves = depth // (4 * packed)
+    d, a, b, c = (instruction.parts(operand) for operand in instruction.operands)
+    if [len(d), len(a), len(b), len(c)] != [of_sums, eights * halves, halves, of_sums]:
+        raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
+    writes = [instruction.active_writer(each, register) for each in d]
+    reads = [[instruction.reader(each, register) for each in part] for part in (a, b, c)]
+
+    def product(threads: Threads) -> None:
+        first, second, before = (bits_of_warps(threads, each) for each in reads)
+        rows = rows_of(numbers_of(first, left), eights, packed)
+        columns = rows_of(numbers_of(second, right), 1, packed)
+        sums = matrix_product(rows, columns.swapaxes(1, 2)) + sums_of(before, total, eights)
+        found = registers_of(sums, total, clamps)
+        for index, write in enumerate(writes):
+            write(threads, np.ascontiguousarray(found[:, :, index]).ravel())
+
+    return product
+
+
+_SWIZZLES = (16, 128, 64, 32)
+_OF_FLOATS = re.compile(r"\.b?f(16|32)")
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+_FORMS = ("fence", "mma_async", "commit_group", "wait_group")
+
+
+@builds("wgmma")
+def build_wgmma(instruction: Instruction) -> Action:
+    form = instruction.choose(*_FORMS)
+    for name in ("sync", "aligned"):
+        instruction.flag(name)
+    if form == "fence":
+        instruction.finish(0)
+        return lambda threads: None  # a warp's own registers are read and written in its order
+    if form == "commit_group":
+        return build_commit(instruction, "wgmma")
+    if form == "wait_group":
+        return build_wait(instruction, "wgmma")
+    if form is None:
+        known = [f"wgmma.{name}" for name in _FORMS]
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
+    return _build_product(instruction)
+
+
+def _build_product(instruction: Instruction) -> Action:
+    clamps = instruction.flag("satfinite")
+    names = take_numbers(instruction)
+    total, left, right = names if len(names) == 3 else [""] * 3
+    columns, depth = _shape(instruction)
+    if (
+        not multiplies(total, left, right)
+        or depth * NUMBERS[left].bits != 256
+        or columns % 8
+        or not 8 <= columns <= 256
+    ):
+        known = [f"wgmma.mma_async.m64nNkK.{s}.{f}" for f in SUMS for s in SUMS[f] if s != "f64"]
+        raise instruction.unknown(f"'{instruction.opcode}'", known)
+    instruction.finish(4, 6, 7, 8)
+    d, a, b, scale, *immediate = instruction.operands
+    from_registers = a.startswith("{")
+    literals = [instruction.literal(each, TYPES["s32"]) for each in immediate]
+    signs = [-1 if each == TYPES["s32"].bits_of(-1) else 1 for each in literals[:2]] or [1, 1]
+    turned = [False] * from_registers + [each == 1 for each in literals[2:]] + [False, False]
+    if None in literals or len(literals) not in (0, 2, 4 - from_registers):
+        raise instruction.error("scales and transpositions are whole numbers")
+    if any(turned) and NUMBERS[left].bits != 16:
+        raise instruction.error("only factors of 16 bits can be transposed")
+    word, results = TYPES["b32"], instruction.parts(d)
+    of_sums = columns // (4 if total in PACKED_SUMS else 2)
+    if len(results) != of_sums or len(instruction.parts(a)) != (4 if from_registers else 1):
+        raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
+    slots = [instruction.register(each).slot for each in results]
+    writes = [instruction.active_writer(each, word) for each in results]
+    sums = [instruction.reader(each, word) for each in results]
+    adds = _truth(instruction, scale)
+    second = instruction.reader(b, TYPES["b64"])
+    if from_registers:
+        factors = [instruction.reader(each, word) for each in instruction.parts(a)]
+    else:
+        first = instruction.reader(a, TYPES["b64"])
+    packed = 32 // NUMBERS[left].bits
+
+    def start(threads: Threads) -> None:
+        count = len(threads.numbers)
+        of_b, added = (np.broadcast_to(read(threads), count).copy() for read in (second, adds))
+        of_a = None if from_registers else np.broadcast_to(first(threads), count).copy()
+        matrices = [(of_b, columns, right, turned[1])]
+        if of_a is not None:
+            matrices.append((of_a, 64, left, turned[0]))
+        access = _begun(threads, matrices)
+
+        def perform(threads: Threads) -> None:
+            lanes = threads.active(threads.numbers).reshape(-1, WARP)[:, 0]
+            if of_a is None:
+                rows = rows_of(numbers_of(bits_of_warps(threads, factors), left), 2, packed)
+            else:
+                rows = _matrix(threads, of_a[lanes], 64, left, turned[0])
+                rows = rows.reshape(-1, 4, 16, rows.shape[-1])[
+                    np.arange(len(lanes)), lanes // WARP % 4
+                ]
+            others = _matrix(threads, of_b[lanes], columns, right, turned[1])
+            before = sums_of(bits_of_warps(threads, sums), total, 2)
+            found = signs[0] * signs[1] * matrix_product(rows, others.swapaxes(1, 2))
+            found = found + np.where(added[lanes][:, None, None], before, 0)
+            registers = registers_of(found, total, clamps)
+            for index, write in enumerate(writes):
+                write(threads, np.ascontiguousarray(registers[:, :, index]).ravel())
+            _ended(threads, access)
+
+        work = groups_of(threads, "wgmma").start(threads, perform)
+        threads.session.unsettled.update(dict.fromkeys(slots, work))
+
+    return start
+
+
+def build_sum(instruction: Instruction) -> Action:
+    """Arithmetic on a sum that is not there yet waits for it, as assemblers have it do."""
+    action, known = ARITHMETIC[instruction.mnemonic](instruction), instruction.registers
+    sources = [known[each].slot for each in instruction.operands[1:] if each in known]
+    if not _OF_FLOATS.search(instruction.opcode):
+        return action
+
+    def sum_up(threads: Threads) -> None:
+        unsettled = threads.session.unsettled
+        for slot in sources if unsettled else ():
+            work = unsettled.get(slot)
+            if work is not None and (work.pending & threads.everyone()).any():
+                groups_of(threads, "wgmma").reach(threads, work)
+        action(threads)
+
+    return sum_up
+
+
+def build_move(instruction: Instruction) -> Action:
+    """A copy of a sum that is not there yet is made again when it is.
+
+    Compilers write such copies before the wait, and assemblers know what is pending.
+    """
+    action, known = MOVES["mov"](instruction), instruction.registers
+    targets, sources = (
+        [known[part].slot for part in instruction.parts(each) if part in known]
+        for each in instruction.operands
+    )
+
+    def move(threads: Threads) -> None:
+        action(threads)
+        unsettled = threads.session.unsettled
+        if not unsettled:
+            return
+        for work in {unsettled[slot] for slot in sources if slot in unsettled}:
+            if (work.pending & threads.everyone()).any():
+                work.copies.append(action)
+                unsettled.update(dict.fromkeys(targets, work))
+
+    return move if sources else action
+
+
+def _shape(instruction: Instruction) -> tuple[int, int]:
+    """n and k; zeros if it says none."""
+    for name in list(instruction.qualifiers):
+        if match := _SHAPE.fullmatch(name):
+            instruction.flag(name)
+            return int(match[1]), int(match[2])
+    return 0, 0
+
+
+def _truth(instruction: Instruction, operand: str) -> Callable[[Threads], Any]:
+    literal = instruction.literal(operand, TYPES["u32"])
+    if literal is not None:
+        return lambda threads: np.bool_(literal)
+    return instruction.reader(operand, PREDICATE)
+
+
+# -- matrices in shared memory ---------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
+    """Bytes from the start to each of (rows, 32 / size) numbers, before they are swizzled.
+
+    ``descriptor`` is one without its start; ``size`` of a number. ``turned``: neighbours are in a column.
+    """
+    leading, stride = ((descriptor >> shift & 0x3FFF) * 16 for shift in (16, 32))
+    width = _SWIZZLES[descriptor >> 62]
+    row, byte = np.arange(rows)[:, None], np.arange(0, 32, size)[None, :]
+    if not turned:
+        piece = leading if width == 16 else 16
+        return row % 8 * width + row // 8 * stride + byte % 16 + byte // 16 * piece
+    across, down = (stride, leading) if width == 16 else (leading, stride)
+    along, depth = row * size, byte // size
+    return along % width + along // width * across + depth % 8 * width + depth // 8 * down
+
+
+def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
+    """Offsets of (rows, k) numbers in shared memory."""
+    offsets = _offsets(descriptor & ~0x3FFF, rows, NUMBERS[name].bits // 8, turned)
+    places = offsets + ((descriptor & 0x3FFF) << 4)
+    return swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)
+
+
+def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: bool) -> Array:
+    """(warps, rows, k): what warps see by their ``descriptors``."""
+    program: Any = threads.session
+    kind = TYPES[f"b{NUMBERS[name].bits}"]
+    size = kind.bits // 8
+    found = np.empty((len(descriptors), rows, 32 // size), kind.raw)
+    for descriptor in np.unique(descriptors).tolist():
+        places = _places(descriptor, rows, name, turned)
+        program.offsets(places + program.base, size)
+        found[descriptors == descriptor] = program.shared.view(kind.raw)[places // size]
+    return numbers_of(found, name)
+
+
+# -- what observers see: the async proxy reads -------------------------------------------------------
+
+
+def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:
+    """The threads that run begin to read matrices, each by (descriptors, rows, numbers, turned)."""
+    program: Any = threads.session
+    if not program.hooks.observed:
+        return None
+    numbers = threads.active(threads.numbers)
+    first = int(numbers[0])
+    access: AsyncAccess = program.next_in(("wgmma", first), first)
+    for descriptors, rows, name, turned in matrices:
+        seen = np.unique(descriptors[numbers]).tolist()
+        places = np.concatenate([_places(each, rows, name, turned).ravel() for each in seen])
+        addresses = (np.unique(places // 8) * 8 + program.base).astype(np.uint64)
+        pointers = pointers_of(threads, addresses, TYPES["b64"], np.full(len(addresses), first))
+        program.hooks.tell("on_async", access, pointers, does="loads", stores=False)
+    return access
+
+
+def _ended(threads: Threads, access: AsyncAccess | None) -> None:
+    if access is not None:
+        numbers = threads.active(threads.numbers)
+        threads.session.hooks.tell(
+            "on_async_end", access.queue, access.time, numbers, reads_only=True
+        )

@@ -1,0 +1,379 @@
+"""A kernel of a PTX module that can be run: its parameters, its memory and its instructions.
+
+The order of blocks is that in which divergent threads are run: a loop before what follows it, so that those
+who leave it early wait there for the others.
+"""
+
+import functools
+import math
+import os
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.errors import InlineAssemblyError
+from interlace_verify.machine.bulk_copies import BULK
+from interlace_verify.machine.matrices import MATRICES, build_move, build_sum
+from interlace_verify.machine.mbarriers import MBARRIERS
+from interlace_verify.machine.provenance import sources
+from interlace_verify.machine.shared import SHARED
+from interlace_verify.machine.tensor_maps import TENSOR_MAPS
+from interlace_verify.machine.warps import WARPS
+from interlace_verify.ptx.arithmetic import ARITHMETIC
+from interlace_verify.ptx.inline_assembly import BUILDERS as INLINE
+from interlace_verify.ptx.instruction import (
+    Instruction,
+    Symbol,
+)
+from interlace_verify.ptx.memory import SCOPES
+from interlace_verify.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
+from interlace_verify.ptx.special import WARP
+from interlace_verify.ptx.targets import has, needed, target_of
+from interlace_verify.ptx.types import Array
+
+TOGETHER = WARPS | MATRICES
+# which know what those of inline PTX refuse
+BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
+BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
+_ORDERED = ("relaxed", "acquire", "volatile")
+_WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
+_COMPUTING = frozenset(_WITHIN_REGISTERS | {"shfl"})
+_CLOCK = re.compile(r"%(clock|globaltimer)")
+_SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
+_BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+MOST_THREADS = 1024  # of a program, on every GPU
+Block = tuple[int, int, int]
+
+
+SourcePlace = tuple[str, int]
+"""(file, line)"""
+
+
+@dataclass(frozen=True)
+class PtxKernel:
+    """``order``: of every instruction, the place of its block; ``joins``: where blocks begin.
+
+    ``places``: the source line of every line of the text, as far as it says, then those that called it.
+    ``runs``: by the first of them, instructions that only change registers, which all of a group run one
+    after the other. ``spinning``: branches back that end a loop which looks at what others write;
+    ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
+    ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
+    behind it; ``local_bytes``: of memory for each thread. ``target``: the GPU that it is for, as "sm_90a".
+    ``threads``: whole warps of them, of which those
+    of ``block`` are there. ``variables``: global and constant ones; ``pointers``:
+    what stands for the addresses of functions. ``warp_wide``: instructions that all
+    threads of a warp run at once. ``sources``: of addresses in registers, see ``provenance.py``.
+    """
+
+    name: str
+    text: str
+    target: str
+    block: Block
+    threads: int
+    parameters: tuple[Variable, ...]
+    variables: Mapping[str, Variable]
+    pointers: Mapping[str, int]
+    static_bytes: int
+    local_bytes: int
+    steps: tuple[Instruction, ...]
+    kinds: tuple[Any, ...]
+    order: tuple[int, ...]
+    joins: frozenset[int]
+    runs: Mapping[int, tuple[Instruction, ...]]
+    spinning: frozenset[int]
+    polling: Mapping[int, int]
+    warp_wide: frozenset[int]
+    sources: Mapping[int, frozenset[str]]
+    places: Mapping[int, tuple[SourcePlace, ...]]
+
+    @functools.cached_property
+    def registers(self) -> list[Array]:
+        """With which every program begins; nobody writes to them, a change is another array."""
+        zeros = {kind: np.zeros(self.threads, kind) for kind in self.kinds}
+        for each in zeros.values():
+            each.flags.writeable = False
+        return [zeros[kind] for kind in self.kinds]
+
+
+def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
+    """A kernel of a module, the only one if it is not named; ``block``: its threads, if the launch says.
+
+    InlineAssemblyError names an instruction that is not known, or that the text's target does not have.
+    """
+    module, target = read_text(ptx), target_of(ptx)
+    if not target:
+        raise InlineAssemblyError("PTX: the text has no .target, such as '.target sm_80'")
+    kernel = module.kernel(name)
+    block = _block(kernel, block)
+    reached = module.reached(kernel)
+    variables = module.named_by(reached)
+    symbols, static_bytes = _shared_symbols([*variables.values(), *_shared_in(reached)])
+    variables = {n: each for n, each in variables.items() if each.space != "shared"}
+    symbols |= {n: Symbol(each.space, 0, each.nbytes or 0) for n, each in variables.items()}
+    kinds = {each.name: each.kind for each in kernel.parameters}
+    pointed_to = sorted(module.pointed_to(reached))
+    pointers = {name: 16 * number for number, name in enumerate(pointed_to, 1)}
+    parser = Parser([], symbols, kinds, module.functions, pointers)
+    places = _places(ptx)
+    steps = list(parser.instructions(f"{kernel.body}\nret;", kernel.line))
+    _take_guesses(steps)
+
+    def where() -> tuple[str, tuple[SourcePlace, ...]]:
+        """Of the instruction that is built, for those who look why it cannot be."""
+        return instruction.text, places.get(instruction.line, ())
+
+    for instruction in steps:
+        builder = instruction.builder(BUILDERS)
+        wanted = needed(f"{instruction.opcode} {', '.join(instruction.operands)}")
+        if wanted and not has(target, wanted):
+            raise instruction.error(
+                f"'{instruction.opcode}' is not there on {target}, but on {wanted}"
+            )
+        instruction.action = builder(instruction)
+    after = [_following(steps, index) for index in range(len(steps))]
+    order = _in_order(after)
+    joins = {
+        target for index, targets in enumerate(after) for target in targets if target != index + 1
+    }
+    joins |= {index + 1 for index, targets in enumerate(after) if targets != [index + 1]}
+    return PtxKernel(
+        kernel.name,
+        ptx,
+        target,
+        block,
+        -(-math.prod(block) // WARP) * WARP,
+        kernel.parameters,
+        variables,
+        pointers,
+        static_bytes,
+        parser.frame,
+        tuple(steps),
+        tuple(parser.kinds),
+        tuple(order),
+        frozenset(joins),
+        _runs(steps, joins),
+        frozenset(i for i, step in enumerate(steps) if _spins(steps, i, step.target)),
+        {i: polls for i, step in enumerate(steps) if (polls := _polls(steps, i, step.target))},
+        frozenset(i for i, step in enumerate(steps) if _is_of_warps(step)),
+        sources(steps, parser.kinds, _COMPUTING),
+        places,
+    )
+
+
+def _block(kernel: PtxFunction, block: Block | None) -> Block:
+    """How many threads a program has, from the launch or from the text."""
+    said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
+    exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
+    wanted = block or exact or most
+    if wanted is None:
+        raise ValueError(f"{kernel.name} does not say how many threads it has: give threads")
+    if not 1 <= math.prod(wanted) <= MOST_THREADS:
+        raise ValueError(f"{kernel.name} has {wanted} threads; a program has 1 to {MOST_THREADS}")
+    if (exact and wanted != exact) or (most and math.prod(wanted) > math.prod(most)):
+        raise ValueError(
+            f"{kernel.name} is for {'exactly' if exact else 'at most'} {exact or most} threads, and is "
+            f"launched with {wanted}"
+        )
+    x, y, z = wanted
+    return x, y, z
+
+
+def _take_guesses(steps: Sequence[Instruction]) -> None:
+    """The loads with which loops of compare-and-swap begin are relaxed, as compilers mean them.
+
+    So atomics become that a GPU does not have. What such a load gives, another may have changed: it is a
+    guess, which nobody uses but the loop, and which does not count before a swap has confirmed it.
+    """
+    for at, swap in enumerate(steps):
+        if swap.mnemonic != "atom" or "cas" not in swap.qualifiers:
+            continue
+        address, guess = swap.operands[1:3]
+        end = next((i for i in range(at, len(steps)) if 0 <= steps[i].target <= at), at)
+        named = re.compile(re.escape(guess) + r"(?!\w)")
+        own = swap.registers.get(guess)
+        users = [
+            i
+            for i, step in enumerate(steps)
+            if named.search(" ".join(step.operands)) and step.registers.get(guess) is own
+        ]
+        load = steps[users[0]]
+        plain = load.mnemonic == "ld" and not {*_ORDERED} & {*load.qualifiers}
+        if (
+            plain
+            and users[0] < steps[end].target
+            and users[-1] <= end
+            and load.operands[1] == address
+        ):
+            scope = next((each for each in swap.qualifiers if each in SCOPES), "gpu")
+            load.qualifiers[:0] = ["relaxed", scope]
+
+
+def _runs(
+    steps: Sequence[Instruction], joins: Container[int]
+) -> dict[int, tuple[Instruction, ...]]:
+    found: dict[int, list[Instruction]] = {}
+    first = -1
+    for at, step in enumerate(steps):
+        if at in joins:
+            first = -1
+        if step.mnemonic not in _WITHIN_REGISTERS or step.guard >= 0:
+            first = -1
+            continue
+        first = at if first < 0 else first
+        found.setdefault(first, []).append(step)
+    return {at: tuple(run) for at, run in found.items()}
+
+
+def _is_of_warps(step: Instruction) -> bool:
+    barrier = step.mnemonic in ("bar", "barrier") and ".warp" in step.opcode
+    if barrier or "cp_fenceproxy" in step.opcode:
+        return True
+    return step.mnemonic in TOGETHER and step.mnemonic != "activemask"
+
+
+def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
+    """By line, from ``.file`` and ``.loc``: of inlined functions the calls, where a comment has them."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE))
+    by_name = {os.path.basename(path): path for path in files.values()}
+    found: dict[int, tuple[SourcePlace, ...]] = {}
+    places: tuple[SourcePlace, ...] = ()
+    for at_line, line in enumerate(ptx.splitlines(), 1):
+        if match := re.search(r"(?<![\w.])\.loc\s+(\d+)\s+([1-9]\d*)", line):
+            calls = re.findall(r"@\[ ([^:\]]+):([1-9]\d*)", line)
+            callers = [(by_name.get(name, name), int(at)) for name, at in calls]
+            of_nvcc = re.findall(r"inlined_at (\d+) ([1-9]\d*)", line)
+            callers += [(files.get(number, ""), int(at)) for number, at in of_nvcc]
+            places = ((files.get(match[1], ""), int(match[2])), *callers)
+        if places:
+            found[at_line] = places
+    return found
+
+
+def _shared_in(functions: Iterable[PtxFunction]) -> list[Variable]:
+    try:
+        return [
+            each
+            for f in functions
+            for text in _SHARED.findall(f.body or "")
+            for each in declared(text)
+        ]
+    except ValueError as error:
+        raise InlineAssemblyError(f"PTX: {error}") from None
+
+
+def _shared_symbols(variables: Iterable[Variable]) -> tuple[dict[str, Symbol], int]:
+    """What is in shared memory by name, those without a size behind the others; the bytes of those."""
+    symbols: dict[str, Symbol] = {}
+    end = 0
+    of_shared = [each for each in variables if each.space == "shared"]
+    for each in sorted(of_shared, key=lambda each: each.nbytes is None):
+        if each.name in symbols:
+            raise InlineAssemblyError(f"PTX: '{each.name}' is in shared memory twice")
+        end = -(-end // each.align) * each.align
+        symbols[each.name] = Symbol("shared", end, each.nbytes or 0)
+        end += each.nbytes or 0
+    return symbols, end
+
+
+def _following(steps: Sequence[Instruction], index: int) -> list[int]:
+    step = steps[index]
+    following = [index + 1] if index + 1 < len(steps) else []
+    if step.targets:
+        return [*dict.fromkeys((*step.targets, *(following if step.guard >= 0 else [])))]
+    return [] if step.mnemonic in ("ret", "exit", "trap") and step.guard < 0 else following
+
+
+def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
+    if not 0 <= target <= index:
+        return False
+    return any(map(looks, steps[target:index]))
+
+
+def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
+    """The looks of a loop that ends here and whose rounds are all alike while they see the same; else 0.
+
+    It is a straight one, and reads no register before it is written that a round writes, nor a clock.
+    """
+    if not 0 <= target <= index:
+        return 0
+    polls, written, carried = 0, set[int](), set[int]()
+    for step in steps[target : index + 1]:
+        if looks(step) and ".shared" not in step.opcode and not step.generic:
+            polls += 1
+        elif step.mnemonic not in (*_WITHIN_REGISTERS, "nanosleep") and step is not steps[index]:
+            return 0
+        if (step.guard >= 0 and step is not steps[index]) or _CLOCK.search(step.text):
+            return 0
+        carried |= ({step.guard} | step.reads) - written
+        written |= step.writes
+    return 0 if carried & written else polls
+
+
+def looks(step: Instruction) -> bool:
+    """Whether it looks at what others write."""
+    words = ("acquire", "relaxed", "volatile", "try_wait", "test_wait")
+    return step.mnemonic == "atom" or any(f".{word}" in step.opcode for word in words)
+
+
+def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
+    """Numbers by which every loop is contiguous and comes before what follows it."""
+    order = [0] * len(after)
+    count = 0
+
+    def number(nodes: set[int]) -> None:
+        nonlocal count
+        for component in _components(nodes, after):
+            if len(component) == 1:
+                (node,) = component
+                order[node] = count
+                count += 1
+                continue
+            entered = {t for n in nodes - component for t in after[n] if t in component}
+            head = min(entered or component)
+            order[head] = count
+            count += 1
+            number(component - {head})
+
+    number(set(range(len(after))))
+    return order
+
+
+def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set[int]]:
+    """Strongly connected components of ``nodes``, each before those that follow it (Tarjan)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    inside: set[int] = set()
+    found: list[set[int]] = []
+    for root in sorted(nodes):
+        if root in index:
+            continue
+        path = [(root, iter(after[root]))]
+        index[root] = low[root] = len(index)
+        stack.append(root)
+        inside.add(root)
+        while path:
+            node, rest = path[-1]
+            for follower in rest:
+                if follower not in nodes:
+                    continue
+                if follower not in index:
+                    index[follower] = low[follower] = len(index)
+                    stack.append(follower)
+                    inside.add(follower)
+                    path.append((follower, iter(after[follower])))
+                    break
+                if follower in inside:
+                    low[node] = min(low[node], index[follower])
+            else:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
+                if low[node] == index[node]:
+                    found.append(set(stack[stack.index(node) :]))
+                    inside -= found[-1]
+                    del stack[stack.index(node) :]
+    return reversed(found)

@@ -1,0 +1,479 @@
+"""The protocol explorer: every interleaving of a few ranks and rounds, visited one state at a time.
+
+:func:`explore` starts a protocol (:mod:`interlace_verify.protocols.steps`) in its first state and goes
+on, breadth first, until no new state is left. It reports
+
+deadlocks    states in which a process has not finished and none can go on
+violations   two overlapping accesses to a cell of which one writes, a read that finds other contents
+             than it should, an end that ``at_end`` objects to
+
+each with the shortest interleaving that leads there. No search is cut off silently: more states than
+allowed are an error.
+
+Reduction
+---------
+With ``reduced=True`` three kinds of steps are taken as soon as they can be, instead of in every order
+with all others. Whatever is wrong ahead of a state that this leaves out is wrong ahead of one that is
+kept (in the field's terms they are persistent sets of one step; as every run ends, nothing is put off
+for ever):
+
+*Publish and wait on a growing word*: one process publishes it, never a smaller value, and others do no
+more than wait for ``>=``. A wait that may go on may do so ever after; a publish lets others go on and
+holds nobody back. So both commute with whatever other processes can do meanwhile.
+
+*The begin of an access*: nothing holds it back, so "now" is one of its real times. What others do up to
+a later begin either leaves its cells alone, and commutes, or touches them, and so overlaps with the
+access that has begun now: if one of them writes, that is a violation, and a real one.
+
+*The end of a read* of cells that no other process is writing or has still to write: nobody can tell.
+
+Interleaved are all other ends of accesses, and steps on other words: flags that are swapped, words
+with several writers, waits that may give up. The tests compare both ways on small sizes. Either way
+memory is sequentially consistent: weak memory is the race detector's business.
+
+States
+------
+A state is a string of bytes: per process the number of its next step, then the words, then the cells'
+contents by number. That is all: who is in the middle of which access follows from the next steps.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from interlace.runtime.core.errors import InterlaceError
+from interlace_verify.protocols.steps import (
+    EMPTY,
+    BeginRead,
+    BeginWrite,
+    CompareAndSwap,
+    EndRead,
+    EndWrite,
+    Process,
+    Protocol,
+    ProtocolStep,
+    Publish,
+    Wait,
+    cells_of,
+    left_out_by,
+    words_of,
+)
+
+LARGEST = 255
+
+
+class _Code(NamedTuple):
+    """A step, compiled. ``word``, ``only_after`` and ``cells`` are positions in the state."""
+
+    kind: type[ProtocolStep] | None = None  # None: there is no step any more
+    at_once: bool = False
+    word: int = 0
+    value: int = 0
+    new: int = 0
+    skip_to: int = -1
+    only_after: int = -1
+    cells: tuple[int, ...] = ()
+    mask: int = 0  # the same cells as bits
+    exact: bool = False
+
+
+def growing_words(protocol: Protocol) -> set[str]:
+    """Words that one process publishes, never a smaller value, and that others wait for without end."""
+    publishers: dict[str, Process] = {}
+    last: dict[str, int] = {}
+    others: set[str] = set()
+    for process in protocol.processes:
+        for step in process.steps:
+            if isinstance(step, Publish):
+                alone = publishers.setdefault(step.word, process) is process
+                if not alone or step.value < last.get(step.word, 0):
+                    others.add(step.word)
+                last[step.word] = step.value
+            # a wait that may give up, or compares exactly, can be disabled by a publish
+            elif not isinstance(step, Wait) or step.exact or step.giving_up is not None:
+                others.update(words_of(step))
+    return set(publishers) - others
+
+
+def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Before each step, and at the end: which cells the process is reading, and which writing."""
+    nothing: frozenset[str] = frozenset()
+    at = {0: (nothing, nothing)}
+    end = len(process.steps)
+    for number, step in enumerate(process.steps):
+        place = f"protocol: {process.name}, step {number + 1} ({step})"
+        if number not in at:
+            raise ValueError(f"{place}: is left out by the step before it in any case")
+        reading, writing = at[number]
+        cells = frozenset(cells_of(step))
+        if isinstance(step, BeginRead | BeginWrite) and cells & (reading | writing):
+            raise ValueError(f"{place}: the process accesses a cell of it already")
+        ends = {EndRead: reading, EndWrite: writing}.get(type(step), cells)
+        if not cells <= ends:
+            raise ValueError(f"{place}: the process has not begun to")
+        if isinstance(step, BeginRead | EndRead):
+            reading ^= cells
+        else:
+            writing ^= cells
+        left_out = left_out_by(step) or 0
+        for target in {number + 1, number + 1 + left_out}:
+            if not number < target <= end:
+                left = end - number - 1
+                raise ValueError(f"{place}: cannot leave out {left_out} of {left} steps")
+            if at.setdefault(target, (reading, writing)) != (reading, writing):
+                raise ValueError(f"{place}: leaves out only one of the begin and end of an access")
+    if any(at[end]):
+        cells = at[end][0] | at[end][1]
+        raise ValueError(f"protocol: {process.name} does not end the access to {set(cells)}")
+    return [at[number] for number in range(end + 1)]
+
+
+class ProtocolMachine:
+    """``protocol``, compiled; ``reduced`` takes steps that commute with all others at once (explorer)."""
+
+    def __init__(self, protocol: Protocol, *, reduced: bool) -> None:
+        self.protocol = protocol
+        self._reduced = reduced
+        steps = [step for process in protocol.processes for step in process.steps]
+        self._words = sorted({word for step in steps for word in words_of(step)})
+        self._cells = sorted({cell for step in steps for cell in cells_of(step)})
+        contents = {s.content for s in steps if isinstance(s, BeginRead | BeginWrite)}
+        self._contents = [EMPTY, *sorted(contents - {EMPTY})]
+        self._check(steps)
+        count = len(protocol.processes)
+        self._at = {name: count + i for i, name in enumerate([*self._words, *self._cells])}
+        self.first = bytes(count + len(self._at))
+        growing = growing_words(protocol)
+        self._codes = [
+            [*(self._compiled(s, at, growing) for at, s in enumerate(process.steps)), _Code()]
+            for process in protocol.processes
+        ]
+        accesses = [open_accesses(process) for process in protocol.processes]
+        self._reading = [[self._mask(reading) for reading, _ in line] for line in accesses]
+        self._writing = [[self._mask(writing) for _, writing in line] for line in accesses]
+        self._still_written = list(map(self._ahead, self._codes, self._writing))
+        # Whom a publish may let go on at once.
+        self._waiting: list[list[int]] = [[] for _ in self.first]
+        for number, line in enumerate(self._codes):
+            for word in {code.word for code in line if code.kind is Wait and code.at_once}:
+                self._waiting[word].append(number)
+
+    def _check(self, steps: Iterable[ProtocolStep]) -> None:
+        longest = max((len(process.steps) for process in self.protocol.processes), default=0)
+        if not longest:
+            raise ValueError(f"protocol: {self.protocol.name!r} has no steps")
+        values = [s.value for s in steps if isinstance(s, Publish | Wait)]
+        values += [v for s in steps if isinstance(s, CompareAndSwap) for v in (s.old, s.new)]
+        if min([0, *values]) < 0 or max(longest, len(self._contents) - 1, *values, 0) > LARGEST:
+            raise ValueError(
+                f"protocol: {self.protocol.name!r} is too large: values of words, steps per process "
+                f"and contents go up to {LARGEST}; it has values from {min(values, default=0)} to "
+                f"{max(values, default=0)}, {longest} steps and {len(self._contents) - 1} contents"
+            )
+
+    def _mask(self, cells: Iterable[str]) -> int:
+        return sum(1 << self._at[cell] for cell in cells)
+
+    @staticmethod
+    def _ahead(line: list[_Code], writing: list[int]) -> list[int]:
+        """Before each step: the cells that the process is writing or will write later."""
+        ahead, masks = 0, []
+        for code, now in zip(reversed(line), reversed(writing), strict=True):
+            ahead |= now | (code.mask if code.kind is BeginWrite else 0)
+            masks.append(ahead)
+        return masks[::-1]
+
+    def _compiled(self, step: ProtocolStep, at: int, growing: set[str]) -> _Code:
+        left_out = left_out_by(step)
+        skip_to = -1 if left_out is None else at + 1 + left_out
+        words = [self._at[word] for word in words_of(step)]
+        if isinstance(step, CompareAndSwap):
+            return _Code(CompareAndSwap, False, words[0], step.old, step.new, skip_to)
+        if isinstance(step, Publish | Wait):
+            at_once = self._reduced and step.word in growing
+            if isinstance(step, Publish):
+                return _Code(Publish, at_once, words[0], step.value)
+            code = _Code(Wait, at_once, words[0], step.value, 0, skip_to, [*words, -1][1])
+            return code._replace(exact=step.exact)
+        cells, mask = tuple(self._at[cell] for cell in step.cells), self._mask(step.cells)
+        code = _Code(type(step), cells=cells, mask=mask)
+        if isinstance(step, EndRead | EndWrite):
+            return code
+        return code._replace(at_once=self._reduced, value=self._contents.index(step.content))
+
+    def step(self, state: bytearray, process: int) -> str | None:
+        """Take the next step of ``process`` in place; what is wrong with it, or ""; None if it is held."""
+        at = state[process]
+        kind, _, word, value, new, skip_to, only_after, cells, mask, exact = self._codes[process][
+            at
+        ]
+        next_at = at + 1
+        if kind is Publish:
+            state[word] = value
+        elif kind is Wait:
+            if state[word] == value or (state[word] > value and not exact):
+                next_at = max(next_at, skip_to)
+            elif skip_to < 0 or (only_after >= 0 and not state[only_after]):
+                return None
+        elif kind is CompareAndSwap:
+            if state[word] == value:
+                state[word] = new
+            elif skip_to < 0:
+                return None
+            else:
+                next_at = skip_to
+        elif kind is BeginRead or kind is BeginWrite:
+            for other, writing in enumerate(self._writing):
+                if other != process and (
+                    writing[state[other]] & mask
+                    or (kind is BeginWrite and self._reading[other][state[other]] & mask)
+                ):
+                    return self._overlap(state, process, other)
+            for cell in cells:
+                if kind is BeginWrite:
+                    state[cell] = value
+                elif state[cell] != value:
+                    return self._wrong_content(state, process, cell)
+        elif kind is None:
+            return None
+        state[process] = next_at
+        return ""
+
+    def choices(self, state: bytes) -> list[int]:
+        """Ranks that may have a step in a settled state: all others have finished or are held."""
+        return [p for p, line in enumerate(self._codes) if not line[state[p]].at_once]
+
+    def settle(
+        self, state: bytearray, processes: Iterable[int], told: list[str] | None = None
+    ) -> str:
+        """Take the steps of ``processes``, and whom they let go on, that come at once; what is wrong."""
+        pending = list(processes)
+        while pending:
+            process = pending.pop()
+            line = self._codes[process]
+            while True:
+                code = line[state[process]]
+                if not code.at_once and not self._last_read(state, process, code):
+                    break
+                text = "" if told is None else self.tell(state, process)
+                wrong = self.step(state, process)
+                if wrong is None:
+                    break
+                if told is not None:
+                    told.append(text)
+                if wrong:
+                    return wrong
+                if code.kind is Publish:
+                    pending += [
+                        other
+                        for other in self._waiting[code.word]
+                        if self._codes[other][state[other]].word == code.word
+                    ]
+        return ""
+
+    def _last_read(self, state: bytearray, process: int, code: _Code) -> bool:
+        """Whether this is the end of a read of cells that no other process writes any more."""
+        if code.kind is not EndRead or not self._reduced:
+            return False
+        for other, ahead in enumerate(self._still_written):
+            if other != process and ahead[state[other]] & code.mask:
+                return False
+        return True
+
+    def tell(self, state: bytes | bytearray, process: int) -> str:
+        """The next step of ``process``, in words."""
+        step = self.protocol.processes[process].steps[state[process]]
+        text = f"{self._name(process)} {step}"
+        if left_out_by(step) is None:
+            return text
+        code, seen = self._codes[process][state[process]], state[self._at[words_of(step)[0]]]
+        if seen == code.value or (seen > code.value and isinstance(step, Wait) and not step.exact):
+            return text
+        return f"{text}{', gives up' if isinstance(step, Wait) else ''} (it is {seen})"
+
+    def blocked(self, state: bytes) -> str:
+        """Where nobody can go on: who has not finished, and why; empty if all have."""
+        lines = []
+        for number, process in enumerate(self.protocol.processes):
+            if state[number] < len(process.steps):
+                step = process.steps[state[number]]
+                lines.append(f"{process.name} {step} (it is {state[self._at[words_of(step)[0]]]})")
+        return "; ".join(lines)
+
+    def wrong_end(self, state: bytes) -> str:
+        """The objection of ``at_end`` to a state where all have finished; "" if none."""
+        if self.protocol.at_end is None:
+            return ""
+        values: dict[str, int | str] = {word: state[self._at[word]] for word in self._words}
+        values |= {cell: self._contents[state[self._at[cell]]] for cell in self._cells}
+        return self.protocol.at_end(values)
+
+    def _name(self, process: int) -> str:
+        return self.protocol.processes[process].name
+
+    def _overlap(self, state: bytearray, process: int, other: int) -> str:
+        mask = self._codes[process][state[process]].mask
+        doing = "writing" if self._writing[other][state[other]] & mask else "reading"
+        return f"{self.tell(state, process)}, which {self._name(other)} is {doing}"
+
+    def _wrong_content(self, state: bytearray, process: int, cell: int) -> str:
+        step = self.protocol.processes[process].steps[state[process]]
+        assert isinstance(step, BeginRead)
+        name = self._cells[cell - len(self.first) + len(self._cells)]
+        found = self._contents[state[cell]]
+        return f"{self._name(process)} reads {found} in {name} instead of {step.content}"
+
+
+MAX_STATES = 5_000_000
+
+
+class StateLimitError(InterlaceError):
+    """A protocol has more states than were allowed, so nothing is known about it."""
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """Something wrong, and the steps that lead there from the start, one text per step."""
+
+    text: str
+    steps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *(f"{n:5}  {step}" for n, step in enumerate(self.steps, 1))])
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """The findings of :func:`explore`.
+
+    ``depth``: how many interleaved steps the state takes that is farthest from the start.
+    ``deadlocks`` and ``violations`` have one entry per different text, the nearest first.
+    """
+
+    name: str
+    ranks: int
+    rounds: int
+    reduced: bool
+    states: int
+    transitions: int
+    depth: int
+    seconds: float
+    deadlocks: tuple[Counterexample, ...]
+    violations: tuple[Counterexample, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Neither deadlocks nor violations."""
+        return not self.deadlocks and not self.violations
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.ranks} ranks, {self.rounds} rounds: {self.states:,} states"
+            f"{' (reduced)' if self.reduced else ''}, {self.transitions:,} transitions, depth "
+            f"{self.depth}, {self.seconds:.2f} s: {len(self.deadlocks)} deadlocks, "
+            f"{len(self.violations)} violations"
+        ]
+        lines += [f"first deadlock: {found}" for found in self.deadlocks[:1]]
+        lines += [f"first violation: {found}" for found in self.violations[:1]]
+        return "\n".join(lines)
+
+
+def explore(
+    protocol: Protocol, *, reduced: bool = False, max_states: int = MAX_STATES
+) -> Exploration:
+    """Visit every state of ``protocol``; with ``reduced``, leave out orders of steps that commute.
+
+    Raises ``ValueError`` for a protocol that is not well formed (an end without its begin, a jump past
+    the last step, values, steps of a process or contents beyond 255), and :class:`StateLimitError`
+    beyond ``max_states``.
+
+    Example::
+
+        >>> from interlace_verify.protocols.patterns import push
+        >>> from interlace_verify.protocols.explorer import explore
+        >>> explore(push(2, 2)).clean
+        True
+    """
+    if max_states < 1:
+        raise ValueError(f"max_states: must be at least 1, got {max_states}")
+    started = time.perf_counter()
+    machine = ProtocolMachine(protocol, reduced=reduced)
+    processes = range(len(protocol.processes))
+    # What is wrong, and the way there: a state by its number, and who took the wrong step from it.
+    deadlocks: dict[str, tuple[int, int | None]] = {}
+    violations: dict[str, tuple[int, int | None]] = {}
+    first = bytearray(machine.first)
+    wrong = machine.settle(first, processes)
+    states = [bytes(first)]
+    numbers = {states[0]: 0}
+    came_from = [(0, 0)]  # by number of state: the state before it, and who went on from there
+    transitions = depth = number = 0
+    next_level = 1
+    if wrong:
+        violations[wrong] = (0, None)
+        number = 1
+    while number < len(states):
+        if number == next_level:
+            depth += 1
+            next_level = len(states)
+        before = states[number]
+        after = bytearray(before)
+        held = True
+        for process in machine.choices(before):
+            outcome = machine.step(after, process)
+            if outcome is None:
+                continue
+            held = False
+            transitions += 1
+            if outcome or (outcome := machine.settle(after, (process,))):
+                violations.setdefault(outcome, (number, process))
+            else:
+                key = bytes(after)
+                if key not in numbers:
+                    numbers[key] = len(states)
+                    states.append(key)
+                    came_from.append((number, process))
+            after = bytearray(before)
+        if len(states) > max_states:
+            raise StateLimitError(
+                f"{protocol.name}: more than {max_states:,} states; take fewer ranks or rounds"
+            )
+        if held:
+            if blocked := machine.blocked(before):
+                deadlocks.setdefault(blocked, (number, None))
+            elif objection := machine.wrong_end(before):
+                violations.setdefault(objection, (number, None))
+        number += 1
+
+    def counterexample(text: str, state: int, process: int | None) -> Counterexample:
+        way = [] if process is None else [process]
+        while state:
+            state, process = came_from[state]
+            way.append(process)
+        return Counterexample(text, tuple(_replayed(machine, reversed(way))))
+
+    return Exploration(
+        protocol.name,
+        protocol.ranks,
+        protocol.rounds,
+        reduced,
+        len(states),
+        transitions,
+        depth,
+        time.perf_counter() - started,
+        tuple(counterexample(text, *way) for text, way in deadlocks.items()),
+        tuple(counterexample(text, *way) for text, way in violations.items()),
+    )
+
+
+def _replayed(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
+    """All steps of a run in words, given who goes on wherever there is a choice."""
+    state = bytearray(machine.first)
+    told: list[str] = []
+    wrong = machine.settle(state, range(len(machine.protocol.processes)), told)
+    for process in way:
+        assert not wrong
+        told.append(machine.tell(state, process))
+        wrong = machine.step(state, process) or machine.settle(state, (process,), told)
+    return told

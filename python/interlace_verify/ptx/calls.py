@@ -1,0 +1,169 @@
+"""PTX that branches or calls functions that are not in its text: ``call (result), name, (arguments);``.
+
+Arguments are registers, or parameters in the memory of the threads. What is called is code of this process:
+a device function by its name in :data:`FUNCTIONS`, numbers in, a number or None out, which acts for the
+program that runs, so threads with the same arguments share a call; one in :data:`TOGETHER`, once for all
+threads that come to it together; or one of C, once for each thread.
+``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
+standard output at once; ``__assertfail`` ends the run with what the source says.
+"""
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from interlace_verify.ptx.instruction import Action, Instruction, Write, builders, split
+from interlace_verify.ptx.special import Reader, Threads
+from interlace_verify.ptx.types import TYPES, Array, ScalarType
+
+CALLS, builds = builders()
+FUNCTIONS: dict[str, Callable[..., int | None]] = {}
+TOGETHER: dict[str, Callable[[Threads], None]] = {}
+_DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGcsp%])")
+
+
+def called(instruction: Instruction) -> tuple[list[str], str, list[str]]:
+    """The names of results, the function's, and its arguments."""
+    first, *rest = [each.strip() for each in instruction.operands] or [""]
+    results = split(first[1:-1]) if first.startswith("(") else []
+    name, *rest = (rest or [""]) if first.startswith("(") else (first, *rest)
+    return results, name, split(rest[0].strip("() ")) if rest else []
+
+
+@builds("call")
+def build_call(instruction: Instruction) -> Action:
+    instruction.flag("uni")
+    results, name, given = called(instruction)
+    if name in instruction.registers:
+        raise instruction.error(f"a call of the function that register '{name}' has is not known")
+    instruction.finish(1, 2, 3)
+    if name in TOGETHER:
+        return TOGETHER[name]
+    function, of_c = FUNCTIONS.get(name), _OF_C.get(name)
+    if function is None and (of_c is None or instruction.symbols is None):
+        known = FUNCTIONS.keys() | (_OF_C if instruction.symbols is not None else {})
+        raise instruction.unknown(f"the function '{name}'", known)
+    reads = [_argument(instruction, each) for each in given]
+    writes = [_result(instruction, each) for each in results]
+
+    def call(threads: Threads) -> None:
+        numbers = threads.active(threads.numbers).tolist()
+        columns = [threads.active(read(threads)).tolist() for read in reads]
+        rows = list(zip(*columns, strict=True)) if columns else [()] * len(numbers)
+        if function is None:
+            assert of_c is not None
+            every = [of_c(threads, n, *row) for n, row in zip(numbers, rows, strict=True)]
+        else:
+            found = {row: function(*row) for row in dict.fromkeys(rows)}
+            every = [found[row] for row in rows]
+        for write, kind in writes:
+            write(threads, np.array([int(each or 0) & kind.mask for each in every], kind.raw))
+
+    return call
+
+
+def _kind(instruction: Instruction, name: str) -> tuple[ScalarType, int | None]:
+    """What an operand holds, and where it is in the memory of a thread, if it is no register."""
+    symbol = instruction.symbol(name)
+    if symbol is None:
+        return TYPES[f"u{instruction.register(name).bits}"], None
+    if symbol.space != "param" or symbol.nbytes not in (1, 2, 4, 8):
+        raise instruction.error(f"'{name}' is no number to call a function with")
+    return TYPES[f"u{8 * symbol.nbytes}"], symbol.offset
+
+
+def _argument(instruction: Instruction, name: str) -> Reader:
+    kind, offset = _kind(instruction, name)
+    if offset is None:
+        return instruction.reader(name, kind)
+    return lambda threads: threads.session.local.column(offset, kind)
+
+
+def _result(instruction: Instruction, name: str) -> tuple[Write, ScalarType]:
+    kind, offset = _kind(instruction, name)
+    if offset is None:
+        return instruction.active_writer(name, kind), kind
+
+    def write(threads: Threads, bits: Array) -> None:
+        threads.session.local.column(offset, kind)[threads.everyone()] = bits
+
+    return write, kind
+
+
+# -- of C ------------------------------------------------------------------------------------------
+
+
+def _text_at(threads: Threads, address: int) -> str:
+    """A string of the module's; it ends with its memory, at the latest."""
+    found = threads.session.hooks.memory.at(address)
+    if found is None:
+        return f"(no string at address {address:#x})"
+    return (
+        ctypes.string_at(address, found.end - address).partition(b"\0")[0].decode(errors="replace")
+    )
+
+
+def _print(threads: Threads, number: int, format: int, arguments: int) -> int:
+    at, count = 0, 0
+
+    def taken(match: Any) -> str:
+        nonlocal at, count
+        flags, wide, kind = match.groups()
+        if kind == "%":
+            return "%"
+        size = 8 if wide or kind in "eEfFgGsp" else 4
+        at = -(-at // size) * size
+        raw = threads.session.local.bytes_of(number, arguments + at, size)
+        at, count = at + size, count + 1
+        code = (
+            "d"
+            if kind in "eEfFgG"
+            else {4: "i", 8: "q"}[size]
+            if kind in "di"
+            else {4: "I", 8: "Q"}[size]
+        )
+        (value,) = struct.unpack("<" + code, raw)
+        if kind == "s":
+            value = _text_at(threads, value)
+        if kind == "c":
+            value = chr(value & 0xFF)
+        return f"%{flags}{'#x' if kind == 'p' else kind}" % value if kind != "p" else f"{value:#x}"
+
+    print(_DIRECTIVE.sub(taken, _text_at(threads, format)), end="")
+    return count
+
+
+def _fail(
+    threads: Threads, number: int, message: int, file: int, line: int, where: int, *_: int
+) -> None:
+    told, path, function = (_text_at(threads, each) for each in (message, file, where))
+    raise AssertionError(f"{path}:{line}, {function}: '{told}' fails in thread {number}")
+
+
+_OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail": _fail}
+
+
+@builds("brx")
+def build_indexed_branch(instruction: Instruction) -> Action:
+    """The machine jumps, threads apart where the index differs."""
+    instruction.flag("uni")
+    if not instruction.flag("idx") or instruction.symbols is None:
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])
+    instruction.finish(2)
+    read = instruction.reader(instruction.operands[0], TYPES["u32"])
+
+    def branch(threads: Threads) -> None:
+        threads.session.branch = read(threads)
+
+    return branch
+
+
+@builds("bra")
+def build_branch(instruction: Instruction) -> Action:
+    instruction.flag("uni")
+    instruction.finish(1)
+    return lambda threads: instruction.target

@@ -1,0 +1,564 @@
+"""PTX that loads and stores: ``ld`` and ``st``, ``atom`` and ``red``.
+
+Plain accesses are told to the hooks as loads and stores, which a store buffer may
+delay and a race detector checks. Those with an ordering are told as one atomic each, and performed with
+``std::atomic`` by the C++ half of Triton's interpreter, so they are atomic across processes too. What that
+half lacks is a loop of compare-and-swap.
+
+Addresses and values are those of the threads that run the instruction: (threads,), or (threads, parts) of
+a vector.
+"""
+
+import functools
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import triton.language as tl
+
+from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
+from interlace.runtime.core.accesses import NULL, Atomic, with_origin
+from interlace.runtime.numerics.exact import larger, smaller
+from interlace_verify.ptx.arithmetic import PAIRS as _PAIRS, lanewise
+from interlace_verify.ptx.instruction import Action, Instruction, Write, builders
+from interlace_verify.ptx.special import Reader, Threads
+from interlace_verify.ptx.types import TYPES, Array, ScalarType
+
+SPACES = ("shared", "shared::cta")
+_VERBS = {"ld": "loads", "st": "stores"}
+_ADDRESS = re.compile(r"\[ ?([^\s+\]]+) ?(?:\+ ?(-?\w+) ?)?\]")
+
+
+def address_of(
+    instruction: Instruction,
+    text: str,
+    kind: ScalarType,
+    count: int = 1,
+    *,
+    shared: bool = False,
+    window: Reader | None = None,
+) -> Reader:
+    """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one.
+
+    Those in shared memory, or in a ``window``, of 32 bits in PTX, become addresses of this process.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise instruction.error("an address is written in brackets, as [register+4]")
+    if shared and not instruction.generic:
+        window = _shared_base
+    narrow = window is not None
+    base = instruction.reader(match[1], TYPES["u32" if narrow else "u64"], wider=narrow)
+    offset = instruction.literal(match[2] or "0", TYPES["u64"])
+    if offset is None:
+        raise instruction.error(f"the offset in '{text}' must be a whole number")
+    align, null = np.uint64(kind.bits // 8 * count), np.uint64(NULL)
+    mnemonic = instruction.mnemonic
+    by, within = np.uint64(offset), align - np.uint64(1)  # a power of 2
+
+    def at(threads: Threads) -> Array:
+        addresses = threads.active(base(threads))
+        if offset:
+            addresses = addresses + by
+        if window is not None:
+            addresses = (addresses & np.uint64(0xFFFFFFFF)) + window(threads)
+        if not addresses.size:
+            return addresses
+        if np.bitwise_or.reduce(addresses) & within or np.minimum.reduce(addresses) < null:
+            wrong = (addresses % align != 0) | (addresses < null)
+            address = int(addresses[wrong][0])
+            what = "null" if address < NULL else f"not a multiple of {align}"
+            what = f"{what}; line {instruction.line}: {instruction.text}"
+            if window is None:
+                does, count = _VERBS.get(mnemonic, mnemonic), int(wrong.sum())
+                threads.session.hooks.misplaced(address, int(align), count, does, what)
+            raise ValueError(f"PTX: address {address:#x} is {what}")
+        return addresses
+
+    return at
+
+
+def _shared_base(threads: Threads) -> Array:
+    return np.uint64(threads.session.base)
+
+
+MEMORY, builds = builders()
+
+Load = Callable[[Threads, Array], Array]
+Store = Callable[[Threads, Array, Array], object]
+"""Of bits, at addresses."""
+Change = Callable[[Any, Any], Any]
+"""(addresses, order) -> what was there: changes memory at once."""
+Addresses = Callable[[Threads], list[Array]]
+"""Where an access starts; of one that reaches all ranks, in every rank's memory."""
+
+
+class AccessWay(NamedTuple):
+    """How memory is accessed: with an order, or none, and a scope.
+
+    ``shared``: it is shared memory. ``multicast``: the address is another one of the same memory.
+    ``incoherent``: nobody writes there while the kernel runs, or else what is loaded may be old. ``base``:
+    the slot of the register that addresses are computed from, -1 if it is not known.
+    """
+
+    sem: str | None = None
+    scope: str = "cta"
+    shared: bool = False
+    multicast: bool = False
+    incoherent: bool = False
+    base: int = -1
+
+    @property
+    def orders(self) -> bool:
+        return self.sem in ORDERS
+
+    def pointers(self, threads: Threads, addresses: Array, kind: ScalarType) -> Any:
+        handle = pointers_of(threads, addresses, kind, base=self.base)
+        if self.multicast:
+            handle.multicast = True
+        return handle
+
+
+PLAIN = AccessWay()
+SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
+ORDERS = {
+    "relaxed": atomics.MEM_SEMANTIC.RELAXED,
+    "acquire": atomics.MEM_SEMANTIC.ACQUIRE,
+    "release": atomics.MEM_SEMANTIC.RELEASE,
+    "acq_rel": atomics.MEM_SEMANTIC.ACQUIRE_RELEASE,
+}
+WHOLE = ("u32", "s32", "u64", "s64")
+_SHORTS = ("f16", "bf16")
+_OPERATIONS = {
+    "add": ("u32", "s32", "u64", "s64", "f32", "f64", *_SHORTS),
+    "min": WHOLE,
+    "max": WHOLE,
+    "inc": ("u32",),
+    "dec": ("u32",),
+    "and": ("b32", "b64"),
+    "or": ("b32", "b64"),
+    "xor": ("b32", "b64"),
+    "exch": ("b32", "b64"),
+    "cas": ("b16", "b32", "b64"),
+}
+_VECTORS = ("v2", "v4", "v8")
+_OF_FLOATS = {"add": operator.add, "min": smaller, "max": larger}
+_ACCESS_TYPES = [name for name in TYPES if name not in ("pred", "f16", "bf16")]
+_CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|L1::\w+|L2::(evict_\w+|cache_hint|\d+B)")
+_pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.values()}
+
+
+# -- what accesses have in common ------------------------------------------------------------------
+
+
+def take_global(instruction: Instruction) -> None:
+    instruction.flag("global")
+    space = instruction.choose(
+        "shared", "shared::cta", "shared::cluster", "local", "const", "param"
+    )
+    if space is not None:
+        raise instruction.unknown(f"state space '.{space}'", ["global", "generic addresses"])
+
+
+def take_cache_hints(instruction: Instruction) -> None:
+    for name in filter(_CACHE_HINT.fullmatch, list(instruction.qualifiers)):
+        instruction.flag(name)
+        if name == "L2::cache_hint" and instruction.operands:  # a policy
+            instruction.reader(instruction.operands.pop(), TYPES["b64"])
+
+
+def take_space(instruction: Instruction) -> bool:
+    """Whether it is shared memory, which only a whole kernel has; generic addresses and global are not."""
+    if instruction.symbols is not None and instruction.choose(*SPACES):
+        return True
+    take_global(instruction)
+    return False
+
+
+def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str]:
+    """The ordering, None if there is none, and the scope; only those that order have one."""
+    sem = instruction.choose(*sems)
+    scope = instruction.choose(*SCOPES)
+    if (scope is not None) != (sem in ORDERS):
+        raise instruction.error("a scope belongs to .relaxed, .acquire, .release, which need one")
+    if sem == "volatile":
+        return "relaxed", "sys"  # as PTX has it
+    return sem, SCOPES[scope or "cta"]
+
+
+def take_parts(instruction: Instruction, operand: str, vector: str | None) -> list[str]:
+    """The registers of ``operand``, as many as ``vector``, "v2" or "v4", says."""
+    parts = instruction.parts(operand)
+    if len(parts) != int((vector or "v1")[1:]) or (vector and not operand.startswith("{")):
+        raise instruction.error("'.v2', '.v4' and '.v8' go with as many registers in braces")
+    return parts
+
+
+def all_of(addresses: Array) -> Any:
+    return everywhere(addresses.shape)
+
+
+def base_of(instruction: Instruction, text: str) -> int:
+    """The slot of the register in an address, -1 if there is none."""
+    match = _ADDRESS.fullmatch(text)
+    found = instruction.registers.get(match[1]) if match else None
+    return found.slot if found else -1
+
+
+def pointers_of(
+    threads: Threads,
+    addresses: Array,
+    kind: ScalarType,
+    lanes: Array | None = None,
+    *,
+    base: int = -1,
+) -> Any:
+    """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``.
+
+    ``base``: the slot of the register that they are computed from, if its origin is theirs.
+    """
+    handle = unchecked(addresses, _pointer_types[kind.name])
+    if (origin := threads.session.origins.get(base)) is not None:
+        handle.dtype = with_origin(handle.dtype, origin)
+    if threads.heard and (numbers := threads.who() if lanes is None else lanes) is not None:
+        if addresses.ndim > 1:
+            numbers = numbers.reshape(-1, *[1] * (addresses.ndim - 1))
+        same = numbers.shape == addresses.shape
+        handle.threads = numbers if same else np.broadcast_to(numbers, addresses.shape)
+    return handle
+
+
+def handle_of(bits: Array, kind: ScalarType) -> Any:
+    return unchecked(bits.view(kind.stored), kind.memory)
+
+
+def fetched(pointers: Any, mask: Any, kind: ScalarType) -> Any:
+    """What is in memory now, as ``kind`` is stored; 0 where the mask is not."""
+    zero = _zeros(pointers.data.shape, kind.stored)
+    return atomics.load(pointers.data, mask.data, zero, kind.stored)
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    return np.zeros(shape, dtype)  # nobody writes to them
+
+
+def put(pointers: Any, value: Any, mask: Any) -> None:
+    """Into memory, now."""
+    atomics.store(pointers.data, value.data, mask.data)
+
+
+# -- loads and stores ------------------------------------------------------------------------------
+
+
+@builds("ld", "st")
+def build_access(instruction: Instruction) -> Action:
+    sem, scope = take_plain_ordering(instruction)
+    if sem in ORDERS:
+        instruction.flag("mmio")
+    take_global(instruction)
+    incoherent = instruction.mnemonic == "ld" and instruction.flag("nc")
+    take_cache_hints(instruction)
+    parts, kind, addresses = take_access(instruction)
+    base = base_of(instruction, instruction.operands[instruction.mnemonic == "ld"])
+    way = AccessWay(sem, scope, incoherent=incoherent, base=base)
+    if instruction.mnemonic == "ld":
+        return loading(instruction, parts, kind, addresses, load_of(kind, way))
+    return storing(instruction, parts, kind, addresses, store_of(kind, way))
+
+
+def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
+    """As :func:`take_ordering`, of a load or a store."""
+    strongest = "acquire" if instruction.mnemonic == "ld" else "release"
+    return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
+
+
+def take_access(
+    instruction: Instruction, *, shared: bool = False, window: Reader | None = None
+) -> tuple[list[str], ScalarType, Addresses]:
+    """The registers of a load or a store, their type, and where it starts, as :func:`address_of`."""
+    vector, kind = take_accessed(instruction)
+    instruction.finish(2)
+    order = 1 if instruction.mnemonic == "ld" else -1
+    outer, inner = instruction.operands[::order]
+    parts = take_parts(instruction, outer, vector)
+    at = address_of(instruction, inner, kind, len(parts), shared=shared, window=window)
+    return parts, kind, lambda threads: [at(threads)]
+
+
+def take_accessed(instruction: Instruction) -> tuple[str | None, ScalarType]:
+    """What is loaded or stored, as a vector and its type; 128 bits are two halves."""
+    if instruction.flag("b128"):
+        return "v2", TYPES["b64"]
+    return instruction.choose(*_VECTORS), instruction.take_type(_ACCESS_TYPES)
+
+
+def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:
+    """The addresses of every part of a vector."""
+    if parts == 1:
+        return addresses
+    return addresses[:, None] + np.arange(parts, dtype=np.uint64) * np.uint64(kind.bits // 8)
+
+
+def loading(
+    instruction: Instruction,
+    parts: list[str],
+    kind: ScalarType,
+    addresses: Addresses,
+    get: Load,
+    total: Callable[[list[Array]], Array] = lambda found: found[0],
+) -> Action:
+    """Into each of ``parts`` goes the total of what is at the addresses."""
+    writes = [instruction.active_writer(part, kind) for part in parts]
+
+    if len(parts) == 1:
+        (only,) = writes
+        return lambda threads: only(
+            threads, total([get(threads, each) for each in addresses(threads)])
+        )
+
+    def load(threads: Threads) -> None:
+        everywhere = [_spread(each, len(parts), kind) for each in addresses(threads)]
+        found = total([get(threads, each) for each in everywhere])
+        for index, write in enumerate(writes):
+            write(threads, found[:, index])
+
+    return load
+
+
+def storing(
+    instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
+) -> Action:
+    """Each of ``parts`` goes to every address."""
+    reads = [instruction.reader(part, kind, wider=True) for part in parts]
+
+    def store(threads: Threads) -> None:
+        bits = _stacked([threads.active(read(threads)) for read in reads])
+        for each in addresses(threads):
+            put(threads, _spread(each, len(parts), kind), bits)
+
+    return store
+
+
+def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
+    if way.orders:
+        access = _atomic(kind, "load", way)
+
+        def get(threads: Threads, addresses: Array) -> Array:
+            nothing = np.zeros(addresses.shape, kind.raw)
+
+            def unchanged(addresses: Any, order: Any) -> Any:  # 0 becomes 0, anything else stays
+                return atomics.atomic_cas(addresses, nothing, nothing, order)
+
+            return access(threads, addresses, unchanged, reads_only=True)
+
+        return get
+
+    def load(threads: Threads, addresses: Array) -> Array:
+        threads.idle_steps, threads.polls_plainly = 0, True
+        pointers, mask = way.pointers(threads, addresses, kind), all_of(addresses)
+        if way.incoherent:
+            pointers.incoherent = True
+
+        def perform(mask: Any = mask) -> Any:
+            return unchecked(fetched(pointers, mask, kind), kind.memory)
+
+        found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
+        return found
+
+    return load
+
+
+def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
+    if way.orders:
+        return read_modify_write("xchg", TYPES[f"u{kind.bits}"], way, told="store")
+
+    def store(threads: Threads, addresses: Array, bits: Array) -> None:
+        threads.idle_steps = 0
+        pointers, mask = way.pointers(threads, addresses, kind), all_of(addresses)
+        value, pointers.stored = handle_of(bits, kind), bits
+
+        def perform(mask: Any = mask) -> None:
+            if threads.heard:
+                there = fetched(pointers, mask, kind)
+                pointers.unchanged = bool((there.view(kind.raw) == bits).all())
+            put(pointers, value, mask)
+
+        threads.session.hooks.store(pointers, value, mask, perform)
+
+    return store
+
+
+# -- atomics ---------------------------------------------------------------------------------------
+
+
+def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]:
+    """Lets the hooks do a change; gives the bits that were there before."""
+    sem = str(way.sem)
+
+    def access(
+        threads: Threads,
+        addresses: Array,
+        change: Change,
+        reads_only: bool = False,
+        compare: Any = None,
+        value: Any = None,
+    ) -> Array:
+        threads.idle_steps, threads.polls_plainly = 0, False
+        pointers, every = way.pointers(threads, addresses, kind), all_of(addresses)
+
+        def perform(mask: Any = every) -> Any:
+            if mask is not every and not mask.data.all():
+                return handle_of(np.zeros(addresses.shape, kind.raw), kind)
+            return handle_of(change(pointers.data, ORDERS[sem]), kind)
+
+        how = told, sem, way.scope, reads_only, compare, not threads.alone, value
+        atomic, session = Atomic(pointers, every, *how), threads.session
+        change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
+        found: Array = change_memory(atomic, perform).data.view(kind.raw)
+        return found
+
+    return access
+
+
+@builds("atom", "red")
+def build_atomic(instruction: Instruction) -> Action:
+    returns = instruction.mnemonic == "atom"
+    sems = ORDERS if returns else ("relaxed", "release")
+    sem = instruction.choose(*sems) or "relaxed"
+    scope, shared = SCOPES[instruction.choose(*SCOPES) or "gpu"], take_space(instruction)
+    take_cache_hints(instruction)
+    known = list(_OPERATIONS) if returns else list(_OPERATIONS)[:-2]
+    name = instruction.choose(*known)
+    if name is None:
+        raise instruction.unknown(f"the operation of '{instruction.opcode}'", known)
+    vector, kind, number = instruction.choose(*_VECTORS), *take_changed(instruction, name)
+    instruction.finish(2 + returns + (name == "cas"))
+    target, *given = instruction.operands[returns:]
+    vectors = [take_parts(instruction, each, vector) for each in given]
+    at = address_of(instruction, target, kind, len(vectors[0]), shared=shared)
+    way = AccessWay(sem, scope, shared, base=base_of(instruction, target))
+    if name == "cas":
+        apply = _compare_and_swap(kind, way)
+    else:
+        apply = read_modify_write("xchg" if name == "exch" else name, kind, way, number=number)
+    writes: list[Write] = []
+    if returns:
+        parts = take_parts(instruction, instruction.operands[0], vector)
+        writes = [instruction.active_writer(each, kind) for each in parts]
+    reads = [[instruction.reader(part, kind) for part in parts] for parts in vectors]
+
+    def run(threads: Threads) -> None:
+        addresses = _spread(at(threads), len(vectors[0]), kind)
+        bits = [_stacked([threads.active(read(threads)) for read in each]) for each in reads]
+        before = apply(threads, addresses, *bits)
+        for index, write in enumerate(writes):
+            write(threads, before if vector is None else before[:, index])
+
+    return run
+
+
+def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, ScalarType | None]:
+    """The type of a register, and that of the two numbers in it, if it is a pair."""
+    instruction.flag("noftz")
+    if name in _OF_FLOATS and (pair := instruction.choose(*_PAIRS)):
+        return TYPES["b32"], TYPES[_PAIRS[pair]]
+    shorts = _SHORTS if name in ("min", "max") else ()
+    return instruction.take_type((*_OPERATIONS[name], *shorts)), None
+
+
+def _stacked(values: list[Array]) -> Array:
+    """Of several parts, (threads, parts)."""
+    return values[0] if len(values) == 1 else np.stack(values, axis=1)
+
+
+def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
+    access = _atomic(kind, "cas", way)
+
+    def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
+        compare, swap = handle_of(expected, kind), handle_of(value, kind)
+
+        def change(addresses: Any, order: Any) -> Any:
+            return atomics.atomic_cas(addresses, compare.data, swap.data, order)
+
+        same = expected.flat[0] == value.flat[0] and bool((expected == value).all())
+        return access(threads, addresses, change, reads_only=same, compare=compare)
+
+    return apply
+
+
+def read_modify_write(
+    name: str, kind: ScalarType, way: AccessWay, *, told: str = "", number: ScalarType | None = None
+) -> Callable[..., Array]:
+    """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
+    access = _atomic(kind, told or name, way)
+    change = _change(name, kind, number)
+    harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
+    if kind.is_float:
+        harmless = None  # -0 + 0 is +0
+
+    def apply(threads: Threads, addresses: Array, bits: Array) -> Array:
+        changed = functools.partial(change, bits)
+        reads_only = harmless is not None and bool((bits == harmless).all())
+        value = handle_of(bits, kind) if told == "store" else None
+        return access(threads, addresses, changed, reads_only=reads_only, value=value)
+
+    return apply
+
+
+_NATIVE = {
+    (letter, name): getattr(atomics.RMW_OP, prefix + name.upper())
+    for letters, prefix, names in (
+        ("us", "", "add and or xor xchg"),
+        ("b", "", "and or xor xchg"),
+        ("s", "", "min max"),
+        ("u", "U", "min max"),
+        ("f", "F", "add"),
+    )
+    for letter in letters
+    for name in names.split()
+}
+_UPDATES: dict[str, Callable[[int, int], int]] = {
+    "xchg": lambda old, value: value,
+    "inc": lambda old, value: 0 if old >= value else old + 1,
+    "dec": lambda old, value: value if old == 0 or old > value else old - 1,
+}
+
+
+def _change(
+    name: str, kind: ScalarType, number: ScalarType | None
+) -> Callable[[Array, Any, Any], Any]:
+    """(bits, addresses, order) -> what was there, atomically."""
+    native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 and number is None else None
+    if native is not None:
+        return lambda bits, addresses, order: atomics.atomic_rmw(
+            native, addresses, bits.view(kind.stored), np.ones(bits.shape, np.bool_), order
+        )
+
+    update = _update(name, kind, number)
+
+    def one(bits: Array, address: Array, order: Any) -> Any:
+        seen = np.zeros(1, kind.raw)
+        while True:
+            found = atomics.atomic_cas(address, seen, update(seen, bits), order)
+            if found[0] == seen[0]:
+                return found
+            seen = found
+
+    def loop(bits: Array, addresses: Array, order: Any) -> Any:
+        flat = zip(bits.reshape(-1, 1), addresses.reshape(-1, 1), strict=True)
+        return np.concatenate([one(*each, order) for each in flat]).reshape(bits.shape)
+
+    return loop
+
+
+def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[..., Array]:
+    """(bits there, bits given) -> bits, of one register."""
+    if number is not None:
+        return lanewise(_OF_FLOATS[name], number)
+    if kind.is_float and name in _OF_FLOATS:
+        return lambda old, new: kind.encode(_OF_FLOATS[name](kind.decode(old), kind.decode(new)))
+    change = _UPDATES[name]
+    return lambda old, new: np.array([change(int(old[0]), int(new[0]))], kind.raw)

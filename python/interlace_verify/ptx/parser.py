@@ -1,0 +1,570 @@
+"""PTX as text: what a module declares, and the instructions of a kernel with what it calls.
+
+Blocks in braces have names of their own, as in PTX, and a label or register of an outer block can be
+used inside. A vector, and a register of 128 bits, is several registers; as an operand, those in braces.
+Branches get the index of the instruction that they go to.
+
+A function's instructions stand where it is called, with registers of their own, and go on behind
+themselves instead of returning. Its parameters are the caller's, so nothing is copied; its memory lies
+above the caller's, where that of the next function lies, too.
+
+Names, scopes and labels are resolved. Nothing in a body is looked at before a kernel that needs it is
+read, so a module may have much in it that is not known here.
+"""
+
+import math
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from interlace.runtime.core.errors import InlineAssemblyError
+from interlace_verify.ptx.calls import called
+from interlace_verify.ptx.instruction import (
+    CARRY,
+    Instruction,
+    Register,
+    Symbol,
+    error,
+    number_of,
+    split,
+)
+from interlace_verify.ptx.types import PREDICATE, TYPES, ScalarType
+
+_DECLARED = re.compile(
+    r"\.(global|const|shared|local|param|reg) ?(?:\.attribute ?\([^)]*\) ?)?(?:\.align (\d+) ?)?"
+    r"(?:\.v([248]) ?)?\.(\w+) ?(?:\.ptr(?: ?\.\w+(?: \d+)?)* )?([^\s.].*)"
+)
+_NAME = re.compile(r"([\w$%.]+) ?((?:\[ ?\w* ?\] ?)*)(?:= ?(.*))?")
+_ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(?:([+-]) ?(\d+))?")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """``nbytes`` is None where the text leaves the size open; ``initial``: values as it has them.
+
+    ``extern``: another text has it.
+    """
+
+    name: str
+    space: str
+    kind: ScalarType
+    align: int
+    nbytes: int | None
+    initial: tuple[str, ...] = ()
+    extern: bool = False
+
+    def filled(self, address: Callable[[str], int | None]) -> bytes:
+        """Its memory in the beginning; ``address`` of another variable, None if there is none."""
+        parts = [self._filled_with(each, address) for each in self.initial]
+        return b"".join(parts).ljust(self.nbytes or 0, b"\0")
+
+    def _filled_with(self, text: str, address: Callable[[str], int | None]) -> bytes:
+        bits = number_of(text, self.kind)
+        if bits is None and (match := _ADDRESS.fullmatch(text)):
+            base = address(match[1] or match[2])
+            if base is not None and self.kind.bits == 64:
+                bits = base + int((match[3] or "") + (match[4] or "0"))
+        if bits is None:
+            raise InlineAssemblyError(f"PTX: {self.name} begins as '{text}', which is not known")
+        return bits.to_bytes(self.kind.bits // 8, "little")
+
+
+def declared(text: str) -> list[Variable]:
+    """The variables of one declaration, without its ';'. ValueError says what is wrong with it."""
+    match = _DECLARED.fullmatch(text := " ".join(text.split()))
+    kind = TYPES.get(match[4]) if match else None
+    if match is None or kind is None:
+        raise ValueError(f"'{text[:80]}' declares nothing that is known")
+    size = kind.bits // 8 * int(match[3] or 1)
+    found = []
+    for each in split(match[5]):
+        name = _NAME.fullmatch(each)
+        if name is None:
+            raise ValueError(f"'{each[:80]}' is no name of a variable")
+        initial = tuple(_flat(name[3] or ""))
+        extents = re.findall(r"\[ ?(\w*) ?\]", name[2])
+        nbytes: int | None = size * math.prod(int(each or "0", 0) for each in extents)
+        if extents and not extents[0]:  # as many as it takes
+            inner = size * math.prod(int(each, 0) for each in extents[1:])
+            nbytes = -(-len(initial) * kind.bits // 8 // inner) * inner if initial else None
+        found.append(Variable(name[1], match[1], kind, int(match[2] or size), nbytes, initial))
+    return found
+
+
+def _flat(text: str) -> list[str]:
+    """The values of an initialiser, whatever braces are around them."""
+    return [part for part in (each.strip() for each in re.split(r"[{},]", text)) if part]
+
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_MODULE_DIRECTIVE = re.compile(  # code may stand behind it on its line
+    r"(?<![\w%$.])\.(?:"
+    r"loc[ \t]+\d+[ \t]+\d+[ \t]+\d+(?:[ \t]*,[ \t]*(?:function_name[^,;\n]+|inlined_at[ \t\d]+))*"
+    r'|file[ \t]+\d+[ \t]+"[^"\n]*"?(?:[ \t]*,[ \t]*\d+)*'
+    r"|version[ \t]+[\d.]+|target[ \t]+\w+(?:[ \t]*,[ \t]*\w+)*|address_size[ \t]+\d+)"
+)
+_FUNCTION = re.compile(
+    r"\.(entry|func)\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^)]*)\))?\s*([\w$%]+)\s*(?:\(([^)]*)\))?(.*)",
+    re.DOTALL,
+)
+_VARIABLE = re.compile(r"\.(global|const|shared)\b.*", re.DOTALL)
+_ALIAS = re.compile(r"\.alias\s+([\w$%]+)\s*,\s*([\w$%]+)")
+_WORDS = re.compile(r"[\w$%]+")
+_TAKEN = re.compile(r"\bmov\.[bus]64\s+[^,;]+,\s*([\w$%]+)")
+
+
+@dataclass(frozen=True)
+class PtxFunction:
+    """``body`` begins in ``line``; None of one that is only declared. ``directives`` stand before it."""
+
+    name: str
+    results: tuple[Variable, ...]
+    parameters: tuple[Variable, ...]
+    directives: str
+    body: str | None
+    line: int
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(_WORDS.findall(self.body or ""))
+
+
+@dataclass(frozen=True)
+class ModuleText:
+    kernels: Mapping[str, PtxFunction]
+    functions: Mapping[str, PtxFunction]
+    variables: Mapping[str, Variable]
+
+    def kernel(self, name: str | None) -> PtxFunction:
+        """The kernel of that name; None: the only one. InlineAssemblyError lists what there is."""
+        if name is None and len(self.kernels) == 1:
+            return next(iter(self.kernels.values()))
+        if name in self.kernels:
+            return self.kernels[name or ""]
+        wanted = "one kernel of a text is run, which has to be named" if name is None else ""
+        raise InlineAssemblyError(
+            f"PTX: {wanted or f'there is no kernel {name!r}'}; there are: "
+            f"{', '.join(self.kernels) or 'none'}"
+        )
+
+    def reached(self, kernel: PtxFunction) -> list[PtxFunction]:
+        """``kernel`` and the functions that it may come to, also by addresses that variables have."""
+        found = [kernel]
+        for each in found:
+            named = {*each.words, *self._in_values(each.words)}
+            others = (self.functions[name] for name in sorted(named & self.functions.keys()))
+            found += [other for other in others if other not in found]
+        return found
+
+    def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
+        """The variables that ``functions`` name, and those that the values of these name."""
+        words = frozenset().union(*(each.words for each in functions))
+        names = {*words, *self._in_values(words)}
+        return {name: each for name, each in self.variables.items() if name in names}
+
+    def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
+        """The functions with an address that ``functions`` take, or that a variable has."""
+        taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
+        words = frozenset().union(*(each.words for each in functions))
+        return (taken | self._in_values(words)) & self.functions.keys()
+
+    def _in_values(self, words: frozenset[str]) -> set[str]:
+        """What the initial values of variables among ``words`` name, and the values of those."""
+        found = [name for name in self.variables if name in words]
+        named: set[str] = set()
+        for name in found:
+            more = {*_WORDS.findall(" ".join(self.variables[name].initial))} - named
+            named |= more
+            found += [each for each in more if each in self.variables]
+        return named
+
+
+def read_text(ptx: str) -> ModuleText:
+    kernels: dict[str, PtxFunction] = {}
+    functions: dict[str, PtxFunction] = {}
+    variables: dict[str, Variable] = {}
+    for line, head, body in _declarations(_MODULE_DIRECTIVE.sub("", _uncommented(ptx))):
+        if match := _FUNCTION.search(head):
+            results, given = (_formals(each or "", line) for each in (match[2], match[4]))
+            made = PtxFunction(match[3], results, given, match[5], body, line)
+            if match[1] == "entry":
+                kernels[made.name] = made
+            elif body is not None or made.name not in functions:
+                functions[made.name] = made
+        elif match := _ALIAS.match(head):
+            functions[match[1]] = functions[match[2]]
+        elif match := _VARIABLE.search(head):
+            for variable in _declared(match[0]):
+                extern = head.startswith(".extern")
+                if not extern or variable.name not in variables:
+                    variables[variable.name] = replace(variable, extern=extern)
+    return ModuleText(kernels, functions, variables)
+
+
+def _uncommented(text: str) -> str:
+    """``text`` with its lines, and no comments."""
+    return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", text)
+
+
+def _declarations(text: str) -> Iterator[tuple[int, str, str | None]]:
+    """(line of the body, what stands before it, the body without its braces or None)."""
+    at = 0
+    while match := re.compile(r"[;{]").search(text, at):
+        head, body, end = text[at : match.start()].strip(), None, match.end()
+        if match[0] == "{" and "=" in head:
+            end = text.find(";", end) + 1 or len(text)
+            head = text[at : end - 1].strip()
+        elif match[0] == "{":
+            close = _closing(text, end)
+            body, end = text[end:close], close + 1
+        yield text.count("\n", 0, match.end()) + 1, head, body
+        at = end
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, at):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return brace.start()
+    raise InlineAssemblyError("PTX: a '{' is never closed")
+
+
+def _formals(text: str, line: int) -> tuple[Variable, ...]:
+    try:
+        return tuple(variable for each in split(text) for variable in declared(each))
+    except ValueError as error:
+        raise InlineAssemblyError(f"PTX: {error}; line {line}") from None
+
+
+def _declared(text: str) -> list[Variable]:
+    """Nothing of those of an unknown type: who uses one is told that it is not declared."""
+    try:
+        return declared(text)
+    except ValueError:
+        return []
+
+
+# -- instructions ------------------------------------------------------------------------------
+
+MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
+_LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
+_GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
+_RETURN = re.compile(r"(@.* )?ret(\.uni)?")
+_REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
+_DIRECTIVE = re.compile(r"\.\w+")
+_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
+_LISTED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
+_END, _BEHIND = "<end>", "<behind>"  # labels: of a text, and of a call that some threads skip
+
+
+class _Names(NamedTuple):
+    """What is known where the parser is."""
+
+    registers: ChainMap[str, Register]
+    symbols: ChainMap[str, Symbol]
+    labels: ChainMap[str, int]
+    vectors: ChainMap[str, str]
+
+    def inside(self) -> "_Names":
+        registers, symbols, labels, vectors = self
+        children = registers.new_child(), symbols.new_child(), labels.new_child()
+        return _Names(*children, vectors.new_child())
+
+    def outside(self) -> "_Names":
+        registers, symbols, labels, vectors = self
+        return _Names(registers.parents, symbols.parents, labels.parents, vectors.parents)
+
+
+class Parser:
+    """A parser of one text whose operands ``$0``, ``$1``, ... are given registers.
+
+    ``kinds`` are the dtypes of all slots, as far as the text is read. A whole kernel has ``symbols``, names
+    of memory, ``parameters``, and ``functions`` that it may call, those of ``pointers`` by an address, too;
+    inline PTX has none. ``frame``: the bytes of memory that a thread needs for what is declared.
+    """
+
+    def __init__(
+        self,
+        operands: Sequence[Register],
+        symbols: Mapping[str, Symbol] | None = None,
+        parameters: Mapping[str, ScalarType] | None = None,
+        functions: Mapping[str, PtxFunction] | None = None,
+        pointers: Mapping[str, int] | None = None,
+    ) -> None:
+        slots = {register.slot: register.dtype for register in operands}
+        unused = np.dtype(np.uint8)  # the number of a tied operand
+        self.kinds = [slots.get(slot, unused) for slot in range(max(slots, default=-1) + 1)]
+        self.frame = self._top = self._count = 0
+        self._whole, self._outside = symbols is not None, dict(symbols or {})
+        self._parameters, self._functions = parameters, functions or {}
+        self._pointers = pointers or {}
+        for name, number in self._pointers.items():
+            self._outside[name] = Symbol("function", number, 0)
+        self._carry = self._register(CARRY, PREDICATE)
+        self._names = self._fresh({register.name: register for register in operands}, {})
+        self._callers: list[str] = []
+        self._line, self._text = 1, ""
+
+    def _fresh(self, registers: dict[str, Register], symbols: dict[str, Symbol]) -> _Names:
+        own = ChainMap({**registers, CARRY: self._carry})
+        return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
+
+    def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
+        """One by one, when what is declared before is known. Branches have no target before the end."""
+        asm = re.sub(r"\$\{(\d+)\}", r"$\1", _uncommented(asm).replace("${:uid}", "0"))
+        yield from self._body(asm, line)
+
+    def _body(self, asm: str, line: int) -> Iterator[Instruction]:
+        branches: list[tuple[Instruction, ChainMap[str, int]]] = []
+        tables: dict[str, list[str]] = {}
+        label, tops = "", list[int]()
+        for self._line, self._text in _statements(asm, line):
+            text = self._text
+            if text == "{":
+                self._names = self._names.inside()
+                tops.append(self._top)
+            elif text == "}":
+                if not tops:
+                    raise self._error("'}' without '{'")
+                self._names, self._top = self._names.outside(), tops.pop()
+            elif text.endswith(":"):
+                label = text[:-1].rstrip()
+                if label in self._names.labels.maps[0]:
+                    raise self._error(f"'{label}' is defined twice")
+                self._names.labels[label] = self._count
+            elif text.startswith(".branchtargets"):
+                tables[label] = split(text.partition(" ")[2])
+            elif text.startswith("."):
+                self._declare(text)
+            else:
+                if self._callers and (match := _RETURN.fullmatch(text)):
+                    text = f"{match[1] or ''}bra {_END}"
+                found = self._instruction(text)
+                calls = found.mnemonic == "call"
+                function = self._function(found) if calls else None
+                if found.mnemonic in ("bra", "brx"):
+                    branches.append((found, self._names.labels))
+                if calls and self._whole and called(found)[1] in self._names.registers:
+                    yield from self._chosen(found)
+                elif function is None:
+                    yield self._counted(found)
+                else:
+                    yield from self._inlined(found, function)
+        if tops:
+            raise self._error("a '{' is never closed")
+        self._names.labels[_END] = self._count
+        for branch, labels in branches:
+            label = branch.operands[-1]
+            wanted = tables.get(label, [label])
+            if missing := [each for each in wanted if each not in labels]:
+                raise branch.error(f"label '{missing[0]}' is not defined")
+            branch.targets = tuple(labels[each] for each in wanted)
+            branch.target = branch.targets[0]
+
+    def _counted(self, instruction: Instruction) -> Instruction:
+        self._count += 1
+        if self._count > MOST_INSTRUCTIONS:
+            raise self._error(f"with what it calls, this is over {MOST_INSTRUCTIONS} instructions")
+        return instruction
+
+    def _error(self, problem: str) -> Exception:
+        return error(problem, self._line, self._text)
+
+    # -- declarations ------------------------------------------------------------------------------
+
+    def _declare(self, text: str) -> None:
+        word = _DIRECTIVE.match(text)[0]  # type: ignore[index]
+        if word in (".pragma", ".callprototype", ".calltargets") or (
+            word == ".shared" and self._whole
+        ):
+            return  # shared memory is there when a program begins
+        if word in (".local", ".param") and self._whole:
+            try:
+                for variable in declared(text):
+                    self._names.symbols[variable.name] = self._room(variable)
+            except ValueError as problem:
+                raise self._error(str(problem)) from None
+            return
+        if word != ".reg":
+            raise self._error(f"directive '{word}' is not known to the interpreter")
+        match = _REGISTERS.fullmatch(text)
+        kind = TYPES.get("b64" if match[2] == "b128" else match[2]) if match else None
+        if match is None or kind is None:
+            raise self._error("'.reg' needs one type of 1 to 128 bits and names")
+        parts = _HALVES if match[2] == "b128" else _COMPONENTS[: int(match[1] or 0)]
+        registers, vectors = self._names.registers, self._names.vectors
+        for given in match[3].split(","):
+            found = _LISTED.fullmatch(given.strip())
+            if found is None:
+                raise self._error(f"'{given.strip()}' is no name of a register")
+            count = [""] if found[2] is None else map(str, range(int(found[2])))
+            for name in (found[1] + number for number in count):
+                if name in registers.maps[0] or name in vectors.maps[0]:
+                    raise self._error(f"register '{name}' is declared twice")
+                if parts:
+                    vectors[name] = "{" + ", ".join(name + part for part in parts) + "}"
+                for each in [name + part for part in parts] or [name]:
+                    registers[each] = self._register(each, kind)
+
+    def _register(self, name: str, kind: ScalarType) -> Register:
+        register = Register(name, len(self.kinds), kind.bits)
+        self.kinds.append(register.dtype)
+        return register
+
+    def _room(self, variable: Variable) -> Symbol:
+        """In the memory of a thread."""
+        if variable.nbytes is None:
+            raise self._error(f"'{variable.name}' has no size")
+        offset = -(-self._top // variable.align) * variable.align
+        self._top = offset + variable.nbytes
+        self.frame = max(self.frame, self._top)
+        return Symbol(variable.space, offset, variable.nbytes)
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def _instruction(self, text: str) -> Instruction:
+        guard = _GUARD.fullmatch(text)
+        opcode, _, operands = (guard[3] if guard else text).partition(" ")
+        given = [self._names.vectors.get(each, each) for each in split(operands)]
+        found = Instruction(opcode, given, self._line, self._text, self._names.registers)
+        found.parameters = self._parameters
+        found.symbols = self._names.symbols if self._whole else None
+        if guard:
+            found.guard, found.wanted = found.predicate(guard[2]).slot, 0 if guard[1] else 1
+        return found
+
+    def _function(self, call: Instruction) -> PtxFunction | None:
+        """What is called, if the text has it."""
+        results, name, arguments = called(call)
+        function = self._functions.get(name)
+        if function is None or function.body is None:
+            return None
+        if name in self._callers:
+            raise self._error(f"'{name}' calls itself; such functions are not known here")
+        wanted = len(function.results), len(function.parameters)
+        if (len(results), len(arguments)) != wanted:
+            raise self._error(
+                f"'{name}' gives {wanted[0]} results and takes {wanted[1]} parameters"
+            )
+        return function
+
+    def _chosen(self, call: Instruction) -> Iterator[Instruction]:
+        """One function after the other of those that the address may be, as the call has its shape."""
+        results, pointer, arguments = called(call)
+        guard, outer = (call.guard, call.wanted), self._names
+        call.guard, self._names, jumps = -1, outer.inside(), list[Instruction]()
+        other, skipped = "<other>", self._instruction(f"bra {_BEHIND}")
+        self._names.registers[other] = self._register(other, PREDICATE)
+        if guard[0] >= 0:
+            skipped.guard, skipped.wanted = guard[0], 1 - guard[1]
+            jumps.append(self._counted(skipped))
+            yield skipped
+        for name, number in self._pointers.items():
+            function = self._functions[name]
+            sizes = [[each.nbytes for each in of] for of in (function.results, function.parameters)]
+            if name in self._callers or sizes != [*map(self._sizes, (results, arguments))]:
+                continue
+            yield self._counted(self._instruction(f"setp.ne.u64 {other}, {pointer}, {number}"))
+            next_one = self._instruction(f"@{other} bra {_BEHIND}")
+            yield self._counted(next_one)
+            yield from self._inlined(call, function)
+            jumps.append(self._counted(self._instruction(f"bra {_BEHIND}")))
+            yield jumps[-1]
+            next_one.target, next_one.targets = self._count, (self._count,)
+        yield self._counted(self._instruction("trap"))
+        for jump in jumps:
+            jump.target, jump.targets = self._count, (self._count,)
+        self._names = outer
+
+    def _sizes(self, names: list[str]) -> list[int]:
+        """In bytes, of parameters or registers."""
+        symbols, registers = self._names.symbols, self._names.registers
+        sizes = [symbols[n].nbytes if n in symbols else registers[n].bits // 8 for n in names]
+        return sizes
+
+    def _inlined(self, call: Instruction, function: PtxFunction) -> Iterator[Instruction]:
+        outer, place, top = self._names, (self._line, self._text), self._top
+        self._names = outer.inside()
+        if call.guard >= 0:
+            skip = self._instruction(f"bra {_BEHIND}")
+            skip.guard, skip.wanted = call.guard, 1 - call.wanted
+            yield self._counted(skip)
+        registers, symbols, before, after = self._bound(call, function)
+        yield from (self._counted(self._instruction(each)) for each in before)
+        caller, self._names = self._names, self._fresh(registers, symbols)
+        self._callers.append(function.name)
+        yield from self._body(function.body or "", function.line)
+        self._callers.pop()
+        self._names, (self._line, self._text), self._top = caller, place, top
+        yield from (self._counted(self._instruction(each)) for each in after)
+        if call.guard >= 0:
+            skip.target, skip.targets = self._count, (self._count,)
+        self._names = outer
+
+    def _bound(
+        self, call: Instruction, function: PtxFunction
+    ) -> tuple[dict[str, Register], dict[str, Symbol], list[str], list[str]]:
+        """Of a function the registers and symbols that are its parameters, by name.
+
+        And the instructions that fill those that are not the caller's, and that hand on results.
+        """
+        results, _, arguments = called(call)
+        names = self._names
+        registers: dict[str, Register] = {}
+        symbols: dict[str, Symbol] = {}
+        moves: tuple[list[str], list[str]] = [], []
+        pairs = zip((*function.results, *function.parameters), results + arguments, strict=True)
+        for number, (formal, actual) in enumerate(pairs):
+            there, own, later = names.symbols.get(actual), f"<{number}>", number < len(results)
+            passed = there is not None and there.space == "param"
+            kind = "pred" if formal.kind.bits == 1 else f"b{formal.kind.bits}"
+            if formal.space == "reg":
+                registers[formal.name] = names.registers[own] = self._register(own, formal.kind)
+                put, get = f"mov.{kind} {own}, {actual}", f"mov.{kind} {actual}, {own}"
+                if passed:
+                    put, get = (
+                        f"ld.param.{kind} {own}, [{actual}]",
+                        f"st.param.{kind} [{actual}], {own}",
+                    )
+            elif there is not None and passed:
+                if there.nbytes < (formal.nbytes or 0):
+                    raise self._error(
+                        f"'{actual}' is smaller than '{formal.name}' of '{function.name}'"
+                    )
+                symbols[formal.name] = there
+                continue
+            else:
+                symbols[formal.name] = names.symbols[own] = self._room(formal)
+                put, get = (
+                    f"st.param.{kind} [{own}], {actual}",
+                    f"ld.param.{kind} {actual}, [{own}]",
+                )
+            moves[later].append(get if later else put)
+        return registers, symbols, *moves
+
+
+def _statements(asm: str, line: int) -> Iterator[tuple[int, str]]:
+    """(line, text) of braces, labels and instructions; no comments are left in ``asm``."""
+    at = 0
+    while at < len(asm):
+        if asm[at].isspace() or asm[at] == ";":
+            line += asm[at] == "\n"
+            at += 1
+            continue
+        if asm[at] in "{}":
+            end = at + 1
+        elif match := _LABEL.match(asm, at):
+            end = match.end()
+        else:
+            end = asm.find(";", at)
+            if end < 0:
+                raise error("a ';' is missing", line, " ".join(asm[at:].split()))
+        yield line, " ".join(asm[at:end].split())
+        line += asm.count("\n", at, end)
+        at = end

@@ -1,0 +1,165 @@
+"""The threads that run inline PTX, and the special registers that they read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+WARP = 32
+CLOCK_STEP = 1000
+"""A read of a clock takes so long, in cycles or nanoseconds: no real clock enters a schedule."""
+
+
+@dataclass(eq=False)
+class PtxSession:
+    """State that all threads of a session share.
+
+    ``barriers``: those that threads have just come to, each with of how many threads it is, 0 for all, and
+    the mask of who has come; ``counted``: what they give them when all have met. ``extents``: of
+    the threads of a program, if they have more than one. ``origins``: of the addresses in registers, by
+    slot.
+    """
+
+    builder: Any
+    hooks: Any
+    clock: int = 0
+    barriers: list[tuple[int, int, Any]] = field(default_factory=list)
+    counted: Callable[[Any], None] | None = None
+    extents: tuple[int, int, int] | None = None
+    origins: Mapping[int, Any] = field(default_factory=dict)
+
+    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+        """Of programs that have shared memory."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, slots=True)
+class Threads:
+    """Threads of a program that run the same text: registers are arrays with an element for each.
+
+    ``numbers``: of these threads, among the ``block`` of the program. ``mask``: those that run the present
+    instruction, None for all. ``alone``: one stands for all; ``told_apart``: hooks are told which of them
+    accesses what, and listen if they are ``heard``. ``polls_plainly``: since they last branched back they
+    have loaded, and done nothing that lets other programs go on. ``idle_steps``: instructions in loops
+    since they last touched memory or a clock.
+    """
+
+    session: Any  # a PtxSession, or a PtxProgram
+    registers: list[Any]
+    numbers: Any
+    block: int = 1
+    mask: Any = None
+    alone: bool = False
+    told_apart: bool = False
+    heard: bool = True
+    polls_plainly: bool = False
+    idle_steps: int = 0
+
+    def active(self, values: Any) -> Any:
+        """Of ``values``, an array or a scalar for all, those of the threads that run."""
+        if not values.ndim:
+            count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
+            return values.repeat(count)
+        return values if self.mask is None else values[self.mask]
+
+    def everyone(self) -> Any:
+        """The mask of those that run."""
+        return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
+
+    def who(self) -> Any:
+        """The numbers of those that run, if hooks are told."""
+        return self.active(self.numbers) if self.told_apart else None
+
+    def set(self, slot: int, bits: Any) -> None:
+        """Put ``bits`` into a register of the threads that run."""
+        if self.mask is not None:
+            bits = np.where(self.mask, bits, self.registers[slot])
+        elif not bits.ndim:
+            bits = bits.repeat(len(self.numbers))
+        self.registers[slot] = bits
+
+    def set_active(self, slot: int, bits: Any) -> None:
+        """The same, of ``bits`` for these threads only."""
+        if self.mask is None:
+            self.registers[slot] = bits
+        else:
+            kept = self.registers[slot].copy()
+            kept[self.mask] = bits
+            self.registers[slot] = kept
+
+
+Reader = Callable[[Threads], Any]
+U32 = np.uint32
+
+
+def constant(value: Any) -> Reader:
+    return lambda threads: value
+
+
+def _grid(name: str, axis: int) -> Reader:
+    return lambda threads: U32(getattr(threads.session.builder, name)[axis])
+
+
+def _thread(axis: int) -> Reader:
+    def read(threads: Threads) -> Any:
+        x, y, z = threads.session.extents or (threads.block, 1, 1)
+        if (y, z) == (1, 1):
+            return U32(0) if axis else threads.numbers
+        return threads.numbers // U32((1, x, x * y)[axis]) % U32((x, y, z)[axis])
+
+    return read
+
+
+def _threads(axis: int) -> Reader:
+    return lambda threads: U32((threads.session.extents or (threads.block, 1, 1))[axis])
+
+
+def _clock(shift: int) -> Reader:
+    def read(threads: Threads) -> Any:
+        threads.idle_steps = 0
+        threads.session.clock += CLOCK_STEP
+        return np.uint64(threads.session.clock >> shift)
+
+    return read
+
+
+def _program_number(threads: Threads) -> Any:
+    """Stands for the multiprocessor: as if every program had one of its own."""
+    builder = threads.session.builder
+    (x, y, z), (width, height, _) = builder.grid_idx, builder.grid_dim
+    return U32((z * height + y) * width + x)
+
+
+def _lane_mask(of: Callable[[Any], Any]) -> Reader:
+    def read(threads: Threads) -> Any:
+        one = np.uint64(1) << (threads.numbers % U32(WARP)).astype(np.uint64)
+        return of(one).astype(U32)
+
+    return read
+
+
+SPECIAL: dict[str, Reader] = {
+    "%laneid": lambda threads: threads.numbers % U32(WARP),
+    "%warpid": lambda threads: threads.numbers // U32(WARP),
+    "%nwarpid": lambda threads: U32(-(-threads.block // WARP)),
+    "%warpsize": constant(U32(WARP)),
+    "WARP_SZ": constant(U32(WARP)),
+    "%smid": _program_number,
+    "%nsmid": lambda threads: U32(np.prod(threads.session.builder.grid_dim)),
+    "%gridid": constant(np.uint64(0)),
+    "%lanemask_eq": _lane_mask(lambda one: one),
+    "%lanemask_lt": _lane_mask(lambda one: one - np.uint64(1)),
+    "%lanemask_le": _lane_mask(lambda one: 2 * one - np.uint64(1)),
+    "%lanemask_gt": _lane_mask(lambda one: ~(2 * one - np.uint64(1))),
+    "%lanemask_ge": _lane_mask(lambda one: ~(one - np.uint64(1))),
+}
+for _name in ("%clock", "%clock64", "%globaltimer", "%globaltimer_lo"):
+    SPECIAL[_name] = _clock(0)
+for _name in ("%clock_hi", "%globaltimer_hi"):
+    SPECIAL[_name] = _clock(32)
+for _axis, _letter in enumerate("xyz"):
+    SPECIAL[f"%ctaid.{_letter}"] = _grid("grid_idx", _axis)
+    SPECIAL[f"%nctaid.{_letter}"] = _grid("grid_dim", _axis)
+    SPECIAL[f"%tid.{_letter}"] = _thread(_axis)
+    SPECIAL[f"%ntid.{_letter}"] = _threads(_axis)

@@ -1,0 +1,538 @@
+"""``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders.
+
+Kernels' accesses come from the interpreter. What user code does with tensors goes through torch's
+dispatcher, and there every operator says in its schema what it reads and what it writes. So an output
+that is used before its op was waited for is a race like any other.
+
+A schedule with findings is run again: for its story, in which their accesses are told, in memory of one
+rank too; by detectors without one of the rules; and as it would be with one line of a kernel changed. Such
+lines are barriers without which it would be in order as well, of programs whose threads are told apart, as
+of one that is interpreted it is not known which of its threads a barrier is for. And atomics that would
+order two accesses if they acquired and released, as of a counter that is relaxed, whose last program
+signals by another word: no signal between the two accesses is to blame.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from interlace import launcher
+from interlace.runtime.compat.torch_modes import DispatchMode
+from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.errors import EndlessTaskError, SourceText
+from interlace.runtime.places.sim.choice import Rewrite, programs
+from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.source_lines import (
+    program_lines,
+    task_lines,
+    with_lines,
+)
+from interlace.runtime.places.sim.scheduler.strategies import for_seed
+from interlace.runtime.places.sim.scheduler.task import Task
+from interlace_verify.lint_check.check import specialisation
+from interlace_verify.race_check import hints
+from interlace_verify.race_check.agents import Agent, Rules
+from interlace_verify.race_check.collector import At
+from interlace_verify.race_check.findings import Access, Finding, RaceReport, Reach, by_cause, named
+from interlace_verify.race_check.happens_before import Detector
+from interlace_verify.schedule_check.interleaving import Story, Storyteller
+from interlace_verify.schedule_check.sampling import (
+    poisoned_memory,
+    rare_collections,
+    refused,
+    seed_list,
+)
+
+# operators whose result is poison in a check, see ``sampling.poisoned_memory``
+_UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# and those that ask their argument for its shape and dtype alone, or for its op
+_SHAPES_ONLY = _UNDEFINED | {
+    "wait_tensor",
+    *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full"),
+}
+
+
+class TorchAccesses(DispatchMode):
+    """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
+
+    def __init__(self, scheduler: Scheduler, detector: Any) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._detector = detector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._scheduler.inside and self._scheduler.current.program is None:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        task, detector = self._scheduler.current, self._detector
+        name = func.overloadpacket.__name__
+        given = list(_given(func, args, kwargs))
+        if name == "lift_fresh":  # the last step of torch.tensor(...) and torch.from_numpy(...)
+            for tensor, _ in given:
+                detector.new(task, tensor, "tensor")
+            return
+        if _is_view(func):
+            return
+        storages = set()
+        for tensor, writes in given:
+            storages.add(tensor.untyped_storage().data_ptr())
+            detector.know(tensor, task.rank)
+            if name not in _SHAPES_ONLY:
+                detector.touch(task, tensor, name, stores=writes)
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in storages:
+                detector.new(task, tensor, name, writes=name not in _UNDEFINED)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the operator returns an alias and touches no data."""
+    return torch.Tag.inplace_view in func.tags or any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for value in func._schema.returns
+    )
+
+
+def _given(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Tensors among the arguments, and whether the operator writes them."""
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            value = args[position]
+        elif argument.name in kwargs:
+            value = kwargs[argument.name]
+        else:
+            continue
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value):
+            yield tensor, writes
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type == "cpu":
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+class RaceTeller(Storyteller):
+    """Notes what torch operators do to symmetric memory, too, and every access that ``findings`` name.
+
+    ``detector`` has to see what happens before the teller does: it knows what memory of one rank is
+    called, and finds the same again, with the number of the step of each access.
+    """
+
+    def __init__(
+        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[Any, ...], At]
+    ) -> None:
+        """``asked``: where the findings were, as :class:`Collector` has it."""
+        super().__init__()
+        self.detector = StepDetector(seed, asked, lambda: self._count)
+        every = [access for each in findings for access in (each.first, each.second)]
+        self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
+
+    def _is_named(self, task: Task, lines: tuple[SourceText, ...]) -> bool:
+        return (task.rank, self._who(task), lines) in self._named
+
+    def _place(self, task: Task, address: int) -> str | None:
+        found = super()._place(task, address)
+        if found is None and self._is_named(task, program_lines()):
+            found = self.detector.place(address)
+        return found
+
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        place = f" at {bad.memory}, byte {bad.offset}" if bad.memory else ""
+        text = f"{bad.does}{place}: {bad.kind}"
+        self._note(task, text, program_lines())
+
+    def on_signals_seen(self, task: Task, slots: Any) -> None:
+        before, lines = self._count, task_lines(task)
+        super().on_signals_seen(task, slots)
+        if self._count == before and self._is_named(task, lines):
+            self._note(task, "has waited for signals", lines)
+
+    def know(self, tensor: torch.Tensor, rank: int) -> None: ...
+
+    def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
+        if writes and self._memory.find(tensor.data_ptr()) is None:
+            self.touch(task, tensor, op, stores=True)
+
+    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
+        place, lines = self._memory.find(tensor.data_ptr()), task_lines(task)
+        if place is None and self._is_named(task, lines):
+            place = self.detector.place(tensor.data_ptr())
+        if place is not None:
+            verb = "writes" if stores else "reads"
+            self._note(task, f"{verb} ({op}) at {place}", lines)
+
+
+class StepDetector(Detector):
+    """A detector to which accesses differ by their step; ``step()`` is the number of the next one."""
+
+    done = False  # when it has found all it still has to name memory
+
+    def __init__(
+        self, seed: int, asked: Mapping[tuple[Any, ...], At], step: Callable[[], int]
+    ) -> None:
+        super().__init__(seed, asked=asked)
+        self._step = step
+
+    def place(self, address: int) -> str | None:
+        """The name of an address in memory that this run has touched."""
+        segment = self._memory.at(address)
+        return None if segment is None else f"{segment.label}, byte {address - segment.base}"
+
+    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
+        return Access(agent.rank, agent.who, what, lines, self._step())
+
+
+_WRITTEN = re.compile(r"barrier|syncthreads|bar\.sync")
+_OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
+BARRIER_SEEDS = 2  # that are asked for barriers
+MOST_ATOMICS = 16  # lines of atomics that are asked
+
+Asked = Mapping[tuple[Any, ...], At]
+
+
+class DetectorWithout(Detector):
+    """One that does not hear of the barriers of a ``line``, and is done with the first race."""
+
+    def __init__(self, seed: int, line: SourceText) -> None:
+        super().__init__(seed)
+        self._line = line
+
+    @property
+    def done(self) -> bool:
+        return bool(self.found)
+
+    def on_barrier(self, task: Task, threads: object = None) -> None:
+        if program_lines()[:1] != (self._line,):
+            super().on_barrier(task, threads)
+
+
+def superfluous(
+    lines: Iterable[SourceText],
+    seeds: Iterable[int],
+    observed: Callable[[int, list[DetectorWithout]], object],
+) -> tuple[SourceText, ...]:
+    """Of ``lines``, which have barriers, those whose author may leave them out, each by itself.
+
+    ``observed`` runs the schedule of a seed for some detectors.
+    """
+    left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
+    for seed in list(seeds)[:BARRIER_SEEDS]:
+        if left:
+            asked = [DetectorWithout(seed, line) for line in left]
+            observed(seed, asked)
+            left = [line for line, each in zip(left, asked, strict=True) if not each.done]
+    return tuple(left)
+
+
+def _is_written(line: SourceText) -> bool:
+    """Whether it stands in the user's source, and is not the compiler's."""
+    return any(
+        _WRITTEN.search(linecache.getline(path, number)) and not _OURS.search(path)
+        for path, number in line.frames
+    )
+
+
+class DetectorWith(Detector):
+    """One for which atomics at the line of ``access`` acquire and release."""
+
+    def __init__(self, seed: int, asked: Asked, access: Access) -> None:
+        super().__init__(seed, asked=asked)
+        self.access = access
+
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+        if program_lines()[:1] == self.access.lines[:1]:
+            atomic = replace(atomic, sem="acq_rel")
+        super().on_atomic(task, atomic, result)
+
+
+def counters(
+    detector: Detector, asked: Asked, observed: Callable[[list[DetectorWith]], object]
+) -> dict[tuple[Any, ...], Access]:
+    """By the key of a finding among those ``asked``: the atomic of such a line, if there is one.
+
+    ``observed`` runs the schedule of the ``detector`` for others.
+    """
+    lines = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
+    others = [DetectorWith(detector.seed, asked, each) for each in [*lines.values()][:MOST_ATOMICS]]
+    if others:
+        observed(others)
+    ordering = (
+        (key, each.access) for each in others[::-1] for key in asked if key not in each.found
+    )
+    return dict(ordering)
+
+
+SEEDS = 10
+SEEN = ("ordering", "loads", "received", "barriers")  # the lines that a detector notes
+
+# Causes of races, by the rule of the detector: without it, in the same run, it would be none.
+CAUSES: dict[str, tuple[str, Callable[[Finding], hints.Hint]]] = {
+    "barriers": ("no barrier", hints.before),
+    "barriers_after": ("no barrier", hints.after),
+    "puts": ("weak order", hints.puts),
+    "scopes": ("narrow scope", hints.scope),
+    "releases": ("weak order", hints.release),
+    "acquires": ("weak order", hints.acquire),
+    "proxies": ("no proxy fence", hints.proxy),
+}
+NO_RULES = Rules(*[False] * len(fields(Rules)))
+# Without each of the rules, and without any; with each alone.
+RELAXED = [*(replace(Rules(), **{rule: False}) for rule in CAUSES), NO_RULES]
+ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
+
+
+def races(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    seeds: int | Iterable[int] = SEEDS,
+    store_buffers: bool = False,
+    arch: int | None = None,
+    rewrite: Rewrite | None = None,
+    timeout: float = 300.0,
+    on_seed: Callable[[int], None] = lambda seed: None,
+    **kwargs: Any,
+) -> RaceReport:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
+
+    Every load, store, atomic and barrier of every kernel, every copy, signal and event of streams, and
+    every torch operator of user code is put in order by vector clocks (``happens_before.py``). A race
+    is reported even if the schedule did not suffer from it, so a few schedules are enough: they differ
+    in which branches and ranks come first.
+
+    Parameters
+    ----------
+    fn : the function, as for :func:`interlace.run`. Its kernels may be anybody's, with inline PTX too.
+    seeds : how many schedules, or which.
+    store_buffers : let stores become visible late and out of order until they are released.
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90), and tell threads apart.
+    rewrite : with ``arch``, changes the PTX of a kernel before it is run, given its name and the text: to
+        see that a fault is found.
+    timeout : seconds per schedule.
+    on_seed : called after each schedule, to show progress.
+
+    Returns a :class:`RaceReport`; ``print`` it. Findings are the same in every run with the same seeds.
+    An exception of ``fn`` does not end the check; it is among the report's ``errors``, once for all that
+    differ in numbers only, or, if the simulator cannot run what a kernel does, among its ``refusals``.
+
+    >>> import interlace.verify, torch
+    >>> def step():
+    ...     return interlace.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 2))
+    >>> print(interlace.verify.races(step, 2, seeds=1).clean)
+    True
+    """
+    chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
+    made = programs(arch, rewrite)
+    on_rank = launcher.rank_function(fn, args, kwargs)
+    found: dict[Any, Finding] = {}
+    launches: dict[Any, Any] = {}
+    errors: list[tuple[int, str]] = []
+    refusals: list[tuple[int, str]] = []
+    stories: list[Story] = []
+    seen: dict[str, set[SourceText]] = {name: set() for name in SEEN}
+    reaches: dict[Any, Reach] = {}
+    events = 0
+
+    def observed(seed: int, asked: Sequence[Observer]) -> Exception | None:
+        several: Any = Several(asked)
+        return _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
+
+    for number, seed in enumerate(chosen, 1):
+        detector = Detector(seed)
+        raised = _observed(on_rank, world_size, seed, detector, made, store_buffers, timeout)
+        error = SourceText("")
+        if raised is not None:
+            told = with_lines(raised)
+            error = SourceText(f"{type(raised).__name__}: {told}", told.frames)
+        of_its_kind = errors if refused(raised) is None else refusals
+        endless = isinstance(raised, EndlessTaskError)
+        differs = bool(error) and _form(error) not in {_form(text) for _, text in of_its_kind}
+        if differs:
+            of_its_kind.append((seed, error))
+        events += detector.events
+        for name, lines in seen.items():
+            lines |= getattr(detector, name)
+        for key, reach in detector.reaches.items():
+            reaches.setdefault(key, Reach()).join(reach)
+        launches = {**{specialisation(each): each for each in detector.launches}, **launches}
+        new = [finding for key, finding in detector.found.items() if key not in found]
+        if endless:  # so it is in other schedules, and when it is run again, each to its time limit
+            found |= {each.key: each for each in new}
+            chosen = chosen[:number]
+            on_seed(seed)
+            break
+        if new or differs:
+            keys = {each.key: detector.first_at[each.key] for each in new}
+            relaxed = [Detector(seed, rules, keys) for rules in RELAXED]
+            teller = RaceTeller(seed, new, keys)
+            observed(seed, [*relaxed, teller.detector, teller])
+            stories.append(teller.story(seed, raised))
+            broken = {key: _broken(key, relaxed) for key in keys}
+            free = relaxed[-1].found
+            if mixed := {key: at for key, at in keys.items() if broken[key] is None}:
+                alone = [Detector(seed, rules, mixed) for rules in ALONE]
+                observed(seed, alone)
+                for key in mixed:
+                    found_by = zip(CAUSES, alone, strict=True)
+                    broken[key] = [rule for rule, each in found_by if key in each.found]
+            chained = [
+                each.key
+                for each in new
+                if not each.signal and {*(broken[each.key] or [""])} <= {"releases", "acquires"}
+            ]
+            asked = {key: keys[key] for key in chained}
+            relays = counters(detector, asked, functools.partial(observed, seed))
+            for finding in new:
+                again = teller.detector.found.get(finding.key, finding)
+                behind = free.get(finding.key, finding).signal is not None
+                rules = broken[finding.key] or []
+                told_as = _explained(finding, rules, again, behind, detector.polls)
+                if access := relays.get(finding.key):
+                    text, (at,) = hints.relay(access)
+                    told_as = replace(told_as, hint=text, change=(at.lines,))
+                found[finding.key] = told_as
+        on_seed(seed)
+
+    causes = by_cause([each for each in found.values() if not each.is_done], reaches)
+    done = by_cause([each for each in found.values() if each.is_done], reaches)
+    barriers = () if causes or errors or refusals else seen["barriers"]
+    return RaceReport(
+        world_size,
+        tuple(chosen),
+        events,
+        causes,
+        tuple(errors),
+        tuple(launches.values()),
+        tuple(stories),
+        tuple(refusals),
+        frozenset(seen["ordering"]),
+        superfluous(barriers, chosen, observed),
+        frozenset(seen["loads"]),
+        frozenset(seen["received"]),
+        tuple(each for each in done if each.cause not in {other.cause for other in causes}),
+    )
+
+
+def check_races(
+    fn: Callable[..., Any],
+    world_size: int,
+    seeds: int | Iterable[int],
+    store_buffers: bool,
+    timeout: float,
+    *,
+    names: tuple[str, str] = ("fn", "world_size"),
+) -> tuple[list[int], float]:
+    """The seeds, and the timeout in seconds, of :func:`races`, if nothing is wrong with its arguments.
+
+    ``names``: of the first two, where they have others.
+    """
+    seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
+    return seed_list(seeds), seconds
+
+
+def _form(error: str) -> str:
+    """An error's text without its numbers: ranks, seeds, values."""
+    return re.sub(r"\d+", "#", error)
+
+
+def _observed(
+    on_rank: Callable[[Any], Any],
+    world_size: int,
+    seed: int,
+    detector: Detector | Several,
+    made: Programs,
+    store_buffers: bool,
+    timeout: float,
+) -> Exception | None:
+    """One schedule; the exception that ended it."""
+    scheduler = Scheduler(
+        seed,
+        strategy=for_seed(seed),
+        observer=cast(Observer, detector),
+        store_buffers=store_buffers,
+        timeout=timeout,
+        quiet=QUIET_SECONDS,
+        programs=made,
+        on_bad_access=detector.on_bad_access,
+    )
+    try:
+        with poisoned_memory(), rare_collections(), TorchAccesses(scheduler, detector):
+            run_sim(on_rank, world_size, scheduler=scheduler)
+    except Exception as error:
+        return error
+    finally:
+        if isinstance(detector, Detector):
+            for key, each in detector.found.items():
+                detector.found[key] = named(each, scheduler.memory)
+    return None
+
+
+class Several:
+    """Observers of the same run, such as detectors with different rules: one that tells each of them.
+
+    Those that are done are told no more.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = observers
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def tell_all(*arguments: Any, **named: Any) -> Any:
+            self.observers = [each for each in self.observers if not getattr(each, "done", False)]
+            answers = [getattr(each, name)(*arguments, **named) for each in self.observers]
+            return answers[0] if answers else None
+
+        return tell_all
+
+
+def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
+    """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
+    *without, free = relaxed
+    rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
+    if "releases" in rules and rules[0].startswith("barriers"):  # there is a barrier, behind fences
+        return ["releases"]
+    return rules[:1] if rules or key in free.found else None
+
+
+def _explained(
+    finding: Finding, broken: list[str], again: Finding, behind: bool, polls: set[Any]
+) -> Finding:
+    """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses.
+
+    ``behind``: whether the signal comes after the first access without regard to barriers, too.
+    ``polls``: loads that waited for a plain store, by what they do and their lines.
+    """
+    finding = replace(finding, first=again.first, second=again.second)
+    if finding.first is None:
+        return finding
+    flag = hints.plain_flag(finding, polls)
+    made = [CAUSES[rule][1](finding) for rule in broken] or [flag or hints.missing(finding, behind)]
+    kinds = {CAUSES[rule][0] for rule in broken} or ({"weak order"} if flag else set())
+    kinds = kinds or {"mixed access" if finding.polled else finding.kind}
+    return replace(
+        finding,
+        kind=kinds.pop() if len(kinds) == 1 else "weak order",
+        hint="; and ".join(dict.fromkeys(each.text for each in made)),
+        change=tuple(dict.fromkeys(access.lines for each in made for access in each.at)),
+    )

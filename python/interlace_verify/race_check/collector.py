@@ -1,0 +1,517 @@
+"""The race detector's memory of accesses and findings, and its half for fences and the async proxy.
+
+That proxy is TMA's, of bulk copies, ``wgmma`` and mbarriers. An asynchronous access is done by nobody's
+thread, at any time from its start to its end. It comes after what the thread that starts it knows, and of
+stores by threads after those only that a proxy fence stands behind. Others come after it when they have
+seen its end: by waiting for its group, or at an mbarrier; the end is a proxy fence by itself. Of groups
+that were only read (``.read``) the stores may still come.
+
+A proxy fence counts on either side, and what it has covered is handed on like all that is known: by
+barriers, releases and mbarriers. A start of a kernel is one. That memory is written again which a thread
+has read needs none, nor does a tensor map; fences of one state space are taken for fences of all.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.runtime.core.accesses import AsyncAccess, Atomic
+from interlace.runtime.core.errors import SourceText
+from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
+from interlace.runtime.places.sim.scheduler.observer import Observer
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines
+from interlace.runtime.places.sim.scheduler.task import Task
+from interlace_verify.race_check.agents import (
+    SCOPES,
+    SYS,
+    Agent,
+    AsyncAgent,
+    Rules,
+    SignalLog,
+    ThreadsAgent,
+    fenced_for,
+    joined,
+    reaches,
+)
+from interlace_verify.race_check.findings import Access, FailedSignal, Finding, Reach
+from interlace_verify.race_check.shadow import (
+    WRITES,
+    Conflict,
+    Index,
+    KnownTimes,
+    ShadowMemory,
+    ShadowSegment,
+)
+
+At = tuple[int, int]
+
+
+class Collector(Observer):
+    """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes.
+
+    ``first_at``: which conflict that was, by key: the number of accesses before it, and whose it conflicts
+    with. ``asked``: the ``first_at`` of another detector of the same schedule. Then it looks for these
+    conflicts only, and is ``done`` when it has found all.
+    """
+
+    rules: Rules
+    ordering: set[SourceText]
+    loads: set[SourceText]
+    received: set[SourceText]
+    _agents: dict[Any, Agent]
+    _acting: Agent
+    _agent: Callable[[Task], Any]
+
+    def __init__(self, seed: int, asked: Mapping[tuple[Any, ...], At] | None = None) -> None:
+        self.seed, self.events = seed, 0
+        self._missing = None if asked is None else dict(asked)
+        self.first_at: dict[tuple[Any, ...], At] = {}
+        self._memory = ShadowMemory()
+        self._owners: list[Agent] = []  # by component
+        self._sites: dict[Access, int] = {}
+        self._accesses: list[Access] = []  # by the number of the site
+        self._signals = SignalLog()
+        self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # plain access of each thread
+        self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain, of plain stores
+        self.found: dict[tuple[Any, ...], Finding] = {}
+        self.reaches: dict[tuple[Any, ...], Reach] = {}
+
+    @property
+    def done(self) -> bool:
+        return self._missing == {}
+
+    @property
+    def weak_atomics(self) -> list[Access]:
+        """Those that do not both acquire and release."""
+        weak = re.compile(r"\((relaxed|acquire|release), ")
+        return [each for each in self._accesses if weak.search(each.what)]
+
+    def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
+        self._memory.add(memory.data_ptr(), memory.nbytes, label, symmetric=True)
+
+    def on_shared_memory(self, task: Task, base: int, nbytes: int) -> None:
+        if nbytes:
+            self._memory.add(base, nbytes, f"shared memory of rank {task.rank} {task.who}")
+            if (segment := self._memory.at(base)) is not None:
+                segment.poison = ctypes.string_at(base, 1)
+
+    def know(self, tensor: torch.Tensor, rank: int, *, fresh: bool = False) -> None:
+        """Register the storage of ``tensor``; ``fresh``: it was allocated just now."""
+        storage = tensor.untyped_storage()
+        base, nbytes = storage.data_ptr(), storage.nbytes()
+        fresh = fresh and not self._memory.is_symmetric(base)
+        # symmetric memory is known by itself, and may be a part of a storage
+        if tensor.numel() and (fresh or self._memory.at(tensor.data_ptr()) is None):
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._memory.add(base, nbytes, f"a {dtype} tensor of {shape} on rank {rank}")
+
+    def on_undefined(self, memory: torch.Tensor) -> None:
+        self._undefine(memory)
+
+    def _undefine(self, tensor: torch.Tensor) -> None:
+        segment = self._memory.at(tensor.data_ptr()) if tensor.numel() else None
+        if segment is not None:
+            segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
+
+    def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
+        """The cells of one element."""
+        return next(self._memory.find(np.array([address], np.uint64), size))
+
+    def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
+        """The number of an access, which stands for it in the shadow memory."""
+        access = self._access_of(agent, what, lines)
+        if access not in self._sites:
+            self._sites[access] = len(self._accesses)
+            self._accesses.append(access)
+        return self._sites[access]
+
+    def on_bad_access(self, task: Task, bad: BadAccess) -> None:
+        """An access that is wrong by itself, and is left out."""
+        agent = self._agent(task)
+        access = self._access_of(agent, bad.does, program_lines())
+        memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
+        where = memory, bad.offset, bad.count, self.seed
+        finding = Finding(bad.kind, None, access, *where, index=bad.index)
+        self._found(finding, np.arange(bad.count), 1)
+
+    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
+        return Access(agent.rank, agent.who, what, lines)
+
+    def _report(
+        self, kind: str, conflicts: Iterable[Conflict], site: int, segment: ShadowSegment, size: int
+    ) -> None:
+        for conflict in conflicts:
+            offsets = segment.bytes_of(conflict.cells)
+            count = segment.elements(int(offsets[0]), len(conflict.cells), size)
+            where = segment.label, int(offsets[0]), count, self.seed
+            first, second = self._accesses[conflict.site], self._accesses[site]
+            self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
+
+    def _unwritten(
+        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: Any = None
+    ) -> None:
+        """Report a load of what nobody has written, if it is. ``seen``: what was there, of one element."""
+        if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
+            offsets = segment.bytes_of(unwritten)
+            first = int(offsets[0])
+            where = segment.label, first, segment.elements(first, len(unwritten), size), self.seed
+            access, index = self._accesses[site], str(first // size)
+            finding = Finding("uninitialised", None, access, *where, index=index)
+            self._found(finding, offsets, size)
+
+    def _of_one_instruction(self, site: int, addresses: Any, threads: Any, bits: Any) -> None:
+        """Report that ``threads`` store different ``bits`` to one address, if they do."""
+        if (addresses[1:] > addresses[:-1]).all():  # as usually
+            return
+        order = np.argsort(addresses, kind="stable")
+        at, stored = addresses[order], bits[order]
+        differ = np.flatnonzero((at[1:] == at[:-1]) & (stored[1:] != stored[:-1]))
+        if not len(differ):
+            return
+        size = bits.itemsize
+        segment, _ = self._at(int(at[differ[0]]), size)
+        starts = np.unique(at[differ]).astype(np.int64) - segment.base
+        offsets = (starts[:, None] + np.arange(size)).ravel()
+        first, second = (
+            f"thread {threads[order[place]]} stores {stored[place]:#x}"
+            for place in (differ[0], differ[0] + 1)
+        )
+        offset = int(starts[0])
+        where = segment.label, offset, len(starts), self.seed
+        index = f"{offset // size}: {first}, {second}"
+        finding = Finding("different values", None, self._accesses[site], *where, index=index)
+        self._found(finding, offsets, size)
+
+    def _found(
+        self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None
+    ) -> None:
+        key, whose = finding.key, -1
+        if conflict is not None:  # of a mirror the component: rules say which mirror it is
+            owner = self._owners[conflict.component]
+            whose = owner.first + (conflict.component - owner.first) % owner.components
+        at = self.events, whose
+        asked = self._missing is None or self._missing.get(key) == at
+        if key not in self.found and asked:
+            self.first_at[key] = at
+            if conflict is not None:
+                signal = self._signal(conflict)
+                poll = self._signals.polled(owner, conflict.time, self._acting)
+                polled = None if poll is None or signal else self._accesses[poll]
+                finding = replace(finding, signal=signal, polled=polled)
+            self.found[key] = finding
+            if self._missing is not None:
+                del self._missing[key]
+        self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
+
+    def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
+        """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
+        return reaches(scope, agent, other) and reaches(other_scope, other, agent)
+
+    def _signal(self, conflict: Conflict) -> FailedSignal | None:
+        """The signal that should have ordered the present access behind that of ``conflict``."""
+        first = self._owners[conflict.component]
+        seen = self._signals.between(first, conflict.component, conflict.time, self._acting)
+        segment = None if seen is None else self._memory.at(seen.address)
+        if seen is None or segment is None:
+            return None
+        offset = seen.address - segment.base
+        writers = self._signals.writers(seen.address)
+        accesses = self._accesses[seen.written], self._accesses[seen.seen]
+        ended = first.had_ended(conflict.component, conflict.time, seen.known)
+        index = offset // seen.size
+        return FailedSignal(segment.label, offset, index, writers, *accesses, ended)
+
+    def _note_polls(
+        self,
+        place: tuple[ShadowSegment, Index],
+        site: int,
+        size: int,
+        threads: Any | None,
+        atomics: Sequence[Conflict],
+        stores: Sequence[Conflict],
+    ) -> None:
+        """Remember loads that waited: of what atomics wrote, or, repeated, of one word of a plain store."""
+        segment, cells = place
+        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        who = self._acting.number, -1 if threads is None else int(threads[0])
+        last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
+        again = last == self._last[who] and len(numbers) * segment.cell == size
+        if again and stores:
+            access = self._accesses[site]
+            self.polls.add((access.what, access.lines))
+        for each in (*atomics, *(stores if again else ())):
+            self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
+
+    def _has_observed(
+        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None
+    ) -> bool:
+        """Whether the acting agent has read the value that this atomic wrote to each of its words.
+
+        Then it comes after the atomic: PTX counts observation order as causality order.
+        """
+        segment, cells = place
+        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells.tolist()
+        by = {} if threads is None else dict(zip(numbers, threads.tolist(), strict=True))
+        for word in conflict.cells[:: max(1, size // segment.cell)].tolist():
+            thread = by.get(word)
+            address = segment.base + word * segment.cell
+            observed = self._acting.has_observed((address, size), thread)
+            if conflict.time > observed.get(conflict.component, -1):
+                return False
+        return True
+
+    def _known(self, agent: Any, threads: Any = None, *, multicast: bool = False) -> KnownTimes:
+        """What an access comes after; of ``threads``, one for each element, where they are told apart."""
+        whole = self._by_switch if multicast else self._lengthened
+        agent.clock = self._lengthened(agent.clock)
+        clock = whole(agent.clock)
+        if threads is None:
+            return KnownTimes(clock, agent, self._owners, multicast=multicast)
+        found: dict[int, tuple[list[int], Any]] = {}
+        for thread in set(threads.tolist()):
+            if (told := agent.acquired.get(thread)) is not None:
+                found.setdefault(id(told), ([], told))[0].append(thread)
+        more = [(these, whole(told)) for these, told in found.values()]
+        own = agent.first + threads
+        return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
+
+    def _lengthened(self, clock: Any) -> Any:
+        """``clock``, with a place for every component there is."""
+        missing = len(self._owners) - len(clock)
+        return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
+
+    def _note_load(self, agent: Any, segment: ShadowSegment, cells: Index) -> None:
+        """Note the line of a load, and whether it reads what another has written since the launch."""
+        lines = program_lines()[:1]
+        self.loads.update(lines)
+        if self.received.issuperset(lines):
+            return
+        written, before = segment.written[cells], self._lengthened(agent.before)
+        others = (written["component"] < agent.first) | (
+            written["component"] >= agent.first + agent.BLOCKS * agent.components
+        )
+        if (others & (written["time"] > before[written["component"]])).any():
+            self.received.update(lines)
+
+    def _by_multicast(self, pointers: Any) -> bool:
+        """Whether an access is by a multicast address, and that makes a difference."""
+        return self.rules.proxies and getattr(pointers, "multicast", False)
+
+    def _mirror(self, agent: Any, thread: int | None, *, multicast: bool, puts: bool) -> int:
+        """Where an atomic is noted, from its component: the mirror of a multicast address, or of puts."""
+        putting = agent.putting if thread is None else agent.putting[thread]
+        block = agent.PUTS * bool(puts and putting and self.rules.puts)
+        return (agent.ALIAS if multicast else block) * agent.components  # type: ignore[no-any-return]
+
+    def fenced(self, clock: Any) -> Any:
+        """``clock``, all of which the async proxy comes after."""
+        return self._mirrored(clock, Agent.ASYNC)
+
+    def aliased(self, clock: Any) -> Any:
+        """``clock``, all of which accesses by any address of the same memory come after."""
+        return self._mirrored(clock, Agent.ALIAS)
+
+    def delivered(self, clock: Any) -> Any:
+        """``clock``, with all puts that were begun by then."""
+        return self._mirrored(clock, Agent.PUTS)
+
+    def _mirrored(self, clock: Any, block: int) -> Any:
+        clock, (bases, mirrors) = self._lengthened(clock).copy(), self._components(block)
+        clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
+        return clock
+
+    def _by_switch(self, clock: Any) -> Any:
+        """What accesses by multicast addresses come after, in the place of what others do."""
+        clock = self._lengthened(clock).copy()
+        bases, mirrors = self._components(Agent.ALIAS)
+        clock[bases], clock[mirrors] = clock[mirrors], clock[bases]
+        return clock
+
+    def _components(self, block: int) -> tuple[Any, Any]:
+        """All components, and their mirrors of a block."""
+        agents = self._agents.values()
+        bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
+        counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
+        return bases, bases + block * counts
+
+    def on_alias_fence(self, task: Task, threads: Any = None) -> None:
+        agent: Any = self._agent(task)
+        if threads is None:
+            agent.clock = self.aliased(agent.clock)
+            agent.tick()
+            return
+        agent.aliased_times[threads] = agent.times[threads]
+        for thread in threads.tolist():
+            agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_puts(self, task: Task, threads: Any, *, begin: bool) -> None:
+        agent: Any = self._agent(task)
+        if threads is None:
+            agent.putting = begin
+        else:
+            agent.putting[threads] = begin
+
+    def on_fence(
+        self, task: Task, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+    ) -> None:
+        self.ordering.update(program_lines()[:1])
+        agent: Any = self._agent(task)
+        if threads is not None:
+            self._fence_threads(agent, sem, scope, threads, puts)
+            return
+        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
+        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
+            agent.learn(clock)
+        if sem == "acquire":
+            return
+        if puts:
+            agent.clock = self.delivered(agent.clock)
+        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
+        agent.has_released(all_threads=all_threads)
+
+    def _fence_threads(
+        self, agent: ThreadsAgent, sem: str, scope: str, threads: Any, puts: bool
+    ) -> None:
+        level = SCOPES[scope] if self.rules.scopes else SYS
+        if puts and sem != "acquire":
+            agent.delivered_times[threads] = agent.times[threads]
+        for thread in threads.tolist():
+            waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
+            for clock in fenced_for(agent, level, waiting):
+                agent.acquire(thread, clock)
+            if sem != "acquire":
+                own = agent.released_by(thread, all_threads=not self.rules.barriers)
+                own = self.delivered(own) if puts else own
+                fences = agent.fences.setdefault(thread, {SYS: agent.before})
+                fences[level] = joined(fences.get(level), own)
+        if sem == "acquire":
+            return
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_quiet(self, task: Task, threads: Any = None) -> None:
+        agent: Any = self._agent(task)
+        agent.quiet(threads)
+        agent.has_released(threads, all_threads=threads is None)
+
+    def on_proxy_fence(self, task: Task, threads: Any) -> None:
+        agent = self._agent(task)
+        agent.fenced_times[threads] = agent.times[threads]
+        agent.change(threads, self.fenced)
+        agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_async(
+        self, task: Task, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+    ) -> None:
+        agent, size = self._agent(task), pointers.get_element_ty().primitive_bitwidth // 8
+        queue = self._started(agent, copy)
+        site = self._site(agent, f"{does} (async)", program_lines())
+        known, fenced = (KnownTimes(clock, queue, self._owners) for clock in queue.known)
+        time = queue.base + copy.time
+        for segment, cells in self._memory.find(pointers.data.ravel(), size):
+            self.events += 1
+            kind = "write-write" if stores else "write-read"
+            self._report(kind, segment.unordered_store(cells, fenced), site, segment, size)
+            atomics = segment.unordered(segment.atomics, cells, fenced)
+            if does != "reduces":
+                changes = (each for each in atomics if stores or each.extra & WRITES)
+                self._report("mixed access", changes, site, segment, size)
+            if stores:
+                loads = segment.unordered(segment.loads, cells, known)
+                self._report("read-write", loads, site, segment, size)
+            if does == "reduces":
+                extra = WRITES | SCOPES["gpu"]
+                segment.note(segment.atomics, cells, queue.thread, time, site, extra)
+            elif stores:
+                segment.note_store(cells, queue.thread, time, site)
+            else:
+                self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
+                segment.note(segment.loads, cells, queue.lanes, time, site)
+
+    def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:
+        """The queue of ``copy``, which knows what its thread did when it started it."""
+        queue = agent.queues.get(copy.queue)
+        if queue is None:
+            key = "async", agent.number, copy.queue
+            queue = self._queue(key, agent)
+            queue.base, queue.time = int(queue.clock[queue.thread]), 0
+            agent.queues[copy.queue] = queue
+        if queue.time < copy.time:
+            queue.time = copy.time
+            components, time = queue.until(copy.time, reads_only=False)
+            queue.clock[components] = time
+            own = agent.released_by(copy.thread, all_threads=not self.rules.barriers)
+            fenced = self._lengthened(own)
+            if self.rules.proxies:
+                bases, mirrors = self._components(Agent.ASYNC)
+                fenced = fenced.copy()
+                fenced[bases] = fenced[mirrors]
+            queue.known = self._lengthened(own), fenced
+        return queue
+
+    def _queue(self, key: Any, agent: ThreadsAgent) -> AsyncAgent:
+        found = self._agents.get(key)
+        if found is None:
+            found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
+            self._agents[key] = found
+            self._owners += [found] * (found.BLOCKS * found.components)
+        assert isinstance(found, AsyncAgent)
+        return found
+
+    def on_async_end(
+        self, task: Task, queue: Any, time: int, threads: Any, *, reads_only: bool
+    ) -> None:
+        agent = self._agent(task)
+        components, at = agent.queues[queue].until(time, reads_only=reads_only)
+
+        def ended(clock: Any) -> Any:
+            clock = self._lengthened(clock).copy()
+            clock[components] = np.maximum(clock[components], at)
+            return clock
+
+        agent.change(threads, ended)
+
+    def on_arrival(
+        self,
+        task: Task,
+        mbarrier: int,
+        threads: Iterable[int] = (),
+        copies: tuple[Any, int] | None = None,
+    ) -> None:
+        agent = self._agent(task)
+        told = agent.mbarriers.setdefault(mbarrier, [None, None])
+        for thread in threads:
+            own = agent.released_by(int(thread), all_threads=not self.rules.barriers)
+            told[0] = joined(told[0], own)
+            agent.has_released(np.array([thread]), all_threads=not self.rules.barriers)
+        if copies is not None:
+            components, time = agent.queues[copies[0]].until(copies[1], reads_only=False)
+            clock = np.zeros(len(self._owners), np.int64)
+            clock[components] = time
+            told[0] = joined(told[0], clock)
+
+    def on_phase(self, task: Task, mbarrier: int) -> None:
+        told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
+        told[1] = told[0]
+
+    def on_awaited(self, task: Task, mbarrier: int, threads: Any) -> None:
+        agent = self._agent(task)
+        _, done = agent.mbarriers.get(mbarrier, (None, None))
+        if done is not None:
+            agent.change(threads, lambda clock: joined(clock, done))
+
+
+def does_of(what: str, pointers: Any) -> str:
+    return what + " by multicast" * getattr(pointers, "multicast", False)
+
+
+def stream_atomic(kind: str, sem: str) -> Atomic:
+    """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
+    return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")

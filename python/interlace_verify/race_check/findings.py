@@ -1,0 +1,405 @@
+"""Reports of the race check: accesses, findings by their cause, and their text.
+
+A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
+replays the schedule in which it was seen. Detectors give what conflicts, access by access: every element,
+program and schedule anew. Here it is counted, and what has the same cause (:attr:`Finding.cause`), which
+one change mends, becomes one finding.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from interlace.runtime.core.errors import SourceText
+from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
+from interlace_verify.schedule_check.interleaving import Story
+
+# Kinds of findings, and what each means.
+KINDS = {
+    "write-read": "a load that nothing orders after the store whose value it needs",
+    "write-write": "two stores to the same bytes that nothing orders",
+    "read-write": "memory is written again while somebody may still be reading it (buffer reuse)",
+    "no barrier": "one thread signals or waits: without a barrier others are in no order with it",
+    "weak order": "the signal is not released by the one side, or not acquired by the other",
+    "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
+    "no proxy fence": "the same memory by TMA or wgmma, or by a multicast address, without a proxy fence",
+    "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
+    "out of bounds": "an access outside of the allocation that its pointer came from",
+    "uninitialised": "a load of what nobody has written since the memory was allocated",
+    "use after free": "an access of memory that nothing refers to any more",
+    "read-only": "a store to an input that is declared const, or whose elements share memory",
+    "misaligned": "an address that is no multiple of what the access needs",
+    "stale load": "a load by ld.global.nc of what is written while its kernel runs: it may be old",
+    "unfinished copy": "a load where a cp.async of its own thread goes, which it has not waited for",
+    "absent lane": "a shfl from a lane that takes no part in it: what it gives is open",
+    "different values": "threads store different numbers to one address by one instruction",
+}
+
+
+@dataclass(frozen=True)
+class Access:
+    """One access: who (``rank``, ``who``: program, stream or user code), what, and from which lines.
+
+    ``lines`` are "file.py:12 in function", innermost first. ``step``: its number in the schedule's story.
+    """
+
+    rank: int
+    who: str
+    what: str
+    lines: tuple[SourceText, ...]
+    step: int | None = None
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} {self.who} {self.what}"
+        return text + (f" at {', called from '.join(self.lines)}" if self.lines else "")
+
+
+@dataclass(frozen=True)
+class FailedSignal:
+    """A word that one program wrote behind its access, and another saw before its own, in vain.
+
+    ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
+    ``part`` as of a :class:`Finding`; ``writers`` counts who has written it. ``ended``: whether the launch
+    of the first access had ended then.
+    """
+
+    memory: str
+    offset: int
+    index: int
+    writers: int
+    written: Access
+    seen: Access
+    ended: bool = False
+    part: str = ""
+
+    def __str__(self) -> str:
+        others = f", one of {self.writers} writers" if self.writers > 1 else ""
+        return (
+            f"{byte_of(self.memory, self.offset, self.part)}, index {self.index}\n"
+            f"  written {self.written}{others}\n  seen    {self.seen}"
+        )
+
+
+WRITTEN = ("weak order", "narrow scope", "mixed access")
+"""Kinds that are mended where an order or a scope is written."""
+EITHER, ORDERS = "either order", ("read-write", "write-read")
+"""A load and a store that nothing orders: a schedule has either first, a check of some has both."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a cause reaches. ``programs``: streams and user code too; ``seeds``: where it was found."""
+
+    elements: int
+    programs: int
+    ranks: int
+    seeds: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = self.elements, self.programs, self.ranks
+        elements, programs, ranks = map(counted, counts, ("element", "program", "rank"))
+        return f"{elements}, {programs} of {ranks}, {counted(len(self.seeds), 'schedule')}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause: two accesses that conflict. ``first`` came before ``second`` in the schedule of ``seed``.
+
+    ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
+    of the second access were affected; ``extent`` is that of the cause, and ``also`` where else it shows.
+    ``kind`` is one of :data:`KINDS`; ``race`` the kind that it would have without its cause. ``signal`` is
+    the one that should have ordered them; or ``polled`` is the load that waited for one and has no order.
+    ``hint`` says what to do, and ``change`` at which lines, each with those that it was called from. Of an
+    access that is wrong by itself ``first`` is None, and ``index`` says how the program came to that byte.
+    ``part``: the element of a kernel's argument, if the memory is more than that, as a heap is.
+    ``reverse``: the kind that it is where the other access comes first, if some schedule has that.
+    """
+
+    kind: str
+    first: Access | None
+    second: Access
+    memory: str
+    offset: int
+    count: int
+    seed: int
+    race: str = ""
+    hint: str = ""
+    index: str = ""
+    signal: FailedSignal | None = None
+    extent: Extent | None = None
+    also: tuple[str, ...] = ()
+    reverse: str = ""
+    polled: Access | None = None
+    change: tuple[tuple[SourceText, ...], ...] = ()
+    part: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a load's launch had ended before the signal; before the store is but a relaxed wait.
+
+        PTX allows the store before that wait. GPUs store nothing until the wait is over.
+        """
+        ended = self.race == "read-write" and self.signal is not None and self.signal.ended
+        return ended and self.kind == "weak order"
+
+    @property
+    def kinds(self) -> set[str]:
+        """Its kind, and the one that it is in the other order."""
+        return {self.kind, self.reverse} - {""}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
+        if self.first is None:
+            memory = re.sub(r" (of|on) rank \d+| program .*", "", self.memory)
+            return (self.kind, self.second.what, self.second.lines, memory)
+        functions = tuple(line.rpartition(" ")[2] for line in self.second.lines)
+        return (self.race or self.kind, self.first.what, self.first.lines, functions)
+
+    @property
+    def cause(self) -> tuple[Any, ...]:
+        """Equal for what one change mends: a signal between two lines, or else two lines of accesses.
+
+        An order and a scope are changed where they are written, wherever that is called from.
+        """
+        if self.first is None:
+            return self.key
+        if self.kind in WRITTEN and self.change:
+            return (self.kind, *sorted(lines[0] for lines in self.change if lines))
+        at = (self.signal.written, self.signal.seen) if self.signal else (self.first, self.second)
+        kind = EITHER if self.kind in ORDERS else self.kind
+        return (kind, *sorted(access.lines for access in at))
+
+    def __str__(self) -> str:
+        race = f" ({self.race} race)" if self.race and self.race != self.kind else ""
+        lines = [f"{self.kind}{race}: {KINDS[self.kind]}"]
+        if self.first is not None:
+            lines.append(f"  first   {self.first}")
+        lines.append(f"  {'access' if self.first is None else 'second'}  {self.second}")
+        elements = counted(self.count, "element")
+        if self.memory:
+            lines.append(f"  on      {byte_of(self.memory, self.offset, self.part)}, {elements}")
+        lines += [f"  and     {text}" for text in self.also]
+        reverse = f"{self.reverse}, where the second runs before the first" if self.reverse else ""
+        facts = (
+            ("reverse", reverse),
+            ("index", self.index),
+            ("signal", self.signal),
+            ("change", " and ".join(lines[0] for lines in self.change if lines)),
+            ("hint", self.hint),
+        )
+        lines += [f"  {name:<7} {fact}" for name, fact in (*facts, ("in all", self.extent)) if fact]
+        lines.append(f"  seed    {self.seed}; again with races(..., seeds=[{self.seed}])")
+        return "\n".join(lines)
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class RaceReport:
+    """The result of :func:`interlace.verify.races`. ``events`` counts accesses that were looked at.
+
+    ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
+    run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
+    ``ordering``: the lines of kernels at which atomics and fences ran; ``loads``: those of loads, and
+    ``received``: of loads of what another had written since the kernel began. ``superfluous``: if nothing
+    was found, the lines of barriers without which nothing would have been, in programs whose threads are
+    told apart; each by itself, one of them may stand for another. ``done``: what GPUs order and PTX does
+    not promise (:attr:`Finding.is_done`).
+    """
+
+    world_size: int
+    seeds: tuple[int, ...]
+    events: int
+    findings: tuple[Finding, ...]
+    errors: tuple[tuple[int, str], ...] = ()
+    launches: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    stories: tuple[Story, ...] = field(default=(), repr=False, compare=False)
+    refusals: tuple[tuple[int, str], ...] = ()
+    ordering: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    superfluous: tuple[SourceText, ...] = ()
+    loads: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    received: frozenset[SourceText] = field(default=frozenset(), repr=False, compare=False)
+    done: tuple[Finding, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What is no finding, as text."""
+        barriers = [
+            f"superfluous: without the barrier at {line} these schedules are in order, too"
+            for line in self.superfluous
+        ]
+        return barriers + [
+            f"weak order: {each.second}, in no order after {each.first}, whose launch had ended. It would "
+            f"bite on a GPU that stores before it knows that the wait is over; to be sure: {each.hint}"
+            for each in self.done
+        ]
+
+    @property
+    def clean(self) -> bool:
+        """No finding, and no run ended with an error or could not be checked."""
+        return not self.findings and not self.errors and not self.refusals
+
+    def __str__(self) -> str:
+        count = len(self.seeds)
+        schedules = counted(count, "schedule")
+        head = f"{self.world_size} ranks, {schedules}, {self.events} accesses: "
+        if self.clean:
+            return "\n".join([head + "no findings", *self.notes])
+        parts = [counted(len(self.findings), "finding")]
+        if self.errors:
+            parts.append(f"{len(self.errors)} failed")
+        if self.refusals:
+            parts.append(f"{len(self.refusals)} not checked")
+        lines = [head + ", ".join(parts)]
+        lines += [str(finding) for finding in self.findings]
+        lines += [f"seed {seed}: {text}" for seed, text in self.errors]
+        lines += [f"seed {seed} is not checked: {text}" for seed, text in self.refusals]
+        return "\n\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "world_size": self.world_size,
+            "seeds": list(self.seeds),
+            "events": self.events,
+            "findings": [asdict(finding) for finding in self.findings],
+            "errors": [{"seed": seed, "error": text} for seed, text in self.errors],
+            "refusals": [{"seed": seed, "error": text} for seed, text in self.refusals],
+            "superfluous": list(self.superfluous),
+            "done": [asdict(finding) for finding in self.done],
+        }
+
+
+MOST_ACCESSES = 3  # of a cause that are told besides the first two
+
+
+@dataclass
+class Reach:
+    """What conflicts of one kind between some lines have touched. ``marks``: bytes, by allocation."""
+
+    size: int = 1
+    marks: dict[str, Any] = field(default_factory=dict)
+    programs: set[tuple[int, str]] = field(default_factory=set)
+    seeds: set[int] = field(default_factory=set)
+    accesses: dict[str, None] = field(default_factory=dict)
+
+    def note(self, finding: Finding, bytes_: Any, size: int) -> None:
+        """A conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
+        self.size = max(self.size, size)
+        self.seeds.add(finding.seed)
+        for access in filter(None, (finding.first, finding.second)):
+            self.programs.add((access.rank, access.who.partition(" of launch ")[0]))
+            self.accesses[_what(access)] = None
+        where = finding.memory if finding.first else f"{finding.memory}, byte {finding.offset}"
+        marks = np.zeros(int(bytes_.max()) + 1, np.bool_)
+        marks[bytes_] = True
+        self._mark(where, marks)
+
+    def join(self, other: "Reach") -> None:
+        self.size = max(self.size, other.size)
+        self.programs |= other.programs
+        self.seeds |= other.seeds
+        self.accesses |= other.accesses
+        for memory, marks in other.marks.items():
+            self._mark(memory, marks)
+
+    def _mark(self, memory: str, marks: Any) -> None:
+        longer, shorter = sorted((self.marks.get(memory, marks), marks), key=len, reverse=True)
+        self.marks[memory] = longer.copy()
+        self.marks[memory][: len(shorter)] |= shorter
+
+    def extent(self) -> Extent:
+        elements = sum(-(-int(marks.sum()) // self.size) for marks in self.marks.values())
+        ranks = {rank for rank, _ in self.programs}
+        return Extent(elements, len(self.programs), len(ranks), tuple(sorted(self.seeds)))
+
+
+def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple[Finding, ...]:
+    """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`.
+
+    Those for which a rule is the cause come first: a thread that did not wait is in order with nobody.
+    """
+    first: dict[Any, Finding] = {}
+    reach: dict[Any, Reach] = {}
+    reverse: dict[Any, str] = {}
+    for finding in findings:
+        same = ((cause, each) for cause, each in first.items() if _is_part(finding, each))
+        larger = ((cause, each) for cause, each in first.items() if _is_part(each, finding))
+        cause, known = next(itertools.chain(same, larger), (finding.cause, finding))
+        first.setdefault(cause, finding)
+        if _tells_more(finding, known):
+            first[cause] = finding
+        if known.kind != finding.kind and known.kind in ORDERS:
+            reverse[cause] = finding.kind
+        reach.setdefault(cause, Reach()).join(reaches[finding.key])
+    also = {cause: _others(finding, reach[cause]) for cause, finding in first.items()}
+    for cause, finding in list(first.items()):
+        races = (each for each, race in first.items() if race.first is not None)
+        of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
+        if of is not None:
+            del first[cause]
+            also[of] += (f"{finding.kind} where it runs first: {_what(finding.second)}",)
+    told = [
+        replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
+        for at, each in first.items()
+    ]
+    others = [each for each in told if each.kind != each.race]
+    perhaps = "; a finding above may be the cause of this one, too" if others else ""
+    bare = [replace(each, hint=each.hint + perhaps) for each in told if each.kind == each.race]
+    return (*others, *bare)
+
+
+def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
+    """Whether ``finding`` is a load of what nobody has written yet, and all of it is stored in ``race``."""
+    if finding.kind != "uninitialised" or _what(finding.second) not in race.accesses:
+        return False
+    for where, marks in reach.marks.items():
+        stored = race.marks.get(where.rpartition(", byte ")[0], np.zeros(0, np.bool_))
+        missing = np.flatnonzero(marks)
+        if len(missing) and (missing[-1] >= len(stored) or not stored[missing].all()):
+            return False
+    return True
+
+
+def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
+    told = {_what(each) for each in (finding.first, finding.second) if each is not None}
+    others = [text for text in reach.accesses if text not in told]
+    more = len(others) - MOST_ACCESSES
+    return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
+
+
+def _tells_more(finding: Finding, known: Finding) -> bool:
+    """Whether it is the signal's own finding, or there is more to do."""
+    return bool(known.polled) > bool(finding.polled) or not _is_part(finding, known)
+
+
+def _is_part(finding: Finding, whole: Finding) -> bool:
+    """Whether what mends ``whole`` mends ``finding``, too; of words in lines it may be some of several."""
+    if finding.kind in WRITTEN and whole.kind in WRITTEN:
+        same = finding.kind == whole.kind or finding.hint in whole.hint
+        return same and {*finding.cause[1:]} <= {*whole.cause[1:]}
+    return finding.cause == whole.cause
+
+
+def _what(access: Access) -> str:
+    return f"{access.what} at {', called from '.join(access.lines)}"
+
+
+def on_more_ranks(finding: Finding, world_size: int) -> Finding:
+    """``finding``, which has been made on so many ranks, too."""
+    return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
+
+
+def named(finding: Finding, memory: Allocations) -> Finding:
+    """``finding`` with the names of the parts of ``memory``, the run's."""
+    part, signal = memory.part(finding.memory, finding.offset), finding.signal
+    if signal is not None:
+        signal = replace(signal, part=memory.part(signal.memory, signal.offset))
+    return replace(finding, part=part, signal=signal)

@@ -1,0 +1,485 @@
+"""The race detector: vector clocks over everything that a simulated run does.
+
+Who can act is an *agent*: a program of a kernel, a stream, or the user code of a rank, which stands for
+its current stream. Every agent has two clock components, because a program is many threads::
+
+    2 * agent       lanes: what all threads do, loads and stores of blocks
+    2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
+
+A release hands on what its agent knows, but of the own lanes only what came before the last barrier:
+Triton puts no ``bar.sync`` between a store and a release. What orders accesses::
+
+    program order                          of each component; between them, from a barrier on
+    release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
+                                           between pass it on, and so do later atomic stores of who
+                                           released; those of others and plain stores end it
+    fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire),
+                                           within the fence's scope, too
+    NVSHMEM's quiet                        as a fence, and of those that meet its thread in a barrier
+    launch, end of a kernel                between the stream and all programs
+    items of a stream, events              in their order
+    allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
+    host messages                          nothing: work on GPUs does not wait for them
+
+Two accesses of the same bytes, not both loads and not both atomic, that nothing orders are a race,
+whatever the schedule made of them. Why they are not ordered is found by asking again with one of the
+``Rules`` off: the race is gone if its reason is that rule.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.runtime.core.accesses import Atomic, threads_of
+from interlace.runtime.core.errors import SourceText
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.sim.interpreter.session import active, active_addresses
+from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
+from interlace.runtime.places.sim.scheduler.task import Task
+from interlace_verify.race_check.agents import SCOPES, SYS, Agent, Rules, ThreadsAgent, joined
+from interlace_verify.race_check.collector import At, Collector, does_of, stream_atomic
+from interlace_verify.race_check.shadow import (
+    WRITES,
+    Conflict,
+    Index,
+    KnownTimes,
+    ShadowSegment,
+    byte_ranges,
+)
+
+Conflicts = Iterable[Conflict]
+Spot = tuple[ShadowSegment, Index]
+
+
+class Detector(Collector):
+    def __init__(
+        self,
+        seed: int,
+        rules: Rules | None = None,
+        asked: Mapping[tuple[Any, ...], At] | None = None,
+    ) -> None:
+        super().__init__(seed, asked)
+        self.rules = rules or Rules()
+        self.launches: list[KernelLaunch] = []
+        self._agents: dict[Any, Agent] = {}
+        self._tasks: dict[Task, Agent] = {}
+        self._forks: dict[Task, Any] = {}
+        self._parents: dict[Task, Task] = {}
+        self._events: dict[Any, Any] = {}
+        self._meetings: dict[Any, Any] = {}
+        self._streams: dict[tuple[int, str], int] = {}
+        self._changes = 0  # events but those that only look at words
+        self._looks: dict[Any, Any] = {}  # the last look at a word, by who looks
+        # lines of programs with atomics and fences; with loads, and with those of what others wrote
+        # meanwhile; with barriers of programs with threads
+        self.ordering, self.loads = set[SourceText](), set[SourceText]()
+        self.received, self.barriers = set[SourceText](), set[SourceText]()
+
+    def _agent(self, task: Task) -> Agent:
+        agent = self._tasks.get(task)
+        if agent is None:
+            key = ("host", task.rank) if task.owner is None else ("stream", task.owner)
+            agent = self._tasks[task] = self._named(key, task.rank, task.who)
+        self._acting = agent
+        self._changes += 1
+        return agent
+
+    def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
+        """Agents are reused by later launches of the same stream, which are ordered after."""
+        key = key, threads
+        agent = self._agents.get(key)
+        if agent is None:
+            given = len(self._agents), len(self._owners), rank, who
+            agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
+            self._agents[key] = agent
+            self._owners += [agent] * (agent.BLOCKS * agent.components)
+        agent.who = who
+        return agent
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def on_launch(self, task: Task, launch: KernelLaunch) -> None:
+        agent = self._agent(task)
+        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.clock)))
+        agent.tick()
+        if hasattr(launch.kernel, "fn"):  # and is not PTX
+            self.launches.append(launch)
+        for argument in launch.arguments.values():
+            value = getattr(argument, "base", argument)  # of a descriptor
+            if isinstance(value, torch.Tensor):
+                self.know(value, task.rank)
+
+    def on_program(self, task: Task, parent: Task) -> None:
+        assert task.program is not None
+        above = self._agent(parent)
+        key = ("program", above.number, task.program.index)
+        launch = f" of launch {task.number + 1}" if task.number else ""
+        threads = task.program.threads
+        agent = self._tasks[task] = self._named(key, task.rank, task.who + launch, threads)
+        self._parents[task] = parent
+        agent.begin(self._forks[parent])
+
+    def on_program_end(self, task: Task) -> None:
+        agent = self._tasks.pop(task, None)
+        parent = self._parents.pop(task, None)
+        if agent is None or parent is None:
+            return
+        self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
+
+    def on_record(self, task: Task, event: Any) -> None:
+        agent = self._agent(task)
+        self._events[event] = agent.clock.copy()
+        agent.tick()
+
+    def on_wait_event(self, task: Task, event: Any) -> None:
+        if event in self._events:
+            self._agent(task).learn(self._events[event])
+
+    def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
+        agent = self._agent(task)
+        self._meetings[meeting] = joined(self._meetings.get(meeting), agent.clock)
+        agent.clock = agent.clock.copy()
+        agent.tick()
+
+    def on_met(self, task: Task, meeting: Any) -> None:
+        self._agent(task).learn(self._meetings[meeting])
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
+        """``op`` has allocated ``tensor``, and written it; unless it is symmetric memory seen anew."""
+        if not self._memory.is_symmetric(tensor.data_ptr()):
+            self.know(tensor, task.rank, fresh=True)
+            if writes:
+                self.touch(task, tensor, op, stores=True)
+            else:
+                self.events += 1
+                self._undefine(tensor)
+
+    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
+        self._plain(task, pointers, mask, stores=False)
+
+    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
+        self._plain(task, pointers, mask, stores=True)
+
+    def _plain(self, task: Task, pointers: Any, mask: Any, *, stores: bool) -> None:
+        addresses = active_addresses(pointers, mask)
+        if not len(addresses):
+            return
+        agent = self._agent(task)
+        threads, multicast = threads_of(pointers), self._by_multicast(pointers)
+        if threads is not None:
+            self._of_threads(agent, pointers, threads, stores=stores)
+            return
+        # a scalar is stored by one thread, and loaded by all
+        scalar_store = stores and pointers.data.size == 1
+        component = agent.thread if scalar_store else agent.lanes
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        does = "puts" if stores and agent.putting else "stores" if stores else "loads"
+        site = self._site(agent, does_of(does, pointers), program_lines())
+        for segment, cells in self._memory.find(addresses, size):
+            place = segment, cells
+            self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
+            if not stores:
+                self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
+
+    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
+        """A torch operator of a stream or of user code has read or written ``tensor``."""
+        agent, size = self._agent(task), tensor.element_size()
+        verb = "writes" if stores else "reads"
+        site = self._site(agent, f"{verb} ({op})", task_lines(task))
+        for low, nbytes in byte_ranges(tensor):
+            segment = self._memory.at(low)
+            if segment is not None and low + nbytes <= segment.end:
+                place = segment, segment.range(low, low + nbytes)
+                self._access(agent, agent.thread, place, site, size, stores=stores)
+
+    def _access(
+        self,
+        agent: Agent,
+        component: int,
+        place: Spot,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+        multicast: bool = False,
+    ) -> None:
+        segment, cells = place
+        known = self._known(agent)
+        time = int(known.clock[component])
+        by_switch = self._known(agent, None, multicast=True) if multicast else None
+        self._check(known, place, site, size, stores=stores, by_switch=by_switch)
+        if stores:
+            putting = self.rules.puts and agent.putting
+            block = agent.ALIAS if multicast else agent.PUTS * bool(putting)
+            segment.note_store(cells, component + block * agent.components, time, site)
+        else:
+            segment.note(segment.loads, cells, component, time, site)
+
+    def _check(
+        self,
+        known: KnownTimes,
+        place: Spot,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+        repeats: Callable[[Conflict], bool] = lambda conflict: False,
+        by_switch: KnownTimes | None = None,
+        threads: Any = None,
+    ) -> bool:
+        """Whether there was a store that this one ``repeats``; with that it does not conflict.
+
+        ``by_switch``: what an access by a multicast address comes after, of what was written. ``threads``:
+        who accesses each of the cells, where they are told apart.
+        """
+        segment, cells = place
+        before = by_switch or known
+        self.events += 1
+        kind = "write-write" if stores else "write-read"
+        earlier = segment.unordered_store(cells, before)
+        others = [each for each in earlier if not repeats(each)]
+        self._report(kind, others, site, segment, size)
+        every = segment.unordered(segment.atomics, cells, before, apart=True)
+        atomics = [each for each in every if stores or each.extra & WRITES]
+        atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
+        self._note_polls(place, site, size, threads, *([], []) if stores else (atomics, others))
+        self._report("mixed access", atomics, site, segment, size)
+        if stores:
+            loads = segment.unordered(segment.loads, cells, known)
+            loads = (each for each in loads if not repeats(each))
+            self._report("read-write", loads, site, segment, size)
+        return len(others) < len(earlier)
+
+    def _of_threads(self, agent: Any, pointers: Any, threads: Any, *, stores: bool) -> None:
+        """A load or store of a program whose threads are told apart."""
+        addresses = pointers.data.ravel()
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        does = (
+            "puts" if stores and agent.putting[threads].any() else "stores" if stores else "loads"
+        )
+        site = self._site(agent, does_of(does, pointers), program_lines())
+        multicast = self._by_multicast(pointers)
+        unchanged = getattr(pointers, "unchanged", False)
+        shared = getattr(pointers, "shared", False)
+        if stores and (bits := getattr(pointers, "stored", None)) is not None:
+            self._of_one_instruction(site, addresses, threads, bits.ravel())
+        over = () if shared else agent.has_accessed(site, addresses, threads, stores=stores)
+
+        def repeats(earlier: Conflict) -> bool:
+            pair = (site, earlier.site) if stores else (earlier.site, site)
+            again = pair in over or (unchanged and earlier.site == site)
+            return again and self._owners[earlier.component] is agent
+
+        for segment, which in self._memory.parts(addresses):
+            cells, each = segment.cells_of(addresses[which], size)
+            by = np.repeat(threads[which].astype(np.int64), each)
+            known = self._known(agent, by)
+            known.constant = site if getattr(pointers, "constant", False) else -1
+            by_switch = self._known(agent, by, multicast=True) if multicast else None
+            again = self._check(
+                known,
+                (segment, cells),
+                site,
+                size,
+                stores=stores,
+                repeats=repeats,
+                by_switch=by_switch,
+                threads=by,
+            )
+            if stores and not again:
+                putting = agent.putting[by] & self.rules.puts
+                block = agent.ALIAS if multicast else agent.PUTS * putting
+                components = agent.first + by + block * agent.components
+                segment.note_store(cells, components, agent.times[by], site)
+            elif not stores:
+                self._unwritten(segment, cells, site, size)
+                self._note_load(agent, segment, cells)
+                if getattr(pointers, "incoherent", False):
+                    before = self._lengthened(agent.before)
+                    launched = KnownTimes(before, agent, self._owners, np.int64(-1))
+                    atomics = segment.unordered(segment.atomics, cells, launched)
+                    written = (each for each in atomics if each.extra & WRITES)
+                    late = (*segment.unordered_store(cells, launched), *written)
+                    self._report("stale load", late, site, segment, size)
+                times = agent.times[by]
+                segment.note_threads(
+                    segment.loads, cells, agent.first + by, times, known, (site, 0)
+                )
+
+    # -- atomics -----------------------------------------------------------------------------------
+
+    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+        addresses = active_addresses(atomic.pointers, atomic.mask)
+        if not len(addresses):
+            return
+        changes, agent = self._changes, self._agent(task)
+        success = np.ones(len(addresses), bool)
+        if atomic.compare is not None:
+            shape = atomic.pointers.data.shape
+            done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
+            success = done if len(done) == len(addresses) else success
+        size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
+        lines = program_lines()
+        self.ordering.update(lines[:1])
+        does = does_of(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
+        threads = threads_of(atomic.pointers)
+        if atomic.reads_only and not atomic.releases:
+            self._changes = changes
+            who = (atomic.by_lanes, atomic.each_thread) if threads is None else threads.tobytes()
+            look = changes, lines, does, size, addresses.tobytes()
+            every = {*addresses.tolist(), *(addresses + np.uint64(size - 1)).tolist()}
+            words = {(agent, who, address >> 2) for address in every}
+            if all(self._looks.get(word) == look for word in words):  # a poll that sees the same
+                self.events += len(addresses)
+                return
+            self._looks.update(dict.fromkeys(words, look))
+        site = self._site(agent, does, lines)
+        before = active(result.data, atomic.pointers, atomic.mask) if atomic.looks else None
+        for position, address in enumerate(addresses.tolist()):
+            thread = None if threads is None else int(threads[position])
+            if before is not None:
+                segment, cells = self._at(address, size)
+                self._unwritten(segment, cells, site, size, before[position])
+            self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
+        if atomic.releases or not self.rules.releases:
+            agent.has_released(threads, all_threads=not self.rules.barriers)
+
+    def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
+        agent = self._agent(task)
+        site = self._site(agent, f"publishes ({op})", task_lines(task))
+        atomic = stream_atomic("xchg", "release")
+        self._one_atomic(agent, slot.data_ptr(), slot.element_size(), atomic, True, site)
+        agent.has_released(all_threads=not self.rules.barriers)
+
+    def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
+        agent = self._agent(task)
+        site = self._site(agent, "waits", task_lines(task))
+        atomic = stream_atomic("load", "acquire")
+        size = slots.element_size()
+        for index in range(slots.numel()):
+            self._one_atomic(agent, slots.data_ptr() + size * index, size, atomic, True, site)
+
+    def _one_atomic(
+        self,
+        agent: Any,
+        address: int,
+        size: int,
+        atomic: Atomic,
+        success: bool,
+        site: int,
+        thread: int | None = None,
+    ) -> None:
+        self.events += 1
+        writes = success and not atomic.reads_only
+        lanes = atomic.pointers is not None and atomic.by_lanes
+        scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
+        segment, cells = self._at(address, size)
+        if thread is not None and isinstance(cells, slice):
+            cells = np.arange(cells.start, cells.stop)
+        by = None if thread is None else np.full(len(cells), thread)
+        multicast = self._by_multicast(atomic.pointers)
+        known = self._known(agent, by)
+        before = self._known(agent, by, multicast=True) if multicast else known
+        plain: Conflicts = segment.unordered_store(cells, before)
+        for each in plain if atomic.looks else ():  # a signal, perhaps
+            self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
+        if writes:
+            plain = [*plain, *segment.unordered(segment.loads, cells, known)]
+        self._report("mixed access", plain, site, segment, size)
+        extra = scope | (WRITES if writes else 0)
+        for conflict in segment.unordered(segment.atomics, cells, known):
+            other, either = self._owners[conflict.component], extra | conflict.extra
+            if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
+                self._report("narrow scope", [conflict], site, segment, size)
+        word = address, size
+        made = segment.writes.setdefault(word, {})
+        if atomic.kind != "store":
+            strong = (
+                (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
+            )
+            agent.observe(word, thread, {component: time for component, (time, _) in strong})
+        mirror = self._mirror(agent, thread, multicast=multicast, puts=writes)
+        if by is None:
+            time = int(known.clock[component := agent.lanes if lanes else agent.thread])
+            component += mirror
+            segment.note(segment.atomics, cells, component, time, site, extra)
+        else:
+            segment.note_threads(
+                segment.atomics,
+                cells,
+                agent.first + by + mirror,
+                agent.times[by],
+                known,
+                (site, extra),
+            )
+            time = int(agent.times[thread])
+            component = agent.first + thread + mirror
+        if writes:
+            if atomic.kind == "store":
+                made.clear()
+            made[component] = time, scope
+        self._signals.note(agent, word, site, writes=writes)
+        messages = segment.messages.setdefault(word, {})
+        self._receive(agent, messages, scope, atomic, thread)
+        if writes:
+            who = lanes if thread is None else thread
+            if atomic.kind == "store":
+                for each in [key for key in messages if key[0] is not agent or key[2] != who]:
+                    del messages[each]
+            self._send(agent, messages, scope, atomic, thread, who)
+
+    def _receive(
+        self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
+    ) -> None:
+        for (sender, sent_scope, _), clock in messages.items():
+            if not self._reach(agent, scope, sender, sent_scope):
+                continue
+            if thread is not None:
+                if atomic.acquires or not self.rules.acquires:
+                    agent.acquire(thread, clock)
+                    if not self.rules.barriers_after:
+                        agent.learn(clock)
+                else:
+                    waiting = agent.waiting.setdefault(thread, {})
+                    waiting[sender] = joined(waiting.get(sender), clock)
+            elif not atomic.acquires and self.rules.acquires:
+                agent.pending[sender] = joined(agent.pending.get(sender), clock)
+            elif atomic.each_thread and self.rules.barriers_after:
+                agent.for_lanes = joined(agent.for_lanes, clock)
+            else:
+                agent.learn(clock)
+
+    def _send(
+        self,
+        agent: Any,
+        messages: dict[Any, Any],
+        scope: int,
+        atomic: Atomic,
+        thread: int | None,
+        who: int,
+    ) -> None:
+        releases = atomic.releases or not self.rules.releases
+        if thread is not None:
+            own = self.delivered(agent.released_by(thread, all_threads=not self.rules.barriers))
+            sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
+        elif releases:
+            lanes = atomic.pointers is not None and atomic.by_lanes
+            barriers = self.rules.barriers
+            own = agent.released(all_threads=not barriers, each_thread=lanes)
+            sent = {scope: self.delivered(own)}
+        else:
+            sent = agent.fenced
+        for sent_scope, clock in sent.items():
+            key = (agent, min(scope, sent_scope), who)
+            messages[key] = joined(messages.get(key), clock)
+
+    def on_barrier(self, task: Task, threads: Any = None) -> None:
+        agent: Any = self._agent(task)
+        agent.barrier(*([] if threads is None else [threads]))
+        if isinstance(agent, ThreadsAgent):
+            self.barriers.update(program_lines()[:1])

@@ -1,0 +1,380 @@
+"""Shadow memory: for every byte that a run touches, who accessed it last, and when.
+
+Memory is known as *segments*: symmetric allocations, the storages of tensors, and pages for anything
+else. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as the smallest access needs. A cell
+holds the last store, and per clock component the last load and the last atomic. Times are clock values
+of the component; ``happens_before.py`` says what they mean.
+"""
+
+import ctypes
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from interlace_verify.race_check.agents import Agent
+
+PAGE = 1 << 16
+LARGEST_CELL = 8
+WRITES = 4  # in the extra of an atomic's marks, besides its scope
+
+# In the extra of a mark: threads of a program have done it, and the component is that of one of them. Which
+# they are, the first and the last, is in the bits from THREADS on.
+SEVERAL = 8
+THREADS, THREAD_BITS = 16, 16
+Index = Any  # a slice, or an int array, of cells
+# Of a cell: who did something last, when (never: 0), and where in its source.
+MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", "i8")])
+
+
+class Conflict(NamedTuple):
+    """An earlier access that is not ordered before the present one, of which cells, and when."""
+
+    component: int
+    site: int
+    time: int
+    cells: Any
+    extra: int = 0
+
+
+class KnownTimes:
+    """What an access comes after: ``clock`` has the time of every component that it knows.
+
+    Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
+    ``more``: clocks of threads that know more, with their numbers. ``owners``: agents by component.
+    ``multicast``: the access is by such an address, and the clocks say what is before those.
+    """
+
+    def __init__(
+        self,
+        clock: Any,
+        agent: Agent,
+        owners: list[Agent],
+        own: Any = None,
+        more: Sequence[tuple[Any, Any]] = (),
+        *,
+        multicast: bool = False,
+    ) -> None:
+        self.clock, self.agent, self.own, self.more = clock, agent, own, more
+        self.owners, self.multicast = owners, multicast
+        self.constant = -1  # a site where all threads store the same
+
+    def _behind(self, clock: Any, marks: Any) -> Any:
+        """Which of the marks ``clock`` does not have."""
+        component, time, extra = marks["component"], marks["time"], marks["extra"]
+        late = time > clock[component]
+        several = (extra & SEVERAL) != 0
+        if several.any():
+            of_threads = extra >> THREADS
+            for one, threads in set(zip(component[several], of_threads[several], strict=True)):
+                first = self.owners[one].first
+                low, high = threads & (1 << THREAD_BITS) - 1, threads >> THREAD_BITS
+                known = clock[first + low : first + high + 1].min()
+                those = several & (component == one) & (of_threads == threads)
+                late |= those & (time > known)
+        return late
+
+    def lacks(self, marks: Any) -> Any:
+        """Which of the marks the access does not come after."""
+        late = self._behind(self.clock, marks)
+        if not late.any():
+            return late
+        component = marks["component"]
+        if self.own is None:
+            return late if self.multicast else late & ~self.agent.owns(component)
+        same = self.own + 2 * self.agent.components if self.multicast else self.own
+        late &= (component != same) | (marks["extra"] & SEVERAL != 0)
+        for components, clock in self.more:
+            theirs = np.zeros(self.agent.components, np.bool_)
+            theirs[components] = True
+            asked = late & theirs[self.own - self.agent.first]
+            if asked.any():
+                late[asked] = self._behind(clock, marks[asked])
+        return late
+
+
+class ShadowSegment:
+    """Shadow cells of ``[base, base + nbytes)``.
+
+    By address and size: ``messages``, what was released; ``writes``, the atomics that made the present
+    value, each with its time and scope.
+    """
+
+    def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
+        self.base, self.end, self.label, self.symmetric = base, base + nbytes, label, symmetric
+        self.poison = (
+            b""  # what bytes repeat that nobody has written, if what is there is undefined
+        )
+        self.messages: dict[tuple[int, int], Any] = {}
+        self.writes: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+        self.cell = LARGEST_CELL
+        cells = -(-nbytes // self.cell)
+        self.written = np.zeros(cells, MARK)
+        self.loads: dict[int, Any] = {}  # marks by component
+        self.atomics: dict[int, Any] = {}
+
+    def _refine(self, size: int) -> None:
+        factor = self.cell // size
+        self.cell = size
+        self.written = np.repeat(self.written, factor)
+        for marks in (self.loads, self.atomics):
+            marks.update({each: np.repeat(mark, factor) for each, mark in marks.items()})
+
+    def range(self, low: int, high: int) -> slice:
+        """The cells of the bytes ``[low, high)``, which are inside."""
+        first, last = low - self.base, high - self.base
+        while first % self.cell or (last % self.cell and high != self.end):
+            self._refine(self.cell // 2)
+        return slice(first // self.cell, -(-last // self.cell))
+
+    def cells(self, addresses: Any, size: int) -> Index:
+        """The cells of elements of ``size`` bytes."""
+        if len(addresses) == 1:
+            low = int(addresses[0])
+            return self.range(low, low + size)
+        offsets = addresses.astype(np.int64) - self.base
+        low, high = int(offsets.min()), int(offsets.max()) + size
+        if high - low == len(offsets) * size and bool((np.diff(offsets) == size).all()):
+            return self.range(self.base + low, self.base + high)
+        cells = self._first_cells(offsets, size)
+        if size > self.cell:
+            cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
+        return cells
+
+    def _first_cells(self, offsets: Any, size: int) -> Any:
+        """The cells at which elements of ``size`` bytes begin; made as small as that needs."""
+        smallest = min(size, self.cell)
+        while smallest > 1 and bool((offsets % smallest).any()):
+            smallest //= 2
+        if smallest < self.cell:
+            self._refine(smallest)
+        return offsets // self.cell
+
+    # -- questions: who conflicts, given what ``known`` says of every component's time ---------------
+
+    def unordered_store(self, index: Index, known: KnownTimes) -> list[Conflict]:
+        """Stores of others that the present access does not come after."""
+        written = self.written[index]
+        writer, sites = written["component"], written["site"]
+        bad = known.lacks(written)
+        if not bad.any():
+            return []
+        found = []
+        for site in sorted({*sites[bad].tolist()} - {known.constant}):
+            where = np.flatnonzero(bad & (sites == site))
+            time, component = int(written["time"][where[0]]), int(writer[where[0]])
+            found.append(Conflict(component, int(site), time, self._numbers(index, where)))
+        return found
+
+    def unordered(
+        self, marks: dict[int, Any], index: Index, known: KnownTimes, *, apart: bool = False
+    ) -> Iterator[Conflict]:
+        """Loads or atomics of others that the present access does not come after.
+
+        ``apart``: each of them, not one of each agent for all cells.
+        """
+        for mark in marks.values():
+            found = mark[index]
+            where = np.flatnonzero(known.lacks(found))
+            many = np.unique(found[where]) if apart else found[where[:1]]
+            for one in many:
+                time, component, site, extra = one.tolist()
+                cells = where[found[where] == one] if len(many) > 1 else where
+                yield Conflict(component, site, time, self._numbers(index, cells), extra)
+
+    def unwritten(self, index: Index, seen: Any = None) -> Any:
+        """Cells that nobody is known to have written, and that hold poison.
+
+        Or have held it, where an atomic has ``seen`` it in its one element.
+        """
+        never = self.written["time"][index] == 0
+        if not never.any():  # as usually
+            return np.zeros(0, np.int64)
+        for marks in self.atomics.values():
+            never &= (marks["extra"][index] & WRITES) == 0
+        cells = self._numbers(index, np.flatnonzero(never))
+        nbytes, poison = self.end - self.base, np.frombuffer(self.poison, np.uint8)
+        view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.base))
+        memory = np.frombuffer(view, np.uint8)
+        offsets = cells[:, None] * self.cell + np.arange(self.cell)
+        if seen is None:
+            there = memory[np.minimum(offsets, nbytes - 1)]
+        else:
+            there = np.frombuffer(seen.tobytes(), np.uint8)[offsets % seen.itemsize]
+        same = there == poison[offsets % len(poison)]
+        same |= offsets >= nbytes  # the last cell may be longer than the memory
+        return cells[same.all(axis=1)]
+
+    def _numbers(self, index: Index, positions: Any) -> Any:
+        """The cells at ``positions`` of an access."""
+        return index.start + positions if isinstance(index, slice) else index[positions]
+
+    def bytes_of(self, cells: Any) -> Any:
+        """The offsets of all bytes of cells."""
+        offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
+        return offsets[offsets < self.end - self.base]
+
+    def elements(self, offset: int, cells: int, size: int) -> int:
+        """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""
+        return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
+
+    def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
+        for name, value in zip(MARK.names or (), (time, component, site, 0), strict=True):
+            self.written[name][index] = value
+        if self.messages:  # a plain store over a signal replaces what was released there
+            cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
+            touched = set((cells * self.cell + self.base).tolist())
+            for key in [key for key in self.messages if key[0] in touched]:
+                del self.messages[key]
+
+    def note(
+        self,
+        marks: dict[int, Any],
+        index: Index,
+        component: int,
+        time: int,
+        site: int,
+        extra: int = 0,
+    ) -> None:
+        if component not in marks:
+            marks[component] = np.zeros(len(self.written), MARK)
+        marks[component][index] = time, component, site, extra
+
+    # -- the same of accesses that tell threads apart --------------------------------------------------
+
+    def cells_of(self, addresses: Any, size: int) -> tuple[Index, int]:
+        """The cells of every element, one after another, and how many each has."""
+        first = self._first_cells(addresses.astype(np.int64) - self.base, size)
+        each = size // self.cell
+        return (first[:, None] + np.arange(each)).ravel(), each
+
+    def note_threads(
+        self,
+        marks: dict[int, Any],
+        cells: Index,
+        components: Any,
+        times: Any,
+        known: KnownTimes,
+        what: Any,
+    ) -> None:
+        """Note loads or atomics, which several threads may do: a cell has one mark for a program.
+
+        ``what``: the site, and what marks have besides.
+        """
+        site, extra = what
+        mark = marks.get(known.agent.first)
+        if mark is None:
+            mark = marks[known.agent.first] = np.zeros(len(self.written), MARK)
+        first = known.agent.first
+        before, low = mark[cells], components - first
+        high = low
+        different, place = np.unique(cells, return_inverse=True)
+        if len(different) < len(cells):  # of the same access by other threads
+            lowest = np.full(len(different), len(known.owners))
+            highest = np.zeros(len(different), np.int64)
+            np.minimum.at(lowest, place, low)
+            np.maximum.at(highest, place, high)
+            low, high = lowest[place], highest[place]
+        counts = (before["time"] > known.clock[before["component"]]) & (before["time"] > 0)
+        several = (before["extra"] & SEVERAL) != 0
+        alone, threads = before["component"] - first, before["extra"] >> THREADS
+        earlier = np.where(several, threads & (1 << THREAD_BITS) - 1, alone)
+        later = np.where(several, threads >> THREAD_BITS, alone)
+        low = np.where(counts, np.minimum(low, earlier), low)
+        high = np.where(counts, np.maximum(high, later), high)
+        which = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
+        shared = np.where(low == high, 0, which)
+        mark["time"][cells] = times
+        mark["component"][cells] = components
+        mark["site"][cells] = site
+        mark["extra"][cells] = shared | extra
+
+
+class ShadowMemory:
+    """All segments, by address."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._segments: dict[int, ShadowSegment] = {}
+
+    def add(self, base: int, nbytes: int, label: str, *, symmetric: bool = False) -> None:
+        """New memory: whatever was known of these addresses is of something that is gone."""
+        if nbytes <= 0:
+            return
+        self.remove(base, base + nbytes)
+        insort(self._bases, base)
+        self._segments[base] = ShadowSegment(base, nbytes, label, symmetric)
+
+    def is_symmetric(self, address: int) -> bool:
+        """Whether this is symmetric memory, which lives as long as the run."""
+        segment = self.at(address)
+        return segment is not None and segment.symmetric
+
+    def remove(self, low: int, high: int) -> None:
+        """Forget segments that overlap ``[low, high)``."""
+        first = max(0, bisect_right(self._bases, low) - 1)
+        for base in self._bases[first : bisect_left(self._bases, high)]:
+            if self._segments[base].end > low:
+                self._bases.remove(base)
+                del self._segments[base]
+
+    def at(self, address: int) -> ShadowSegment | None:
+        """The segment that has this address."""
+        position = bisect_right(self._bases, address) - 1
+        segment = self._segments[self._bases[position]] if position >= 0 else None
+        return None if segment is None or address >= segment.end else segment
+
+    def _at_or_page(self, address: int) -> ShadowSegment:
+        segment = self.at(address)
+        if segment is not None:
+            return segment
+        base, end = address // PAGE * PAGE, address // PAGE * PAGE + PAGE
+        for other in self._segments.values():  # a page only fills the gap between its neighbours
+            if other.end <= address:
+                base = max(base, other.end)
+            elif other.base > address:
+                end = min(end, other.base)
+        base = -(-base // LARGEST_CELL) * LARGEST_CELL if base < address - LARGEST_CELL else base
+        self.add(base, end - base, "memory that no tensor of this run owns")
+        return self._segments[base]
+
+    def parts(self, addresses: Any) -> Iterator[tuple[ShadowSegment, Any]]:
+        """Segments, and which of ``addresses`` (uint64) are in each."""
+        left = np.arange(len(addresses))
+        while len(left):
+            segment = self._at_or_page(int(addresses[left[0]]))
+            inside = (addresses[left] >= np.uint64(segment.base)) & (
+                addresses[left] < np.uint64(segment.end)
+            )
+            yield segment, left[inside]
+            left = left[~inside]
+
+    def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
+        """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
+        if len(addresses) == 1:  # as of atomics
+            segment = self._at_or_page(int(addresses[0]))
+            yield segment, segment.cells(addresses, size)
+            return
+        for segment, which in self.parts(addresses):
+            yield segment, segment.cells(addresses[which], size)
+
+
+def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Contiguous pieces of a tensor's memory as (address, bytes)."""
+    if not tensor.numel():
+        return []
+    size = tensor.element_size()
+    if tensor.is_contiguous():
+        return [(tensor.data_ptr(), tensor.numel() * size)]
+    every = zip(tensor.stride(), tensor.shape, strict=True)
+    dims = sorted((stride, extent) for stride, extent in every if extent > 1 and stride)[::-1]
+    run = size
+    while dims and dims[-1][0] * size == run:
+        run *= dims.pop()[1]
+    offsets = np.zeros(1, np.int64)
+    for stride, extent in dims:
+        offsets = (offsets[:, None] + np.arange(extent) * stride * size).ravel()
+    base = tensor.data_ptr()
+    return [(base + offset, run) for offset in offsets.tolist()]

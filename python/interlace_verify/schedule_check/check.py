@@ -1,0 +1,406 @@
+"""``interlace.verify.schedules``: many interleavings of one SPMD function, and the shortest that fails.
+
+A third of the schedules is random, a third by random priorities of tasks, and a third lets whole ranks
+fall behind (``runtime/places/sim/scheduler/strategies.py``). A schedule fails
+if a rank raises, if ranks wait for each other, if ``check`` raises, or if a rank's result differs from
+that of the first schedule. The first failure is *shrunk*: recorded as segments (a task, and how far it
+ran), of which parts are left out for as long as the run still fails in the same way. What is left is
+printed as an interleaving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace import launcher
+from interlace.runtime.core.errors import EndlessTaskError
+from interlace.runtime.places.sim.choice import programs
+from interlace.runtime.places.sim.place import run_sim
+from interlace.runtime.places.sim.scheduler.scheduler import QUIET_SECONDS, Programs, Scheduler
+from interlace.runtime.places.sim.scheduler.source_lines import with_lines
+from interlace.runtime.places.sim.scheduler.strategies import Replay, ScheduleSegment, for_seed
+from interlace_verify.schedule_check import parallel
+from interlace_verify.schedule_check.interleaving import Story, Storyteller
+from interlace_verify.schedule_check.sampling import (
+    poisoned_memory,
+    rare_collections,
+    refused,
+    seed_list,
+)
+
+DEEPEST = 50
+
+
+def digest_of(value: Any) -> str:
+    """Equal for equal results. Tensors and arrays count by their bits, containers and dataclasses by
+    what is in them, other objects by their type alone: they may differ in their address only.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(_bytes(value, DEEPEST))
+    return digest.hexdigest()
+
+
+def _bytes(value: Any, depth: int) -> bytes:
+    name = type(value).__name__.encode()
+    if depth == 0 or value is None:
+        return name
+    if isinstance(value, torch.Tensor):
+        return _tensor_bytes(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        data = b"" if array.dtype.hasobject else array.tobytes()
+        return f"{array.shape}{array.dtype}".encode() + data
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value).encode()
+    parts: list[bytes]
+    if isinstance(value, (list, tuple)):
+        parts = [_bytes(each, depth - 1) for each in value]
+    elif isinstance(value, (set, frozenset)):
+        parts = sorted(_bytes(each, depth - 1) for each in value)
+    elif isinstance(value, dict):
+        parts = [_bytes(k, depth - 1) + b":" + _bytes(v, depth - 1) for k, v in value.items()]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        parts = [_bytes(getattr(value, field.name, None), depth - 1) for field in fields]
+    else:
+        return name
+    return name + b"(" + b",".join(str(len(part)).encode() + b" " + part for part in parts) + b")"
+
+
+def _tensor_bytes(value: torch.Tensor) -> bytes:
+    head = f"{tuple(value.shape)}{value.dtype}{value.layout}".encode()
+    if value.layout == torch.sparse_coo:
+        value = value.detach().to_dense()
+    if value.layout != torch.strided or value.device.type == "meta" or not value.numel():
+        return head
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return head + plain.view(torch.uint8).numpy().tobytes()
+
+
+SHRINK_RUNS = 300
+SHRINK_SECONDS = 30.0
+RUN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A schedule that fails. ``kind`` is the exception's name, or "different results".
+
+    ``segments`` replay it: :func:`replay`. ``switches`` counts changes from one task to another,
+    ``found_switches`` those of the schedule as it was found. ``told`` is what happened in the
+    ``segments``, ``found`` what happened in the schedule as it was found; ``story`` has a line per step.
+    """
+
+    seed: int
+    kind: str
+    text: str
+    segments: tuple[ScheduleSegment, ...]
+    found_switches: int
+    told: Story = field(repr=False)
+    found: Story = field(repr=False)
+
+    @property
+    def switches(self) -> int:
+        """Changes from one task to another in ``segments``."""
+        return max(0, len(self.segments) - 1)
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The interleaving, a line per step, of what several tasks access."""
+        return self.told.lines(shared=True)
+
+    @property
+    def head(self) -> str:
+        """What failed, and how to repeat it."""
+        again = f"again with schedules(..., seeds=[{self.seed}])"
+        return f"seed {self.seed} fails ({again}): {self.text}"
+
+    def __str__(self) -> str:
+        switches = f"with {self.switches} context switches ({self.found_switches} as found):"
+        return "\n".join([self.head, switches, *(f"  {line}" for line in self.story)])
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``.
+
+    ``story`` tells the first schedule, right or wrong. ``refusal`` is what the simulator cannot run; the
+    seeds that are ``refused`` for it are neither among those that failed nor checked.
+    """
+
+    world_size: int
+    schedules: int
+    store_buffers: bool
+    seconds: float
+    failing: tuple[int, ...]
+    story: Story = field(repr=False, compare=False)
+    failure: Failure | None = None
+    refused: tuple[int, ...] = ()
+    refusal: str = ""
+
+    @property
+    def clean(self) -> bool:
+        """Whether no schedule failed, and all could be checked."""
+        return not self.failing and not self.refused
+
+    @property
+    def rate(self) -> float:
+        """Schedules per second, shrinking not counted."""
+        return self.schedules / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        memory = ", stores late" if self.store_buffers else ""
+        head = f"{self.world_size} ranks, {self.schedules} schedules{memory}, {self.rate:.0f} per second: "
+        head += f"{len(self.failing)} fail" if self.failing else "none fails"
+        if self.refused:
+            head += f"\n\nseed {self.refused[0]} is not checked, nor is any like it: {self.refusal}"
+        return f"{head}\n\n{self.failure}" if self.failing else head
+
+
+def schedules(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    n: int = 1000,
+    seeds: int | Iterable[int] | None = None,
+    store_buffers: bool = False,
+    arch: int | None = None,
+    check: Callable[[list[Any]], Any] | None = None,
+    deterministic: bool = True,
+    workers: int | None = None,
+    timeout: float = RUN_SECONDS,
+    shrink: bool = True,
+    on_progress: Callable[[int], None] = lambda done: None,
+    **kwargs: Any,
+) -> ScheduleReport:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks in many orders of execution.
+
+    Parameters
+    ----------
+    n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
+        third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
+    store_buffers : let stores become visible late and out of order until they are released.
+    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90).
+    check : called with what the ranks returned; raises if that is wrong.
+    deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
+        whose result is meant to depend on the order.
+    workers : processes (forked) that share the work; one per core by default, 1 for this process only.
+    timeout : seconds per schedule; more is a failure.
+    shrink : look for the fewest context switches that fail; takes up to a minute.
+
+    Returns a :class:`ScheduleReport`; its ``failure`` is the first failing seed, shrunk.
+
+    Raises TypeError or ValueError for an argument that is wrong, before anything runs; what ``fn`` raises
+    is in the report.
+
+    >>> from interlace import verify
+    >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
+    True
+    """
+    timeout = launcher.check_run(
+        fn,
+        world_size,
+        timeout,
+        store_buffers=store_buffers,
+        deterministic=deterministic,
+        shrink=shrink,
+    )
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n must be an int, got {n!r}")
+    if n < 1:
+        raise ValueError(f"n must be positive, got {n}")
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int)):
+        raise TypeError(f"workers must be an int or None, got {workers!r}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be positive, got {workers}")
+    if check is not None and not callable(check):
+        raise TypeError(f"check must be callable, got {type(check).__name__}")
+    chosen = seed_list(n if seeds is None else seeds)
+    on_rank = launcher.rank_function(fn, args, kwargs)
+    trial = Trial(on_rank, world_size, store_buffers, check, timeout, programs(arch))
+    begin = time.monotonic()
+    with rare_collections():
+        first_outcome = trial.run(chosen[0], tell=True)
+        if deterministic and first_outcome.error is None:
+            trial = replace(trial, expected=first_outcome.digest)
+        on_progress(1)
+        later = parallel.map_seeds(
+            lambda seed: trial.run(seed).verdict,
+            # what one schedule cannot run, or end, hardly any can
+            [] if first_outcome.refusal or first_outcome.endless else chosen[1:],
+            workers=workers,
+            on_progress=lambda done: on_progress(done + 1),
+            lost=lambda seed, how: (None, how),
+        )
+        kinds = [(chosen[0], first_outcome.verdict), *later]
+    refusals = {seed: refusal for seed, (_, refusal) in kinds if refusal is not None}
+    failing = sorted(seed for seed, (wrong, _) in kinds if wrong is not None)
+    seconds = time.monotonic() - begin
+    failure = None
+    if failing:
+        first = next(seed for seed in chosen if seed in failing)
+        failed = first_outcome if first_outcome.endless else trial.run(first, tell=True)
+        failure = shrunk(trial, first, failed, search=shrink)
+    counts = world_size, len(kinds) - len(refusals), store_buffers, seconds
+    refused = tuple(sorted(refusals))
+    refusal = refusals[refused[0]] if refused else ""
+    return ScheduleReport(*counts, tuple(failing), first_outcome.story, failure, refused, refusal)
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One run: the exception that ended it, or a digest of the results; what is ``wrong``, if it is.
+
+    ``refusal``: what the simulator cannot run, which is nothing wrong.
+    """
+
+    wrong: str | None
+    refusal: str | None
+    error: BaseException | None
+    digest: str
+    segments: tuple[ScheduleSegment, ...]
+    story: Story
+
+    @property
+    def endless(self) -> bool:
+        return isinstance(self.error, EndlessTaskError)
+
+    @property
+    def verdict(self) -> tuple[str | None, str | None]:
+        return self.wrong, self.refusal
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run to repeat in each schedule. ``expected``: the digest of right results, None if any is."""
+
+    on_rank: Callable[[Any], Any]
+    world_size: int
+    store_buffers: bool
+    check: Callable[[list[Any]], Any] | None
+    timeout: float
+    programs: Programs
+    expected: str | None = None
+
+    def run(
+        self, seed: int, segments: Sequence[ScheduleSegment] | None = None, *, tell: bool = False
+    ) -> TrialResult:
+        """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
+        strategy = for_seed(seed) if segments is None else Replay(segments)
+        teller = Storyteller()
+        scheduler = Scheduler(
+            seed,
+            strategy=strategy,
+            store_buffers=self.store_buffers,
+            observer=teller if tell else None,
+            timeout=self.timeout,
+            quiet=QUIET_SECONDS,
+            programs=self.programs,
+        )
+        error, digest, refusal = None, "", None
+        try:
+            with poisoned_memory():
+                results = run_sim(self.on_rank, self.world_size, scheduler=scheduler)
+            digest = digest_of(results)
+            if self.check is not None:
+                self.check(results)
+            wrong = "different results" if self.expected not in (None, digest) else None
+        except Exception as caught:
+            error, refusal = caught, refused(caught)
+            wrong = type(caught).__name__ if refusal is None else None
+        story = teller.story(seed, error)
+        return TrialResult(wrong, refusal, error, digest, scheduler.recorded(), story)
+
+
+def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Failure:
+    """The failure ``found`` with ``seed``; if ``search``, with as few context switches as can be found."""
+    kind = found.wrong
+    if kind is None:
+        text = "failed and does not fail again: something besides the schedule decides"
+        switches, story = len(found.segments) - 1, found.story
+        return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
+    if found.error is not None and found.endless:  # it would be in every run
+        text, switches = with_lines(found.error), len(found.segments) - 1
+        return Failure(seed, kind, text, found.segments, switches, found.story, found.story)
+    best = found.segments
+    deadline = time.monotonic() + SHRINK_SECONDS
+    runs = 0
+
+    def still_fails(candidate: Sequence[ScheduleSegment]) -> tuple[ScheduleSegment, ...] | None:
+        nonlocal runs
+        if runs >= SHRINK_RUNS or time.monotonic() > deadline:
+            return None
+        runs += 1
+        outcome = trial.run(seed, candidate)
+        return outcome.segments if outcome.wrong == kind else None
+
+    replayed = still_fails(best) if search else None
+    if replayed is not None:
+        best = min(best, replayed, key=len)
+        part = max(1, len(best) // 2)
+        while part:
+            tried = map(still_fails, _without(best, part))
+            smaller = next((each for each in tried if each and len(each) < len(best)), None)
+            if smaller is None:
+                part //= 2
+            else:
+                best = smaller
+                part = min(part, max(1, len(best) // 2))
+    told = found if best is found.segments else trial.run(seed, best, tell=True)
+    text = "results differ from the first schedule's"
+    if told.error is not None:
+        text = with_lines(told.error)
+    switches = max(0, len(found.segments) - 1)
+    return Failure(seed, kind, text, best, switches, told.story, found.story)
+
+
+def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:
+    """``segments`` with ``part`` neighbours left out, the last ones first."""
+    for begin in range(len(segments) - part, -1, -part):
+        yield [*segments[:begin], *segments[begin + part :]]
+    if len(segments) % part:
+        yield list(segments[len(segments) % part :])
+
+
+def replay(
+    fn: Callable[..., Any],
+    world_size: int,
+    segments: Sequence[ScheduleSegment],
+    *args: Any,
+    store_buffers: bool = False,
+    seed: int = 0,
+    arch: int | None = None,
+    timeout: float = RUN_SECONDS,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
+
+    Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
+
+    >>> from interlace import verify
+    >>> def on_rank():
+    ...     interlace.barrier()
+    ...     return interlace.get_rank()
+    >>> report = verify.schedules(on_rank, 2, n=1, workers=1, check=lambda results: 1 / 0)
+    >>> verify.replay(on_rank, 2, report.failure.segments, seed=report.failure.seed)
+    [0, 1]
+    """
+    timeout = launcher.check_run(fn, world_size, timeout, store_buffers=store_buffers)
+    on_rank = launcher.rank_function(fn, args, kwargs)
+    scheduler = Scheduler(
+        seed,
+        strategy=Replay(segments),
+        store_buffers=store_buffers,
+        timeout=timeout,
+        programs=programs(arch),
+    )
+    with poisoned_memory():
+        return run_sim(on_rank, world_size, scheduler=scheduler)

@@ -1,0 +1,118 @@
+"""The rank that calls, and a peer's address: what device functions of one-sided libraries ask for.
+
+Kernels call these functions by inline PTX, whether they are interpreted or compiled and run; they act in
+the context of the rank that launched them.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+import interlace
+from interlace.groups import groups
+from interlace.runtime.core.place import Place
+from interlace.symmetric_memory import functions
+from interlace_verify.ptx.calls import FUNCTIONS
+
+_meetings: dict[Place, Place] = {}
+
+
+def ptx(
+    text: Any, values: Any = (), dtype: Any = tl.int32, is_pure: Any = False, _semantic: Any = None
+) -> Any:
+    """What each thread gets of a piece of PTX, where a kernel is compiled and where it is interpreted.
+
+    Results, of ``dtype`` or of several, come first among the operands $0, $1, ...; then ``values``.
+    """
+    known = {} if _semantic is None else {"_semantic": _semantic}
+    kinds = tl.core._unwrap_if_constexpr(dtype)
+    results = kinds if isinstance(kinds, (tuple, tl.tuple)) else [kinds]
+    letters = [f"={_letter(tl.core._unwrap_if_constexpr(kind))}" for kind in results]
+    letters += [_letter(value.dtype) for value in values]
+    several = len(values) > 1  # Triton puts no pointer beside other numbers
+    given = [
+        value.to(tl.int64, bitcast=True, **known) if several and value.dtype.is_ptr() else value
+        for value in values
+    ]
+    how = {"dtype": kinds, "is_pure": is_pure, "pack": 1}
+    return tl.inline_asm_elementwise(text, ",".join(letters), given, **how, **known)
+
+
+def run_ptx(text: Any, values: Any = (), _semantic: Any = None) -> None:
+    """A piece of PTX that gives nothing: $1 is the first of ``values``."""
+    ptx(f"{tl.core._unwrap_if_constexpr(text)} mov.u32 $0, 0;", values, _semantic=_semantic)
+
+
+def _letter(kind: Any) -> str:
+    """The constraint of inline PTX for the registers that hold it."""
+    if kind.is_ptr():
+        return "l"
+    bits = kind.primitive_bitwidth
+    return (
+        {64: "d", 32: "f"}.get(bits, "h")
+        if kind.is_floating()
+        else {64: "l", 16: "h"}.get(bits, "r")
+    )
+
+
+for _function in (ptx, run_ptx):
+    vars(_function).update(__triton_builtin__=True, is_interpreted=True)
+
+
+@triton.jit
+def my_pe():
+    """The rank that runs this program: NVSHMEM calls a process a PE, a processing element."""
+    return ptx("call ($0), nvshmem_my_pe, ();", is_pure=True)
+
+
+@triton.jit
+def n_pes():
+    """How many ranks there are."""
+    return ptx("call ($0), nvshmem_n_pes, ();", is_pure=True)
+
+
+@triton.jit
+def remote_ptr(pointer, pe):
+    """The address at rank ``pe`` of what this rank has at ``pointer``, in symmetric memory.
+
+    ValueError for memory that is not symmetric, or that has not met, and for a rank that is not there.
+    """
+    given = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
+    address = ptx("call ($0), nvshmem_ptr, ($1, $2);", given, tl.int64, True)
+    return address.to(pointer.dtype, bitcast=True)
+
+
+def address_at(address: int, pe: int) -> int:
+    """What :func:`remote_ptr` gives, as a number, for the rank that calls."""
+    rank, count = interlace.get_rank(), interlace.get_world_size()
+    peer = pe - (1 << 32) if pe >> 31 else pe
+    if not 0 <= peer < count:
+        raise ValueError(f"pe must be within 0..{count - 1}, got {peer} on rank {rank}")
+    handle = functions.handle_of(address)
+    if handle is None:
+        raise ValueError(
+            f"pointer must be into symmetric memory that all ranks have, got address {address:#x} on rank "
+            f"{rank}"
+        )
+    return address + handle.buffer_ptrs[peer] - handle.buffer_ptrs[rank]
+
+
+def _meet() -> None:
+    """All ranks' programs that call this wait for each other; what came before is before what follows."""
+    place = groups.default_group().place
+    if place not in _meetings:
+        # a group of its own: the host's barriers are counted apart
+        _meetings[place] = place.subgroup(tuple(range(place.world_size)), -1)
+    own = _meetings[place]
+    own.arrive()
+    own.exchange(b"", "barrier_all")
+    own.depart()
+
+
+FUNCTIONS.update(
+    nvshmem_my_pe=interlace.get_rank,
+    nvshmem_n_pes=interlace.get_world_size,
+    nvshmem_ptr=address_at,
+    nvshmem_meet=_meet,
+)

@@ -1,0 +1,226 @@
+"""``torch.distributed`` on simulated ranks: each is in a default group from its first line on.
+
+``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged:
+what they find is a process group of this project's backend, over the simulated group. There is nothing to
+do for ``init_process_group``, and ``destroy_process_group`` leaves the group to the run.
+
+``torch.distributed._symmetric_memory`` is built on the class ``_SymmetricMemory``, which is here. The
+functions of that module are torch's, unchanged: ``empty``, ``rendezvous``, ``get_symm_mem_workspace``,
+``_get_backend_stream``, the pipelines of asynchronous tensor parallelism. Semantics of what is here:
+``torch._C._distributed_c10d._SymmetricMemory`` of torch 2.13.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload, OpOverloadPacket
+
+from interlace import new_group as new_simulated_group
+from interlace.groups import groups, rank_lists
+from interlace.ops.matmul import torch_ops
+from interlace.process_group.group import InterlaceProcessGroup
+from interlace.runtime.compat import torch_groups
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
+from interlace.symmetric_memory import functions, handle
+from interlace.symmetric_memory.registration import NAMES
+from interlace_verify.shims.torch_cuda import get_device_capability, run_streams
+
+_groups: dict[int, str] = {}  # of allocations that were told one, by address
+
+
+class MemoryOfTorch(handle.SymmetricMemory):
+    """The handle, and the functions that torch has on its class."""
+
+    signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
+
+    @staticmethod
+    def empty_strided_p2p(
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: Any,
+        group_name: str | None = None,
+        alloc_id: int | None = None,
+    ) -> torch.Tensor:
+        """Symmetric memory of this rank, kept to the end of the run: to free it waits for the device.
+
+        ``alloc_id``, which asks for the same memory again, is ignored.
+        """
+        functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
+        elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        whole = functions.empty(max(elements, 0), dtype=dtype)
+        run_streams().kept.append(whole)
+        _groups.pop(whole.data_ptr(), None)
+        if group_name is not None:
+            _groups[whole.data_ptr()] = group_name
+        return whole.as_strided(tuple(size), tuple(stride))
+
+    @staticmethod
+    def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
+        """The handle; None for a tensor that is not in symmetric memory."""
+        if not functions.is_symm_mem_tensor(tensor):
+            return None
+        known = _groups.get(tensor.untyped_storage().data_ptr())
+        return functions.rendezvous(tensor, group_name or known)
+
+    @staticmethod
+    def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+        return functions.is_symm_mem_tensor(tensor)
+
+    @staticmethod
+    def has_multicast_support(device_type: Any = None, device_idx: int = 0) -> bool:
+        """From sm_90 on, where ``multicast_ptr`` is an address for multimem instructions."""
+        return get_device_capability() >= (9, 0)
+
+    @staticmethod
+    def get_backend(device: Any) -> str:
+        return "CUDA"
+
+    @staticmethod
+    def set_backend(name: str) -> None:
+        """All backends are the same memory here."""
+
+    @staticmethod
+    def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
+        """A group is known by its name already."""
+
+    @staticmethod
+    def get_mempool_allocator(device: Any) -> None:
+        """There are no pools."""
+
+
+class PacketOnRanks(OpOverloadPacket):
+    """An op of ``torch.ops.symm_mem`` that is called as interlace's function, and is an op otherwise.
+
+    As ops of torch they would wait within pybind11, and ranks that take turns there end the process.
+    """
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch_ops, self.__name__)(*args, **kwargs)
+
+
+class OverloadOnRanks(OpOverload):
+    """The same of its overload ``default``."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
+
+
+def replace_ops(leaving: contextlib.ExitStack) -> None:
+    """Have :data:`NAMES` call interlace until ``leaving`` is left, also by whoever has an op already."""
+    for name in NAMES:
+        packet: Any = getattr(torch.ops.symm_mem, name)
+        for op, kind in ((packet, PacketOnRanks), (packet.default, OverloadOnRanks)):
+            leaving.callback(setattr, op, "__class__", type(op))
+            op.__class__ = kind
+
+
+_c10d: Any = dist.distributed_c10d
+_REAL = dist.ProcessGroup
+
+
+class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
+    """Takes every process group of torch, and every class of them, for one of ``SimulatedGroup``."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return (
+            isinstance(instance, _REAL)
+            if cls is SimulatedGroup
+            else super().__instancecheck__(instance)
+        )
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        return (
+            issubclass(other, _REAL) if cls is SimulatedGroup else super().__subclasscheck__(other)
+        )
+
+
+class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
+    """A process group of torch over simulated ranks, which stands for ``dist.ProcessGroup``.
+
+    So it is made, and derived from, as that class: by a rank and a size.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super(InterlaceProcessGroup, self).__init__(*args, **kwargs)
+
+    @classmethod
+    def over(cls, place: Place, found: Callable[[], Communicator], name: str) -> "SimulatedGroup":
+        """Of the ranks of ``place``. ``found``: their communicator, once it is needed."""
+        group = cls(place.rank, place.world_size)
+        group._found = found
+        group._place, group._waits = place, SimpleNamespace(options=None)
+        group._store = group._gloo = None
+        group._timeout = timedelta(seconds=DEFAULT_TIMEOUT)
+        group._group_name, group._group_description = name, "undefined"
+        group._has_gpus = group._high_priority = False
+        return group
+
+    @property
+    def interlace_communicator(self) -> Communicator:  # type: ignore[override]
+        return self._found()  # type: ignore[no-any-return]
+
+    def _own(self, tensors: Any) -> Any:
+        """All of them: the dispatch modes of a check are no reason to go through torch's dispatcher."""
+        return tensors
+
+
+def join(place: Place) -> None:
+    """Register the group of all ranks as torch's default group, for the rank of ``place``."""
+    group = SimulatedGroup.over(place, groups.default_group, rank_lists.DEFAULT_NAME)
+    _c10d._world.default_pg = _registered(group, range(place.world_size))
+
+
+def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
+    world, name = _c10d._world, group.getGroupName()
+    world.pg_map[group] = ("interlace", torch_groups.HashStore())
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    world.pg_backend_config[group] = "cpu:interlace,cuda:interlace"
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.pg_to_tag[group] = ""
+    return group
+
+
+def init_process_group(*args: Any, **kwargs: Any) -> None:
+    """The group is there."""
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """The group ends with the run."""
+
+
+def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """The group of ``ranks``, for its members. Collective over all ranks."""
+    made = new_simulated_group(ranks)
+    if not isinstance(made, Communicator):
+        return made
+    name = rank_lists.name_of(groups.default_group(), made)
+    return _registered(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
+
+
+def resolve_process_group(name: str) -> Any:
+    """The calling rank's group of that name. RuntimeError, as torch's, if it has none."""
+    for group, known in _c10d._world.pg_names.items():
+        if known == name:
+            return group
+    raise RuntimeError(f"Could not resolve the process group registered under the name {name}")
+
+
+REPLACED: dict[str, Any] = {
+    **{each.__name__: each for each in (init_process_group, destroy_process_group, new_group)},
+    "_resolve_process_group": resolve_process_group,
+}
+"""Names of ``torch.distributed`` and its ``distributed_c10d``, and what stands for them."""
+
+
+def state() -> tuple[Any, ...]:
+    """What torch keeps of groups, which each rank has for itself."""
+    tables = (value for name, value in vars(_c10d).items() if name.startswith(("_pg_", "_tags_")))
+    return vars(_c10d._world), *tables

@@ -1,0 +1,15 @@
+"""The module ``triton_dist.jit``, whose function of that name hides it in the package."""
+
+from typing import Any
+
+import triton.language as tl
+from triton import constexpr_function, jit
+
+from interlace_verify.shims.triton_dist import missing
+
+__all__ = ["jit"]
+__getattr__ = missing.of("triton_dist.jit")
+
+_language: Any = tl
+if not hasattr(_language, "constexpr_function"):  # where the package's Triton has it
+    _language.constexpr_function = constexpr_function

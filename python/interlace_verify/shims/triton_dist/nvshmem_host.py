@@ -1,0 +1,76 @@
+"""``nvshmem.core`` and ``nvshmem.bindings.nvshmem`` on a CPU: what hosts call, on simulated streams."""
+
+import enum
+from typing import Any
+
+import interlace
+from interlace_verify.shims import cuda_driver, nvshmem, symmetric
+from interlace_verify.shims.triton_dist import cudart, missing
+from interlace_verify.shims.triton_dist.utils import peers_tensor as get_peer_tensor
+
+__all__ = ["get_peer_tensor"]
+__getattr__ = missing.of("nvshmem")
+
+
+class Teams(enum.IntEnum):
+    TEAM_WORLD = 0
+    TEAM_SHARED = 1
+    TEAM_NODE = 2
+
+
+class SignalOp(enum.IntEnum):
+    SIGNAL_SET = 9
+    SIGNAL_ADD = 10
+
+
+def my_pe() -> int:
+    """The calling rank."""
+    return interlace.get_rank()
+
+
+def n_pes() -> int:
+    """How many ranks there are."""
+    return interlace.get_world_size()
+
+
+def team_my_pe(team: int) -> int:
+    """The number of the calling rank in ``team``."""
+    nvshmem.team_size(team)
+    return interlace.get_rank()
+
+
+def team_n_pes(team: int) -> int:
+    """How many ranks ``team`` has."""
+    return nvshmem.team_size(team)
+
+
+def finalize() -> None:
+    """Nothing: memory ends with the run."""
+
+
+def putmem_on_stream(dest: int, source: int, bytes: int, pe: int, stream: Any) -> None:
+    """Copy to rank ``pe`` after what the stream has been given before."""
+    cudart.cudaMemcpyAsync(
+        symmetric.address_at(int(dest), pe),
+        source,
+        bytes,
+        cudart.cudaMemcpyKind.cudaMemcpyDefault,
+        stream,
+    )
+
+
+def putmem_signal_on_stream(
+    dest: int,
+    source: int,
+    bytes: int,
+    sig_addr: int,
+    signal: int,
+    sig_op: int,
+    pe: int,
+    stream: Any,
+) -> None:
+    """:func:`putmem_on_stream`, then set the signal there."""
+    if sig_op != SignalOp.SIGNAL_SET:
+        raise NotImplementedError(f"sig_op must be SIGNAL_SET (9) here, got {sig_op}")
+    putmem_on_stream(dest, source, bytes, pe, stream)
+    cuda_driver.cuStreamWriteValue64(stream, symmetric.address_at(int(sig_addr), pe), signal, 0)

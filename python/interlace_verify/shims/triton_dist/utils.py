@@ -1,0 +1,183 @@
+"""``triton_dist.utils`` on a CPU: symmetric tensors, and a node whose GPUs reach each other by NVLink.
+
+What else it has, as for measuring, fails when it is called.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace import symmetric_memory
+from interlace_verify.shims import cuda_driver as cuda
+from interlace_verify.shims.triton_dist import cudart, missing
+
+__all__ = ["cuda", "cudart"]
+__getattr__ = missing.of("triton_dist.utils")
+
+NVSHMEM_SIGNAL_DTYPE = torch.int64
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What has no meaning here: a group and memory end with the run, a sleep orders nothing."""
+
+
+finalize_distributed = nvshmem_free_tensor_sync = init_nvshmem_by_torch_process_group = _nothing
+dist_print = sleep_async = init_seed = wait_until_max_gpu_clock_or_warning = _nothing
+
+
+def CUDA_CHECK(err: Any) -> None:
+    """RuntimeError for an error of the driver or of the runtime."""
+    if int(err):
+        raise RuntimeError(f"Cuda Error: {err}")
+
+
+# -- groups and symmetric memory -------------------------------------------------------------------------
+
+
+def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+    """The group of all ranks, where the shim of torch is there, too."""
+    return dist.group.WORLD
+
+
+def get_triton_dist_world() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in symmetric memory. Collective."""
+    extents = (shape,) if isinstance(shape, int) else tuple(shape)
+    tensor = symmetric_memory.empty(math.prod(extents), dtype=dtype)
+    symmetric_memory.rendezvous(tensor)
+    return tensor.view(extents)
+
+
+def peers_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
+    """The memory of rank ``peer`` that is ``tensor`` here."""
+    if peer == interlace.get_rank():
+        return tensor
+    handle: Any = symmetric_memory.rendezvous(tensor)
+    at = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return handle.get_buffer(peer, tensor.shape, tensor.dtype, at // tensor.element_size())  # type: ignore[no-any-return]
+
+
+def nvshmem_create_tensors(
+    shape: int | Sequence[int], dtype: torch.dtype, rank: int, local_world_size: int
+) -> list[torch.Tensor]:
+    """Tensors in symmetric memory: those of the ranks of the node, of which the own one is new."""
+    own = nvshmem_create_tensor(shape, dtype)
+    first = rank - rank % local_world_size
+    return [peers_tensor(own, first + peer) for peer in range(local_world_size)]
+
+
+def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:
+    """What all ranks did before is before what any does after; on ``stream``, or on the current one."""
+    with torch.cuda.stream(stream):
+        interlace.barrier()
+
+
+# -- the machine -----------------------------------------------------------------------------------------
+
+
+def is_cuda() -> bool:
+    """Simulated are GPUs of NVIDIA."""
+    return True
+
+
+def is_hip() -> bool:
+    """Not one of AMD."""
+    return False
+
+
+is_maca = is_ascend = is_rocshmem = is_mori_shmem = is_hip
+has_fullmesh_nvlink = supports_p2p_native_atomic = support_launch_cooperative_grid = is_cuda
+
+
+def has_tma() -> bool:
+    """From sm_90 on."""
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+is_nvshmem_multimem_supported = has_tma
+
+
+def get_device_property(device_id: int = 0) -> Any:
+    """What torch says of the GPU."""
+    return torch.cuda.get_device_properties(device_id)
+
+
+def get_device_max_shared_memory_size(device_id: int) -> int:
+    """How many bytes a program may have."""
+    return int(get_device_property(device_id).shared_memory_per_block_optin)
+
+
+def get_group_numa_world_size(pg: Any) -> int:
+    """How many ranks of the group are at one processor: all."""
+    return int(pg.size())
+
+
+def launch_cooperative_grid_options() -> dict[str, bool]:
+    """Options of a launch whose programs wait for each other."""
+    return {"launch_cooperative_grid": True}
+
+
+def torch_stream_max_priority() -> int:
+    """The most urgent priority of a stream."""
+    return -1
+
+
+def requires(
+    condition_func: Callable[[], bool],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Refuse calls where a condition does not hold."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not condition_func():
+                raise AssertionError(f"{function.__name__} needs {condition_func.__name__}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def requires_p2p_native_atomic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """GPUs here have atomics at each other's memory."""
+    return function
+
+
+# -- data ------------------------------------------------------------------------------------------------
+
+
+def is_fp8_dtype(dtype: torch.dtype) -> bool:
+    """Whether numbers are floating-point ones of 8 bits."""
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def rand_tensor(shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
+    """Random numbers, of [-1, 1) if they are floating-point ones, else of the whole type."""
+    if dtype.is_floating_point:
+        wide = torch.float32 if is_fp8_dtype(dtype) else dtype
+        return (2 * torch.rand(shape, dtype=wide, device=device) - 1).to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, dtype=dtype, device=device)
+
+
+def generate_data(configs: Sequence[Any]) -> Iterator[Any]:
+    """For ever: random tensors for (shape, dtype, (scale, bias), device), None for None."""
+    while True:
+        yield (_random(*config) if config else None for config in configs)
+
+
+def _random(shape: Any, dtype: torch.dtype, scale_and_bias: Any, device: Any = "cuda") -> Any:
+    (scale, bias), extents = scale_and_bias, [n() if callable(n) else n for n in shape]
+    if dtype.is_floating_point:
+        return (rand_tensor(extents, torch.float32, device) * scale + bias).to(dtype)
+    return torch.randint(-scale, scale, extents, dtype=dtype, device=device) + bias

@@ -1,0 +1,435 @@
+"""The checks of one ``interlace verify``: which jobs there are, and what came of them.
+
+A *subject* is a shipped op, a function in a file, or the protocols. A *job* is one check of one subject;
+jobs run in parallel processes. What they found is a :class:`JobResult` each.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from interlace.runtime.compiler.request import jitted_function
+from interlace.runtime.places.sim.choice import compiled_for
+from interlace.tools import user_files
+from interlace.tools.catalogue.build import build
+from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, one_of_each
+from interlace.tools.targets import TARGETS
+from interlace_verify.lint_check.check import (
+    LintReport,
+    LintRequest,
+    by_cause,
+    lint_many,
+    lint_request,
+    settled,
+)
+from interlace_verify.protocols.patterns import PATTERNS, explored
+from interlace_verify.race_check.check import races
+from interlace_verify.race_check.findings import Finding, RaceReport, counted, on_more_ranks
+from interlace_verify.schedule_check import parallel
+from interlace_verify.schedule_check.check import ScheduleReport, schedules
+from interlace_verify.shims.imports import calls_a_shim, needed_for
+
+CHECKS = ("races", "schedules", "late stores", "lint", "protocol")
+PROTOCOLS = "protocols"
+FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
+
+
+@dataclass(frozen=True)
+class CheckPlan:
+    """A plan: what to check and how much. ``ranks`` for races; schedules run on the smallest of them.
+
+    ``schedules``: 0 for none. ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``:
+    lint one variant of each kernel, and explore protocols of fewer ranks and rounds. ``run_for``: GPUs for
+    which kernels are compiled that cannot be interpreted; () for the first that has them. ``budget``:
+    seconds of processor time for races on one number of ranks, beyond which no schedule is begun but
+    the first. If that has found something it is the only one, too. 0: all schedules are run.
+    """
+
+    ranks: tuple[int, ...] = (2, 3, 4, 8)
+    seeds: int = 3
+    schedules: int = 20
+    arches: tuple[int, ...] = ARCHES
+    quick: bool = False
+    ignore: tuple[str, ...] = ()
+    run_for: tuple[int, ...] = ()
+    budget: float = 0.0
+
+
+FULL, QUICK = CheckPlan(), CheckPlan((2, 3), 1, 3, (90,), True)
+# of a function of one's own, which may need ranks in powers of two
+FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 0, (90,), budget=6.0)
+
+_OF_A_GPU = re.compile(  # errors of torch in a file that is to run with its shim
+    r"process group has not been initialized|env:// rendezvous|not compiled with CUDA|no NVIDIA driver"
+)
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
+
+    ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
+    checked. ``notes`` are neither. ``seconds`` are of processor time, with that of child processes.
+    ``lost``: the process that checked it has ended.
+    """
+
+    subject: str
+    check: str
+    variant: str
+    count: str
+    findings: tuple[str, ...]
+    seconds: float
+    report: RaceReport | ScheduleReport | LintReport | None = field(default=None, repr=False)
+    refusals: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    lost: bool = False
+
+    def texts(self) -> list[tuple[Any, str]]:
+        """What was found or not checked: what is equal for the same, and the text."""
+        race = isinstance(self.report, RaceReport)
+        causes = [each.cause for each in self.report.findings] if race else []  # type: ignore[union-attr]
+        causes += self.findings[len(causes) :]
+        refusals = [f"not checked: {text}" for text in self.refusals]
+        return [*zip(causes, self.findings, strict=True), *zip(refusals, refusals, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: all but the report."""
+        facts = {**vars(self), "seconds": round(self.seconds, 3)}
+        del facts["report"], facts["lost"]
+        return facts
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """What a check gives of a :class:`JobResult`."""
+
+    count: str
+    findings: Sequence[str]
+    report: RaceReport | ScheduleReport | LintReport | None = None
+    refusals: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+class Job(NamedTuple):
+    """One check of one function, on one world size, or of one protocol."""
+
+    subject: str
+    check: str
+    variant: str
+    run: Callable[[], JobOutcome]
+
+    @property
+    def title(self) -> str:
+        return f"{self.subject}: {self.check}, {self.variant}".rstrip(", ")
+
+    def result(self) -> JobResult:
+        begin = processor_seconds()
+        try:
+            done = self.run()
+        except Exception as error:  # the other jobs' results are not lost for it
+            result = self.without_result(f"the check ended with {type(error).__name__}: {error}")
+        else:
+            texts = (tuple(each) for each in (done.findings, done.refusals, done.notes))
+            findings, refusals, notes = texts
+            result = JobResult(*self[:3], done.count, findings, 0.0, done.report, refusals, notes)
+        return replace(result, seconds=processor_seconds() - begin)
+
+    def without_result(self, how: str) -> JobResult:
+        """Nothing came of it: ``how`` it ended."""
+        return JobResult(self.subject, self.check, self.variant, "0 runs", (), 0.0, None, (how,))
+
+
+def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
+    """Races and schedules of shipped ops, the longest first; a quick plan of several has fewer variants."""
+    quick = plan.quick and len(names) > 1
+    plan = replace(plan, ranks=tuple(sorted(plan.ranks, reverse=True)))
+    return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)
+
+
+def function_jobs(subject: str, fn: Callable[[], Any], plan: CheckPlan) -> list[Job]:
+    """Races and schedules of a function of one's own; reports of races have what is to be linted."""
+    return _jobs({subject: {"": fn}}, plan, own=True)
+
+
+def _jobs(
+    subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan, own: bool = False
+) -> list[Job]:
+    every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
+    jobs = []
+
+    def add(check: str, world_size: int, job: Callable[..., Any], *arguments: Any) -> None:
+        for subject, variant, fn in every:
+            text = f"{variant} {world_size} ranks".strip()
+            jobs.append(Job(subject, check, text, partial(job, fn, world_size, *arguments)))
+
+    for world_size in plan.ranks:
+        add("races", world_size, _races, plan, own)
+    if plan.schedules:
+        add("schedules", min(plan.ranks), _schedules, plan, False)
+        add("late stores", min(plan.ranks), _schedules, plan, True)
+    return jobs
+
+
+def protocol_jobs(plan: CheckPlan) -> list[Job]:
+    """All interleavings of the patterns of ``kernels/signal.py``."""
+    ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
+    text = f"{ranks} ranks, {rounds} rounds"
+    return [
+        Job(PROTOCOLS, "protocol", f"{name}, {text}", partial(_protocol, name, ranks, rounds))
+        for name in PATTERNS
+    ]
+
+
+def _races(fn: Callable[[], Any], world_size: int, plan: CheckPlan, own: bool) -> JobOutcome:
+    notes = []
+    with compiled_for(plan.run_for) as arches:
+        report = _raced(fn, world_size, plan)
+    if plan.run_for and not arches <= {*plan.run_for}:
+        wanted, ran = (", ".join(f"sm_{each}" for each in some) for some in (plan.run_for, arches))
+        notes.append(
+            f"kernels that must be compiled ran as code of {ran}: that of {wanted} cannot be run"
+        )
+    if report.clean and (done := len(report.seeds)) < plan.seeds:
+        notes.append(
+            f"{world_size} ranks: {done} of {plan.seeds} schedules, as each takes long; "
+            f"--seeds {plan.seeds} runs all"
+        )
+    refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
+    if not (report.events or report.errors or refusals):
+        refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
+    count = f"{report.events} accesses in {counted(len(report.seeds), 'schedule')}"
+    report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
+    return JobOutcome(count, _texts(report), report, refusals, (*notes, *report.notes))
+
+
+def _raced(fn: Callable[[], Any], world_size: int, plan: CheckPlan) -> RaceReport:
+    """The report of as many schedules as the plan and its budget allow."""
+    if not plan.budget:
+        return races(fn, world_size, seeds=plan.seeds)
+    begin, here = processor_seconds(), time.process_time()
+    report = races(fn, world_size, seeds=1)
+    left = plan.budget - (processor_seconds() - begin)
+    more = min(plan.seeds - 1, int(left / max(time.process_time() - here, 1e-9)))
+    if more < 1 or not report.clean:
+        return report
+    others = races(fn, world_size, seeds=range(1, 1 + more))
+    return replace(
+        others,
+        seeds=report.seeds + others.seeds,
+        events=report.events + others.events,
+        launches=report.launches + others.launches,
+        ordering=report.ordering | others.ordering,
+        loads=report.loads | others.loads,
+        received=report.received | others.received,
+        superfluous=tuple(each for each in report.superfluous if each in others.superfluous),
+    )
+
+
+def _texts(report: RaceReport) -> list[str]:
+    errors = [f"seed {seed}: {text}{_shim_hint(text)}" for seed, text in report.errors]
+    return [*map(str, report.findings), *errors]
+
+
+def _shim_hint(error: str, shim: str | None = None) -> str:
+    shim = shim or ("torch" if _OF_A_GPU.search(error) else None)
+    return f"; --shims {shim} stands in for it" if shim else ""
+
+
+def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bool) -> JobOutcome:
+    with compiled_for(plan.run_for):
+        report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
+    texts = [f"{report}{_shim_hint(str(report))}"] if report.failing else []
+    count = counted(report.schedules, "schedule")
+    return JobOutcome(count, texts, report, [report.refusal] * bool(report.refused))
+
+
+def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
+    found = explored(name, ranks, rounds)
+    reduced = ", reduced" if found.reduced else ""
+    texts = [str(each) for each in (*found.deadlocks, *found.violations)]
+    return JobOutcome(f"{found.states} states{reduced}", texts)
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and its children so far; of those that run only where /proc is."""
+    total = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    ticks = os.sysconf("SC_CLK_TCK")
+    for child in running_children():
+        with contextlib.suppress(OSError):  # it has ended
+            figures = pathlib.Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, figures[11:15])) / ticks
+    return total
+
+
+def running_children() -> list[str]:
+    """The numbers of this process's children, as far as /proc is there and their threads stay."""
+    found: list[str] = []
+    for children in pathlib.Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += children.read_text().split()
+    return found
+
+
+def run_jobs(
+    jobs: Sequence[Job], *, on_done: Callable[[JobResult], Any] = lambda result: None
+) -> list[JobResult]:
+    """All results, in the order of the jobs, of parallel processes; ``on_done`` gets each as it comes."""
+    results: list[tuple[int, JobResult]] = []
+    for index, result in parallel.map_seeds(
+        lambda index: jobs[index].result(),
+        range(len(jobs)),
+        chunk=1,
+        name=lambda index: jobs[index].title,
+        lost=lambda index, how: replace(jobs[index].without_result(how), lost=True),
+    ):
+        results.append((index, result))
+        on_done(result)
+    return _by_cause([result for _, result in sorted(results, key=itemgetter(0))])
+
+
+def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
+    """``results`` with each cause of races once, told where it was found first."""
+    found: dict[Any, Finding] = {}
+    for result in results:
+        if isinstance(report := result.report, RaceReport):
+            for finding in report.findings:
+                key = result.subject, finding.cause
+                known = found.get(key)
+                found[key] = on_more_ranks(known, report.world_size) if known else finding
+    told = []
+    for result in results:
+        if isinstance(report := result.report, RaceReport):
+            mine = [found.pop((result.subject, each.cause), None) for each in report.findings]
+            report = replace(report, findings=tuple(filter(None, mine)))
+            result = replace(result, report=report, findings=tuple(_texts(report)))
+        told.append(result)
+    return told
+
+
+def lint_shipped(
+    names: Sequence[str], plan: CheckPlan, *, on_done: Callable[[], None] = lambda: None
+) -> list[JobResult]:
+    """Every variant of the catalogue of these ops, compiled and linted."""
+    wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
+    chosen, begin = shipped_entries(names, plan), processor_seconds()
+    reports = build(chosen, on_report=lambda report: on_done())
+    results = []
+    for entry, report in zip(chosen, reports, strict=True):
+        variant = f"{entry.variant} sm_{entry.arch}".strip()
+        texts = (f"{report.name} for sm_{report.arch}: {text}" for text in report.problems())
+        results.append(_linted(wanted[entry.kernel], variant, tuple(texts), report.seconds))
+    return _of_processor(results, processor_seconds() - begin)
+
+
+def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
+    """``results`` that took so long together, of processor time, shared as the time that each has taken."""
+    share = seconds / (sum(result.seconds for result in results) or 1.0)
+    return [replace(result, seconds=result.seconds * share) for result in results]
+
+
+def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
+    """The entries that :func:`lint_shipped` compiles."""
+    kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
+    chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
+    return one_of_each(chosen) if plan.quick else chosen
+
+
+def lint_launches(
+    subject: str,
+    results: Sequence[JobResult],
+    plan: CheckPlan,
+    *,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[JobResult]:
+    """Lint every kernel in every form in which the races of ``results`` saw it launched.
+
+    But those of interlace, and those that call a shim, which is not compiled to what the package that it
+    stands for is compiled to. What the races settle is no finding.
+    """
+    checked = [each.report for each in results if isinstance(each.report, RaceReport)]
+    ended = not any(report.errors or report.refusals for report in checked)
+    ordering = frozenset().union(*(report.ordering for report in checked if ended))
+    private = frozenset().union(*(report.loads for report in checked if ended))
+    private -= frozenset().union(*(report.received for report in checked))
+    linted, requests, begin = [], [], processor_seconds()
+    for name, asked in launched(results):
+        try:
+            if isinstance(asked, str):
+                raise ValueError(asked)
+            requests += [replace(each, kernel=_kernel(*each.kernel)) for each in asked]
+        except (ImportError, LookupError, TypeError, ValueError) as error:
+            text = f"{name} cannot be linted: {error}"
+            linted.append(replace(_linted(subject, name, ()), refusals=(text,)))
+    reports = lint_many(requests, on_report=lambda report: on_done())
+    for report in by_cause([settled(report, ordering, private) for report in reports]):
+        variant = f"{report.kernel} sm_{report.arch}"
+        linted.append(_linted(subject, variant, report.texts(), report.seconds, report))
+    return _of_processor(linted, processor_seconds() - begin)
+
+
+def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
+    """All forms of kernels that were seen in races, each once, by name: what to lint, or why not."""
+    reports = (each.report for each in results if isinstance(each.report, RaceReport))
+    return [*{repr(each): each for report in reports for each in report.launches}.values()]
+
+
+def _to_lint(
+    report: RaceReport, plan: CheckPlan
+) -> Iterator[tuple[str, tuple[LintRequest, ...] | str]]:
+    """By name, what to lint of each launch, or why that cannot be; other processes find it by name, too."""
+    for launch in report.launches:
+        home = launch.kernel.fn.__module__
+        if home.startswith("interlace.kernels.") or calls_a_shim(launch.kernel):
+            continue
+        try:
+            requests = [lint_request(launch, arch, plan.ignore) for arch in plan.arches]
+        except (TypeError, ValueError) as error:
+            yield launch.name, str(error)
+        else:
+            at = home, jitted_function(launch.kernel).__name__
+            yield launch.name, tuple(replace(each, kernel=at) for each in requests)
+
+
+def _kernel(module: str, name: str) -> Any:
+    """The kernel whose function has that name; LookupError if there is none."""
+    for found in vars(importlib.import_module(module)).values():
+        with contextlib.suppress(TypeError, ValueError):
+            if jitted_function(found).__name__ == name:
+                return found
+    raise LookupError(f"{module} has no kernel {name}")
+
+
+def _linted(
+    subject: str,
+    variant: str,
+    texts: tuple[str, ...],
+    seconds: float = 0.0,
+    report: LintReport | None = None,
+) -> JobResult:
+    return JobResult(subject, "lint", variant, "1 variant", texts, seconds, report)
+
+
+def parameters_without_default(fn: Callable[..., Any]) -> list[str]:
+    """Names of what a call of ``fn`` has to give; none where its signature is not known."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
+def load_function(text: str) -> Callable[[], Any]:
+    """As :func:`user_files.load_function`; errors name the shim that a file may need."""
+    return user_files.load_function(text, lambda error: _shim_hint(str(error), needed_for(error)))

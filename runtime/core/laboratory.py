@@ -1,0 +1,27 @@
+"""The laboratory, ``interlace_verify``: loaded when a program first needs it.
+
+It runs PTX, finds races and searches schedules. Nothing of ``interlace`` imports it, so all that needs none
+of this works without it.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+from interlace.runtime.core.errors import PlaceUnavailableError
+
+PACKAGE = "interlace_verify"
+
+
+@functools.cache
+def laboratory(module: str = "") -> Any:
+    """The package, or a ``module`` of it. PlaceUnavailableError if it is not installed."""
+    try:
+        return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(PACKAGE):
+            raise
+        raise PlaceUnavailableError(
+            f"compiled PTX, inline PTX and checks of kernels need the package {PACKAGE}, which comes with "
+            "interlace and is not installed: pip install interlace"
+        ) from None
