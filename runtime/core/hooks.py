@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,8 +57,9 @@ class HookedOp:
     group : the group, ``interlace.Group``.
     sequence : its number on this rank, from 1, since the group has had hooks.
     inputs, outputs : the tensors, of any shape, that it reads and that it fills, by argument, of a list
-        ``name[i]``; what is reduced in place is in both. In ``after`` also ``result``, what the op made.
-    options : its other arguments, by name.
+        ``name[i]``; what is reduced in place is in both. Those of a fused op are named as in
+        ``torch.ops.interlace``. In ``after`` also ``result``, what the op made.
+    options : its other arguments, by name; of a fused op None, too, where that was given.
     seconds : in ``after``, how long it took, until it was seen to have ended.
     error : in ``after``, what it failed with; else None.
 
@@ -96,11 +97,21 @@ class Form(NamedTuple):
     names: Sequence[str]
     call: Callable[..., Any]
 
-    def named(self, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """Its arguments by name; a record of arguments stands for its fields."""
+    def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Its arguments by name, but for absent ones; a record of arguments stands for its fields.
+
+        Of a fused op, whose names are given, options that are None are there, too.
+        """
         names = self.names or [*inspect.signature(self.check).parameters][1:]
-        for name, value in zip(names, values, strict=False):
-            yield from vars(value).items() if is_dataclass(value) else [(name, value)]
+        options_from = len(tensors) if self.names else len(names)
+        for number, (name, value) in enumerate(zip(names, (*tensors, *options), strict=False)):
+            if is_dataclass(value):
+                for field in fields(value):
+                    given = getattr(value, field.name)
+                    if "Tensor" not in str(field.type) or not _is_absent(given):
+                        yield field.name, given
+            elif number >= options_from or not _is_absent(value):
+                yield name, value
 
 
 _all: weakref.WeakSet[OpHooks] = weakref.WeakSet()
@@ -155,7 +166,7 @@ class OpHooks:
     def form(
         self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], async_op: bool
     ) -> Any:
-        call = self._call(form.op, form.named((*tensors, *options)))
+        call = self._call(form.op, form.named(tensors, options))
         given = call.group, tensors, options, async_op
         return self._around(call, functools.partial(form.call, *given))
 
@@ -176,7 +187,7 @@ class OpHooks:
             tensors = dict(_tensors(name, value))
             if hasattr(value, "_asdict"):
                 options.update(value._asdict())
-            elif not tensors and not (value is None or (isinstance(value, tuple) and not value)):
+            elif not tensors:
                 options[name] = value
             filled = name in FILLED or (op, name) in FILLED_BY
             if not filled:
@@ -328,6 +339,10 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
             yield from _tensors(f"{name}[{index}]", each)
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, (list, tuple)) and not value)
 
 
 def _listed(ranks: Sequence[int]) -> str:

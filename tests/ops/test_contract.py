@@ -452,6 +452,38 @@ def test_misuse_on_all(place: str, op: str) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("place", PLACES)
+@ranks(2)
+def test_shapes_that_differ_are_no_other_shape(place: str) -> None:
+    """Of as many elements: none is reshaped, all ranks hear of it."""
+    rank = interlace.get_rank()
+    tensor = torch.arange(8.0).reshape((2, 4) if rank == 0 else (4, 2))
+    for op, *options in (
+        ("all_reduce",),
+        ("all_gather",),
+        ("reduce_scatter",),
+        ("all_to_all",),
+        ("broadcast", 0),
+        ("reduce", "sum", 0),
+        ("gather", 0),
+        ("permute", [1, 0]),
+    ):
+        with pytest.raises(ValueError, match=r"\(2, 4\)|\(4,\)|\(1, 4\)"):
+            wait(getattr(interlace.functional, op)(tensor, *options))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@ranks(2)
+def test_tokens_of_one_rank_whose_rows_lie_apart(place: str) -> None:
+    tokens = 3 * interlace.get_rank()
+    x = torch.ones(tokens, 16, dtype=torch.bfloat16)[:, ::2]
+    to_the_first = torch.zeros(tokens, 1, dtype=torch.int64)
+    received, _ = interlace.experts.dispatch(
+        x, to_the_first, torch.ones(tokens, 1), 2, algorithm="fused"
+    )
+    assert received.x.shape == (0 if interlace.get_rank() else 3, 8)
+
+
 def test_every_op_has_its_cells() -> None:
     assert contracts.gaps(BY_NAME) == []
     for each in contracts.REASONS:

@@ -110,6 +110,31 @@ def test_every_kind_of_op_is_seen_before_and_after(on_ranks: Callable[..., list[
         assert all(call.group.rank == rank for call in ended)
 
 
+def test_options_of_fused_ops_are_there_though_they_are_none(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    def on_rank(group: Communicator) -> None:
+        seen = []
+        with group.register_hook(seen.append):
+            x, weight = torch.ones(2, 4), torch.ones(4, 4)
+            interlace.all_gather_matmul(x, [weight, weight], bias=[None, weight[0]], group=group)
+            interlace.experts.dispatch(
+                x, torch.zeros(2, 1, dtype=torch.int64), None, 2, group=group
+            )
+        matmul, dispatch = seen
+        assert [*matmul.inputs] == ["input", "weight[0]", "weight[1]", "bias[1]"]
+        assert matmul.options == {
+            "gather_dim": 0,
+            "activation": None,
+            "out_dtype": None,
+            "return_gathered": False,
+            "algorithm": "auto",
+        }
+        assert [*dispatch.inputs] == ["input", "topk_idx"] and dispatch.options["capacity"] == 0
+
+    on_ranks(on_rank)
+
+
 def test_after_an_op_its_results_are_there(on_ranks: Callable[..., list[Any]]) -> None:
     """Of an asynchronous one too, and whoever has waited for it has them looked at."""
 

@@ -481,9 +481,9 @@ class PermuteArguments:
         """Rank r's input goes to rank ``src_dst[r]``."""
         size, rank, input = group.world_size, group.rank, self.input
         sent, received = [0] * size, [0] * size
-        sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = input.numel()
-        flat = output.view(-1), contiguous(input).view(-1)
-        return _all_to_all_single(group, flat, (received, sent), True)
+        sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = 1
+        whole = output.unsqueeze(0), contiguous(input).unsqueeze(0)  # so that shapes are compared
+        return _all_to_all_single(group, whole, (received, sent), True)
 
 
 def _gradient_of_permute(ctx: Any, grad: Tensor) -> Tensor:

@@ -82,6 +82,8 @@ class DispatchArguments(RoutingArguments):
 def words_of(tensor: Tensor) -> Tensor:
     """A contiguous matrix as integers, as wide as its rows and its address allow."""
     row_bytes = tensor.shape[1] * tensor.element_size()
+    if not tensor.shape[0]:  # any strides are contiguous then, and no view takes them
+        tensor = tensor.new_empty(0, tensor.shape[1])
     for dtype in WORDS:
         if row_bytes % dtype.itemsize == 0 and tensor.data_ptr() % dtype.itemsize == 0:
             return tensor.view(dtype)
