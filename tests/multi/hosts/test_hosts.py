@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import interlace
 from cases import support_table
 from interlace.runtime.core import plain
-from interlace.runtime.core.errors import CollectiveTimeoutError, PlaceUnavailableError
+from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
@@ -32,12 +33,11 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
-from multi.hosts import failing_scenarios, hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import HOSTS
+from multi.hosts import hosts_scenarios as scenarios
+from multi.hosts.hosts_ranks import FAILING, GROUPS, KILLED, RANKS, THREE_HOSTS
 from tiers import thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
-RANKS = range(len(HOSTS))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def outcome() -> Any:
 
 @pytest.fixture
 def reports(outcome: Any) -> Any:
-    """By rank, what it reported by scenario. All have come to their end, or were meant to be killed."""
-    killed = [-signal.SIGKILL if rank in failing_scenarios.KILLED else 0 for rank in RANKS]
-    assert outcome["codes"] == killed, outcome["errors"]
+    """By rank, how each scenario ended. All have come to their end, or were meant to be killed."""
+    killed = [-signal.SIGKILL if rank in KILLED else 0 for rank in RANKS]
+    assert outcome["codes"] == killed, [outcome["errors"], *outcome["reports"]]
     return outcome["reports"]
 
 
@@ -78,111 +78,22 @@ def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> Non
     assert HostMap.of(found).hosts == ((0, 1, 2), (3, 4))
 
 
-def test_the_group_knows_its_hosts(reports: Any) -> None:
-    expected = ["hosts", "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"]
-    assert [report["place"] for report in reports] == [expected] * len(HOSTS)
-
-
-@pytest.mark.parametrize("scenario", ["moving", "agreeing", "sending", "fitting", "refused"])
-@pytest.mark.parametrize("name", scenarios.GROUPS)
-def test_groups(reports: Any, name: str, scenario: str) -> None:
-    found = {rank: reports[rank][f"{scenario}/{name}"] for rank in scenarios.GROUPS[name]}
-    assert found == {rank: [] for rank in scenarios.GROUPS[name]}
-
-
 @pytest.mark.parametrize(
-    "scenario",
+    ("scenario", "group", "ranks"),
     [
-        "moving",
-        "reducing",
-        "rounding",
-        "agreeing",
-        "asynchronous",
-        "fitting",
-        "leaving_nothing",
-        "refused",
-        "sending",
-        "receiving_from_anybody",
-        "answering",
-        "attending",
-        "routing",
-        "norming",
-        "scaling",
+        (scenario, group, ranks)
+        for group, (names, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items()
+        for scenario in names.split()
     ],
 )
-def test_five_ranks(reports: Any, scenario: str) -> None:
-    assert [report[scenario] for report in reports] == [[]] * len(HOSTS)
+def test_scenario(reports: Any, scenario: str, group: str, ranks: Sequence[int]) -> None:
+    assert [reports[rank][f"{scenario}/{group}"] for rank in ranks] == ["done"] * len(ranks)
 
 
-@pytest.mark.parametrize("scenario", ["moving", "rounding", "agreeing", "fitting", "refused"])
-def test_three_hosts(reports: Any, scenario: str) -> None:
-    assert [report[f"{scenario}/three hosts"] for report in reports] == [[]] * len(HOSTS)
-
-
-def test_mismatch_is_the_same_error_on_all_ranks(reports: Any) -> None:
-    expected = [
-        f"all_reduce: {what} of tensor differs between ranks: 5 on rank 0, 6 on rank 4"
-        for what in ("length", "dtype")
-    ]
-    assert [report["mismatching"] for report in reports] == [expected] * len(HOSTS)
-
-
-def test_message_that_does_not_fit(reports: Any) -> None:
-    said = [
-        "ValueError: recv: number of elements differs between ranks: 4 were sent by rank 0, 3 are "
-        "received on rank 4 (tag 0)",
-        "TypeError: recv: dtype of tensor differs between ranks: torch.int64 was sent by rank 0, "
-        "torch.float32 is received on rank 4 (tag 0)",
-    ]
-    for rank in 0, 4:
-        assert reports[rank]["receiving_what_does_not_fit"] == [*said, "[0.0, 1.0, 2.0]"]
-
-
-def test_no_symmetric_memory(reports: Any) -> None:
-    for rank, report in enumerate(reports):
-        text = report["no_symmetric_memory"]
-        assert text.startswith(f"rank {rank}: symmetric memory") and "ranks [3, 4]" in text
-
-
-# -- failing ---------------------------------------------------------------------------------------
-
-
-def same_twice(texts: list[str]) -> str:
-    """After an error the group is unusable, and says why; the first may have a note on numbers."""
-    assert len(texts) == 2 and texts[0].startswith(texts[1])
-    return texts[0]
-
-
-@pytest.mark.parametrize(
-    ("scenario", "late", "others"),
-    [("timing_out", 1, (0, 2, 3, 4)), ("timing_out_between_hosts", 3, (0,))],
-)
-def test_a_late_rank_ends_the_waits_of_all(
-    reports: Any, scenario: str, late: int, others: tuple[int, ...]
-) -> None:
-    for rank in others:
-        assert " has waited 1 s for ranks" in same_twice(reports[rank][scenario])
-    (text,) = reports[late][scenario]  # whichever gives up first ends the waits of all
-    assert "recv from rank 0 (tag 0) has waited 1 s" in text or "barrier has waited 1 s" in text
-
-
-def test_abort_reaches_all_hosts(reports: Any) -> None:
-    for report in reports:
-        text = same_twice(report["aborting"])
-        assert text == "AbortedError: rank 0 aborted the group: enough"
-
-
-def test_a_rank_that_left_is_named(reports: Any) -> None:
-    for rank in (1, 2, 3, 4):
-        assert "rank 0 has left the group" in same_twice(reports[rank]["leaving"])
-
-
-@pytest.mark.parametrize(("scenario", "dead"), [("dying", 4), ("dying_while_others_receive", 3)])
-def test_a_dead_rank_on_another_host_is_named(reports: Any, scenario: str, dead: int) -> None:
-    for rank in RANKS:
-        if rank not in failing_scenarios.KILLED or rank < dead:
-            text = same_twice(reports[rank][scenario])
-            assert f"rank {dead} (pid " in text and "died" in text
+@pytest.mark.parametrize(("scenario", "ranks"), [(name, FAILING[name][0]) for name in FAILING])
+def test_failing(reports: Any, scenario: str, ranks: Sequence[int]) -> None:
+    living = ranks[:-1] if "dying" in scenario else ranks
+    assert [reports[rank][f"{scenario}/"] for rank in living] == ["done"] * len(living)
 
 
 # -- who shares a host -----------------------------------------------------------------------------
@@ -213,21 +124,15 @@ def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None
     assert host_map.own_address(cards, 0) == host_map.address_towards("192.0.2.7")
 
 
-def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
+def met(store: Any, cards: list[Card]) -> list[Any]:
     """What every rank, a thread here, is given."""
-    found: list[Any] = [None] * len(cards)
 
-    def join(rank: int) -> None:
+    def join(rank: int) -> Any:
         own = plain.dumps(cards[rank])
-        about = Card.unpack, prefix, f"{prefix}/hosts", 20
-        found[rank] = rendezvous.meet(store, rank, len(cards), own, *about)
+        return rendezvous.meet(store, rank, len(cards), own, Card.unpack, "p", "p/hosts", 20)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(cards)) as threads:
+        return list(threads.map(join, range(len(cards))))
 
 
 def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
@@ -251,12 +156,6 @@ def test_what_a_crashed_group_left_is_ignored() -> None:
         store.set(f"p/hosts/{stale}/{rank}", plain.dumps(Card("stale", rank, None)).hex())
     cards = [Card("fresh", rank, None) for rank in range(3)]
     assert [found for found, _ in met(store, cards)] == [cards] * 3
-
-
-def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
-        rendezvous.meet(HashStore(), 0, 3, b"mine", bytes, "p", "p/hosts", 0.1)
-    assert caught.value.waited_for == (1, 2)
 
 
 def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
