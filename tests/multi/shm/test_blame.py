@@ -6,80 +6,38 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import interlace
-from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
-from interlace.runtime.processes import blame, control, deadlock, waiting
+from interlace.runtime.processes import blame, deadlock, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
+from multi.shm.members import LONG, SECRET, close, members, on_hosts, run
 from tiers import few, thorough
-
-LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
-
-
-def run(ranks: Sequence[int], function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises, by rank; ranks are threads."""
-
-    def caught(rank: int) -> Any:
-        try:
-            return function(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(caught, ranks))
-
-
-def members(name: str, count: int, timeout: float, **place: Any) -> list[Communicator]:
-    store = HashStore()
-
-    def join(rank: int) -> Communicator:
-        own = {key: value(rank) for key, value in place.items()}
-        joined = connect_place(store, rank, count, timeout=timeout, name=name, **own)
-        return Communicator(joined, range(count))
-
-    groups = run(range(count), join)
-    for (
-        group
-    ) in groups:  # what it has said while joining would count as long as anything said later
-        group.place.group.control.own_view[control._WAITS // 8] = 0
-    return groups
-
-
-def close(groups: Sequence[Communicator]) -> None:
-    run(groups, lambda group: group.close())  # type: ignore[arg-type]
-
-
-def on_hosts(rank: int) -> str:
-    return f"host {rank}"
 
 
 @pytest.fixture(params=["shm", "hosts"])
-def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def place(request: Any) -> dict[str, Any]:
     """One host, or as many as there are ranks."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
     return {"host": on_hosts} if request.param == "hosts" else {}
 
 
 def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
     """They return before the others have called, so no order of the groups can deadlock."""
-    first = members("first", 2, LONG, **place)
-    second = members("second", 2, LONG, **place)
+    first = members("first", 2, **place)
+    second = members("second", 2, **place)
 
     def on_rank(rank: int) -> list[float]:
         order = [first[rank], second[rank]][:: 1 if rank else -1]
@@ -97,7 +55,7 @@ def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
 
 
 def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -> None:
-    groups = members("early", 2, LONG, **place)
+    groups = members("early", 2, **place)
     returned = threading.Event()
 
     def on_rank(rank: int) -> bool:
@@ -153,7 +111,7 @@ def expire(
 
 
 def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) -> None:
-    groups = members("late", 3, LONG, **place)
+    groups = members("late", 3, **place)
     others = threading.Barrier(3)
 
     def on_rank(rank: int) -> Any:
@@ -179,12 +137,9 @@ def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) ->
 
 @thorough
 @pytest.mark.parametrize("late", few([1, 2, 3], 2))
-def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
-    late: int, expire: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(late: int, expire: Any) -> None:
     """Two hosts of two ranks. Who waits for a rank that waits itself says neither's number on its host."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    groups = members("two by two", 4, LONG, host=lambda rank: f"host {rank // 2}")
+    groups = members("two by two", 4, host=lambda rank: f"host {rank // 2}")
     ended = threading.Barrier(4)
 
     def on_rank(rank: int) -> Any:
@@ -211,7 +166,7 @@ def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
 def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
     op: str, place: dict[str, Any], patient: None
 ) -> None:
-    groups = members("vain", 3, LONG, **place)
+    groups = members("vain", 3, **place)
     tensor = torch.ones(4)
     for group in groups[:2]:
         interlace.all_reduce(tensor.clone(), group=group, async_op=True)
@@ -234,7 +189,7 @@ def test_who_waits_for_another_is_not_to_blame(
 
     Whichever of them gives up ends the wait of the one that ``waits_on``.
     """
-    groups = members("chain", 3, LONG, **place)
+    groups = members("chain", 3, **place)
     if waits_on is not None:
         groups[waits_on].place.set_timeout(10 * LONG)
     ended = threading.Barrier(3)
@@ -259,7 +214,7 @@ def test_who_waits_for_another_is_not_to_blame(
 
 def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> None:
     """As that of a ``monitored_barrier`` to which a rank has not come: the group goes on."""
-    groups = members("forgotten", 2, LONG, **place)
+    groups = members("forgotten", 2, **place)
     with interlace.timeout(0.1):
         work = interlace.irecv(torch.empty(1), 1, group=groups[0])
     while not work.is_completed():
@@ -270,7 +225,7 @@ def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> No
 
 
 def test_ranks_that_wait_for_each_other_are_blamed_as_they_are(place: dict[str, Any]) -> None:
-    groups = members("circle", 2, LONG, **place)
+    groups = members("circle", 2, **place)
 
     def on_rank(rank: int) -> Any:
         with interlace.timeout(0.5):
@@ -282,7 +237,7 @@ def test_ranks_that_wait_for_each_other_are_blamed_as_they_are(place: dict[str, 
 
 
 def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
-    groups = members("bounded", 2, LONG, **place)
+    groups = members("bounded", 2, **place)
     gone = threading.Event()
 
     def on_rank(rank: int) -> Any:
@@ -302,7 +257,7 @@ def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
 
 
 def test_a_message_is_bounded_by_what_it_was_started_with(place: dict[str, Any]) -> None:
-    groups = members("message", 2, LONG, **place)
+    groups = members("message", 2, **place)
     with interlace.timeout(0.2):
         work = interlace.irecv(torch.ones(4), 1, group=groups[0])
     with pytest.raises(CollectiveTimeoutError, match=r"recv from rank 1 .* has waited 0.2 s"):
@@ -312,10 +267,11 @@ def test_a_message_is_bounded_by_what_it_was_started_with(place: dict[str, Any])
 
 def test_the_closest_timeout_is_that_of_a_wait(place: dict[str, Any]) -> None:
     """The group's, which groups made of it have too; over it a context's, over that an inner one's."""
-    groups = members("closest", 2, LONG, **place)
+    groups = members("closest", 2, **place)
     groups[0].set_timeout(timedelta(seconds=20))
     assert groups[0].place.bound() == 20
-    parts = run(range(2), lambda rank: groups[rank].split([0, 1]))
+    with mock.patch.dict(os.environ, SECRET):
+        parts = run(range(2), lambda rank: groups[rank].split([0, 1]))
     assert [part.place.bound() for part in parts] == [20, LONG]
     with interlace.timeout(30):
         assert groups[0].place.bound() == 30
@@ -330,7 +286,7 @@ def test_monitored_barrier_after_a_death_says_so_at_once(
     place: dict[str, Any], wait_all_ranks: bool
 ) -> None:
     """Rank 1 comes; all of the test's time is less than it would take otherwise."""
-    groups = members("monitored", 3, LONG, **place)
+    groups = members("monitored", 3, **place)
     if place:
         groups[2].place._links._sever()
     for group in groups[:2] if not place else ():
@@ -355,7 +311,7 @@ def _pidfd_of_a_process_that_has_ended() -> int:
 
 def test_a_death_is_named_before_a_rank_that_left() -> None:
     """Rank 1 has left because rank 2 died; rank 0, which waits for rank 1 only, hears of rank 2."""
-    groups = members("left", 3, LONG)
+    groups = members("left", 3)
     group = groups[0].place.group
     assert isinstance(group, HostGroup) and isinstance(groups[0].place, ShmPlace)
     groups[1].place.close()
@@ -371,10 +327,9 @@ def test_a_death_is_named_before_a_rank_that_left() -> None:
     ("received", "kind"), [(torch.empty(3), ValueError), (torch.empty(4).long(), TypeError)]
 )
 def test_sender_on_another_host_hears_that_a_message_does_not_fit(
-    received: torch.Tensor, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    received: torch.Tensor, kind: type[Exception]
 ) -> None:
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    groups = members("misfit", 2, LONG, host=on_hosts)
+    groups = members("misfit", 2, host=on_hosts)
 
     def on_rank(rank: int) -> Any:
         engine, call = groups[rank].engine, Call("message")
@@ -394,7 +349,7 @@ def test_sender_on_another_host_hears_that_a_message_does_not_fit(
 
 
 def test_closing_a_group_waits_for_its_ops_until_the_other_rank_leaves() -> None:
-    groups = members("pending", 2, LONG)
+    groups = members("pending", 2)
     work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
     groups[1].close()
     groups[0].close()
