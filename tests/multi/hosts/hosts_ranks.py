@@ -27,8 +27,7 @@ RANKS = range(len(HOSTS))
 SECRET = "of the ranks of test_hosts.py"
 
 GROUPS = {
-    "five ranks": ("gradients moving reducing rounding agreeing mismatching asynchronous leaving_nothing "
-                   "refused sending receiving_from_anybody answering receiving_what_does_not_fit "
+    "five ranks": ("gradients moving reducing rounding agreeing leaving_nothing refused sending answering "
                    "no_symmetric_memory", RANKS),
     "two and two, interleaved": ("moving agreeing sending fitting", [3, 0, 4, 1]),
     "three and one": ("moving agreeing sending fitting", [0, 1, 2, 3]),

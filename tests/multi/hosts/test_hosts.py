@@ -23,10 +23,8 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import interlace
-from cases import support_table
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.numerics import reductions
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
@@ -205,20 +203,6 @@ def test_halves_are_rounded_once() -> None:
 def test_mean_is_divided_once(dtype: torch.dtype, values: Any, mean: Any) -> None:
     parts = [[torch.tensor([value], dtype=dtype) for value in of_host] for of_host in values]
     assert scenarios.in_two_steps(Partial.of("avg", dtype), parts).item() == mean
-
-
-def test_two_steps_give_what_one_gives() -> None:
-    """For every op and dtype, of numbers that need no rounding."""
-    for dtype in reductions.DTYPES:
-        for op in reductions.REDUCE_OPS:
-            if support_table.defined(op, dtype):
-                parts = [
-                    [scenarios.payload(3 * h + r, op, 40, dtype) for r in (0, 1, 2)] for h in (0, 1)
-                ]
-                expected = torch.empty_like(parts[0][0])
-                reductions.fold(op, [*parts[0], *parts[1]], expected)
-                found = scenarios.in_two_steps(Partial.of(op, dtype), parts)
-                assert scenarios.same(found, expected), (op, dtype)
 
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
