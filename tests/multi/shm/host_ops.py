@@ -77,8 +77,12 @@ def check(
     key: int = 0,
     dtype: torch.dtype = torch.uint8,
     reduction: str = "sum",
+    memory: torch.Tensor | None = None,
 ) -> None:
-    """One op. With an odd ``key`` on lists, if it takes them; every third scatters a sum in place."""
+    """One op. With an odd ``key`` on lists, if it takes them; every third scatters a sum in place.
+
+    What this rank gives is in ``memory``, if that is given: its own lists are parts of that, too.
+    """
     rank, world, lists = e.rank, e.world_size, key % 2 == 1
     n, root = nbytes // dtype.itemsize, key % world
     terms = (("n", n), ("dtype", str(dtype)), ("key", key % 2), ("op", reduction), ("root", root))
@@ -86,14 +90,16 @@ def check(
     own = slice(rank * n, (rank + 1) * n)
 
     def split(whole: torch.Tensor) -> list[torch.Tensor]:
-        return [whole[peer * n : (peer + 1) * n].clone() for peer in range(world)]
+        parts = [whole[peer * n : (peer + 1) * n] for peer in range(world)]
+        return parts if memory is not None and whole is mine else [each.clone() for each in parts]
 
     def filled(count: int) -> torch.Tensor:
         return torch.full((count,), 9, dtype=dtype)
 
     of_each = nbytes * (world if op in ("reduce_scatter", *MOVED_PARTS) else 1)
     everyone = [data(peer, of_each, key, dtype) for peer in range(world)]
-    mine = everyone[rank].clone()
+    mine = everyone[rank].clone() if memory is None else memory[: len(everyone[rank])]
+    mine.copy_(everyone[rank])
     if op in ("all_reduce", "reduce"):
         got, wanted = mine, filled(n)
         fold(reduction, everyone, wanted)

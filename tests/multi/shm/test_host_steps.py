@@ -33,7 +33,7 @@ from interlace.runtime.places.shm.caches import RingWrites
 from interlace.runtime.processes.control import REDUCED
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
-from multi.shm.host_ops import OPS, SLOT_BYTES, check, data, engine, make_ring, rounds_of, same
+from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of
 from ranks import ranks
 from tiers import thorough
 
@@ -156,27 +156,16 @@ def test_as_many_rounds_as_steps_take_and_more() -> None:
 @ranks()
 def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
     """Rank 0's tensors are in it: it goes another way than the rest, who have staged."""
-    n, everyone = 3 * SLOT_BYTES // 4, range(world_size)
+    n, generator = 3 * SLOT_BYTES // 4, random.Random(0)
     shared = interlace.symmetric_memory.empty(n)
     interlace.symmetric_memory.rendezvous(shared)
-    generator = random.Random(0)
     with engine() as e:
         make_ring(e)
         for key in range(8):
             count = n - 64 * generator.randrange(100) if key % 4 else 20_000
-            inputs = [data(peer, 4 * count, key, torch.float32) for peer in everyone]
-            mine = shared[:count] if e.rank == 0 else torch.empty(count)
-            terms = (("n", count),)
-            mine.copy_(inputs[e.rank])
-            e.all_reduce(Call("all_reduce", terms), mine, "sum")
-            assert same(mine, sum(inputs[1:], inputs[0]))
-            mine.copy_(inputs[e.rank])
-            e.broadcast(Call("broadcast", terms), mine, key % world_size)
-            assert same(mine, inputs[key % world_size])
-            mine.copy_(inputs[e.rank])
-            gathered = torch.zeros(count * world_size)
-            e.all_gather(Call("all_gather", terms), gathered, mine)
-            assert same(gathered, torch.cat(inputs))
+            for op in ("all_reduce", "broadcast", "all_gather"):
+                memory = None if e.rank else shared
+                check(e, op, 4 * count, key, torch.float32, memory=memory)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -24,7 +24,6 @@ from interlace.kernels.signal import (
     ABORT_WORD,
     HEADER_WORDS,
     SPIN_LIMIT_WORD,
-    publish_kernel,
     wait_kernel,
 )
 from interlace.runtime.core.errors import (
@@ -70,10 +69,11 @@ def workspace(op: str) -> Workspace:
     return space
 
 
-def launched(kernel: Any, space: Workspace, slot: int, **peer: int) -> KernelLaunch:
+def launched_wait(space: Workspace) -> KernelLaunch:
+    """An interpreted kernel that waits for slot 1 of rank 1."""
     peers = peers_of(space.buffer, space.world_size)
-    arguments = {"peers": peers, **peer, "slot_byte": space.slot_byte(slot)}
-    return KernelLaunch(kernel, 1, arguments, space.op)
+    arguments = {"peers": peers, "source": 1, "slot_byte": space.slot_byte(1)}
+    return KernelLaunch(wait_kernel, 1, arguments, space.op)
 
 
 # -- memory, signals and messages ------------------------------------------------------------------
@@ -115,27 +115,6 @@ def test_push_publish_wait(world_size: int) -> None:
 def test_without_credits_data_is_overwritten() -> None:
     """The control of the test above: its delay does reveal a producer that does not wait."""
     assert interlace.run(ring, 2, False, place="shm")[1]
-
-
-@pytest.mark.parametrize("world_size", few([1, 2, 3], 1, 3))
-@ranks()
-def test_kernels_publish_and_wait_across_processes(world_size: int) -> None:
-    """As the ring, but published and waited for by interpreted kernels, rank after rank."""
-    place = of_rank()
-    after, before = (place.rank + 1) % world_size, (place.rank - 1) % world_size
-    space, stream = workspace("kernel ring"), place.new_stream("compute")
-    for number in range(1, 4):
-        if place.rank > 0:  # a baton: rank r goes on only after rank r - 1
-            stream.launch(launched(wait_kernel, space, 0, source=before))
-            assert (space.data(place.rank, 0, (8,), torch.int64) == 10 * number + before).all()
-        target = space.data(after, 0, (8,), torch.int64)
-        stream.copy(target, torch.full((8,), 10 * number + place.rank), "baton")
-        stream.launch(launched(publish_kernel, space, 0, peer=after))
-        if place.rank == 0:
-            stream.launch(launched(wait_kernel, space, 0, source=before))
-        stream.finish(space)
-        stream.wait_credits(space)
-    place.exchange(b"", "the end of the ring")
 
 
 def message(rank: int, number: int) -> bytes:
@@ -414,7 +393,7 @@ def test_abort_ends_every_wait() -> None:
         else:
             space.header(place.rank)[SPIN_LIMIT_WORD] = 0
             until_abort_word()
-            stream.launch(launched(wait_kernel, space, 1, source=1))
+            stream.launch(launched_wait(space))
     until_abort_word()
 
 
@@ -517,7 +496,7 @@ def killed_in_a_wait(folder: str) -> None:
         elif place.rank == 2:
             stream.wait(space, 1, slot=1)
         else:
-            stream.launch(launched(wait_kernel, space, 1, source=1))
+            stream.launch(launched_wait(space))
     except PeerDiedError as error:
         pathlib.Path(folder, str(place.rank)).write_text(f"{error.rank} {error}")
         raise
