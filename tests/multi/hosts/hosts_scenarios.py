@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 import interlace
-from cases import support_table
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import PlaceUnavailableError
@@ -120,8 +119,11 @@ def no_symmetric_memory(group: Communicator) -> None:
 
 # each dtype and each size with some of the others: what is moved is bytes
 MOVED = (
-    *[(torch.float32, 257), (torch.float32, 70_001), (torch.int8, 1)],
-    *[(torch.complex64, 0), (torch.complex64, 257), (torch.bool, 70_001)],
+    (torch.float32, 257),
+    (torch.float32, 70_001),
+    (torch.int8, 1),
+    (torch.complex64, 0),
+    (torch.bool, 70_001),
 )
 
 
@@ -161,7 +163,7 @@ def moving(group: Communicator) -> None:
 
 
 # what is widened on the way, what wraps, what is neither
-LONG = (
+REDUCED = (
     ("sum", torch.bfloat16),
     ("avg", torch.bfloat16),
     ("product", torch.int64),
@@ -173,7 +175,7 @@ LONG = (
 
 
 def reducing(group: Communicator) -> None:
-    """Every dtype and op; of some, sizes on both sides of what counts as small, and the ops like it."""
+    """In sizes on both sides of what counts as small. All ops and dtypes: ``test_two_steps``."""
     rank, everyone = group.rank, range(group.world_size)
 
     def reduced(op: str, parts: Sequence[Tensor]) -> Tensor:
@@ -181,32 +183,26 @@ def reducing(group: Communicator) -> None:
         reductions.fold(op, parts, expected)
         return expected
 
-    for dtype, op in itertools.product(reductions.DTYPES, reductions.REDUCE_OPS):
-        if not support_table.defined(op, dtype):
-            continue
-        long = (op, dtype) in LONG
-        for n in SIZES if long else (257,):
-            case = f"{dtype} {op} {n}"
-            parts = [payload(r, case, n, dtype) for r in everyone]
-            expected = reduced(op, parts)
-            tensor = parts[rank].clone()
-            run(group, "all_reduce", tensor, op)
-            assert same(tensor, expected), f"all_reduce {case}"
-            if not long:
-                continue
-            root = n % group.world_size
-            tensor = parts[rank].clone()
-            run(group, "reduce_to", tensor, root, op)
-            assert same(tensor, expected if rank == root else parts[rank]), f"reduce {case}"
-            by_target = [  # parts of different lengths
-                [payload(r, f"{case} to {t}", n // group.world_size + t, dtype) for r in everyone]
-                for t in everyone
-            ]
-            inputs = [parts[rank] for parts in by_target]
-            expected = reduced(op, by_target[rank])
-            for output in (poisoned(expected), inputs[rank]):
-                run(group, "reduce_scatter", output, inputs, op)
-                assert same(output, expected), f"reduce_scatter {case}"
+    for (op, dtype), n in itertools.product(REDUCED, SIZES):
+        case = f"{dtype} {op} {n}"
+        parts = [payload(r, case, n, dtype) for r in everyone]
+        expected = reduced(op, parts)
+        tensor = parts[rank].clone()
+        run(group, "all_reduce", tensor, op)
+        assert same(tensor, expected), f"all_reduce {case}"
+        root = n % group.world_size
+        tensor = parts[rank].clone()
+        run(group, "reduce_to", tensor, root, op)
+        assert same(tensor, expected if rank == root else parts[rank]), f"reduce {case}"
+        by_target = [  # parts of different lengths
+            [payload(r, f"{case} to {t}", n // group.world_size + t, dtype) for r in everyone]
+            for t in everyone
+        ]
+        inputs = [parts[rank] for parts in by_target]
+        expected = reduced(op, by_target[rank])
+        for output in (poisoned(expected), inputs[rank]):
+            run(group, "reduce_scatter", output, inputs, op)
+            assert same(output, expected), f"reduce_scatter {case}"
 
 
 def in_two_steps(partial: Partial, by_host: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -115,19 +115,19 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
     assert (asked.item(), answer.item()) == (1, 7)
 
 
-@pytest.mark.parametrize("numel", [4000, 5000, 9000])
-def test_hosts_with_unequal_numbers_of_ranks_choose_alike(
-    groups: list[Communicator], numel: int
-) -> None:
+def test_hosts_with_unequal_numbers_of_ranks_choose_alike(groups: list[Communicator]) -> None:
     """Around the sizes from which on one host alone would go another way than the other."""
 
-    def on_rank(rank: int) -> list[float]:
-        tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
-        interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
-        interlace.all_reduce(tensor, group=groups[rank])
-        return [*tensor.unique().tolist(), *outputs.mean(1).tolist()]
+    def on_rank(rank: int) -> list[list[float]]:
+        found = []
+        for numel in (4000, 5000, 9000):
+            tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
+            interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
+            interlace.all_reduce(tensor, group=groups[rank])
+            found.append([*tensor.unique().tolist(), *outputs.mean(1).tolist()])
+        return found
 
-    assert run(range(3), on_rank) == [[6.0, 1.0, 2.0, 3.0]] * 3
+    assert run(range(3), on_rank) == [[[6.0, 1.0, 2.0, 3.0]] * 3] * 3
 
 
 # -- processes -------------------------------------------------------------------------------------

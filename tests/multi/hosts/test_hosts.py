@@ -6,6 +6,7 @@ the kernel gives out no namespaces the same runs between ranks that are told to 
 the test that they cannot share memory is skipped.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,8 +23,10 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import interlace
+from cases import support_table
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.numerics import reductions
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.host_map import Card, HostMap
@@ -33,6 +35,7 @@ from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import FAILING, GROUPS, KILLED, RANKS, THREE_HOSTS
+from multi.shm.members import members, on_hosts, run
 from tiers import thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
@@ -129,8 +132,7 @@ def met(store: Any, cards: list[Card]) -> list[Any]:
         own = plain.dumps(cards[rank])
         return rendezvous.meet(store, rank, len(cards), own, Card.unpack, "p", "p/hosts", 20)
 
-    with ThreadPoolExecutor(len(cards)) as threads:
-        return list(threads.map(join, range(len(cards))))
+    return run(range(len(cards)), join)
 
 
 def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
@@ -161,14 +163,12 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INTERLACE_TRUST_NETWORK", raising=False)
     store = HashStore()
 
-    def join(rank: int) -> str:
-        with pytest.raises(PlaceUnavailableError) as caught:
-            connect_place(store, rank, 2, timeout=600, name="open", host=f"host {rank}")
-        return str(caught.value)
+    def join(rank: int) -> Any:
+        return connect_place(store, rank, 2, timeout=600, name="open", host=on_hosts(rank))
 
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(join, range(2)))
-    assert all("needs a secret of the job in INTERLACE_SECRET" in text for text in said)
+    for error in run(range(2), join):
+        assert type(error) is PlaceUnavailableError
+        assert "needs a secret of the job in INTERLACE_SECRET" in str(error)
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -205,30 +205,36 @@ def test_mean_is_divided_once(dtype: torch.dtype, values: Any, mean: Any) -> Non
     assert scenarios.in_two_steps(Partial.of("avg", dtype), parts).item() == mean
 
 
+def test_two_steps_give_what_one_gives() -> None:
+    """For every op and dtype, of numbers that need no rounding."""
+    for op, dtype in itertools.product(reductions.REDUCE_OPS, reductions.DTYPES):
+        if support_table.defined(op, dtype):
+            parts = [scenarios.payload(rank, op, 40, dtype) for rank in range(6)]
+            expected = torch.empty_like(parts[0])
+            reductions.fold(op, parts, expected)
+            found = scenarios.in_two_steps(Partial.of(op, dtype), [parts[:3], parts[3:]])
+            assert scenarios.same(found, expected), (op, dtype)
+
+
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
     """Another rank of the other host has not sent anything then: this one's twin has told it all."""
-    store, left = HashStore(), threading.Event()
+    groups = members("leaving", 4, host=lambda rank: f"host {rank // 2}")
+    left, place, late = threading.Event(), groups[1].place, groups[1].place.group.exchange
 
-    def main(rank: int) -> list[bytes]:
-        host = f"host {rank // 2}"
-        place: Any = connect_place(store, rank, 4, timeout=600, name="leaving", host=host)
-        if rank == 1:
-            exchange = place.group.exchange
+    def exchange(payload: bytes, doing: str) -> list[bytes]:
+        found: list[bytes] = late(payload, doing)
+        left.wait()
+        while place._links.wires.ended() != [2]:
+            time.sleep(0.01)
+        return found
 
-            def late(payload: bytes, doing: str) -> list[bytes]:
-                found: list[bytes] = exchange(payload, doing)
-                left.wait()
-                while place._links.wires.ended() != [2]:
-                    time.sleep(0.01)
-                return found
+    place.group.exchange = exchange
 
-            place.group.exchange = late
-        found: list[bytes] = place.exchange(str(rank).encode(), "exchange")
-        place.close()
+    def on_rank(rank: int) -> list[bytes]:
+        found = groups[rank].place.exchange(str(rank).encode(), "exchange")
+        groups[rank].close()
         if rank == 2:
             left.set()
         return found
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
-        patch.setenv("INTERLACE_TRUST_NETWORK", "1")
-        assert list(threads.map(main, range(4))) == [[b"0", b"1", b"2", b"3"]] * 4
+    assert run(range(4), on_rank) == [[b"0", b"1", b"2", b"3"]] * 4

@@ -3,12 +3,11 @@
 Ranks are on one host, or on two.
 """
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from torch.distributed import FileStore
 import interlace
 from guard import MOST as LONG
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.places.shm import mail
 from interlace.runtime.processes.worker import Helper
+from multi.shm import members
 from ranks import ranks
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2])
@@ -61,17 +60,8 @@ def signalled() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@contextmanager
-def joined(folder: Path, hosts: int) -> Iterator[Communicator]:
-    rank, store = interlace.get_rank(), FileStore(str(folder / "store"), 2)
-    host = f"host {rank % hosts}"
-    with mock.patch.dict(os.environ, INTERLACE_SECRET="of this test"):
-        place = connect_place(store, rank, 2, timeout=600, name="given up", host=host)
-        group = Communicator(place, range(2))
-        try:
-            yield group
-        finally:
-            group.close()
+def joined(folder: Path, hosts: int) -> closing[Communicator]:
+    return closing(members.joined(interlace.get_rank(), folder, hosts=hosts))
 
 
 def receive(group: Communicator) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -59,10 +60,11 @@ def on_hosts(rank: int) -> str:
     return f"host {rank}"
 
 
-def joined(rank: int, folder: str, timeout: float = LONG) -> Communicator:
-    """A process's group of two ranks on hosts of their own."""
-    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
+def joined(rank: int, folder: str | Path, timeout: float = LONG, hosts: int = 2) -> Communicator:
+    """A process's group of two ranks, on hosts of their own or on one."""
     store = FileStore(f"{folder}/store", 2)
-    place = connect_place(store, rank, 2, timeout=LONG, name="two", host=on_hosts(rank))
+    with mock.patch.dict(os.environ, SECRET):
+        host = on_hosts(rank % hosts)
+        place = connect_place(store, rank, 2, timeout=LONG, name="two", host=host)
     place.set_timeout(timeout)
     return Communicator(place, range(2))

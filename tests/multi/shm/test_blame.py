@@ -224,18 +224,6 @@ def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> No
     close(groups)
 
 
-def test_ranks_that_wait_for_each_other_are_blamed_as_they_are(place: dict[str, Any]) -> None:
-    groups = members("circle", 2, **place)
-
-    def on_rank(rank: int) -> Any:
-        with interlace.timeout(0.5):
-            return groups[rank].engine.recv(Call("recv"), torch.empty(4), 1 - rank, 0).result()
-
-    errors = run(range(2), on_rank)
-    assert all(isinstance(error, InterlaceError) for error in errors), errors
-    close(groups)
-
-
 def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
     groups = members("bounded", 2, **place)
     gone = threading.Event()

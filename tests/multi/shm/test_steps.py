@@ -90,17 +90,6 @@ def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
             assert same_bits(got, wanted), (sources, n)
 
 
-@pytest.mark.parametrize("dtype", SUMS, ids=str)
-def test_a_sum_may_take_the_place_of_any_source(dtype: torch.dtype) -> None:
-    for count in (1, 63, 1001):
-        for place in range(4):
-            parts = [numbers(dtype, s, count) for s in range(4)]
-            wanted = torch.zeros_like(parts[0])
-            fold("sum", parts, wanted)
-            summed(dtype, parts, parts[place])
-            assert same_bits(parts[place], wanted), (count, place)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_rounded_once_to_the_nearest_even(dtype: torch.dtype) -> None:
     """Between two neighbours, just beside the middle, at the largest number, and below the smallest."""
@@ -179,31 +168,6 @@ def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> 
             wanted[first : first + nbytes] = source[start : start + nbytes]
             copier(memory.data_ptr() + first, source.data_ptr() + start, nbytes)
             assert torch.equal(memory, wanted), (nbytes, to, start)
-
-
-def test_steps_run_in_order_and_again() -> None:
-    memory, (a, b) = words(0, 0)
-
-    def write(made: Steps) -> None:
-        made.release(a, (5, 1))
-        made.copy(b, a, 8)
-        made.release(a, -1)
-
-    made = listed(write)
-    for register in (0, 37, -12):
-        made.registers[1] = register
-        assert made.run(0) == -1
-        assert memory.tolist() == [-1, 5 + register]
-    assert made.run(2) == -1
-    assert listed(lambda s: None).run(0) == -1
-
-
-def test_registers_are_stored() -> None:
-    memory, (before, *_) = words(-1, 0, 0, -1)
-    made = listed(lambda s: s.store((before, 3), 1, 16))
-    made.registers[1], made.registers[2], made.registers[3] = 5, 6, 8
-    assert made.run(0) == -1
-    assert memory.tolist() == [-1, 5, 6, -1]
 
 
 def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
