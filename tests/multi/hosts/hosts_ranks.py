@@ -39,17 +39,10 @@ GROUPS = {
 THREE_HOSTS = "moving rounding agreeing fitting refused"
 """The order of a sum of two cannot be told, so rank 1 says here that it is on a third host."""
 
-FAILING: dict[str, tuple[Sequence[int], float]] = {
-    "timing_out": (RANKS, 1.0),
-    "timing_out_between_hosts": ((0, 3), 1.0),
-    "aborting": (RANKS, 300.0),
-    "leaving": (RANKS, 300.0),
-    "dying": (RANKS, 300.0),
-    "dying_while_others_receive": (RANKS[:4], 300.0),
-}
-"""Ranks and timeouts of the scenarios of ``failing_scenarios.py``. In the last two the last one dies."""
+FAILING = ("aborting", "leaving", "dying")
+"""Each in a group of its own, of all ranks. Rank 4 dies in the last."""
 
-KILLED = (4, 3)
+DIES = 4
 
 
 def main() -> None:
@@ -63,7 +56,7 @@ def main() -> None:
     os.environ["INTERLACE_SECRET"] = SECRET
     import torch.distributed.tensor  # noqa: F401  (once, for all ranks)
 
-    from multi.hosts import failing_scenarios, hosts_scenarios  # noqa: F401
+    from multi.hosts import hosts_scenarios  # noqa: F401
 
     gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -97,7 +90,7 @@ class Report:
     def __init__(self, path: pathlib.Path, host: str) -> None:
         self._path, self._said = path, {"host": host}
 
-    def run(self, scenario: Callable[[Any], None], group: Any, name: str = "") -> None:
+    def run(self, scenario: Callable[[Any], None], group: Any, name: str) -> None:
         try:
             scenario(group)
         except Exception:
@@ -118,7 +111,7 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     from interlace.runtime.core.communicator import Communicator
     from interlace.runtime.places.connect import connect_place
     from interlace.runtime.places.hosts import host_map
-    from multi.hosts import failing_scenarios, hosts_scenarios
+    from multi.hosts import hosts_scenarios
 
     torch.set_num_threads(1)
     report = Report(folder / f"{rank}.json", host_map.this_host())
@@ -149,15 +142,13 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
         if group is not None and group is not world:
             group.close()
         world.barrier()
-    for scenario, (ranks, timeout) in FAILING.items():
-        if rank in ranks:
-            group = Communicator(connected(scenario, ranks), ranks)
-            group.place.set_timeout(timeout)
-            report.run(getattr(failing_scenarios, scenario), group)
-            group.close()
+    for scenario in FAILING:
+        group = Communicator(connected(scenario, RANKS), RANKS)
+        report.run(getattr(hosts_scenarios, scenario), group, "five ranks")
+        group.close()
     # the store's server must outlive its clients
     store.add("ended", 1)
-    while rank == 0 and store.add("ended", 0) < len(set(RANKS) - set(KILLED)):
+    while rank == 0 and store.add("ended", 0) < DIES:
         time.sleep(0.01)
 
 

@@ -9,6 +9,8 @@ import functools
 import gc
 import hashlib
 import itertools
+import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import pieces
@@ -404,3 +406,43 @@ def answering(group: Communicator) -> None:
         for _ in range(2):
             engine.send(call, x, 0, 6).result(60)
         engine.recv(call, x, 0, 6).result(60)
+
+
+# -- failing: each in a group of its own -----------------------------------------------------------
+
+
+def ended(group: Communicator) -> str:
+    """What this rank's barriers end with: the first that fails, and the next says why, too."""
+    texts: list[str] = []
+    while len(texts) < 2:
+        try:
+            run(group, "barrier")
+        except InterlaceError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    assert texts[0].startswith(texts[1])  # the first may have a note on numbers
+    return texts[0]
+
+
+def aborting(group: Communicator) -> None:
+    if group.rank == 0:
+        run(group, "barrier")
+        group.place.abort("enough")
+    assert ended(group) == "AbortedError: rank 0 aborted the group: enough"
+
+
+def leaving(group: Communicator) -> None:
+    """Rank 0 closes its group in good order; the others still want something of it."""
+    run(group, "barrier")
+    if group.rank == 0:
+        group.close()
+    else:
+        assert "rank 0 has left the group" in ended(group)
+
+
+def dying(group: Communicator) -> None:
+    """Rank 4 is killed while the others are in an op, or between two."""
+    run(group, "barrier")
+    if group.rank == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = ended(group)
+    assert "rank 4 (pid " in text and "died" in text

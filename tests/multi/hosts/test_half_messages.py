@@ -1,6 +1,7 @@
 """A rank killed or stopped in the middle of messages between hosts: waits for the rest end."""
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -47,56 +48,43 @@ def test_a_rank_whose_connection_breaks_is_not_said_to_have_died(tmp_path: Path)
             assert re.search(found, said := heard(ends[rank])), said
 
 
-def send_to_a_stopped_rank(rank: int, world_size: int, folder: str, said: Any) -> None:
-    """Rank 1 is stopped; what rank 0 is told, which sends it more than its connection holds."""
-    group = joined(rank, folder, SHORT)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        while True:
-            group.engine.send(Call("send"), torch.zeros(ELEMENTS), 1, 0).result()
-    except InterlaceError as error:
-        said.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
-
-
-@thorough
-def test_sends_to_a_stopped_rank_end_at_the_timeout(tmp_path: Path) -> None:
-    with started(send_to_a_stopped_rank, 2, tmp_path) as (_, ends):
-        expected = (
-            "CollectiveTimeoutError: rank 0: send to rank 1 (tag 0) has waited 5 s for ranks [1]"
-        )
-        assert heard(ends[0]) == expected
-
-
-def gather_for_ever(rank: int, world_size: int, folder: str, said: Any, timeout: float) -> None:
+def moving_for_ever(
+    rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
+) -> None:
     """Until one rank is gone; what the other is told of that."""
     group = joined(rank, folder, timeout)
-    mine, out = torch.full((ELEMENTS,), float(rank)), torch.empty(2 * ELEMENTS)
-    gather = group.engine.all_gather
+    engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
     try:
         for number in itertools.count():
-            group.run("all_gather", lambda: gather(Call("all_gather"), out, mine), async_op=False)
+            if op == "all_gather":
+                gather = functools.partial(engine.all_gather, Call(op), out, mine)
+                group.run(op, gather, async_op=False)
+            elif rank == 0:
+                engine.send(Call("send"), mine, 1, 0).result()
+            else:
+                engine.recv(Call("recv"), mine, 0, 0).result()
             if number == 0:
                 said.send("up")
     except InterlaceError as error:
         said.send(f"{type(error).__name__}: {error}")
+    os._exit(0)  # of a message to a rank that is stopped something is still to leave
 
 
 @thorough
 @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06, 0.09])
 @pytest.mark.parametrize(
-    ("end", "timeout", "text"),
+    ("op", "end", "timeout", "text"),
     [
-        (signal.SIGKILL, LONG, "PeerDiedError: rank 1 "),
-        (signal.SIGSTOP, SHORT, "has waited 5 s for ranks [1]"),
+        ("all_gather", signal.SIGKILL, LONG, "PeerDiedError: rank 1 "),
+        ("all_gather", signal.SIGSTOP, SHORT, "has waited 5 s for ranks [1]"),
+        ("send", signal.SIGSTOP, SHORT, "send to rank 1 (tag 0) has waited 5 s for ranks [1]"),
     ],
 )
 def test_a_wait_for_the_rest_of_a_message_ends(
-    tmp_path: Path, delay: float, end: signal.Signals, timeout: float, text: str
+    tmp_path: Path, delay: float, op: str, end: signal.Signals, timeout: float, text: str
 ) -> None:
     """At once if its sender is known to be dead, else at the timeout."""
-    with started(gather_for_ever, 2, tmp_path, timeout) as (processes, ends):
+    with started(moving_for_ever, 2, tmp_path, timeout, op) as (processes, ends):
         assert [heard(each) for each in ends] == ["up", "up"]
         time.sleep(delay)
         os.kill(processes[1].pid, end)

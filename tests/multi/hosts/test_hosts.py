@@ -34,7 +34,7 @@ from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import FAILING, GROUPS, KILLED, RANKS, THREE_HOSTS
+from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS
 from multi.shm.members import members, on_hosts, run
 from tiers import thorough
 
@@ -65,8 +65,8 @@ def outcome() -> Any:
 
 @pytest.fixture
 def reports(outcome: Any) -> Any:
-    """By rank, how each scenario ended. All have come to their end, or were meant to be killed."""
-    killed = [-signal.SIGKILL if rank in KILLED else 0 for rank in RANKS]
+    """By rank, how each scenario ended. All have come to their end, or were to be killed."""
+    killed = [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
     assert outcome["codes"] == killed, [outcome["errors"], *outcome["reports"]]
     return outcome["reports"]
 
@@ -85,16 +85,11 @@ def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> Non
         (scenario, group, ranks)
         for group, (names, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items()
         for scenario in names.split()
-    ],
+    ]
+    + [(scenario, "five ranks", RANKS[:DIES]) for scenario in FAILING],
 )
 def test_scenario(reports: Any, scenario: str, group: str, ranks: Sequence[int]) -> None:
     assert [reports[rank][f"{scenario}/{group}"] for rank in ranks] == ["done"] * len(ranks)
-
-
-@pytest.mark.parametrize(("scenario", "ranks"), [(name, FAILING[name][0]) for name in FAILING])
-def test_failing(reports: Any, scenario: str, ranks: Sequence[int]) -> None:
-    living = ranks[:-1] if "dying" in scenario else ranks
-    assert [reports[rank][f"{scenario}/"] for rank in living] == ["done"] * len(living)
 
 
 # -- who shares a host -----------------------------------------------------------------------------
