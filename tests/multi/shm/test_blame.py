@@ -36,38 +36,26 @@ def place(request: Any) -> dict[str, Any]:
 
 def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
     """They return before the others have called, so no order of the groups can deadlock."""
-    first = members("first", 2, **place)
-    second = members("second", 2, **place)
-
-    def on_rank(rank: int) -> list[float]:
-        order = [first[rank], second[rank]][:: 1 if rank else -1]
-        tensors = [torch.ones(4) * (rank + 1) for _ in order]
-        works = [
-            interlace.all_reduce(tensor, group=group, async_op=True)
-            for tensor, group in zip(tensors, order, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return [float(tensor[0]) for tensor in tensors]
-
-    assert run(range(2), on_rank) == [[3.0, 3.0]] * 2
+    first, second = members("first", 2, **place), members("second", 2, **place)
+    tensors = [torch.full((4,), float(number)) for number in range(4)]
+    order = first[0], second[0], second[1], first[1]
+    works = [
+        interlace.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(tensors, order, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [3.0] * 4
     close([*first, *second])
 
 
 def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -> None:
     groups = members("early", 2, **place)
-    returned = threading.Event()
-
-    def on_rank(rank: int) -> bool:
-        if rank:
-            assert returned.wait(LONG)
-        work = interlace.all_reduce(torch.ones(4), group=groups[rank], async_op=True)
-        early = not work.is_completed()
-        returned.set()
+    works = [interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)]
+    assert not works[0].is_completed()
+    works.append(interlace.all_reduce(torch.ones(4), group=groups[1], async_op=True))
+    for work in works:
         work.wait()
-        return early
-
-    assert run(range(2), on_rank)[0] is True
     close(groups)
 
 
@@ -224,31 +212,16 @@ def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> No
     close(groups)
 
 
-def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
-    groups = members("bounded", 2, **place)
-    gone = threading.Event()
-
-    def on_rank(rank: int) -> Any:
-        if rank:
-            assert gone.wait(LONG)
-            return None
-        try:
-            with interlace.timeout(0.3):
-                work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
-            work.wait()
-        finally:
-            gone.set()
-
-    error, _ = run(range(2), on_rank)
-    assert isinstance(error, CollectiveTimeoutError) and "has waited 0.3 s" in str(error)
-    close(groups)
-
-
-def test_a_message_is_bounded_by_what_it_was_started_with(place: dict[str, Any]) -> None:
-    groups = members("message", 2, **place)
-    with interlace.timeout(0.2):
-        work = interlace.irecv(torch.ones(4), 1, group=groups[0])
-    with pytest.raises(CollectiveTimeoutError, match=r"recv from rank 1 .* has waited 0.2 s"):
+@pytest.mark.parametrize("op", ["all_reduce", "recv from rank 1"])
+def test_a_bound_of_one_op_is_that_of_its_waits(op: str, place: dict[str, Any]) -> None:
+    """Not that of where it is waited for."""
+    groups, x = members("bounded", 2, **place), torch.ones(4)
+    with interlace.timeout(0.3):
+        if op == "all_reduce":
+            work = interlace.all_reduce(x, group=groups[0], async_op=True)
+        else:
+            work = interlace.irecv(x, 1, group=groups[0])
+    with pytest.raises(CollectiveTimeoutError, match=rf"{op} .*has waited 0.3 s"):
         work.wait()
     close(groups)
 
