@@ -120,37 +120,18 @@ def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None
     assert host_map.own_address(cards, 0) == host_map.address_towards("192.0.2.7")
 
 
-def met(store: Any, cards: list[Card]) -> list[Any]:
-    """What every rank, a thread here, is given."""
-
-    def join(rank: int) -> Any:
-        own = plain.dumps(cards[rank])
-        return rendezvous.meet(store, rank, len(cards), own, Card.unpack, "p", "p/hosts", 20)
-
-    return run(range(len(cards)), join)
-
-
-def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
-    store = HashStore()
-    nonces = set()
-    for generation in range(20):
-        cards = [Card(f"host {generation}", rank, None) for rank in range(3)]
-        for rank, (found, nonce) in enumerate(met(store, cards)):
-            assert found == cards
-            nonces.add(nonce)
-            rendezvous.forget(store, rank, "p/hosts", nonce)
-    assert len(nonces) == 20
-    assert store.num_keys() == 0
-
-
 def test_what_a_crashed_group_left_is_ignored() -> None:
-    store = HashStore()
-    stale = bytes(16).hex()
+    store, stale = HashStore(), bytes(16).hex()
     store.set("p/hosts", stale)
     for rank in range(3):
         store.set(f"p/hosts/{stale}/{rank}", plain.dumps(Card("stale", rank, None)).hex())
     cards = [Card("fresh", rank, None) for rank in range(3)]
-    assert [found for found, _ in met(store, cards)] == [cards] * 3
+
+    def join(rank: int) -> Any:
+        own = plain.dumps(cards[rank])
+        return rendezvous.meet(store, rank, 3, own, Card.unpack, "p", "p/hosts", 20)
+
+    assert [found for found, _ in run(range(3), join)] == [cards] * 3
 
 
 def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:

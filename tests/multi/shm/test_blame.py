@@ -5,7 +5,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +27,27 @@ from interlace.runtime.processes.group import HostGroup
 from multi.shm.members import LONG, SECRET, close, members, on_hosts, run
 from tiers import few, thorough
 
+Grouped = Callable[[int], list[Communicator]]
+
 
 @pytest.fixture(params=["shm", "hosts"])
-def place(request: Any) -> dict[str, Any]:
-    """One host, or as many as there are ranks."""
-    return {"host": on_hosts} if request.param == "hosts" else {}
+def grouped(request: Any) -> Iterator[Grouped]:
+    """Makes groups of so many ranks, on one host or on as many, and closes them."""
+    made: list[Communicator] = []
+    host = on_hosts if request.param == "hosts" else None
+
+    def make(count: int) -> list[Communicator]:
+        groups = members(f"group {len(made)}", count, host=host)
+        made.extend(groups)
+        return groups
+
+    yield make
+    close(made)
 
 
-def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
+def test_async_ops_of_two_groups_in_either_order(grouped: Grouped) -> None:
     """They return before the others have called, so no order of the groups can deadlock."""
-    first, second = members("first", 2, **place), members("second", 2, **place)
+    first, second = grouped(2), grouped(2)
     tensors = [torch.full((4,), float(number)) for number in range(4)]
     order = first[0], second[0], second[1], first[1]
     works = [
@@ -46,17 +57,15 @@ def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
     for work in works:
         work.wait()
     assert [tensor[0].item() for tensor in tensors] == [3.0] * 4
-    close([*first, *second])
 
 
-def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -> None:
-    groups = members("early", 2, **place)
+def test_async_op_returns_before_the_others_have_called(grouped: Grouped) -> None:
+    groups = grouped(2)
     works = [interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)]
     assert not works[0].is_completed()
     works.append(interlace.all_reduce(torch.ones(4), group=groups[1], async_op=True))
     for work in works:
         work.wait()
-    close(groups)
 
 
 def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +107,8 @@ def expire(
     return jump
 
 
-def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) -> None:
-    groups = members("late", 3, **place)
+def test_a_timeout_ends_the_late_rank_too(grouped: Grouped, expire: Any) -> None:
+    groups = grouped(3)
     others = threading.Barrier(3)
 
     def on_rank(rank: int) -> Any:
@@ -120,7 +129,6 @@ def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) ->
     assert "all_reduce" in str(errors[2])
     for error in errors:
         assert "for ranks [2]" in str(error), errors
-    close(groups)
 
 
 @thorough
@@ -152,9 +160,9 @@ def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(late: int, e
 
 @pytest.mark.parametrize("op", ["all_reduce", "irecv"])
 def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
-    op: str, place: dict[str, Any], patient: None
+    op: str, grouped: Grouped, patient: None
 ) -> None:
-    groups = members("vain", 3, **place)
+    groups = grouped(3)
     tensor = torch.ones(4)
     for group in groups[:2]:
         interlace.all_reduce(tensor.clone(), group=group, async_op=True)
@@ -166,18 +174,17 @@ def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
     with pytest.raises(CollectiveTimeoutError, match=r"; it waits for ranks \[2\]") as caught:
         work.wait(timedelta(seconds=0.01))
     assert caught.value.waited_for == (2,)
-    close(groups)
 
 
 @pytest.mark.parametrize("waits_on", few([None, 0, 1], 0))
 def test_who_waits_for_another_is_not_to_blame(
-    waits_on: int | None, place: dict[str, Any], expire: Any
+    waits_on: int | None, grouped: Grouped, expire: Any
 ) -> None:
     """Rank 0 receives from rank 1, which receives from rank 2, which does nothing.
 
     Whichever of them gives up ends the wait of the one that ``waits_on``.
     """
-    groups = members("chain", 3, **place)
+    groups = grouped(3)
     if waits_on is not None:
         groups[waits_on].place.set_timeout(10 * LONG)
     ended = threading.Barrier(3)
@@ -197,25 +204,23 @@ def test_who_waits_for_another_is_not_to_blame(
     named = [error.waited_for for error in errors if isinstance(error, CollectiveTimeoutError)]
     assert set(named) <= {(2,)}, errors  # none, if the thread that moves messages gave up first
     assert all("for ranks [2]" in str(error) for error in errors), errors
-    close(groups)
 
 
-def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> None:
+def test_a_receive_that_nobody_waits_for_ends_alone(grouped: Grouped) -> None:
     """As that of a ``monitored_barrier`` to which a rank has not come: the group goes on."""
-    groups = members("forgotten", 2, **place)
+    groups = grouped(2)
     with interlace.timeout(0.1):
         work = interlace.irecv(torch.empty(1), 1, group=groups[0])
     while not work.is_completed():
         time.sleep(0.001)
     assert isinstance(work.exception(), CollectiveTimeoutError)
     assert run(range(2), lambda rank: groups[rank].barrier()) == [None, None]
-    close(groups)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "recv from rank 1"])
-def test_a_bound_of_one_op_is_that_of_its_waits(op: str, place: dict[str, Any]) -> None:
+def test_a_bound_of_one_op_is_that_of_its_waits(op: str, grouped: Grouped) -> None:
     """Not that of where it is waited for."""
-    groups, x = members("bounded", 2, **place), torch.ones(4)
+    groups, x = grouped(2), torch.ones(4)
     with interlace.timeout(0.3):
         if op == "all_reduce":
             work = interlace.all_reduce(x, group=groups[0], async_op=True)
@@ -223,12 +228,11 @@ def test_a_bound_of_one_op_is_that_of_its_waits(op: str, place: dict[str, Any]) 
             work = interlace.irecv(x, 1, group=groups[0])
     with pytest.raises(CollectiveTimeoutError, match=rf"{op} .*has waited 0.3 s"):
         work.wait()
-    close(groups)
 
 
-def test_the_closest_timeout_is_that_of_a_wait(place: dict[str, Any]) -> None:
+def test_the_closest_timeout_is_that_of_a_wait(grouped: Grouped) -> None:
     """The group's, which groups made of it have too; over it a context's, over that an inner one's."""
-    groups = members("closest", 2, **place)
+    groups = grouped(2)
     groups[0].set_timeout(timedelta(seconds=20))
     assert groups[0].place.bound() == 20
     with mock.patch.dict(os.environ, SECRET):
@@ -239,19 +243,20 @@ def test_the_closest_timeout_is_that_of_a_wait(place: dict[str, Any]) -> None:
         with interlace.timeout(10):
             assert groups[0].place.bound() == 10
     assert groups[0].place.bound() == 20
-    close([*parts, *groups])
+    close(parts)
 
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_monitored_barrier_after_a_death_says_so_at_once(
-    place: dict[str, Any], wait_all_ranks: bool
+    grouped: Grouped, wait_all_ranks: bool
 ) -> None:
     """Rank 1 comes; all of the test's time is less than it would take otherwise."""
-    groups = members("monitored", 3, **place)
-    if place:
+    groups = grouped(3)
+    if groups[2].place.name == "hosts":
         groups[2].place._links._sever()
-    for group in groups[:2] if not place else ():
-        group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
+    else:
+        for group in groups[:2]:
+            group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
 
     def on_rank(rank: int) -> None:
         interlace.monitored_barrier(groups[rank], LONG, wait_all_ranks)
@@ -260,7 +265,6 @@ def test_monitored_barrier_after_a_death_says_so_at_once(
     assert "Rank 2 failed to pass monitoredBarrier" in str(first) and first.waited_for == (2,)
     for error in first, second:
         assert "rank 2" in str(error) and "died" in str(error), error
-    close(groups[:2])
 
 
 def _pidfd_of_a_process_that_has_ended() -> int:
