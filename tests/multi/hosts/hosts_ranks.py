@@ -11,7 +11,6 @@ import os
 import pathlib
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -47,9 +46,9 @@ DIES = 4
 
 def main() -> None:
     """Make the hosts, run :func:`rank_main` on every rank, print all reports."""
-    holder, problem = 0, "not asked for" if "--pretend" in sys.argv else ""
+    holder, problem = 0, ""
     try:
-        holder = 0 if problem else two_networks()
+        holder = two_networks()
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     die_with_parent()

@@ -315,21 +315,6 @@ def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
     other.close()
 
 
-def test_a_box_is_over_once_all_has_been_read(boxes: tuple[FarBox, socket.socket]) -> None:
-    box, other = boxes
-    other.send(_RECORD.pack(1, 0, 9, 0))
-    other.close()
-    box.readable = True
-    record = box.peek()
-    assert record is not None and not box.over()
-    box.take(record)
-    box.readable = True
-    assert box.peek() is None and box.ended
-    assert not box.over()  # bytes of messages may come
-    box.take_pipe.wire.shutdown(socket.SHUT_RDWR)
-    assert box.over()
-
-
 def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicator]) -> None:
     target, short = torch.zeros(5), torch.zeros(4)
     groups[0].engine.send(CALL, short, 2, 0).result(LONG)

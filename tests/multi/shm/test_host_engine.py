@@ -75,7 +75,6 @@ def sizes(op: str, world_size: int) -> list[int]:
             *[(1, "none"), (2, "all"), (2, "odd"), (2, "none"), (3, "all"), (3, "first")],
             *[(3, "none"), (4, "all"), (4, "odd")],
         ],
-        (1, "none"),
         (2, "odd"),
     ),
 )
@@ -240,7 +239,7 @@ def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
             said = f"all_reduce: shape of tensor differs between ranks: {', '.join(shapes)}"
             assert str(caught.value) == said
             assert (tensor == 1).all()
-            check(e, "all_reduce", rounds_of("all_reduce", world_size, 7), number, torch.float32)
+            check(e, "all_reduce", rounds_of("all_reduce", world_size, 5), number, torch.float32)
             check(e, "broadcast", 2 * SLOT_BYTES, number, torch.float32)
         said = "ranks call different ops at the same time: rank 0 calls barrier, rank 1 calls all_g"
         with pytest.raises(ValueError, match=said):

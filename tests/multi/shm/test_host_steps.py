@@ -33,14 +33,13 @@ from interlace.runtime.places.shm.caches import RingWrites
 from interlace.runtime.processes.control import REDUCED
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
-from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of
+from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of, same
 from ranks import ranks
 from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
 
 NAN = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-AS_INT = {4: torch.int32, 2: torch.int16}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +61,13 @@ def one_with_machine_code() -> Iterator[list[Engine]]:
             group.close()
 
 
+def same_sums(engines: list[Engine], tensors: list[torch.Tensor]) -> bool:
+    """Whether both ranks have the same bits."""
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda e, x: e.all_reduce(Call("sum"), x, "sum"), engines, tensors))
+    return same(*tensors)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(list(NAN)),
@@ -77,34 +83,18 @@ def test_ranks_have_the_same_bits_of_nan_with_machine_code_and_without(
     words: list[tuple[int, int]],
     all_nan: bool,
 ) -> None:
-    integers = AS_INT[dtype.itemsize]
-    bits = torch.tensor(words, dtype=torch.int64).T.contiguous() | all_nan * NAN[dtype]
-    tensors = [row.to(integers).view(dtype) for row in bits]
-
-    def on_rank(rank: int) -> None:
-        one_with_machine_code[rank].all_reduce(Call("all_reduce"), tensors[rank], "sum")
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(on_rank, range(2)))
-    assert torch.equal(tensors[0].view(integers), tensors[1].view(integers))
+    integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    bits = [torch.tensor(column) | all_nan * NAN[dtype] for column in zip(*words, strict=True)]
+    assert same_sums(one_with_machine_code, [each.to(integers).view(dtype) for each in bits])
 
 
 def test_ranks_have_the_same_bits_of_nan_in_a_large_sum(
     one_with_machine_code: list[Engine],
 ) -> None:
-    nbytes = 2 * SLOT_BYTES
     for _ in range(2):  # the first makes the rings
-        tensors = [
-            torch.tensor([0x7FC00001 + n, 0x7FC00002 - n], dtype=torch.int32) for n in (0, 1)
-        ]
-        large = [each.repeat(nbytes // each.nbytes).view(torch.float32) for each in tensors]
-
-        def on_rank(rank: int, large: list[torch.Tensor] = large) -> None:
-            one_with_machine_code[rank].all_reduce(Call("all_reduce"), large[rank], "sum")
-
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(on_rank, range(2)))
-        assert torch.equal(large[0].view(torch.int32), large[1].view(torch.int32))
+        bits = [torch.tensor([0x7FC00001 + n, 0x7FC00002 - n], dtype=torch.int32) for n in (0, 1)]
+        large = [each.repeat(SLOT_BYTES // 4).view(torch.float32) for each in bits]
+        assert same_sums(one_with_machine_code, large)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
