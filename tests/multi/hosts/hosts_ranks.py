@@ -5,18 +5,16 @@ Where the kernel refuses namespaces, ranks are given names of hosts instead, and
 are forked from this process, for torch takes seconds to import.
 """
 
-import contextlib
 import gc
 import json
 import os
 import pathlib
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from multi.hosts.two_networks import ADDRESSES, die_with_parent, enter, two_networks
@@ -24,21 +22,40 @@ from multi.hosts.two_networks import ADDRESSES, die_with_parent, enter, two_netw
 HOSTS = (0, 0, 0, 1, 1)
 """The host of each rank."""
 
+RANKS = range(len(HOSTS))
 SECRET = "of the ranks of test_hosts.py"
+
+GROUPS = {
+    "five ranks": ("gradients moving reducing rounding agreeing leaving_nothing refused sending answering "
+                   "no_symmetric_memory", RANKS),
+    "two and two, interleaved": ("moving agreeing sending fitting", [3, 0, 4, 1]),
+    "three and one": ("moving agreeing sending fitting", [0, 1, 2, 3]),
+    "one and two": ("every_op moving agreeing sending fitting refused", [4, 2, 1]),
+    "one host": ("moving agreeing sending", [2, 0]),
+}  # fmt: skip
+"""Scenarios (``hosts_scenarios.py``), by group."""
+
+THREE_HOSTS = "moving rounding agreeing fitting refused"
+"""The order of a sum of two cannot be told, so rank 1 says here that it is on a third host."""
+
+FAILING = ("aborting", "leaving", "dying")
+"""Each in a group of its own, of all ranks. Rank 4 dies in the last."""
+
+DIES = 4
 
 
 def main() -> None:
     """Make the hosts, run :func:`rank_main` on every rank, print all reports."""
-    holder, problem = 0, "not asked for" if "--pretend" in sys.argv else ""
+    holder, problem = 0, ""
     try:
-        holder = 0 if problem else two_networks()
+        holder = two_networks()
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     die_with_parent()
     os.environ["INTERLACE_SECRET"] = SECRET
     import torch.distributed.tensor  # noqa: F401  (once, for all ranks)
 
-    from multi.hosts import failing_scenarios, hosts_scenarios  # noqa: F401
+    from multi.hosts import hosts_scenarios  # noqa: F401
 
     gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
     folder = pathlib.Path(tempfile.mkdtemp())
@@ -60,20 +77,29 @@ def main() -> None:
     print(json.dumps({"problem": problem, "codes": codes, "reports": reports}))
 
 
-# -- what ranks do -----------------------------------------------------------------------------
+def in_one_step(path: pathlib.Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
 
 
 class Report:
-    """What one rank has to say, by scenario; written at once, because ranks are killed."""
+    """How each scenario ended on a rank; written at once, because ranks are killed."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path, self._said = path, {}
+    def __init__(self, path: pathlib.Path, host: str) -> None:
+        self._path, self._said = path, {"host": host}
 
-    def __setitem__(self, scenario: str, value: Any) -> None:
-        self._said[scenario] = value
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._said))
-        partial.rename(self._path)
+    def run(self, scenario: Callable[[Any], None], group: Any, name: str) -> None:
+        try:
+            scenario(group)
+        except Exception:
+            self._note(scenario.__name__, name, traceback.format_exc())
+            raise
+        self._note(scenario.__name__, name, "done")
+
+    def _note(self, scenario: str, name: str, text: str) -> None:
+        self._said[f"{scenario}/{name}"] = text
+        in_one_step(self._path, json.dumps(self._said))
 
 
 def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
@@ -84,78 +110,45 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     from interlace.runtime.core.communicator import Communicator
     from interlace.runtime.places.connect import connect_place
     from interlace.runtime.places.hosts import host_map
-    from multi.hosts import failing_scenarios, hosts_scenarios as scenarios
+    from multi.hosts import hosts_scenarios
 
     torch.set_num_threads(1)
-    report = Report(folder / f"{rank}.json")
-    world_size = len(HOSTS)
+    report = Report(folder / f"{rank}.json", host_map.this_host())
     address = ADDRESSES[0] if separated else "127.0.0.1"
     chosen = folder / "port"
     if rank == 0:
-        store = TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
-        chosen.with_suffix(".partial").write_text(str(store.port))
-        chosen.with_suffix(".partial").rename(chosen)
+        store = TCPStore(address, 0, len(RANKS), is_master=True, wait_for_workers=False)
+        in_one_step(chosen, str(store.port))
     else:
         while not chosen.exists():
             time.sleep(0.01)
-        store = TCPStore(address, int(chosen.read_text()), world_size, is_master=False)
+        store = TCPStore(address, int(chosen.read_text()), len(RANKS), is_master=False)
 
     def connected(name: str, ranks: Sequence[int], host: str | None = None) -> Any:
-        return connect_place(
-            store,
-            ranks.index(rank),
-            len(ranks),
-            timeout=300.0,
-            name=name,
-            host=host or (None if separated else f"host {HOSTS[rank]}"),
-        )
+        host = host or (None if separated else f"host {HOSTS[rank]}")
+        own = ranks.index(rank)
+        return connect_place(store, own, len(ranks), timeout=300.0, name=name, host=host)
 
-    def join(name: str, ranks: Sequence[int], host: str | None = None) -> Communicator:
-        return Communicator(connected(name, ranks, host), ranks)
-
-    report["host"] = host_map.this_host()
-    everyone = list(range(world_size))
-    world = groups.install(connected("world", everyone))  # by which a backward finds its group
-    report["place"] = [world.place.name, str(getattr(world.place, "map", ""))]
-    for name, ranks in scenarios.GROUPS.items():
-        group = world.split(ranks)
+    world = groups.install(connected("world", RANKS))  # by which a backward finds its group
+    assert str(world.place.map) == "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"
+    third = "a third host" if rank == 1 else None
+    three_hosts = Communicator(connected("three hosts", RANKS, third), RANKS)
+    for name, (scenarios, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items():
+        group = {"five ranks": world, "three hosts": three_hosts}.get(name) or world.split(ranks)
         if group is not None:
-            for scenario in scenarios.ON_EACH_GROUP:
-                with told(report, f"{scenario.__name__}/{name}"):
-                    report[f"{scenario.__name__}/{name}"] = scenario(group)
+            for scenario in scenarios.split():
+                report.run(getattr(hosts_scenarios, scenario), group, name)
+        if group is not None and group is not world:
             group.close()
         world.barrier()
-    for scenario in scenarios.ON_WORLD:
-        with told(report, scenario.__name__):
-            report[scenario.__name__] = scenario(world)
-    # the order of a sum of two cannot be told, so one rank says that it is on a third host
-    third = join("three hosts", everyone, host="a third host" if rank == 1 else None)
-    for scenario in scenarios.ON_THREE_HOSTS:
-        with told(report, f"{scenario.__name__}/three hosts"):
-            report[f"{scenario.__name__}/three hosts"] = scenario(third)
-    third.close()
-    for failing in failing_scenarios.FAILING:
-        if rank in failing.ranks:
-            group = join(failing.__name__, failing.ranks)
-            group.place.set_timeout(failing.timeout)
-            with told(report, failing.__name__):
-                report[failing.__name__] = failing(group)
-            group.close()
-    report["end"] = True
+    for scenario in FAILING:
+        group = Communicator(connected(scenario, RANKS), RANKS)
+        report.run(getattr(hosts_scenarios, scenario), group, "five ranks")
+        group.close()
     # the store's server must outlive its clients
-    survivors = [r for r in everyone if r not in failing_scenarios.KILLED]
     store.add("ended", 1)
-    while rank == 0 and store.add("ended", 0) < len(survivors):
+    while rank == 0 and store.add("ended", 0) < DIES:
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def told(report: Report, scenario: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        report[scenario] = traceback.format_exc()
-        raise
 
 
 if __name__ == "__main__":

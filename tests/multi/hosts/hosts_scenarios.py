@@ -1,49 +1,50 @@
-"""The scenarios of hosts_ranks.py: every function runs on all ranks of a group and gives its problems back.
+"""The scenarios of hosts_ranks.py: every function runs on all ranks of a group, and asserts on its rank.
 
 Payloads are such that sums and products are exact in every dtype, so the order of a reduction, which
 depends on the hosts, does not matter; ``rounding`` is about the order.
 """
 
+import contextlib
 import functools
+import gc
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 
-from cases import support_table
+import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
+from interlace.runtime.places.hosts import pieces
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
-from multi.hosts.agreeing_scenarios import fitting, leaving_nothing, refused
-from multi.hosts.unfused_scenarios import attending, norming, routing, scaling
+from ops.contracts import last_has_none
+from ops.test_contract import BY_NAME, cells, check_values
 
-# ranks of the default group, of which 0, 1, 2 are on one host and 3, 4 on another
-GROUPS = {
-    "two and two, interleaved": [3, 0, 4, 1],
-    "three and one": [0, 1, 2, 3],
-    "one and two": [4, 2, 1],
-    "one host": [2, 0],
-}
 SIZES = (0, 1, 257, 70_001)
+Tensor = torch.Tensor
 
 
 @functools.cache
-def _line() -> torch.Tensor:
+def _line() -> Tensor:
     """Random numbers, made once; every payload is a stretch of them that begins elsewhere."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 6, (1 << 20,), generator=generator, dtype=torch.uint8)
 
 
-def payload(rank: int, case: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def payload(rank: int, case: str, numel: int, dtype: torch.dtype) -> Tensor:
     """Numbers of 0.5, 1 and 2 and their negatives (1 and 2 for whole numbers), per rank and case."""
-    first = (
-        int.from_bytes(hashlib.sha256(f"{rank} {case}".encode()).digest()[:4], "little") % 100_003
-    )
+    digest = hashlib.sha256(f"{rank} {case}".encode()).digest()
+    first = int.from_bytes(digest[:4], "little") % 100_003
     picks = _line()[first : first + numel].int()
     assert len(picks) == numel
     if dtype == torch.bool:
@@ -62,84 +63,109 @@ def payload(rank: int, case: str, numel: int, dtype: torch.dtype) -> torch.Tenso
     return (picks % 2 + 1).to(torch.int64).to(dtype)
 
 
-def poisoned(like: torch.Tensor) -> torch.Tensor:
+def poisoned(like: Tensor) -> Tensor:
     return torch.empty_like(like).view(-1).view(torch.uint8).fill_(0x5A).view(like.dtype)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(bytes_of(found), bytes_of(expected))
+
+
+def all_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
+    return all(same(*pair) for pair in zip(found, expected, strict=True))
+
+
+def call_of(group: Communicator, call: Call, *arguments: Any) -> None:
+    """One op of the engine."""
+    group.run(call.op, lambda: getattr(group.engine, call.op)(call, *arguments), async_op=False)
 
 
 def run(group: Communicator, op: str, *arguments: Any, **terms: Any) -> None:
     """One op of the engine; ``terms`` are what the ranks have to agree on."""
-    call = Call(op, tuple(terms.items()))
-    group.run(call.op, lambda: getattr(group.engine, op)(call, *arguments), async_op=False)
+    call_of(group, Call(op, tuple(terms.items())), *arguments)
 
 
-def _check(
-    wrong: list[str], case: str, op: str, found: torch.Tensor, expected: torch.Tensor
-) -> None:
-    if not same(found, expected):
-        wrong.append(f"{op} {case}")
+# -- ops of the library ----------------------------------------------------------------------------
 
+
+def every_op(group: Communicator) -> None:
+    """What the contract says of values, and of a rank without rows; three ranks, as there."""
+    for op in cells("values"):
+        check_values(op, group=group)
+        if "algorithm" in BY_NAME[op].kinds:
+            check_values(op, group=group, algorithm="unfused")
+    for op in cells("empty_on_one"):
+        check_values(op, group=group, rows=last_has_none)
+
+
+def gradients(group: Communicator) -> None:
+    """Of a scattered sum with a norm, as torch alone has them: a backward gathers in the default group."""
+    torch.manual_seed(0)
+    rows, gain = torch.randn(group.world_size, 7, 5), torch.rand(5)
+    own, whole = rows[group.rank].clone().requires_grad_(), rows.sum(0).requires_grad_()
+    norm = interlace.RMSNorm(gain, 1e-6)
+    made, _ = interlace.reduce_scatter_norm(own, norm=norm, gather_normed=True)
+    made.square().sum().backward()
+    right = group.world_size * F.rms_norm(whole, (5,), gain, 1e-6).square().sum()
+    right.backward()
+    torch.testing.assert_close(own.grad, whole.grad, atol=1e-5, rtol=0)
+
+
+def no_symmetric_memory(group: Communicator) -> None:
+    text = rf"^rank {group.rank}: symmetric memory.* ranks \[3, 4\]"
+    with pytest.raises(PlaceUnavailableError, match=text):
+        group.place.allocate(8)
+
+
+# -- collectives of the engine ---------------------------------------------------------------------
 
 # each dtype and each size with some of the others: what is moved is bytes
-MOVED = {
-    torch.float32: (257, 70_001),
-    torch.int8: (1,),
-    torch.complex64: (0, 257),
-    torch.bool: (70_001,),
-}
+MOVED = (
+    (torch.float32, 257),
+    (torch.float32, 70_001),
+    (torch.int8, 1),
+    (torch.complex64, 0),
+    (torch.bool, 70_001),
+)
 
 
-def moving(group: Communicator) -> list[str]:
-    """Everything that only moves bytes."""
-    wrong = []
-    rank, world_size = group.rank, group.world_size
-    everyone = range(world_size)
-    for dtype, sizes in MOVED.items():
-        for n in sizes:
-            case = f"{dtype} {n}"
-
-            check = functools.partial(_check, wrong, f"{case} rank {rank}")
-            # lengths differ between ranks: n, 2 n, 3 n ...
-            mine = payload(rank, case, n * (rank + 1), dtype)
-            expected = [payload(r, case, n * (r + 1), dtype) for r in everyone]
-            outputs = [poisoned(each) for each in expected]
+def moving(group: Communicator) -> None:
+    """Everything that only moves bytes; lengths differ between ranks: n, 2 n, 3 n ..."""
+    rank, everyone = group.rank, range(group.world_size)
+    for dtype, n in MOVED:
+        case = f"{dtype} {n}"
+        of_ranks = [payload(r, case, n * (r + 1), dtype) for r in everyone]
+        of_broadcast = [payload(r, case, n, dtype) for r in everyone]
+        for in_place in (False, True):
+            outputs = [poisoned(each) for each in of_ranks]
+            mine = outputs[rank].copy_(of_ranks[rank]) if in_place else of_ranks[rank]
             run(group, "all_gather", outputs, mine)
-            for r in everyone:
-                check("all_gather", outputs[r], expected[r])
-            outputs = [poisoned(each) for each in expected]
-            outputs[rank].copy_(mine)
-            run(group, "all_gather", outputs, outputs[rank])
-            for r in everyone:
-                check("all_gather in place", outputs[r], expected[r])
-            for root in everyone:
-                into = [poisoned(each) for each in expected] if rank == root else None
-                run(group, "gather", into, mine, root)
-                for r in everyone if into is not None else ():
-                    check(f"gather {root}", into[r], expected[r])
-                parts = [payload(r, case + "s", n * (r + 1), dtype) for r in everyone]
-                output = poisoned(parts[rank])
-                given = parts if rank == root else None
-                run(group, "scatter", output, given, root)
-                check(f"scatter {root}", output, parts[rank])
-                tensor = payload(rank, case + "b", n, dtype)
-                run(group, "broadcast", tensor, root)
-                check(f"broadcast {root}", tensor, payload(root, case + "b", n, dtype))
-            inputs = [payload(rank, f"{case} to {r}", n * (r + 1) + rank, dtype) for r in everyone]
-            expected = [
-                payload(r, f"{case} to {rank}", n * (rank + 1) + r, dtype) for r in everyone
-            ]
-            outputs = [poisoned(each) for each in expected]
-            run(group, "all_to_all", outputs, inputs)
-            for r in everyone:
-                check("all_to_all", outputs[r], expected[r])
-    return wrong
+            assert all_same(outputs, of_ranks), f"all_gather {case}, {in_place=}"
+        for root in everyone:
+            into = [poisoned(each) for each in of_ranks] if rank == root else None
+            run(group, "gather", into, of_ranks[rank], root)
+            assert into is None or all_same(into, of_ranks), f"gather to {root} {case}"
+            output = poisoned(of_ranks[rank])
+            run(group, "scatter", output, of_ranks if rank == root else None, root)
+            assert same(output, of_ranks[rank]), f"scatter of {root} {case}"
+            tensor = of_broadcast[rank].clone()
+            run(group, "broadcast", tensor, root)
+            assert same(tensor, of_broadcast[root]), f"broadcast of {root} {case}"
+        between = {
+            (source, target): payload(
+                source, f"{case} to {target}", n * (target + 1) + source, dtype
+            )
+            for source in everyone
+            for target in everyone
+        }
+        expected = [between[r, rank] for r in everyone]
+        outputs = [poisoned(each) for each in expected]
+        run(group, "all_to_all", outputs, [between[rank, r] for r in everyone])
+        assert all_same(outputs, expected), f"all_to_all {case}"
 
 
 # what is widened on the way, what wraps, what is neither
-LONG = (
+REDUCED = (
     ("sum", torch.bfloat16),
     ("avg", torch.bfloat16),
     ("product", torch.int64),
@@ -150,54 +176,38 @@ LONG = (
 )
 
 
-def reducing(group: Communicator) -> list[str]:
-    """Every dtype and op; of some, sizes on both sides of what counts as small, and the ops like it."""
-    wrong = []
-    rank, world_size = group.rank, group.world_size
-    everyone = range(world_size)
-    for dtype in reductions.DTYPES:
-        for op in reductions.REDUCE_OPS:
-            if not support_table.defined(op, dtype):
-                continue
-            long = (op, dtype) in LONG
-            for n in SIZES if long else (257,):
-                case = f"{dtype} {op} {n}"
-                parts = [payload(r, case, n, dtype) for r in everyone]
-                expected = torch.empty_like(parts[0])
-                reductions.fold(op, parts, expected)
-                tensor = parts[rank].clone()
-                run(group, "all_reduce", tensor, op)
-                if not same(tensor, expected):
-                    wrong.append(f"all_reduce {case}")
-                if not long:
-                    continue
-                root = n % world_size
-                tensor = parts[rank].clone()
-                run(group, "reduce_to", tensor, root, op)
-                if not same(tensor, expected if rank == root else parts[rank]):
-                    wrong.append(f"reduce {case}")
-                # parts of different lengths
-                inputs = [
-                    payload(rank, f"{case} for {r}", n // world_size + r, dtype) for r in everyone
-                ]
-                mine = [
-                    payload(r, f"{case} for {rank}", n // world_size + rank, dtype)
-                    for r in everyone
-                ]
-                expected = torch.empty_like(mine[0])
-                reductions.fold(op, mine, expected)
-                output = poisoned(expected)
-                run(group, "reduce_scatter", output, inputs, op)
-                if not same(output, expected):
-                    wrong.append(f"reduce_scatter {case}")
-                own = inputs[rank]
-                run(group, "reduce_scatter", own, inputs, op)
-                if not same(own, expected):
-                    wrong.append(f"reduce_scatter in place {case}")
-    return wrong
+def reducing(group: Communicator) -> None:
+    """In sizes on both sides of what counts as small. All ops and dtypes: ``test_two_steps``."""
+    rank, everyone = group.rank, range(group.world_size)
+
+    def reduced(op: str, parts: Sequence[Tensor]) -> Tensor:
+        expected = torch.empty_like(parts[0])
+        reductions.fold(op, parts, expected)
+        return expected
+
+    for (op, dtype), n in itertools.product(REDUCED, SIZES):
+        case = f"{dtype} {op} {n}"
+        parts = [payload(r, case, n, dtype) for r in everyone]
+        expected = reduced(op, parts)
+        tensor = parts[rank].clone()
+        run(group, "all_reduce", tensor, op)
+        assert same(tensor, expected), f"all_reduce {case}"
+        root = n % group.world_size
+        tensor = parts[rank].clone()
+        run(group, "reduce_to", tensor, root, op)
+        assert same(tensor, expected if rank == root else parts[rank]), f"reduce {case}"
+        by_target = [  # parts of different lengths
+            [payload(r, f"{case} to {t}", n // group.world_size + t, dtype) for r in everyone]
+            for t in everyone
+        ]
+        inputs = [parts[rank] for parts in by_target]
+        expected = reduced(op, by_target[rank])
+        for output in (poisoned(expected), inputs[rank]):
+            run(group, "reduce_scatter", output, inputs, op)
+            assert same(output, expected), f"reduce_scatter {case}"
 
 
-def in_two_steps(partial: Partial, by_host: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+def in_two_steps(partial: Partial, by_host: Sequence[Sequence[Tensor]]) -> Tensor:
     """The reduction of tensors, given by host and rank, in the order that ``HostsEngine`` promises."""
     steps = []
     for parts in by_host:
@@ -209,144 +219,178 @@ def in_two_steps(partial: Partial, by_host: Sequence[Sequence[torch.Tensor]]) ->
     return output
 
 
-def rounding(group: Communicator) -> list[str]:
+def rounding(group: Communicator) -> None:
     """Numbers that must be rounded: the bits that the promised order gives, on all ranks, every time.
 
     A half is rounded once, at the end, so it is as close as a half can be.
     """
     assert isinstance(group.place, HostsPlace)
-    wrong = []
-    everyone = range(group.world_size)
-    for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
-        for n in (999, 100_003):
-            parts = [
-                torch.randn(n, generator=torch.Generator().manual_seed(r)).to(dtype)
-                for r in everyone
-            ]
-            by_host = [[parts[rank] for rank in ranks] for ranks in group.place.map.hosts]
-            expected = in_two_steps(Partial.of("sum", dtype), by_host)
-            for attempt in range(2):
-                tensor = parts[group.rank].clone()
-                run(group, "all_reduce", tensor, "sum")
-                if not same(tensor, expected):
-                    wrong.append(f"{dtype} {n} {attempt}")
-            exact = torch.stack([part.double() for part in parts])
-            error = (expected.double() - exact.sum(0)).abs()
-            # one rounding of the result, and those of fp32 on the way
-            bound = unit * exact.sum(0).abs() * 1.01 + 1e-6 * exact.abs().sum(0)
-            if (error > bound).any():
-                wrong.append(f"{dtype} {n}: off by {error.max():g}")
-    return wrong
+    units = ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11))
+    for (dtype, unit), n in itertools.product(units, (999, 100_003)):
+        generators = [torch.Generator().manual_seed(r) for r in range(group.world_size)]
+        parts = [torch.randn(n, generator=each).to(dtype) for each in generators]
+        by_host = [[parts[rank] for rank in ranks] for ranks in group.place.map.hosts]
+        expected = in_two_steps(Partial.of("sum", dtype), by_host)
+        for _ in range(2):
+            tensor = parts[group.rank].clone()
+            run(group, "all_reduce", tensor, "sum")
+            assert same(tensor, expected), f"{dtype} {n}"
+        exact = torch.stack([part.double() for part in parts])
+        error = (expected.double() - exact.sum(0)).abs()
+        # one rounding of the result, and those of fp32 on the way
+        bound = unit * exact.sum(0).abs() * 1.01 + 1e-6 * exact.abs().sum(0)
+        assert (error <= bound).all(), f"{dtype} {n}: off by {error.max():g}"
 
 
-def agreeing(group: Communicator) -> list[str]:
+# -- agreement -------------------------------------------------------------------------------------
+
+
+def agreeing(group: Communicator) -> None:
     """Messages of up to 64 KiB arrive as they are; so do parts."""
-    wrong = []
     for length in (0, 1, 1000, 5000, 65_536):
-        mine = bytes([group.rank + 1]) * (length if group.rank != 1 else length // 2)
-        answers = group.place.exchange(mine, "a message")
-        for rank, answer in enumerate(answers):
-            if answer != bytes([rank + 1]) * (length if rank != 1 else length // 2):
-                wrong.append(f"exchange of {length} from {rank}: {len(answer)} bytes")
+        expected = [
+            bytes([rank + 1]) * (length // 2 if rank == 1 else length)
+            for rank in range(group.world_size)
+        ]
+        assert group.place.exchange(expected[group.rank], "a message") == expected
     call = Call("parts", part=("of", group.rank))
     found: list[Any] = []
     group.run(call.op, lambda: found.extend(group.engine.agree(call)), async_op=False)
-    if found != [("of", rank) for rank in range(group.world_size)]:
-        wrong.append(f"parts: {found}")
+    assert found == [("of", rank) for rank in range(group.world_size)]
     run(group, "barrier")
-    return wrong
 
 
-def mismatching(group: Communicator) -> list[str]:
-    """The same error on every rank, no tensor touched, and the group goes on."""
-    last = group.world_size - 1
-    tensor = torch.full((5,), float(group.rank))
-    texts = []
-    for name, kind in (("length of tensor", ValueError), ("dtype of tensor", TypeError)):
-        value = 6 if group.rank == last else 5
-        try:
-            run(group, "all_reduce", tensor, "sum", **{name: value})
-        except kind as error:
-            texts.append(str(error))
-    run(group, "all_reduce", tensor, "sum")
-    total = float(sum(range(group.world_size)))
-    if not torch.equal(tensor, torch.full((5,), total)):
-        texts.append(f"afterwards {tensor}")
-    return texts
+@contextlib.contextmanager
+def small_pieces(nbytes: int) -> Iterator[None]:
+    """Ops of more bytes than these are done in pieces of as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "MIDDLE_BYTES", nbytes)
+        patch.setattr(pieces, "PIECE_BYTES", nbytes)
+        yield
 
 
-def asynchronous(group: Communicator) -> list[str]:
-    """Works finish in the background, in order."""
-    works, tensors = [], []
-    for number in range(10):
-        tensor = torch.full((1 << (2 * number % 18),), group.rank + number, dtype=torch.int64)
-        call = Call("all_reduce", (("number", number),))
-        start = functools.partial(_reduced, group, call=call, tensor=tensor)
-        works.append(group.run(call.op, start, [tensor], async_op=True))
-        tensors.append(tensor)
-    for work in reversed(works):
-        assert work is not None
-        work.wait()
-    ranks = sum(range(group.world_size))
-    return [
-        f"async {number}"
-        for number, tensor in enumerate(tensors)
-        if not (tensor == ranks + group.world_size * number).all()
-    ]
+def fitting(group: Communicator) -> None:
+    """Equal calls, and calls that differ and fit: the results are the same, and nothing is out of step.
+
+    At every speed: with its call, with its frames, and in pieces (``runtime/places/hosts/pieces.py``).
+    """
+    rank, everyone = group.rank, range(group.world_size)
+    total = sum(everyone)
+    for count, nbytes, alike in itertools.product((3, 30_001), (1 << 14, 4 << 20), (True, False)):
+        case = f"{count} elements, {nbytes} bytes, {'equal' if alike else 'different'} calls"
+
+        def full(value: float, count: int = count) -> Tensor:
+            return torch.full((count,), float(value))
+
+        def every(*values: float) -> list[Tensor]:
+            return [full(value) for value in values]
+
+        def do(op: str, *arguments: Any, part: int = 0 if alike else rank) -> None:
+            call = Call(op, part=part, match=lambda parts: None, equal_fits=True)
+            call_of(group, call, *arguments)
+
+        with small_pieces(nbytes):
+            do("all_reduce", tensor := full(rank), "sum")
+            assert same(tensor, full(total)), case
+            for root in (0, everyone[-1]):
+                is_root = rank == root
+                do("reduce_to", tensor := full(rank), root, "sum")
+                assert same(tensor, full(total if is_root else rank)), case
+                do("broadcast", tensor := full(rank), root)
+                assert same(tensor, full(root)), case
+                outputs = every(*[-1] * len(everyone)) if is_root else None
+                do("gather", outputs, full(rank), root)
+                assert outputs is None or all_same(outputs, every(*everyone)), case
+                do("scatter", output := full(-1), every(*everyone) if is_root else None, root)
+                assert same(output, full(rank)), case
+            parts = [full(10 * rank + r) for r in everyone]
+            do("reduce_scatter", output := full(-1), parts, "sum")
+            assert same(output, full(10 * total + rank * len(everyone))), case
+            received = every(*[10 * r + rank for r in everyone])
+            do("all_to_all", found := every(*[-1] * len(everyone)), parts)
+            assert all_same(found, received), case
+            do("all_to_all", output := torch.cat(found).zero_(), torch.cat(parts))
+            assert same(output, torch.cat(received)), case
+            do("all_gather", found, full(rank))
+            assert all_same(found, every(*everyone)), case
 
 
-def _reduced(group: Communicator, *, call: Call, tensor: torch.Tensor) -> None:
-    group.engine.all_reduce(call, tensor, "sum")
+def leaving_nothing(group: Communicator) -> None:
+    """No op is left to the garbage collector, which would find it, and the caller's tensors, much later."""
+    gc.collect()
+    gc.disable()
+    try:
+        fitting(group)
+        assert not [each for each in gc.get_objects() if type(each) is pieces.OpPiece]
+    finally:
+        gc.enable()
 
 
-def sending(group: Communicator) -> list[str]:
+def refused(group: Communicator) -> None:
+    """One rank calls with another size, so at another speed: all hear it, no tensor changes, all go on.
+
+    Before that all call alike, so that data leaves before it is known that nobody wants it.
+    """
+    rank, world_size = group.rank, group.world_size
+
+    def call(op: str, count: int, tensors: Sequence[Tensor]) -> None:
+        tensor, parts = tensors[0], tensors[1:] or None
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (tensor, "sum"),
+            "broadcast": (tensor, 0),
+            "all_to_all": (tensor, tensor.clone()),
+            "gather": (parts, tensor, 0),
+            "scatter": (tensor, parts, 0),
+        }
+        terms = (("size", count),)
+        call_of(group, Call(op, terms, match=lambda parts: None, equal_fits=True), *arguments[op])
+
+    def made(op: str, count: int) -> list[Tensor]:
+        of_root = world_size if op in ("gather", "scatter") and rank == 0 else 0
+        return [torch.full((count * world_size,), float(rank)) for _ in range(1 + of_root)]
+
+    sizes = itertools.permutations((3, 30_001, 60_001), 2)  # with the call, with frames, in pieces
+    for odd, (of_odd, of_others) in itertools.product((0, world_size - 1), sizes):
+        for op in ("all_reduce", "broadcast", "all_to_all", "gather", "scatter"):
+            case = f"{op}: rank {odd} with {of_odd}, others with {of_others}"
+            with small_pieces(200_000 * world_size):
+                call(op, of_others, made(op, of_others))
+                count = of_odd if rank == odd else of_others
+                tensors = made(op, count)
+                shown = (of_odd, of_others) if odd == 0 else (of_others, of_odd)
+                said = f"{op}: size differs between ranks: {shown[0]} on rank 0, {shown[1]} on rank"
+                with pytest.raises(ValueError, match=f"^{said} {odd or 1}"):
+                    call(op, count, tensors)
+            assert all((tensor == rank).all() for tensor in tensors), case
+        ranks = torch.tensor([float(rank)])
+        run(group, "all_reduce", ranks, "sum")
+        assert ranks.item() == sum(range(world_size)), case
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def sending(group: Communicator) -> None:
     """Everyone to everyone, itself included, before anything is received; tags out of order."""
-    wrong = []
     rank, everyone = group.rank, list(range(group.world_size))
     if group.place.name == "shm":
         everyone.remove(rank)  # there a message to oneself does not come to the engine
     engine, call = group.engine, Call("send")
-    sends = []
-    for n in (0, 3, 50_000):
-        for tag in (0, 7):
-            for peer in everyone:
-                tensor = payload(rank, f"{n} {tag} {peer}", n, torch.float32)
-                sends.append(engine.send(call, tensor, peer, tag))
-    for n in (0, 3, 50_000):
-        for peer in reversed(everyone):
-            for tag in (7, 0):
-                expected = payload(peer, f"{n} {tag} {rank}", n, torch.float32)
-                tensor = poisoned(expected)
-                outcome = engine.recv(call, tensor, peer, tag).result(300)
-                if not same(tensor, expected) or outcome.source is None or outcome.source() != peer:
-                    wrong.append(f"recv {n} {tag} from {peer}")
+    sends = [
+        engine.send(call, payload(rank, f"{n} {tag} {peer}", n, torch.float32), peer, tag)
+        for n, tag, peer in itertools.product((0, 3, 50_000), (0, 7), everyone)
+    ]
+    for n, peer, tag in itertools.product((0, 3, 50_000), reversed(everyone), (7, 0)):
+        expected = payload(peer, f"{n} {tag} {rank}", n, torch.float32)
+        tensor = poisoned(expected)
+        outcome = engine.recv(call, tensor, peer, tag).result(300)
+        assert same(tensor, expected), f"recv {n} {tag} from {peer}"
+        assert outcome.source is not None and outcome.source() == peer
     for send in sends:
         send.result(300)
-    return wrong
 
 
-def receiving_from_anybody(group: Communicator) -> list[str]:
-    """One receiver takes two messages of each rank, in the order that each has sent them."""
-    wrong = []
-    engine, call = group.engine, Call("send")
-    if group.rank:
-        sends = [engine.send(call, torch.tensor([group.rank, number]), 0, 5) for number in range(2)]
-        for send in sends:
-            send.result(300)
-        return []
-    seen: dict[int, int] = {}
-    for _ in range(2 * (group.world_size - 1)):
-        tensor = torch.zeros(2, dtype=torch.int64)
-        outcome = engine.recv(call, tensor, None, 5).result(300)
-        assert outcome.source is not None
-        source, number = tensor.tolist()
-        if source != outcome.source() or seen.get(source, 0) != number:
-            wrong.append(f"{tensor} from {outcome.source()}, seen {seen}")
-        seen[source] = number + 1
-    return wrong
-
-
-def answering(group: Communicator) -> list[str]:
+def answering(group: Communicator) -> None:
     """What follows on the end of a send, and of a receive, waits for the next message: near and far."""
     engine, call, x, peers = group.engine, Call("send"), torch.zeros(1), (1, group.world_size - 1)
     for peer in peers if group.rank == 0 else ():
@@ -362,74 +406,43 @@ def answering(group: Communicator) -> list[str]:
         for _ in range(2):
             engine.send(call, x, 0, 6).result(60)
         engine.recv(call, x, 0, 6).result(60)
-    return []
 
 
-def receiving_what_does_not_fit(group: Communicator) -> list[str]:
-    """Receiver and sender are told, who hears of it with its next messages, and the next one arrives."""
-    engine, call, last = group.engine, Call("send"), group.world_size - 1
-    texts, tensor = [], torch.full((3,), -1.0)
-    source = last if group.rank == 0 else 0
+# -- failing: each in a group of its own -----------------------------------------------------------
 
-    def finish(end: Any) -> None:
+
+def ended(group: Communicator) -> str:
+    """What this rank's barriers end with: the first that fails, and the next says why, too."""
+    texts: list[str] = []
+    while len(texts) < 2:
         try:
-            end.result(300)
-        except (TypeError, ValueError) as error:
+            run(group, "barrier")
+        except InterlaceError as error:
             texts.append(f"{type(error).__name__}: {error}")
-
-    if (
-        group.rank == 0
-    ):  # it hears of a refusal with a later send already, or not before it receives
-        for each in torch.arange(4.0), torch.arange(4), torch.arange(3.0):
-            finish(engine.send(call, each, last, 0))
-    for _ in range(3 if group.rank in (0, last) else 0):
-        finish(engine.recv(call, tensor, source, 0))
-    texts.append(str(tensor.tolist()))
-    if group.rank == last:
-        for _ in range(3):
-            engine.send(call, tensor, 0, 0).result(300)
-    return texts
+    assert texts[0].startswith(texts[1])  # the first may have a note on numbers
+    return texts[0]
 
 
-def no_symmetric_memory(group: Communicator) -> str:
-    try:
-        group.place.allocate(8)
-    except PlaceUnavailableError as error:
-        return str(error)
-    return "it was there"
+def aborting(group: Communicator) -> None:
+    if group.rank == 0:
+        run(group, "barrier")
+        group.place.abort("enough")
+    assert ended(group) == "AbortedError: rank 0 aborted the group: enough"
 
 
-ON_EACH_GROUP: tuple[Callable[[Communicator], Any], ...] = (
-    moving,
-    agreeing,
-    sending,
-    fitting,
-    refused,
-)
-ON_THREE_HOSTS: tuple[Callable[[Communicator], Any], ...] = (
-    moving,
-    rounding,
-    agreeing,
-    fitting,
-    refused,
-)
-ON_WORLD: tuple[Callable[[Communicator], Any], ...] = (
-    moving,
-    reducing,
-    rounding,
-    agreeing,
-    mismatching,
-    asynchronous,
-    fitting,
-    leaving_nothing,
-    refused,
-    sending,
-    receiving_from_anybody,
-    answering,
-    receiving_what_does_not_fit,
-    attending,
-    routing,
-    norming,
-    scaling,
-    no_symmetric_memory,
-)
+def leaving(group: Communicator) -> None:
+    """Rank 0 closes its group in good order; the others still want something of it."""
+    run(group, "barrier")
+    if group.rank == 0:
+        group.close()
+    else:
+        assert "rank 0 has left the group" in ended(group)
+
+
+def dying(group: Communicator) -> None:
+    """Rank 4 is killed while the others are in an op, or between two."""
+    run(group, "barrier")
+    if group.rank == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = ended(group)
+    assert "rank 4 (pid " in text and "died" in text

@@ -12,68 +12,39 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import util
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
 
 import interlace
-from guard import MOST
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
+from multi.shm.members import LONG, close, joined, members, run
 from processes import heard, started
 
-LONG = 2 * MOST
 CALL = Call("message")
 HOSTS = "aab"  # by rank
-LARGE = 32 << 20  # bytes that no kernel keeps for a connection
-
-
-def together(function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises, of ranks that are threads."""
-    found: list[Any] = [None] * len(HOSTS)
-
-    def on_rank(rank: int) -> None:
-        try:
-            found[rank] = function(rank)
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in range(len(HOSTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+LARGE = 16 << 20  # bytes that no kernel keeps for a connection
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator]]:
+def groups() -> Iterator[list[Communicator]]:
     """Two ranks on one host and one on another."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    store = HashStore()
-
-    def join(rank: int) -> Communicator:
-        place = connect_place(store, rank, 3, timeout=LONG, name="far", host=HOSTS[rank])
-        return Communicator(place, range(3))
-
-    made = together(join)
-    assert all(isinstance(group, Communicator) for group in made), made
+    made = members("far", 3, host=lambda rank: HOSTS[rank])
     yield made
-    together(lambda rank: made[rank].close())
+    close(made)
 
 
 def content(nbytes: int, seed: int = 1) -> torch.Tensor:
-    return torch.arange(nbytes, dtype=torch.int64).mul_(seed).to(torch.uint8)
+    return torch.arange(256).mul_(seed).to(torch.uint8).repeat(nbytes // 256 + 1)[:nbytes]
 
 
 @pytest.mark.parametrize("peer", [1, 2])
@@ -103,7 +74,7 @@ def test_both_directions_at_once_between_all(groups: list[Communicator]) -> None
             end.result(LONG)
         return all(torch.equal(targets[peer], content(LARGE, 2 * peer + 1)) for peer in others)
 
-    assert together(on_rank) == [True] * 3
+    assert run(range(3), on_rank) == [True] * 3
 
 
 def test_from_anybody_near_or_far(groups: list[Communicator]) -> None:
@@ -144,29 +115,22 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
     assert (asked.item(), answer.item()) == (1, 7)
 
 
-@pytest.mark.parametrize("numel", [4000, 5000, 9000])
-def test_hosts_with_unequal_numbers_of_ranks_choose_alike(
-    groups: list[Communicator], numel: int
-) -> None:
+def test_hosts_with_unequal_numbers_of_ranks_choose_alike(groups: list[Communicator]) -> None:
     """Around the sizes from which on one host alone would go another way than the other."""
 
-    def on_rank(rank: int) -> list[float]:
-        tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
-        interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
-        interlace.all_reduce(tensor, group=groups[rank])
-        return [*tensor.unique().tolist(), *outputs.mean(1).tolist()]
+    def on_rank(rank: int) -> list[list[float]]:
+        found = []
+        for numel in (4000, 5000, 9000):
+            tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
+            interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
+            interlace.all_reduce(tensor, group=groups[rank])
+            found.append([*tensor.unique().tolist(), *outputs.mean(1).tolist()])
+        return found
 
-    assert together(on_rank) == [[6.0, 1.0, 2.0, 3.0]] * 3
+    assert run(range(3), on_rank) == [[[6.0, 1.0, 2.0, 3.0]] * 3] * 3
 
 
 # -- processes -------------------------------------------------------------------------------------
-
-
-def joined(rank: int, folder: str) -> Communicator:
-    os.environ["INTERLACE_TRUST_NETWORK"] = "1"
-    store = FileStore(f"{folder}/store", 2)
-    place = connect_place(store, rank, 2, timeout=LONG, name="ends", host=f"host {rank}")
-    return Communicator(place, range(2))
 
 
 def send_and_end(rank: int, world_size: int, folder: str, said: Any) -> None:
@@ -351,21 +315,6 @@ def test_bytes_that_have_moved_count_whatever_comes_between(puts: bool) -> None:
     other.close()
 
 
-def test_a_box_is_over_once_all_has_been_read(boxes: tuple[FarBox, socket.socket]) -> None:
-    box, other = boxes
-    other.send(_RECORD.pack(1, 0, 9, 0))
-    other.close()
-    box.readable = True
-    record = box.peek()
-    assert record is not None and not box.over()
-    box.take(record)
-    box.readable = True
-    assert box.peek() is None and box.ended
-    assert not box.over()  # bytes of messages may come
-    box.take_pipe.wire.shutdown(socket.SHUT_RDWR)
-    assert box.over()
-
-
 def test_a_sender_hears_of_a_misfit_though_it_only_sends(groups: list[Communicator]) -> None:
     target, short = torch.zeros(5), torch.zeros(4)
     groups[0].engine.send(CALL, short, 2, 0).result(LONG)
@@ -383,37 +332,41 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-@pytest.mark.parametrize("reset", ["records", "pieces"])
-def test_one_connection_of_two_that_is_reset_is_the_end(reset: str) -> None:
-    """After what has come whole; a part of a record is not waited for."""
+@pytest.fixture
+def streams() -> Iterator[tuple[FarBox, tuple[socket.socket, socket.socket]]]:
+    """As boxes, over connections of TCP; both other ends."""
     records, pieces = connected(), connected()
-    box = FarBox(1, records[0], pieces[0], 4096)
-    whole = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
-    records[1].sendall(whole + whole[:10])
+    yield FarBox(1, records[0], pieces[0], 4096), (records[1], pieces[1])
+    for each in (*records, *pieces):
+        each.close()
+
+
+WHOLE = _RECORD.pack(0, 1, _NUMBER[torch.uint8], 1) + b"x"
+
+
+@pytest.mark.parametrize("reset", [0, 1])
+def test_one_connection_of_two_that_is_reset_is_the_end(streams: Any, reset: int) -> None:
+    """After what has come whole; a part of a record is not waited for."""
+    box, others = streams
+    others[0].sendall(WHOLE + WHOLE[:10])
     select.select([box.wire], [], [])
     assert not box.over()
-    ended = {"records": records, "pieces": pieces}[reset][1]
-    ended.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    ended.close()
+    others[reset].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    others[reset].close()
     record = box.peek()
     assert record is not None and not box.over()
     box.take(record)
     while not box.over():
         pass
-    for each in (*records, *pieces):
-        each.close()
 
 
-def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come() -> None:
-    records, pieces = connected(), connected()
-    box = FarBox(1, records[0], pieces[0], 4096)
-    records[1].sendall(_RECORD.pack(0, 1, _NUMBER[torch.uint8], 1))
-    records[1].close()
+def test_the_end_of_both_connections_is_the_end_though_half_a_record_has_come(streams: Any) -> None:
+    box, others = streams
+    others[0].sendall(WHOLE[:-1])
+    others[0].close()
     while box.peek() is not None or not box.ended:
         box.readable = True
     assert not box.over()
-    pieces[1].close()
+    others[1].close()
     while not box.over():
         pass
-    for each in (records[0], pieces[0]):
-        each.close()

@@ -6,6 +6,7 @@ the kernel gives out no namespaces the same runs between ranks that are told to 
 the test that they cannot share memory is skipped.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import interlace
 from cases import support_table
 from interlace.runtime.core import plain
-from interlace.runtime.core.errors import CollectiveTimeoutError, PlaceUnavailableError
+from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
@@ -32,12 +33,12 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
-from multi.hosts import failing_scenarios, hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import HOSTS
+from multi.hosts import hosts_scenarios as scenarios
+from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS
+from multi.shm.members import members, on_hosts, run
 from tiers import thorough
 
 SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
-RANKS = range(len(HOSTS))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,9 @@ def outcome() -> Any:
 
 @pytest.fixture
 def reports(outcome: Any) -> Any:
-    """By rank, what it reported by scenario. All have come to their end, or were meant to be killed."""
-    killed = [-signal.SIGKILL if rank in failing_scenarios.KILLED else 0 for rank in RANKS]
-    assert outcome["codes"] == killed, outcome["errors"]
+    """By rank, how each scenario ended. All have come to their end, or were to be killed."""
+    killed = [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
+    assert outcome["codes"] == killed, [outcome["errors"], *outcome["reports"]]
     return outcome["reports"]
 
 
@@ -78,111 +79,17 @@ def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> Non
     assert HostMap.of(found).hosts == ((0, 1, 2), (3, 4))
 
 
-def test_the_group_knows_its_hosts(reports: Any) -> None:
-    expected = ["hosts", "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"]
-    assert [report["place"] for report in reports] == [expected] * len(HOSTS)
-
-
-@pytest.mark.parametrize("scenario", ["moving", "agreeing", "sending", "fitting", "refused"])
-@pytest.mark.parametrize("name", scenarios.GROUPS)
-def test_groups(reports: Any, name: str, scenario: str) -> None:
-    found = {rank: reports[rank][f"{scenario}/{name}"] for rank in scenarios.GROUPS[name]}
-    assert found == {rank: [] for rank in scenarios.GROUPS[name]}
-
-
 @pytest.mark.parametrize(
-    "scenario",
+    ("scenario", "group", "ranks"),
     [
-        "moving",
-        "reducing",
-        "rounding",
-        "agreeing",
-        "asynchronous",
-        "fitting",
-        "leaving_nothing",
-        "refused",
-        "sending",
-        "receiving_from_anybody",
-        "answering",
-        "attending",
-        "routing",
-        "norming",
-        "scaling",
-    ],
-)
-def test_five_ranks(reports: Any, scenario: str) -> None:
-    assert [report[scenario] for report in reports] == [[]] * len(HOSTS)
-
-
-@pytest.mark.parametrize("scenario", ["moving", "rounding", "agreeing", "fitting", "refused"])
-def test_three_hosts(reports: Any, scenario: str) -> None:
-    assert [report[f"{scenario}/three hosts"] for report in reports] == [[]] * len(HOSTS)
-
-
-def test_mismatch_is_the_same_error_on_all_ranks(reports: Any) -> None:
-    expected = [
-        f"all_reduce: {what} of tensor differs between ranks: 5 on rank 0, 6 on rank 4"
-        for what in ("length", "dtype")
+        (scenario, group, ranks)
+        for group, (names, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items()
+        for scenario in names.split()
     ]
-    assert [report["mismatching"] for report in reports] == [expected] * len(HOSTS)
-
-
-def test_message_that_does_not_fit(reports: Any) -> None:
-    said = [
-        "ValueError: recv: number of elements differs between ranks: 4 were sent by rank 0, 3 are "
-        "received on rank 4 (tag 0)",
-        "TypeError: recv: dtype of tensor differs between ranks: torch.int64 was sent by rank 0, "
-        "torch.float32 is received on rank 4 (tag 0)",
-    ]
-    for rank in 0, 4:
-        assert reports[rank]["receiving_what_does_not_fit"] == [*said, "[0.0, 1.0, 2.0]"]
-
-
-def test_no_symmetric_memory(reports: Any) -> None:
-    for rank, report in enumerate(reports):
-        text = report["no_symmetric_memory"]
-        assert text.startswith(f"rank {rank}: symmetric memory") and "ranks [3, 4]" in text
-
-
-# -- failing ---------------------------------------------------------------------------------------
-
-
-def same_twice(texts: list[str]) -> str:
-    """After an error the group is unusable, and says why; the first may have a note on numbers."""
-    assert len(texts) == 2 and texts[0].startswith(texts[1])
-    return texts[0]
-
-
-@pytest.mark.parametrize(
-    ("scenario", "late", "others"),
-    [("timing_out", 1, (0, 2, 3, 4)), ("timing_out_between_hosts", 3, (0,))],
+    + [(scenario, "five ranks", RANKS[:DIES]) for scenario in FAILING],
 )
-def test_a_late_rank_ends_the_waits_of_all(
-    reports: Any, scenario: str, late: int, others: tuple[int, ...]
-) -> None:
-    for rank in others:
-        assert " has waited 1 s for ranks" in same_twice(reports[rank][scenario])
-    (text,) = reports[late][scenario]  # whichever gives up first ends the waits of all
-    assert "recv from rank 0 (tag 0) has waited 1 s" in text or "barrier has waited 1 s" in text
-
-
-def test_abort_reaches_all_hosts(reports: Any) -> None:
-    for report in reports:
-        text = same_twice(report["aborting"])
-        assert text == "AbortedError: rank 0 aborted the group: enough"
-
-
-def test_a_rank_that_left_is_named(reports: Any) -> None:
-    for rank in (1, 2, 3, 4):
-        assert "rank 0 has left the group" in same_twice(reports[rank]["leaving"])
-
-
-@pytest.mark.parametrize(("scenario", "dead"), [("dying", 4), ("dying_while_others_receive", 3)])
-def test_a_dead_rank_on_another_host_is_named(reports: Any, scenario: str, dead: int) -> None:
-    for rank in RANKS:
-        if rank not in failing_scenarios.KILLED or rank < dead:
-            text = same_twice(reports[rank][scenario])
-            assert f"rank {dead} (pid " in text and "died" in text
+def test_scenario(reports: Any, scenario: str, group: str, ranks: Sequence[int]) -> None:
+    assert [reports[rank][f"{scenario}/{group}"] for rank in ranks] == ["done"] * len(ranks)
 
 
 # -- who shares a host -----------------------------------------------------------------------------
@@ -213,50 +120,18 @@ def test_the_host_of_the_store_finds_its_address_on_the_way_to_another() -> None
     assert host_map.own_address(cards, 0) == host_map.address_towards("192.0.2.7")
 
 
-def met(store: Any, cards: list[Card], *, prefix: str = "p") -> list[Any]:
-    """What every rank, a thread here, is given."""
-    found: list[Any] = [None] * len(cards)
-
-    def join(rank: int) -> None:
-        own = plain.dumps(cards[rank])
-        about = Card.unpack, prefix, f"{prefix}/hosts", 20
-        found[rank] = rendezvous.meet(store, rank, len(cards), own, *about)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(cards))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def test_a_second_group_of_the_name_reads_no_old_cards() -> None:
-    store = HashStore()
-    nonces = set()
-    for generation in range(20):
-        cards = [Card(f"host {generation}", rank, None) for rank in range(3)]
-        for rank, (found, nonce) in enumerate(met(store, cards)):
-            assert found == cards
-            nonces.add(nonce)
-            rendezvous.forget(store, rank, "p/hosts", nonce)
-    assert len(nonces) == 20
-    assert store.num_keys() == 0
-
-
 def test_what_a_crashed_group_left_is_ignored() -> None:
-    store = HashStore()
-    stale = bytes(16).hex()
+    store, stale = HashStore(), bytes(16).hex()
     store.set("p/hosts", stale)
     for rank in range(3):
         store.set(f"p/hosts/{stale}/{rank}", plain.dumps(Card("stale", rank, None)).hex())
     cards = [Card("fresh", rank, None) for rank in range(3)]
-    assert [found for found, _ in met(store, cards)] == [cards] * 3
 
+    def join(rank: int) -> Any:
+        own = plain.dumps(cards[rank])
+        return rendezvous.meet(store, rank, 3, own, Card.unpack, "p", "p/hosts", 20)
 
-def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1, 2\] have not joined") as caught:
-        rendezvous.meet(HashStore(), 0, 3, b"mine", bytes, "p", "p/hosts", 0.1)
-    assert caught.value.waited_for == (1, 2)
+    assert [found for found, _ in run(range(3), join)] == [cards] * 3
 
 
 def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,14 +139,12 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INTERLACE_TRUST_NETWORK", raising=False)
     store = HashStore()
 
-    def join(rank: int) -> str:
-        with pytest.raises(PlaceUnavailableError) as caught:
-            connect_place(store, rank, 2, timeout=600, name="open", host=f"host {rank}")
-        return str(caught.value)
+    def join(rank: int) -> Any:
+        return connect_place(store, rank, 2, timeout=600, name="open", host=on_hosts(rank))
 
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(join, range(2)))
-    assert all("needs a secret of the job in INTERLACE_SECRET" in text for text in said)
+    for error in run(range(2), join):
+        assert type(error) is PlaceUnavailableError
+        assert "needs a secret of the job in INTERLACE_SECRET" in str(error)
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -310,42 +183,34 @@ def test_mean_is_divided_once(dtype: torch.dtype, values: Any, mean: Any) -> Non
 
 def test_two_steps_give_what_one_gives() -> None:
     """For every op and dtype, of numbers that need no rounding."""
-    for dtype in reductions.DTYPES:
-        for op in reductions.REDUCE_OPS:
-            if support_table.defined(op, dtype):
-                parts = [
-                    [scenarios.payload(3 * h + r, op, 40, dtype) for r in (0, 1, 2)] for h in (0, 1)
-                ]
-                expected = torch.empty_like(parts[0][0])
-                reductions.fold(op, [*parts[0], *parts[1]], expected)
-                found = scenarios.in_two_steps(Partial.of(op, dtype), parts)
-                assert scenarios.same(found, expected), (op, dtype)
+    for op, dtype in itertools.product(reductions.REDUCE_OPS, reductions.DTYPES):
+        if support_table.defined(op, dtype):
+            parts = [scenarios.payload(rank, op, 40, dtype) for rank in range(6)]
+            expected = torch.empty_like(parts[0])
+            reductions.fold(op, parts, expected)
+            found = scenarios.in_two_steps(Partial.of(op, dtype), [parts[:3], parts[3:]])
+            assert scenarios.same(found, expected), (op, dtype)
 
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
     """Another rank of the other host has not sent anything then: this one's twin has told it all."""
-    store, left = HashStore(), threading.Event()
+    groups = members("leaving", 4, host=lambda rank: f"host {rank // 2}")
+    left, place, late = threading.Event(), groups[1].place, groups[1].place.group.exchange
 
-    def main(rank: int) -> list[bytes]:
-        host = f"host {rank // 2}"
-        place: Any = connect_place(store, rank, 4, timeout=600, name="leaving", host=host)
-        if rank == 1:
-            exchange = place.group.exchange
+    def exchange(payload: bytes, doing: str) -> list[bytes]:
+        found: list[bytes] = late(payload, doing)
+        left.wait()
+        while place._links.wires.ended() != [2]:
+            time.sleep(0.01)
+        return found
 
-            def late(payload: bytes, doing: str) -> list[bytes]:
-                found: list[bytes] = exchange(payload, doing)
-                left.wait()
-                while place._links.wires.ended() != [2]:
-                    time.sleep(0.01)
-                return found
+    place.group.exchange = exchange
 
-            place.group.exchange = late
-        found: list[bytes] = place.exchange(str(rank).encode(), "exchange")
-        place.close()
+    def on_rank(rank: int) -> list[bytes]:
+        found = groups[rank].place.exchange(str(rank).encode(), "exchange")
+        groups[rank].close()
         if rank == 2:
             left.set()
         return found
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
-        patch.setenv("INTERLACE_TRUST_NETWORK", "1")
-        assert list(threads.map(main, range(4))) == [[b"0", b"1", b"2", b"3"]] * 4
+    assert run(range(4), on_rank) == [[b"0", b"1", b"2", b"3"]] * 4

@@ -48,28 +48,6 @@ def pair() -> Iterator[list[Wires]]:
         each.forget()
 
 
-def test_three_ranks_are_connected_each_with_each() -> None:
-    wires = connected(3)
-    for rank, each in enumerate(wires):
-        for peer in {0, 1, 2} - {rank}:
-            each.post(peer, b"%d to %d" % (rank, peer))
-    for rank, each in enumerate(wires):
-        for peer in {0, 1, 2} - {rank}:
-            said = bytearray(6)
-            each.take(peer, said)
-            assert said == b"%d to %d" % (peer, rank)
-        each.forget()
-
-
-def test_bytes_come_in_the_order_in_which_they_were_posted(pair: list[Wires]) -> None:
-    parts = [bytes([number]) * number for number in range(100)]
-    pair[0].post(1, *parts[:50])
-    pair[0].post(1, *parts[50:])
-    said = bytearray(sum(map(len, parts)))
-    pair[1].take(0, said)
-    assert said == b"".join(parts)
-
-
 @pytest.mark.parametrize("count", [1, 100, 20_000, 3_000_000])
 def test_bytes_are_put_where_they_belong_however_they_come(pair: list[Wires], count: int) -> None:
     """Few are received with what follows them, many without; some in several calls, some in one."""

@@ -1,23 +1,61 @@
 """Messages of two ranks on one host: through boxes, in pieces, kept, interrupted, and without memory."""
 
+import ctypes
+import functools
+import os
+import select
+import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import interlace
-from interlace.runtime.places.shm import matching
-from multi.messages import message_ranks
+from interlace.groups import groups
+from interlace.runtime.places.shm import boxes, matching
+from interlace.runtime.places.shm.engine import HostEngine
+from interlace.runtime.processes.control import ANYONE, BELL
+from ranks import ranks
 from tiers import few
 
 NOBODY = -1
+BOUND = 600.0
+on_ranks = functools.partial(ranks, timeout=BOUND)
 
 
-def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(fn, world_size, *args, place="shm", timeout=message_ranks.BOUND)
+class LateError(Exception):
+    """What the handler of a signal raises."""
+
+
+def own_engine(group: Any = None) -> HostEngine:
+    engine = (group or groups.default_group()).engine
+    assert isinstance(engine, HostEngine)
+    return engine
+
+
+def by_python(rank: int) -> None:
+    """The group of this run moves pieces by Python on this rank."""
+    if interlace.get_rank() == rank:
+        engine = own_engine()
+        with mock.patch.object(boxes, "_machine_code", lambda: None):
+            engine.mail._messages = matching.Messages(
+                engine._group, engine.mail._new_boxes(), engine.mail.refused.append
+            )
+
+
+def content(source: int, tag: int, nbytes: int) -> torch.Tensor:
+    period = torch.arange(256).mul_(31 + source).add_(tag).to(torch.uint8)
+    return period.repeat(nbytes // 256 + 1)[:nbytes]
 
 
 @pytest.mark.parametrize(
@@ -37,106 +75,214 @@ def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
         (9_000_001, 8, 1, 2),
     ),
 )
+@on_ranks()
 def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) -> None:
     """Every size class, more at once than a box holds; by machine code and by Python, also mixed."""
-    assert run(message_ranks.ring, world_size, nbytes, count, python) == [True] * world_size
+    rank = interlace.get_rank()
+    by_python(python)
+    sizes = [max(0, nbytes - 7 * number) for number in range(count)]
+    works = [
+        interlace.isend(content(rank, number, size), (rank + 1) % world_size)
+        for number, size in enumerate(sizes)
+    ]
+    source = (rank - 1) % world_size
+    targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    works += [interlace.irecv(target, source) for target in targets]
+    for work in works:
+        work.wait()
+    for number, target in enumerate(targets):
+        assert torch.equal(target, content(source, number, len(target)))
 
 
 @pytest.mark.parametrize("python", [NOBODY, 0])
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
+@on_ranks(2)
 def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python: int) -> None:
-    assert run(message_ranks.send_before_receiving, 2, nbytes, python) == [True, True]
+    """Each waits for the end of what it sends: it is kept meanwhile."""
+    rank = interlace.get_rank()
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    by_python(python)
+    for number in range(3):
+        interlace.send(content(rank, number, nbytes), 1 - rank)
+        interlace.recv(target, 1 - rank)
+        assert torch.equal(target, content(1 - rank, number, nbytes))
+
+
+# -- without memory --------------------------------------------------------------------------------
+
+
+def no_memory() -> Any:
+    """Within it there is no memory to keep a message."""
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    return mock.patch.object(matching.torch, "empty", side_effect=error)
 
 
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
+@on_ranks(2)
 def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> None:
-    assert run(message_ranks.early_without_memory, 2, nbytes) == [True, True]
+    """It stays where it is meanwhile."""
+    message = content(0, 5, nbytes)
+    if interlace.get_rank() == 0:
+        work = interlace.isend(message, 1, tag=5)
+        interlace.barrier()
+        work.wait()
+        return
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    other = interlace.irecv(torch.zeros(1), 0, tag=6)
+    with no_memory():
+        interlace.barrier()
+        for _ in range(20):
+            other.is_completed()
+        interlace.recv(target, 0, tag=5)
+    assert torch.equal(target, message)
 
 
+@on_ranks(2)
 def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
-    sender, receiver = run(message_ranks.behind_one_without_memory, 2, 5_000_000)
-    text = "rank 1: no memory to keep 5000000 bytes from rank 0 (tag 5), not yet asked for"
-    assert receiver == f"InterlaceError: {text}"
-    assert sender.startswith("AbortedError: rank 1 aborted the group: ") and text in sender
+    """What is asked for comes behind a large message, which nobody has asked for."""
+    rank, nbytes = interlace.get_rank(), 5_000_000
+    said = "rank 1: no memory to keep 5000000 bytes from rank 0 .tag 5., not yet asked for"
+    said = f"^{said}$" if rank else f"^rank 1 aborted the group: .*{said}"
+    kind = interlace.InterlaceError if rank else interlace.AbortedError
+    target = torch.full((nbytes,), 9, dtype=torch.uint8)
+    works = []
+    if rank == 0:
+        works = [interlace.isend(content(0, tag, nbytes), 1, tag=tag) for tag in (5, 6)]
+    with pytest.raises(kind, match=said) as caught:
+        if rank == 1:
+            with no_memory():
+                interlace.recv(target, 0, tag=6)
+        for work in works:
+            work.wait()
+    assert type(caught.value) is kind
+    with pytest.raises(interlace.InterlaceError):  # and none later succeeds without its data
+        interlace.recv(target, 1 - rank, tag=5)
+
+
+# -- interrupted -----------------------------------------------------------------------------------
+
+
+def interrupted(call: Callable[[], object], seconds: float, times: list[int]) -> None:
+    """``call`` until it succeeds; ``times`` counts how often a timer's signal ended it by an exception.
+
+    A little later each time: who is interrupted within microseconds of every call comes to nothing.
+    """
+
+    def handler(number: int, frame: object) -> None:
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while True:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                call()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                return
+            except LateError:
+                times[0] += 1
+                seconds *= 1.02
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupted_waits(nbytes: int) -> str:
+    """Rank 1's waits for a message are ended by signals until it comes: it comes, or all hear why not."""
+    if interlace.get_rank() == 0:
+        time.sleep(0.1)
+        try:
+            for number in range(20):
+                interlace.isend(content(0, number, nbytes), 1).wait()
+            interlace.recv(torch.zeros(1), 1)
+        except interlace.InterlaceError as error:
+            return type(error).__name__
+        return "fine"
+    times = [0]
+    try:
+        for number in range(20):
+            target = torch.zeros(nbytes, dtype=torch.uint8)
+            work = interlace.irecv(target, 0)
+            interrupted(work.wait, 50e-6 * (1 + number), times)
+            assert torch.equal(target, content(0, number, nbytes))
+        interlace.send(torch.zeros(1), 0)
+    except (interlace.InterlaceError, LateError) as error:  # which may come right after the other
+        return type(error.__context__ if type(error) is LateError else error).__name__
+    finally:
+        assert times[0], "no wait was interrupted"
+    return "fine"
 
 
 @pytest.mark.parametrize("nbytes", [100, 300_000])
 def test_a_wait_that_a_signal_ends_loses_nothing(nbytes: int) -> None:
     """Or it ends the group, if it came in the midst of a change, which all hear."""
-    sender, (times, receiver) = run(message_ranks.interrupted_waits, 2, nbytes)
-    assert times > 0, "no wait was interrupted"
-    assert (sender[1], receiver) in [("fine", "fine"), ("AbortedError", "AbortedError")]
+    said = interlace.run(interrupted_waits, 2, nbytes, place="shm", timeout=BOUND)
+    assert said in (["fine"] * 2, ["AbortedError"] * 2)
 
 
+@on_ranks(2)
 def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
-    for text in run(message_ranks.interrupted_in_the_midst, 2):
-        assert text == (
-            "AbortedError: rank 1 aborted the group: an exception while messages moved: LateError: now"
-        )
+    """While Python's state of messages changes: on all ranks, at once."""
+    said = "^rank 1 aborted the group: an exception while messages moved: LateError: now$"
+    ended = pytest.raises(interlace.AbortedError, match=said)
+    if interlace.get_rank() == 0:
+        with ended:
+            interlace.send(torch.ones(4), 1)
+            interlace.recv(torch.ones(4), 1)
+        return
+    late = mock.patch.object(matching.Messages, "_finish", side_effect=LateError("now"))
+    with late, ended:
+        with suppress(LateError):
+            interlace.recv(torch.ones(4), 0)
+        interlace.recv(torch.ones(4), 0)
 
 
+@on_ranks(2)
 def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
-    assert run(message_ranks.bound_of_an_op, 2, 1.0, str(tmp_path / "end")) == [True, True]
+    """A message that never comes, waited for again and again: the last wait ends with the op's bound.
+
+    Each wait is ended long before that: with bounds of their own this would have no end.
+    """
+    end, seconds = tmp_path / "end", 1.0
+    if interlace.get_rank() == 0:
+        while not end.exists():
+            time.sleep(0.01)
+        return
+    with interlace.timeout(seconds):
+        work = interlace.irecv(torch.zeros(1), 0)
+    while True:
+        try:
+            interrupted(work.wait, seconds / 10, [0])
+        except interlace.CollectiveTimeoutError:
+            break
+        except interlace.InterlaceError:
+            continue
+    end.touch()
 
 
-def test_messages_that_ends_of_others_begin() -> None:
-    """Ends are told when all is seen to: else a record would be read again by what they begin."""
-    assert run(message_ranks.begun_by_callbacks, 2, 30) == [list(range(30))] * 2
-
-
-def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
-    text, left = run(message_ranks.fails_while_it_leaves, 2, 50_000_000)[0]
-    assert "rank 1 has left the group" in text and left == "0"
-
-
-LAST_SEND = """
-import sys, time, torch, torch.distributed as dist, interlace
-from interlace.runtime.processes import worker
-worker.END_SECONDS = 600.0  # however slow the receiver is
-rank = int(sys.argv[1])
-dist.init_process_group("interlace", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-dist.barrier()
-x = torch.full((1_000_000,), float(rank + 1))
-if rank == 0:
-    kept = dist.isend(x, 1)
-    if sys.argv[3] == "destroyed":
-        dist.destroy_process_group()
-else:
-    time.sleep(0.3)
-    dist.recv(x, 0)
-    assert x.min() == x.max() == 1
-    print("received")
-"""
-
-
-@pytest.mark.parametrize("how", ["left", "destroyed"])
-def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-c", LAST_SEND]
-    first, second = (
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), how],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    )  # fmt: skip
-    texts = first.communicate()[0], second.communicate()[0]
-    assert (first.returncode, second.returncode) == (0, 0), texts
-    assert texts[1].strip().endswith("received")
-
-
+@on_ranks(2)
 def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
-    assert run(message_ranks.interrupted_while_told, 2) == [True, True]
+    """It comes right before the end of a receive is told: it is told by the next wait."""
+    if interlace.get_rank() == 0:
+        interlace.barrier()
+        interlace.send(torch.ones(4), 1)
+        return
+    target = torch.zeros(4)
+    work = interlace.irecv(target, 0)
+    kind: Any = type(work._outcome)
+    told, hit = kind.set_result, []
 
+    def once(*args: Any) -> None:
+        kind.set_result = told
+        hit.append(args)
+        raise LateError
 
-def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
-    for *said, value in run(message_ranks.forked_while_messages_move, 2):
-        assert len(said) == 2 and all("a forked child has to make its own" in text for text in said)
-        assert value == "5.0"
-
-
-def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
-    """Each ring is a call of the operating system, and may cost the one who rings its core."""
-    assert run(message_ranks.wakes_of_a_sleeper, 2, 20) == [[1], [0]]
+    kind.set_result = once
+    interlace.barrier()
+    with suppress(LateError):  # if it does not come in the thread
+        work.wait()
+    work.wait()
+    assert torch.equal(target, torch.ones(4)) and len(hit) == 1
 
 
 def test_a_message_may_begin_while_others_are_looked_through() -> None:
@@ -154,3 +300,155 @@ def test_a_message_may_begin_while_others_are_looked_through() -> None:
     assert not messages.unasked and not messages.leaving
     assert not messages.futures() and not messages.move(0.0, sleep=False)
     assert len(traffic) > 4
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_messages_that_ends_of_others_begin() -> None:
+    """Ends are told when all is seen to: else a record would be read again by what they begin.
+
+    Each receive of rank 1 is begun by the end of the one before, and answered by its end, too.
+    """
+    count = 30
+    found = [torch.full((1,), -1) for _ in range(count)]
+    if interlace.get_rank() == 0:
+        for number in range(count):
+            interlace.send(torch.tensor([number]), 1)
+        for answer in found:
+            interlace.recv(answer, 1)
+    else:
+        works: list[Any] = []
+
+        def receive(number: int) -> None:
+            works.append(interlace.irecv(found[number], 0))
+            works[-1].get_future().then(lambda _: ended(number))
+
+        def ended(number: int) -> None:
+            works.append(interlace.isend(found[number], 0))
+            if number + 1 < count:
+                receive(number + 1)
+
+        receive(0)
+        while len(works) < 2 * count:
+            works[-1].wait()
+        for work in works:
+            work.wait()
+    assert torch.cat(found).tolist() == list(range(count))
+
+
+@on_ranks(2)
+def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
+    """Whose receiver has left: nothing that keeps a thread or the group."""
+    group = interlace.new_group()
+    if interlace.get_rank() == 0:
+        with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
+            interlace.isend(content(0, 0, 50_000_000), 1, group=group).wait()
+    group.close()
+    mail = own_engine(group).mail
+    while mail._thread is not None:  # else this hangs
+        time.sleep(1e-3)
+    assert not mail._futures()
+
+
+LAST_SEND = """
+import os, sys, time, torch, torch.distributed as dist, interlace
+from interlace.runtime.processes import worker
+worker.END_SECONDS = 600.0  # however slow the receiver is
+
+def send_or_receive(how, rank):
+    method = f"file://{sys.argv[1]}/{how}"
+    dist.init_process_group("interlace", init_method=method, rank=rank, world_size=2)
+    dist.barrier()
+    x = torch.full((1_000_000,), float(rank + 1))
+    if rank == 0:
+        global kept
+        kept = dist.isend(x, 1)
+        if how == "destroyed":
+            dist.destroy_process_group()
+    else:
+        time.sleep(0.3)
+        dist.recv(x, 0)
+        assert x.min() == x.max() == 1
+        print("received")
+
+children = []
+for how in ("left", "destroyed"):
+    for rank in range(2):
+        children.append(os.fork())
+        if children[-1] == 0:
+            send_or_receive(how, rank)
+            sys.exit()  # as Python ends
+assert not any(os.waitpid(child, 0)[1] for child in children)
+"""
+
+
+def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path) -> None:
+    """Whether its group is left or destroyed."""
+    command = [sys.executable, "-c", LAST_SEND, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "received\n" * 2), done.stderr
+
+
+@on_ranks(2)
+def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
+    """A thread of its parent moves messages meanwhile."""
+    rank, target, mail = interlace.get_rank(), torch.zeros(1), own_engine().mail
+    pending = interlace.irecv(target, 1 - rank)
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with mail._lock:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+        child = os.fork()
+    if child == 0:
+        for call in (pending.wait, lambda: interlace.isend(torch.ones(1), 1 - rank)):
+            try:
+                call()
+            except interlace.InterlaceError as error:
+                os.write(write, f"{error}\n".encode())
+        os._exit(0)
+    os.close(write)
+    forked.set()
+    thread.join()
+    with open(read) as said:
+        found = said.read().splitlines() if select.select([said], [], [], BOUND / 4)[0] else []
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(found) == 2 and all("a forked child has to make its own" in text for text in found)
+    interlace.isend(torch.full((1,), 5.0), 1 - rank).wait()
+    pending.wait()
+    assert target.item() == 5
+
+
+@on_ranks(2)
+def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
+    """Each ring is a call of the operating system, and may cost the one who rings its core."""
+    control = own_engine()._group.control
+    assert control is not None
+    word = control.mail_asleep(1 - interlace.get_rank())
+    asleep, rung = ctypes.c_int64.from_address(word), ctypes.c_uint32.from_address(word + BELL)
+    if interlace.get_rank() == 0:
+        asleep.value, before = ANYONE, rung.value
+        for number in range(20):
+            interlace.send(torch.tensor([number]), 1)
+        assert rung.value - before == 1
+        asleep.value = 0
+    interlace.barrier()
+    if interlace.get_rank() == 1:
+        asleep.value = ANYONE
+        for number in range(20):
+            target = torch.zeros(1, dtype=torch.int64)
+            interlace.recv(target, 0)
+            assert int(target) == number
+        assert asleep.value == ANYONE  # was not woken for room, of which there was enough
+    interlace.barrier()

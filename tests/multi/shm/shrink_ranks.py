@@ -6,7 +6,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.regroup import HostsRoll
 from interlace.runtime.processes import meetings
-from interlace.runtime.processes.waiting import Patience
 
 TIMEOUT = 600.0
 
@@ -139,28 +137,6 @@ def again_and_again_on_two_hosts(
     said.send(again_and_again(times))
 
 
-def after_the_end() -> list[str]:
-    """What a group that was shrunk says, its work and its symmetric memory."""
-    old = interlace.new_group()
-    memory = interlace.symmetric_memory.empty(4)
-    handle = interlace.symmetric_memory.rendezvous(memory, old)
-    work = interlace.all_reduce(torch.ones(4), group=old, async_op=True)
-    work.wait()
-    new = interlace.shrink(old)
-    said = [str(new.ranks)]
-    for call in (
-        lambda: interlace.all_reduce(torch.ones(4), group=old),
-        lambda: interlace.shrink(old),
-        lambda: interlace.rebuild(new, [0, 9]),
-        lambda: handle.get_buffer(0, (4,), torch.float32),
-    ):
-        try:
-            call()
-        except (InterlaceError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
 def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, timeout: float) -> None:
     """Calls ops until one fails, then shrinks: what it says, and who is left; or why not."""
     joined(rank, world_size, folder, hosts, timeout)
@@ -178,30 +154,6 @@ def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, time
         said.send((group.place.name, group.world_size, whole.item()))
     except InterlaceError as error:
         said.send(str(error))
-
-
-class OfOthers(Patience):
-    """Patience that is at its end when only rank 0 has not come."""
-
-    def step(self, doing: str, waited_for: Sequence[int], ready: Any = None) -> None:
-        self._timeout = 0.0 if list(waited_for) == [0] else TIMEOUT
-        super().step(doing, waited_for, ready)
-
-
-def without_rank_0() -> str:
-    """What the other ranks say who mean to go on with rank 0, which does not come; it is too late then."""
-    group = interlace.new_group()
-    meetings.Patience = OfOthers  # type: ignore[misc]
-    try:
-        if interlace.get_rank():
-            interlace.rebuild(group, range(3))
-        interlace.barrier()  # who drops a group leaves it
-        return ""
-    except interlace.CollectiveTimeoutError as error:
-        interlace.barrier()
-        return str(error)
-    finally:
-        meetings.Patience = Patience  # type: ignore[misc]
 
 
 def in_another_order(rank: int, world_size: int, folder: str, said: Any, hosts: int) -> None:

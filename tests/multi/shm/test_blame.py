@@ -5,112 +5,67 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import interlace
-from guard import MOST
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, InterlaceError
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
-from interlace.runtime.processes import blame, control, deadlock, waiting
+from interlace.runtime.processes import blame, deadlock, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
+from multi.shm.members import LONG, SECRET, close, members, on_hosts, run
 from tiers import few, thorough
 
-LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
-
-
-def run(ranks: Sequence[int], function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises, by rank; ranks are threads."""
-
-    def caught(rank: int) -> Any:
-        try:
-            return function(rank)
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(caught, ranks))
-
-
-def members(name: str, count: int, timeout: float, **place: Any) -> list[Communicator]:
-    store = HashStore()
-
-    def join(rank: int) -> Communicator:
-        own = {key: value(rank) for key, value in place.items()}
-        joined = connect_place(store, rank, count, timeout=timeout, name=name, **own)
-        return Communicator(joined, range(count))
-
-    groups = run(range(count), join)
-    for (
-        group
-    ) in groups:  # what it has said while joining would count as long as anything said later
-        group.place.group.control.own_view[control._WAITS // 8] = 0
-    return groups
-
-
-def close(groups: Sequence[Communicator]) -> None:
-    run(groups, lambda group: group.close())  # type: ignore[arg-type]
-
-
-def on_hosts(rank: int) -> str:
-    return f"host {rank}"
+Grouped = Callable[[int], list[Communicator]]
 
 
 @pytest.fixture(params=["shm", "hosts"])
-def place(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """One host, or as many as there are ranks."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    return {"host": on_hosts} if request.param == "hosts" else {}
+def grouped(request: Any) -> Iterator[Grouped]:
+    """Makes groups of so many ranks, on one host or on as many, and closes them."""
+    made: list[Communicator] = []
+    host = on_hosts if request.param == "hosts" else None
+
+    def make(count: int) -> list[Communicator]:
+        groups = members(f"group {len(made)}", count, host=host)
+        made.extend(groups)
+        return groups
+
+    yield make
+    close(made)
 
 
-def test_async_ops_of_two_groups_in_either_order(place: dict[str, Any]) -> None:
+def test_async_ops_of_two_groups_in_either_order(grouped: Grouped) -> None:
     """They return before the others have called, so no order of the groups can deadlock."""
-    first = members("first", 2, LONG, **place)
-    second = members("second", 2, LONG, **place)
-
-    def on_rank(rank: int) -> list[float]:
-        order = [first[rank], second[rank]][:: 1 if rank else -1]
-        tensors = [torch.ones(4) * (rank + 1) for _ in order]
-        works = [
-            interlace.all_reduce(tensor, group=group, async_op=True)
-            for tensor, group in zip(tensors, order, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return [float(tensor[0]) for tensor in tensors]
-
-    assert run(range(2), on_rank) == [[3.0, 3.0]] * 2
-    close([*first, *second])
-
-
-def test_async_op_returns_before_the_others_have_called(place: dict[str, Any]) -> None:
-    groups = members("early", 2, LONG, **place)
-    returned = threading.Event()
-
-    def on_rank(rank: int) -> bool:
-        if rank:
-            assert returned.wait(LONG)
-        work = interlace.all_reduce(torch.ones(4), group=groups[rank], async_op=True)
-        early = not work.is_completed()
-        returned.set()
+    first, second = grouped(2), grouped(2)
+    tensors = [torch.full((4,), float(number)) for number in range(4)]
+    order = first[0], second[0], second[1], first[1]
+    works = [
+        interlace.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(tensors, order, strict=True)
+    ]
+    for work in works:
         work.wait()
-        return early
+    assert [tensor[0].item() for tensor in tensors] == [3.0] * 4
 
-    assert run(range(2), on_rank)[0] is True
-    close(groups)
+
+def test_async_op_returns_before_the_others_have_called(grouped: Grouped) -> None:
+    groups = grouped(2)
+    works = [interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)]
+    assert not works[0].is_completed()
+    works.append(interlace.all_reduce(torch.ones(4), group=groups[1], async_op=True))
+    for work in works:
+        work.wait()
 
 
 def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +107,8 @@ def expire(
     return jump
 
 
-def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) -> None:
-    groups = members("late", 3, LONG, **place)
+def test_a_timeout_ends_the_late_rank_too(grouped: Grouped, expire: Any) -> None:
+    groups = grouped(3)
     others = threading.Barrier(3)
 
     def on_rank(rank: int) -> Any:
@@ -174,17 +129,13 @@ def test_a_timeout_ends_the_late_rank_too(place: dict[str, Any], expire: Any) ->
     assert "all_reduce" in str(errors[2])
     for error in errors:
         assert "for ranks [2]" in str(error), errors
-    close(groups)
 
 
 @thorough
 @pytest.mark.parametrize("late", few([1, 2, 3], 2))
-def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
-    late: int, expire: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(late: int, expire: Any) -> None:
     """Two hosts of two ranks. Who waits for a rank that waits itself says neither's number on its host."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    groups = members("two by two", 4, LONG, host=lambda rank: f"host {rank // 2}")
+    groups = members("two by two", 4, host=lambda rank: f"host {rank // 2}")
     ended = threading.Barrier(4)
 
     def on_rank(rank: int) -> Any:
@@ -209,9 +160,9 @@ def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(
 
 @pytest.mark.parametrize("op", ["all_reduce", "irecv"])
 def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
-    op: str, place: dict[str, Any], patient: None
+    op: str, grouped: Grouped, patient: None
 ) -> None:
-    groups = members("vain", 3, LONG, **place)
+    groups = grouped(3)
     tensor = torch.ones(4)
     for group in groups[:2]:
         interlace.all_reduce(tensor.clone(), group=group, async_op=True)
@@ -223,18 +174,17 @@ def test_work_that_is_waited_for_in_vain_names_who_has_not_come(
     with pytest.raises(CollectiveTimeoutError, match=r"; it waits for ranks \[2\]") as caught:
         work.wait(timedelta(seconds=0.01))
     assert caught.value.waited_for == (2,)
-    close(groups)
 
 
 @pytest.mark.parametrize("waits_on", few([None, 0, 1], 0))
 def test_who_waits_for_another_is_not_to_blame(
-    waits_on: int | None, place: dict[str, Any], expire: Any
+    waits_on: int | None, grouped: Grouped, expire: Any
 ) -> None:
     """Rank 0 receives from rank 1, which receives from rank 2, which does nothing.
 
     Whichever of them gives up ends the wait of the one that ``waits_on``.
     """
-    groups = members("chain", 3, LONG, **place)
+    groups = grouped(3)
     if waits_on is not None:
         groups[waits_on].place.set_timeout(10 * LONG)
     ended = threading.Barrier(3)
@@ -254,87 +204,59 @@ def test_who_waits_for_another_is_not_to_blame(
     named = [error.waited_for for error in errors if isinstance(error, CollectiveTimeoutError)]
     assert set(named) <= {(2,)}, errors  # none, if the thread that moves messages gave up first
     assert all("for ranks [2]" in str(error) for error in errors), errors
-    close(groups)
 
 
-def test_a_receive_that_nobody_waits_for_ends_alone(place: dict[str, Any]) -> None:
+def test_a_receive_that_nobody_waits_for_ends_alone(grouped: Grouped) -> None:
     """As that of a ``monitored_barrier`` to which a rank has not come: the group goes on."""
-    groups = members("forgotten", 2, LONG, **place)
+    groups = grouped(2)
     with interlace.timeout(0.1):
         work = interlace.irecv(torch.empty(1), 1, group=groups[0])
     while not work.is_completed():
         time.sleep(0.001)
     assert isinstance(work.exception(), CollectiveTimeoutError)
     assert run(range(2), lambda rank: groups[rank].barrier()) == [None, None]
-    close(groups)
 
 
-def test_ranks_that_wait_for_each_other_are_blamed_as_they_are(place: dict[str, Any]) -> None:
-    groups = members("circle", 2, LONG, **place)
-
-    def on_rank(rank: int) -> Any:
-        with interlace.timeout(0.5):
-            return groups[rank].engine.recv(Call("recv"), torch.empty(4), 1 - rank, 0).result()
-
-    errors = run(range(2), on_rank)
-    assert all(isinstance(error, InterlaceError) for error in errors), errors
-    close(groups)
-
-
-def test_a_bound_of_one_op_is_that_of_its_waits(place: dict[str, Any]) -> None:
-    groups = members("bounded", 2, LONG, **place)
-    gone = threading.Event()
-
-    def on_rank(rank: int) -> Any:
-        if rank:
-            assert gone.wait(LONG)
-            return None
-        try:
-            with interlace.timeout(0.3):
-                work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
-            work.wait()
-        finally:
-            gone.set()
-
-    error, _ = run(range(2), on_rank)
-    assert isinstance(error, CollectiveTimeoutError) and "has waited 0.3 s" in str(error)
-    close(groups)
-
-
-def test_a_message_is_bounded_by_what_it_was_started_with(place: dict[str, Any]) -> None:
-    groups = members("message", 2, LONG, **place)
-    with interlace.timeout(0.2):
-        work = interlace.irecv(torch.ones(4), 1, group=groups[0])
-    with pytest.raises(CollectiveTimeoutError, match=r"recv from rank 1 .* has waited 0.2 s"):
+@pytest.mark.parametrize("op", ["all_reduce", "recv from rank 1"])
+def test_a_bound_of_one_op_is_that_of_its_waits(op: str, grouped: Grouped) -> None:
+    """Not that of where it is waited for."""
+    groups, x = grouped(2), torch.ones(4)
+    with interlace.timeout(0.3):
+        if op == "all_reduce":
+            work = interlace.all_reduce(x, group=groups[0], async_op=True)
+        else:
+            work = interlace.irecv(x, 1, group=groups[0])
+    with pytest.raises(CollectiveTimeoutError, match=rf"{op} .*has waited 0.3 s"):
         work.wait()
-    close(groups)
 
 
-def test_the_closest_timeout_is_that_of_a_wait(place: dict[str, Any]) -> None:
+def test_the_closest_timeout_is_that_of_a_wait(grouped: Grouped) -> None:
     """The group's, which groups made of it have too; over it a context's, over that an inner one's."""
-    groups = members("closest", 2, LONG, **place)
+    groups = grouped(2)
     groups[0].set_timeout(timedelta(seconds=20))
     assert groups[0].place.bound() == 20
-    parts = run(range(2), lambda rank: groups[rank].split([0, 1]))
+    with mock.patch.dict(os.environ, SECRET):
+        parts = run(range(2), lambda rank: groups[rank].split([0, 1]))
     assert [part.place.bound() for part in parts] == [20, LONG]
     with interlace.timeout(30):
         assert groups[0].place.bound() == 30
         with interlace.timeout(10):
             assert groups[0].place.bound() == 10
     assert groups[0].place.bound() == 20
-    close([*parts, *groups])
+    close(parts)
 
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_monitored_barrier_after_a_death_says_so_at_once(
-    place: dict[str, Any], wait_all_ranks: bool
+    grouped: Grouped, wait_all_ranks: bool
 ) -> None:
     """Rank 1 comes; all of the test's time is less than it would take otherwise."""
-    groups = members("monitored", 3, LONG, **place)
-    if place:
+    groups = grouped(3)
+    if groups[2].place.name == "hosts":
         groups[2].place._links._sever()
-    for group in groups[:2] if not place else ():
-        group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
+    else:
+        for group in groups[:2]:
+            group.place.group.pidfds[2] = _pidfd_of_a_process_that_has_ended()
 
     def on_rank(rank: int) -> None:
         interlace.monitored_barrier(groups[rank], LONG, wait_all_ranks)
@@ -343,7 +265,6 @@ def test_monitored_barrier_after_a_death_says_so_at_once(
     assert "Rank 2 failed to pass monitoredBarrier" in str(first) and first.waited_for == (2,)
     for error in first, second:
         assert "rank 2" in str(error) and "died" in str(error), error
-    close(groups[:2])
 
 
 def _pidfd_of_a_process_that_has_ended() -> int:
@@ -355,7 +276,7 @@ def _pidfd_of_a_process_that_has_ended() -> int:
 
 def test_a_death_is_named_before_a_rank_that_left() -> None:
     """Rank 1 has left because rank 2 died; rank 0, which waits for rank 1 only, hears of rank 2."""
-    groups = members("left", 3, LONG)
+    groups = members("left", 3)
     group = groups[0].place.group
     assert isinstance(group, HostGroup) and isinstance(groups[0].place, ShmPlace)
     groups[1].place.close()
@@ -371,10 +292,9 @@ def test_a_death_is_named_before_a_rank_that_left() -> None:
     ("received", "kind"), [(torch.empty(3), ValueError), (torch.empty(4).long(), TypeError)]
 )
 def test_sender_on_another_host_hears_that_a_message_does_not_fit(
-    received: torch.Tensor, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    received: torch.Tensor, kind: type[Exception]
 ) -> None:
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-    groups = members("misfit", 2, LONG, host=on_hosts)
+    groups = members("misfit", 2, host=on_hosts)
 
     def on_rank(rank: int) -> Any:
         engine, call = groups[rank].engine, Call("message")
@@ -394,7 +314,7 @@ def test_sender_on_another_host_hears_that_a_message_does_not_fit(
 
 
 def test_closing_a_group_waits_for_its_ops_until_the_other_rank_leaves() -> None:
-    groups = members("pending", 2, LONG)
+    groups = members("pending", 2)
     work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
     groups[1].close()
     groups[0].close()

@@ -3,14 +3,25 @@
 And what it decides by the machine: thresholds by its caches, ways of writing by measuring.
 """
 
+import gc
 import itertools
+import os
+import random
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import interlace
+from interlace.groups import groups
+from interlace.runtime.core.call import Call
+from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.shm import message_steps, rounds as host_rounds
 from interlace.runtime.places.shm.caches import (
     AGAIN,
     FIRST,
@@ -22,35 +33,370 @@ from interlace.runtime.places.shm.caches import (
     WriteChoice,
     caches,
 )
-from multi.shm import engine_ranks, steps_ranks
+from interlace.runtime.places.shm.machine_code import available
+from interlace.runtime.processes.control import SMALL_DATA
+from multi.shm.host_ops import (
+    DTYPES,
+    MEDIUM_DATA,
+    MOVED_PARTS,
+    OPS,
+    REDUCED,
+    SLOT_BYTES,
+    check,
+    data,
+    engine,
+    make_ring,
+    rounds_of,
+    same,
+)
+from ranks import ranks
 from tiers import few
 
+EVERY_DTYPE = (
+    *DTYPES, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint64, torch.complex64
+)  # fmt: skip
+"""Also those that steps do not reduce."""
 
-def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(fn, world_size, *args, place="shm")
+
+def sizes(op: str, world_size: int) -> list[int]:
+    """Bytes around everything that changes the way data goes; all of them multiples of 8."""
+    small, medium = SMALL_DATA, MEDIUM_DATA
+    if op in ("reduce_scatter", *MOVED_PARTS):
+        small, medium = (limit // world_size & ~63 for limit in (small, medium))
+    edges = [small, medium, *(rounds_of(op, world_size, n) for n in (1, 2))]
+    around = [edge + more for edge in edges for more in (-8, 0, 8)]
+    return [0, 8, 24, *around, rounds_of(op, world_size, 5) - 8]
 
 
 @pytest.mark.parametrize(
-    ("fn", "world_size"),
+    ("world_size", "which"),
     few(
-        itertools.product(
-            (engine_ranks.moving, engine_ranks.uneven, engine_ranks.reducing), (1, 2, 3)
-        ),
-        (engine_ranks.moving, 1),
-        (engine_ranks.uneven, 3),
-        (engine_ranks.reducing, 2),
+        [
+            *[(1, "none"), (2, "all"), (2, "odd"), (2, "none"), (3, "all"), (3, "first")],
+            *[(3, "none"), (4, "all"), (4, "odd")],
+        ],
+        (2, "odd"),
     ),
 )
-def test_every_op_in_every_size(fn: Any, world_size: int) -> None:
-    assert run(fn, world_size) == [[]] * world_size
+@ranks()
+def test_every_op_in_every_size(world_size: int, which: str) -> None:
+    """In random order, twice each; ``which`` ranks do steps by machine code. Some are late."""
+    rank = interlace.get_rank()
+    has_steps = {"all": True, "none": False, "odd": rank % 2 == 1, "first": rank == 0}[which]
+    with engine(has_steps and available()) as e:
+        jobs = [(op, nbytes) for op in OPS for nbytes in sizes(op, world_size)]
+        jobs += [("barrier", 0)] * 5
+        generator = random.Random(world_size)
+        order = 2 * jobs  # the second time the steps are there
+        generator.shuffle(order)
+        make_ring(e)
+        for key, (op, nbytes) in enumerate(order):
+            reduction = generator.choice(("sum", "sum", "avg", "max", "product"))
+            dtype = generator.choice(EVERY_DTYPE)
+            if generator.random() < 0.1 and rank == generator.randrange(world_size):
+                time.sleep(0.001)
+            if op == "barrier":
+                e.barrier(Call("barrier"))
+            else:
+                if op not in REDUCED or (reduction == "max" and dtype.is_complex):
+                    reduction = "sum"
+                check(e, op, nbytes, key, dtype, reduction)
+
+
+@pytest.mark.parametrize("world_size", few([1, 2, 3, 5], 3))
+@ranks()
+def test_lengths_that_differ_by_rank_and_pair(world_size: int) -> None:
+    """Some small, some large, some empty."""
+    e, everyone = groups.default_group().engine, range(world_size)
+    rank, scale = e.rank, [0, 1, 70_000, 3_000_000]
+    wholes = [data(peer, scale[peer % 4] + peer, 0) for peer in everyone]
+    pairs = {
+        (source, target): data(source, scale[(source + 2 * target) % 4], 1 + target)
+        for source in everyone
+        for target in everyone
+    }
+    sums = [[data(peer, len(whole) // 4 * 4, 9) for whole in wholes] for peer in everyone]
+
+    def empty(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(part) for part in parts]
+
+    gathered, collected, own = empty(wholes), empty(wholes), torch.zeros_like(wholes[rank])
+    e.all_gather(Call("a"), gathered, wholes[rank])
+    last = rank == world_size - 1
+    e.gather(Call("g"), collected if last else None, wholes[rank], world_size - 1)
+    e.scatter(Call("s"), own, wholes if rank == 0 else None, 0)
+    received = empty([pairs[peer, rank] for peer in everyone])
+    e.all_to_all(Call("t"), received, [pairs[rank, peer] for peer in everyone])
+    result, wanted = empty([sums[rank][rank]] * 2)
+    e.reduce_scatter(Call("r"), result, sums[rank], "max")
+    fold("max", [sums[peer][rank] for peer in everyone], wanted)
+    assert same(own, wholes[rank]) and same(result, wanted)
+    for peer in everyone:
+        assert same(gathered[peer], wholes[peer])
+        assert not last or same(collected[peer], wholes[peer])
+        assert same(received[peer], pairs[peer, rank])
 
 
 @pytest.mark.parametrize(
     "way", few(["through", "past", "differently", "measured"], "past", "differently")
 )
 @pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
 def test_writing_into_rings(world_size: int, way: str) -> None:
-    assert run(engine_ranks.many_rounds, world_size, way) == [[]] * world_size
+    """Ops of many rounds, often, written past the caches or not; some with steps, some without."""
+    used: set[bool] = set()
+    one = {"through": False, "past": True, "differently": interlace.get_rank() % 2 == 1}
+    choose = RingWrites.past
+
+    def past(self: RingWrites, op: str, count: int) -> bool:
+        chosen = one[way] if way in one else choose(self, op, count)
+        used.add(chosen)
+        return chosen
+
+    with engine(available()) as e, mock.patch.object(RingWrites, "past", past):
+        for turn in range(8 if way == "measured" else 2):
+            for op, reduction in itertools.product(OPS, ("sum", "max")):
+                if reduction == "sum" or op in REDUCED:
+                    nbytes = rounds_of(op, world_size, 6) + 8
+                    check(e, op, nbytes, turn, reduction=reduction)
+    if available():
+        assert used == ({one[way]} if way in one else {False, True})
+
+
+# -- failing ---------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
+    """Rank 1 fails while data moves, with an error that all ranks would share before."""
+    tensor = torch.ones(1 << 20)
+    interlace.all_reduce(tensor, op="max")
+    if interlace.get_rank() == 1:
+        odd = mock.patch.object(message_steps, "fold", side_effect=ValueError("odd"))
+        with odd, pytest.raises(RuntimeError, match="all_reduce failed while data moved: odd"):
+            interlace.all_reduce(tensor, op="max")
+    else:
+        said = "^rank 1 aborted the group: all_reduce failed"
+        with pytest.raises(interlace.AbortedError, match=said):
+            interlace.all_reduce(tensor, op="max")
+
+
+def killed_in(op: str, nbytes: int, folder: str) -> None:
+    """Rank 2 dies while the others move data; in a broadcast rank 1 waits for rank 0 alone."""
+    with engine(available()) as e:
+        make_ring(e)
+        if e.rank == 2:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        try:
+            while True:
+                if op == "broadcast":
+                    e.broadcast(Call(op), tensor, 0)
+                else:
+                    e.all_reduce(Call(op), tensor, "sum")
+        except interlace.InterlaceError as error:
+            Path(folder, str(e.rank)).write_text(f"{type(error).__name__}: {error}")
+            while not all(Path(folder, str(rank)).exists() for rank in (0, 1)):
+                time.sleep(0.005)  # lives on: nobody learns it from this one's end
+            raise
+
+
+@pytest.mark.parametrize(
+    ("op", "nbytes"),
+    [("broadcast", 64 << 20), *[("all_reduce", nbytes) for nbytes in (16, 1 << 20, 40 << 20)]],
+)
+def test_a_death_is_told_to_those_who_wait_for_somebody_else(
+    op: str, nbytes: int, tmp_path: Path
+) -> None:
+    with pytest.raises(interlace.InterlaceError):
+        interlace.run(killed_in, 3, op, nbytes, str(tmp_path), place="shm")
+    for rank in (0, 1):
+        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "with_steps"),
+    few([(2, True), (2, False), (3, True), (3, False)], (2, True), (3, False)),
+)
+@ranks()
+def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
+    world_size: int, with_steps: bool
+) -> None:
+    """Before a byte moves, in every way that data may go; then all ask for the same again."""
+    with engine(with_steps and available()) as e:
+        make_ring(e)
+        section = SLOT_BYTES // world_size
+        lengths = [
+            (4, 5), (4, 100_000), (100_000, 4), (100_000, 100_001), (1 << 20, 4), (4, 1 << 20),
+            (2 * section, 30 * section), (30 * section, 2 * section), (30 * section, 31 * section),
+        ]  # fmt: skip
+        for number, (most, one) in enumerate(lengths):
+            odd = number % world_size
+            tensor = torch.ones(one if e.rank == odd else most)
+            shapes = [f"({one if rank == odd else most},) on rank {rank}" for rank in (0, odd or 1)]
+            with pytest.raises(ValueError) as caught:
+                interlace.all_reduce(tensor)
+            said = f"all_reduce: shape of tensor differs between ranks: {', '.join(shapes)}"
+            assert str(caught.value) == said
+            assert (tensor == 1).all()
+            check(e, "all_reduce", rounds_of("all_reduce", world_size, 5), number, torch.float32)
+            check(e, "broadcast", 2 * SLOT_BYTES, number, torch.float32)
+        said = "ranks call different ops at the same time: rank 0 calls barrier, rank 1 calls all_g"
+        with pytest.raises(ValueError, match=said):
+            if e.rank:
+                interlace.all_gather(torch.zeros(world_size), torch.zeros(1))
+            else:
+                interlace.barrier()
+        check(e, "all_to_all", 64, 1, torch.float32)
+
+
+@ranks(3)
+def test_messages_that_differ_and_fit_are_summed() -> None:
+    """Each size twice, for steps that are kept."""
+    e = groups.default_group().engine
+    for count in (100, 100, 1_000_000, 1_000_000):
+        call = Call("sum", part=e.rank, match=lambda parts: None, equal_fits=True)
+        tensor, part = torch.ones(count), torch.zeros(count)
+        e.all_reduce(call, tensor, "sum")
+        e.reduce_scatter(call, part, torch.ones(3 * count), "sum")
+        assert (tensor == 3).all() and (part == 3).all()
+
+
+# -- symmetric memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
+def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
+    """So a ring must not be made; but where one rank's tensor is elsewhere."""
+    rank, n = interlace.get_rank(), 60_000
+    shared = interlace.symmetric_memory.empty(world_size * n)
+    interlace.symmetric_memory.rendezvous(shared)
+
+    def check_with(memory: torch.Tensor, op: str, key: int) -> None:
+        e.barrier(Call("barrier"))  # others may have read it until now
+        nbytes = 4 * n * (world_size if op in ("all_reduce", "broadcast") else 1)
+        check(e, op, nbytes, key, torch.float32, memory=memory)
+
+    with engine(available()) as e:
+        ops = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all")
+        for key, op in itertools.product((1, 2, 3, 4), ops):
+            check_with(shared, op, key)
+            shared.zero_()  # whoever left the op early would see this
+        assert not e._rounds._rings
+        e.barrier(Call("barrier"))
+        parts = list(shared.fill_(rank).split(n))
+        e.all_to_all(Call("all_to_all"), parts, parts)  # its outputs are what peers would read
+        for peer, part in enumerate(parts):
+            assert (part == peer).all()
+        check_with(shared if rank else shared.clone(), "all_reduce", 5)
+
+
+@ranks(3)
+def test_symmetric_memory_that_one_rank_has_dropped() -> None:
+    """Rank 0 uses another tensor; the others still have theirs."""
+    tensor = interlace.symmetric_memory.empty(100_000)
+    interlace.symmetric_memory.rendezvous(tensor)
+    if interlace.get_rank() == 0:
+        del tensor
+        gc.collect()
+        tensor = torch.empty(100_000)
+    interlace.all_reduce(tensor.fill_(1.0))
+    assert (tensor == 3).all()
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_messages_move_while_nobody_waits() -> None:
+    """Rank 0 sends more than a box holds and never waits: the thread has to move it."""
+    e, nbytes = groups.default_group().engine, 3_000_000
+    if e.rank == 0:
+        sent = e.send(Call("send"), data(0, nbytes, 0), 1, 0)
+        e.barrier(Call("barrier"))
+        assert sent.result(300).event is None
+    else:
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        e.recv(Call("recv"), buffer, 0, 0).result(300)
+        e.barrier(Call("barrier"))
+        assert same(buffer, data(0, nbytes, 0))
+
+
+@ranks(3)
+def test_who_has_left_need_not_send() -> None:
+    """Rank 1 sends and leaves; rank 0 still receives from anyone, which is rank 2, later."""
+    e = groups.default_group().engine
+    if e.rank:
+        time.sleep(0.5 if e.rank == 2 else 0)
+        e.send(Call("send"), torch.tensor([e.rank]), 0, 5).result(300)
+        return
+    for source in (1, 2):
+        buffer = torch.zeros(1, dtype=torch.int64)
+        outcome = e.recv(Call("recv"), buffer, None, 5).result(300)
+        assert outcome.source is not None and outcome.source() == source == buffer.item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "kind", "said"),
+    [
+        (torch.int32, 4, TypeError, "recv: dtype of tensor differs between ranks: torch.int32"),
+        (torch.float32, 5, ValueError, "recv: number of elements differs between ranks: 4 were"),
+    ],
+)
+@ranks(2)
+def test_a_message_that_does_not_fit(
+    dtype: torch.dtype, elements: int, kind: type[Exception], said: str
+) -> None:
+    """The sender is told once, at the end of one of its messages; the next message is right again."""
+    e, texts = groups.default_group().engine, []
+    if e.rank == 0:
+        for message in (torch.ones(4, dtype=dtype), torch.full((3,), 7.0), None):
+            try:
+                if message is None:
+                    e.recv(Call("recv"), torch.zeros(1), 1, 0).result(300)
+                else:
+                    e.send(Call("send"), message, 1, 0).result(300)
+            except kind as error:
+                texts.append(str(error))
+    else:
+        with pytest.raises(kind) as caught:
+            e.recv(Call("recv"), torch.zeros(elements), 0, 0).result(300)
+        texts.append(str(caught.value))
+        buffer = torch.zeros(3)
+        e.recv(Call("recv"), buffer, 0, 0).result(300)
+        assert buffer.tolist() == [7.0] * 3
+        e.send(Call("send"), torch.zeros(1), 0, 0).result(300)
+    both: list[Any] = [None, None]
+    interlace.all_gather_object(both, texts)
+    assert len(texts) == 1 and texts[0].startswith(said) and both == [texts, texts]
+
+
+@ranks(2)
+def test_a_message_that_never_comes() -> None:
+    """Rank 1 leaves. Not in a thread's own time: the wait finds it."""
+    if interlace.get_rank() == 0:
+        with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
+            interlace.irecv(torch.zeros(1), 1, tag=3).wait()
+
+
+@ranks(2)
+def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
+    """Rank 1 comes once rank 0, which waits for it, has slept so often: who spins never does."""
+    interlace.barrier()
+    if interlace.get_rank() == 1:
+        status = Path(f"/proc/{groups.default_group().place.group.pids[0]}/status")
+
+        def slept() -> int:
+            return int(status.read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+        enough = slept() + 50
+        while slept() < enough:
+            time.sleep(0.001)
+    interlace.barrier()
+
+
+# -- what the machine decides ----------------------------------------------------------------------
 
 
 def chosen(choice: WriteChoice, ops: int, through: float, past: float) -> list[bool]:
@@ -112,91 +458,6 @@ def test_the_last_rank_decides_how_all_write() -> None:
     assert found == {("a", 3): False, ("a", 40): True, ("b", 3): True, ("b", 2): True}
 
 
-def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
-    others, own = run(engine_ranks.failing_in_the_middle, 2)
-    assert own == "RuntimeError: all_reduce failed while data moved: odd"
-    assert others.startswith("AbortedError: rank 1 aborted the group: all_reduce failed")
-
-
-def test_a_death_is_told_to_those_who_wait_for_somebody_else(tmp_path: Path) -> None:
-    with pytest.raises(interlace.InterlaceError):
-        interlace.run(engine_ranks.killed_in_broadcast, 3, str(tmp_path), place="shm")
-    for rank in (0, 1):
-        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
-
-
-def test_many_ranks() -> None:
-    assert run(engine_ranks.uneven, 5) == [[]] * 5
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_tensors_in_symmetric_memory_are_not_staged(world_size: int) -> None:
-    assert run(engine_ranks.in_shared_memory, world_size) == [[]] * world_size
-
-
-def test_symmetric_memory_that_one_rank_has_dropped() -> None:
-    assert run(engine_ranks.shared_memory_that_is_gone, 3) == [[]] * 3
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_areas_and_slots_are_used_again(world_size: int) -> None:
-    assert run(engine_ranks.mixed, world_size, 60) == [[]] * world_size
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_a_difference_is_told_before_a_byte_moves(large: bool) -> None:
-    texts = run(engine_ranks.differing, 3, large)
-    assert len(set(texts)) == 1
-    n = 200_000 if large else 4
-    assert texts[0] == (
-        f"all_reduce: shape of tensor differs between ranks: ({n},) on rank 0, ({n + 1},) on rank 1"
-    )
-
-
-@pytest.mark.parametrize("nbytes", [400, 4_000_000])
-def test_messages_that_differ_and_fit_are_summed(nbytes: int) -> None:
-    assert run(engine_ranks.fitting, 3, nbytes) == [[3.0] * 8] * 3
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
-def test_messages_in_any_order_of_tags(nbytes: int) -> None:
-    assert run(engine_ranks.mail, 3, nbytes) == [[]] * 3
-
-
-def test_messages_move_while_nobody_waits() -> None:
-    assert run(engine_ranks.mail_in_background, 2, 3_000_000) == [True, True]
-
-
-def test_messages_from_anyone() -> None:
-    sources = run(engine_ranks.mail_from_anyone, 3, 20)[0]
-    assert sorted(sources) == [1] * 20 + [2] * 20
-
-
-def test_who_has_left_need_not_send() -> None:
-    assert run(engine_ranks.mail_from_the_last_one, 3)[0] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "elements", "said"),
-    [
-        (torch.int32, 4, "TypeError: recv: dtype of tensor differs between ranks: torch.int32"),
-        (torch.float32, 5, "ValueError: recv: number of elements differs between ranks: 4 were"),
-    ],
-)
-def test_a_message_that_does_not_fit(dtype: torch.dtype, elements: int, said: str) -> None:
-    sender, receiver = run(engine_ranks.mail_of_other, 2, dtype, elements)
-    assert sender == receiver and receiver.startswith(said)
-
-
-def test_a_message_that_never_comes() -> None:
-    text = run(engine_ranks.mail_never_sent, 2)[0]
-    assert "rank 1 has left the group" in text
-
-
-def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
-    assert run(engine_ranks.sleeps, 2) == [None, None]
-
-
 def core(folder: Path, number: int, *found: tuple[str, int, str, str]) -> None:
     """A core's caches as Linux describes them: type, level, size and the cores that share it."""
     for index, values in enumerate(found):
@@ -231,16 +492,13 @@ def test_caches_of_the_cores_that_are_used(
     assert caches(cores, tmp_path) == (second << 10, last << 10)
 
 
-def test_a_machine_without_a_third_level(tmp_path: Path) -> None:
+def test_machines_without_a_third_level_or_that_do_not_say(tmp_path: Path) -> None:
+    assert caches([0, 1], tmp_path) == UNKNOWN
     for number in (0, 1):
         core(tmp_path, number, ("Data", 1, "32K", str(number)), ("Unified", 2, "2M", "0-1"))
     assert caches([0, 1], tmp_path) == (2 << 20, 2 << 20)
-
-
-def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
-    assert caches([0, 1], tmp_path) == UNKNOWN
-    core(tmp_path, 0, ("Unified", 2, "unknown", "0"), ("Unified", 3, "0K", "0"))
-    assert caches([0], tmp_path) == UNKNOWN
+    core(tmp_path, 2, ("Unified", 2, "unknown", "2"), ("Unified", 3, "0K", "2"))
+    assert caches([2], tmp_path) == UNKNOWN
 
 
 def test_sizes_follow_from_the_caches() -> None:
@@ -256,5 +514,14 @@ def test_sizes_follow_from_the_caches() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
 def test_ranks_that_see_other_caches_take_the_last_ones_sizes(world_size: int) -> None:
-    assert interlace.run(steps_ranks.other_caches, world_size, place="shm") == [[]] * world_size
+    seen = [Caches((256 << 10) << peer, 32 << 20) for peer in range(world_size)]
+    taken = [Thresholds.of(each, world_size) for each in seen]
+    own = seen[interlace.get_rank()]
+    with engine(available()) as e, mock.patch.object(host_rounds, "own_caches", lambda: own):
+        check(e, "all_gather", 1 << 20)  # opens the rings
+        assert e._steps.sizes == taken[-1]
+        edges = sorted({size for each in taken for size in each[:3]})
+        for op, edge in itertools.product(("all_reduce", "all_gather", "scatter"), edges):
+            check(e, op, edge + 8)

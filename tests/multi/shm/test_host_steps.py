@@ -1,8 +1,18 @@
-"""Collectives of one host as steps of machine code: the same bytes, waits and errors as in Python."""
+"""Collectives of one host as steps of machine code: waits, interrupts, and the same bits as in Python.
 
+Values of all ops in all sizes are in test_host_engine.py, on ranks with steps and without.
+"""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,37 +23,23 @@ from torch.distributed import HashStore
 import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.places.shm import engine as host_engine, machine_code
+from interlace.runtime.places.shm import (
+    engine as host_engine,
+    machine_code,
+    message_steps,
+    rounds as host_rounds,
+)
+from interlace.runtime.places.shm.caches import RingWrites
+from interlace.runtime.processes.control import REDUCED
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
-from multi.shm import steps_ranks
-from tiers import few, thorough
+from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of, same
+from ranks import ranks
+from tiers import thorough
 
 pytestmark = pytest.mark.skipif(not machine_code.available(), reason="no machine code on this host")
 
-
-def run(fn: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(fn, world_size, *args, place="shm")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "which"),
-    few(
-        [(2, "all"), (3, "all"), (4, "all"), (2, "odd"), (3, "first"), (3, "none"), (4, "odd")],
-        (2, "odd"),
-    ),
-)
-def test_every_op_in_every_size(world_size: int, which: str) -> None:
-    assert run(steps_ranks.every_size, world_size, world_size, which) == [[]] * world_size
-
-
-@pytest.mark.parametrize("world_size", few([2, 3], 2))
-def test_every_dtype(world_size: int) -> None:
-    assert run(steps_ranks.every_dtype, world_size) == [[]] * world_size
-
-
 NAN = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-AS_INT = {4: torch.int32, 2: torch.int16}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +61,13 @@ def one_with_machine_code() -> Iterator[list[Engine]]:
             group.close()
 
 
+def same_sums(engines: list[Engine], tensors: list[torch.Tensor]) -> bool:
+    """Whether both ranks have the same bits."""
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda e, x: e.all_reduce(Call("sum"), x, "sum"), engines, tensors))
+    return same(*tensors)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     dtype=st.sampled_from(list(NAN)),
@@ -80,106 +83,179 @@ def test_ranks_have_the_same_bits_of_nan_with_machine_code_and_without(
     words: list[tuple[int, int]],
     all_nan: bool,
 ) -> None:
-    integers = AS_INT[dtype.itemsize]
-    bits = torch.tensor(words, dtype=torch.int64).T.contiguous() | all_nan * NAN[dtype]
-    tensors = [row.to(integers).view(dtype) for row in bits]
-
-    def on_rank(rank: int) -> None:
-        one_with_machine_code[rank].all_reduce(Call("all_reduce"), tensors[rank], "sum")
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(on_rank, range(2)))
-    assert torch.equal(tensors[0].view(integers), tensors[1].view(integers))
+    integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    bits = [torch.tensor(column) | all_nan * NAN[dtype] for column in zip(*words, strict=True)]
+    assert same_sums(one_with_machine_code, [each.to(integers).view(dtype) for each in bits])
 
 
 def test_ranks_have_the_same_bits_of_nan_in_a_large_sum(
     one_with_machine_code: list[Engine],
 ) -> None:
-    nbytes = 2 * steps_ranks.SLOT_BYTES
     for _ in range(2):  # the first makes the rings
-        tensors = [
-            torch.tensor([0x7FC00001 + n, 0x7FC00002 - n], dtype=torch.int32) for n in (0, 1)
-        ]
-        large = [each.repeat(nbytes // each.nbytes).view(torch.float32) for each in tensors]
-
-        def on_rank(rank: int, large: list[torch.Tensor] = large) -> None:
-            one_with_machine_code[rank].all_reduce(Call("all_reduce"), large[rank], "sum")
-
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(on_rank, range(2)))
-        assert torch.equal(large[0].view(torch.int32), large[1].view(torch.int32))
+        bits = [torch.tensor([0x7FC00001 + n, 0x7FC00002 - n], dtype=torch.int32) for n in (0, 1)]
+        large = [each.repeat(SLOT_BYTES // 4).view(torch.float32) for each in bits]
+        assert same_sums(one_with_machine_code, large)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
 def test_who_calls_a_sum_last_waits_for_nobody(world_size: int) -> None:
-    assert run(steps_ranks.awaited, world_size) == [[]] * world_size
+    """In a sum of two slots ranks that have called it wait for others' sums only, two for nothing."""
+    with engine() as e:
+        make_ring(e)
+        e._steps.sizes = e._steps.sizes._replace(in_place=2 * SLOT_BYTES)  # whatever the caches
+        e._steps._kept.clear()
+        check(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
+        lists = {key[0]: steps for key, steps in e._steps._kept.items() if key}
+        words = {index for peers, index, *_ in lists["rounds"].notes.values() if peers}
+        assert words == ({REDUCED} if world_size > 2 else set())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting(world_size: int) -> None:
-    assert run(steps_ranks.counted, world_size) == [[2.0]] * world_size
+@ranks(3)
+def test_ways_of_writing_are_chosen_by_writing_and_reading_not_by_waiting() -> None:
+    """The seconds by which they are, where lists take one each and meetings a hundred."""
+    found: list[float] = []
+    with engine() as e, pytest.MonkeyPatch.context() as patch:
+        make_ring(e)
+        clock, steps, taken = [0.0], e._steps, [1.0, 100.0]
+        for function, seconds in zip((steps.do, steps.meet), taken, strict=True):
+
+            def counting(*args: Any, run: Any = function, seconds: float = seconds) -> Any:
+                clock[0] += seconds
+                return run(*args)
+
+            patch.setattr(steps, function.__name__, counting)
+        patch.setattr(host_rounds, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        patch.setattr(RingWrites, "took", lambda *args: found.append(args[-1]))
+        check(e, "all_reduce", SLOT_BYTES * 3 // 2, 1, torch.float32)
+    assert found == [2.0]
 
 
 @thorough
+@ranks(2)
 def test_as_many_rounds_as_steps_take_and_more() -> None:
-    assert run(steps_ranks.many_rounds, 2) == [[]] * 2
+    """Ops of 33 rounds, of as many as steps take where that is 36, and of one more."""
+    with engine() as e, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_rounds, "MOST", 36 * 2)
+        for key, op in enumerate(OPS):
+            for rounds in (33, 36, 37) if op == "broadcast" else (33,):
+                check(e, op, rounds_of(op, 2, rounds), key)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@ranks()
 def test_symmetric_memory_on_one_rank_only(world_size: int) -> None:
-    assert run(steps_ranks.shared_on_one_rank, world_size, 0) == [[]] * world_size
+    """Rank 0's tensors are in it: it goes another way than the rest, who have staged."""
+    n, generator = 3 * SLOT_BYTES // 4, random.Random(0)
+    shared = interlace.symmetric_memory.empty(n)
+    interlace.symmetric_memory.rendezvous(shared)
+    with engine() as e:
+        make_ring(e)
+        for key in range(8):
+            count = n - 64 * generator.randrange(100) if key % 4 else 20_000
+            for op in ("all_reduce", "broadcast", "all_gather"):
+                memory = None if e.rank else shared
+                check(e, op, 4 * count, key, torch.float32, memory=memory)
 
 
-@pytest.mark.parametrize(
-    ("rows", "most"), [(3, 0), (3, 1000), (3, 20_000), (3, 300_000), (60_000, 1), (60_000, 200_000)]
-)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_splits_that_are_equal_on_one_rank_only(world_size: int, rows: int, most: int) -> None:
-    assert run(steps_ranks.uneven_elsewhere, world_size, rows, most) == [[]] * world_size
+@ranks()
+def test_splits_that_are_equal_on_one_rank_only(world_size: int) -> None:
+    """Splits that fit, but are all equal on rank 0 only: rank 1 keeps ``most`` rows more for itself."""
+    rank, everyone = interlace.get_rank(), range(world_size)
+    interlace.all_reduce(torch.ones(1 << 20))  # makes the ring
+    cases = [
+        *[(3, most) for most in (0, 1000, 20_000, 300_000)],
+        *[(60_000, most) for most in (1, 200_000)],
+    ]
+    for (rows, most), turn in itertools.product(cases, range(4)):
+        sent = [rows + most * (rank == peer == 1) for peer in everyone]
+        parts = [
+            torch.full((length, 5), 100.0 * turn + 10 * rank + peer)
+            for peer, length in enumerate(sent)
+        ]
+        output = torch.zeros(sum(sent), 5)
+        splits = () if rank == 0 else (sent, sent)
+        interlace.all_to_all_single(output, torch.cat(parts), *splits)
+        for peer, part in enumerate(output.split(sent)):
+            assert (part == 100 * turn + 10 * peer + rank).all(), (rows, most, turn)
 
 
+@ranks(2)
 def test_lists_of_steps_are_not_kept_without_end() -> None:
-    assert run(steps_ranks.many_sizes, 2) == [[]] * 2
+    """Neither by number nor by bytes."""
+    with engine() as e, pytest.MonkeyPatch.context() as patch:
+        for number, nbytes in ((5, 1 << 20), (1000, 20_000)):
+            patch.setattr(message_steps, "KEPT", number)
+            patch.setattr(message_steps, "KEPT_BYTES", nbytes)
+            for key in range(60):
+                size = 8 * key + (key % 4 == 0) * SLOT_BYTES
+                check(e, ("all_reduce", "broadcast")[key % 2], size, key, torch.int64)
+                kept = [steps.nbytes for steps in e._steps._kept.values()]
+                assert len(kept) <= number and sum(kept) <= nbytes
 
 
-def test_inference_tensors() -> None:
-    assert run(steps_ranks.inference_tensors, 2) == [[]] * 2
-
-
+@ranks(3)
 def test_a_rank_that_is_late_is_waited_for() -> None:
-    assert run(steps_ranks.late, 3, 0.05) == [[]] * 3
-
-
-@pytest.mark.parametrize("nbytes", [16, 1 << 20, 40 << 20])
-def test_a_death_is_told_to_all_and_names_the_rank(nbytes: int, tmp_path: Path) -> None:
-    with pytest.raises(interlace.InterlaceError):
-        interlace.run(steps_ranks.died, 3, str(tmp_path), nbytes, place="shm")
-    for rank in (0, 1):
-        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(world_size: int) -> None:
-    texts = run(steps_ranks.mismatched, world_size)
-    assert all(text == texts[0] for text in texts)
-    assert len(texts[0]) == 10
-    assert all("shape of tensor differs between ranks" in text for text in texts[0][:9])
-    assert texts[0][9] == (
-        "ranks call different ops at the same time: rank 0 calls barrier, rank 1 calls all_gather"
-    )
+    """Each in turn, so the others' waits stop, they fall asleep, and are woken."""
+    with engine() as e:
+        make_ring(e)
+        for key in range(6):
+            if key % 3 == e.rank:
+                time.sleep(0.05)
+            check(e, "all_reduce", (8, 3 * SLOT_BYTES)[key // 3], key, torch.float32)
 
 
 @pytest.mark.parametrize("nbytes", [16, 4 << 20])
+@ranks(3)
 def test_an_abort_ends_waits(nbytes: int) -> None:
-    assert all(
-        "rank 1 aborted the group: enough" in text for text in run(steps_ranks.aborted, 3, nbytes)
-    )
+    """Rank 1 aborts the group while the others wait for it."""
+    with engine() as e:
+        make_ring(e)
+        if e.rank == 1:
+            time.sleep(0.05)
+            e._group.abort("enough")
+            return
+        with pytest.raises(interlace.InterlaceError, match="rank 1 aborted the group: enough"):
+            while True:
+                e.all_reduce(Call("all_reduce"), torch.zeros(nbytes // 4), "sum")
 
 
+@ranks(2)
 def test_another_thread_than_the_main_one() -> None:
-    assert run(steps_ranks.in_a_thread, 2) == [["done"]] * 2
+    """All ops, while the main one computes."""
+    with engine() as e, ThreadPoolExecutor(1) as threads:
+
+        def work() -> None:
+            for key, op in enumerate(2 * OPS):
+                for nbytes in (24, 100_000, rounds_of(op, 2, 2)):
+                    check(e, op, nbytes, key, torch.float32)
+
+        working = threads.submit(work)
+        while not working.done():
+            sum(range(1000))
+        working.result()
 
 
-@pytest.mark.parametrize("op", [steps_ranks.small_op, steps_ranks.middle_op])
-def test_ctrl_c_while_a_peer_is_late(op: Any, tmp_path: Path) -> None:
-    assert run(steps_ranks.interrupted, 2, str(tmp_path), op) == [True, True]
+@pytest.mark.parametrize("op", ["all_reduce", "barrier"])
+@ranks(2)
+def test_ctrl_c_while_a_peer_is_late(op: str, tmp_path: Path) -> None:
+    """It ends rank 0's wait for rank 1, which no timeout does in time."""
+    done = tmp_path / "done"
+    with engine() as e:
+        e.barrier(Call("barrier"))
+        if e.rank == 1:
+            while not done.exists():
+                time.sleep(0.005)
+            return
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                if op == "barrier":
+                    e.barrier(Call(op))
+                else:
+                    e.all_reduce(Call(op), torch.zeros(4), "sum")
+        finally:
+            signal.signal(signal.SIGINT, before)
+            done.touch()

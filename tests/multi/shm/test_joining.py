@@ -6,8 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from guard import MOST
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts.host_map import Card
@@ -25,16 +23,10 @@ from interlace.runtime.processes.meetings import StoreMeeting, reason
 from interlace.runtime.processes.rendezvous import Rendezvous, meet
 from interlace.runtime.processes.segment import NONCE_BYTES
 from interlace.runtime.processes.signed_store import SignedStore
+from multi.shm.members import LONG, run
 
 NONCE = bytes(range(16))
 IDLE = 8
-LONG = 2 * MOST  # no test lasts so long: a wait that has ended in one has not ended by this
-
-
-def both(join: Callable[[int], Any]) -> list[Future[Any]]:
-    """What ``join(rank)`` comes to on two ranks, which are threads; all that waits is bounded."""
-    with ThreadPoolExecutor(2) as threads:
-        return [threads.submit(join, rank) for rank in range(2)]
 
 
 def wait(missing: Sequence[int]) -> None:
@@ -46,11 +38,30 @@ def pair(one: Rendezvous, other: Rendezvous) -> list[Rendezvous]:
     return [one, other]
 
 
+@pytest.fixture
+def ends() -> Iterator[list[Rendezvous]]:
+    """Those of two ranks, which know each other's addresses."""
+    made = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        yield made
+
+
+def all_meet(ends: list[Rendezvous]) -> bool:
+    return run(range(2), lambda rank: ends[rank].meet_peers(wait)) == [None, None]
+
+
 def test_connections_of_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come before any peer, and say nothing."""
     store, held, meet_peers = HashStore(), [], Rendezvous.meet_peers
 
-    def met(ends: Rendezvous, step: Callable[[Sequence[int]], None]) -> None:
+    def met(ends: Rendezvous, step: Any) -> None:
         for _ in range(IDLE):
             held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             held[-1].connect(ends.address)
@@ -66,38 +77,31 @@ def test_connections_of_strangers_hold_nobody_up(monkeypatch: pytest.MonkeyPatch
             group.close()
 
     monkeypatch.setattr(Rendezvous, "meet_peers", met)
-    assert [each.result() for each in both(join)] == [[b"0", b"1"]] * 2
+    assert run(range(2), join) == [[b"0", b"1"]] * 2
     assert len(held) == 2 * IDLE
     for connection in held:
         connection.close()
 
 
-def test_nobody_can_connect_once_all_have() -> None:
-    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
+def test_nobody_can_connect_once_all_have(ends: list[Rendezvous], stranger: socket.socket) -> None:
     addresses = [end.address for end in ends]
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(addresses[0])  # the control: until then it can
-    both(lambda rank: ends[rank].meet_peers(wait))
+    assert all_meet(ends)
     for address in addresses:
         late = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with pytest.raises(ConnectionRefusedError):
             late.connect(address)
         late.close()
-    for end in (*ends, stranger):
-        end.close()
 
 
 @pytest.mark.parametrize("said", [b"garbage" * 7, b"", bytes(72), b"x" * 10_000], ids=len)
-def test_garbage_of_a_stranger_ends_nothing(said: bytes) -> None:
-    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def test_garbage_of_a_stranger_ends_nothing(
+    ends: list[Rendezvous], stranger: socket.socket, said: bytes
+) -> None:
     stranger.connect(ends[0].address)
     stranger.send(said)
-    for each in both(lambda rank: ends[rank].meet_peers(wait)):
-        each.result()
+    assert all_meet(ends)
     assert stranger.recv(1) == b""  # it was let go
-    for end in (*ends, stranger):
-        end.close()
 
 
 IMPOSTOR = """
@@ -116,9 +120,8 @@ except ConnectionResetError:
 """
 
 
-def test_a_process_of_another_user_is_no_rank_whatever_it_knows() -> None:
+def test_a_process_of_another_user_is_no_rank_whatever_it_knows(ends: list[Rendezvous]) -> None:
     """It says what rank 1 would, first."""
-    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
     label = rendezvous._MESSAGE.pack(*ends[1]._label(sender=1, receiver=0))
     command = [sys.executable, "-ISc", IMPOSTOR, ends[0].address.hex(), label.hex()]
     stranger = subprocess.Popen(command, stdout=-1, stderr=-1, text=True)
@@ -130,10 +133,7 @@ def test_a_process_of_another_user_is_no_rank_whatever_it_knows() -> None:
     if problem:
         pytest.skip(f"this process cannot become another user: {problem}")
     assert said == "0\n"
-    for each in both(lambda rank: ends[rank].meet_peers(wait)):
-        each.result()
-    for end in ends:
-        end.close()
+    assert all_meet(ends)
 
 
 class Losing(HashStore):
@@ -171,7 +171,7 @@ def test_joining_does_not_wait_for_a_key_that_was_deleted() -> None:
     def join(rank: int) -> Any:
         return meet(store, rank, 2, b"mine", bytes, "g", "g/key", 0.5)
 
-    errors = [each.exception() for each in both(join)]
+    errors = run(range(2), join)
     assert isinstance(errors[0], CollectiveTimeoutError)
     assert "ranks [1] have not joined group 'g'" in str(errors[0])
 
@@ -194,7 +194,7 @@ def test_garbage_in_the_store_is_named(key: str, garbage: str) -> None:
             return connect_place(store, rank, 2, timeout=LONG, name="garbage")
         return HostGroup(StoreMeeting(store), rank, 2, timeout=LONG, prefix=f"{prefix}/host")
 
-    errors = [each.exception() for each in both(join)]
+    errors = run(range(2), join)
     for rank, error in enumerate(errors):
         assert type(error) is InterlaceError, error
         assert f"rank {rank}: the store's value of '{prefix}/{key}/" in str(error)
@@ -208,12 +208,12 @@ def test_connection_of_another_generation_is_let_go() -> None:
     old.addresses = {0: new.address}
     old.meet_peers(wait)
     ends = pair(new, right)
-    both(lambda rank: ends[rank].meet_peers(wait))
+    assert all_meet(ends)
     read_end, write_end = os.pipe()
-    found = both(lambda rank: ends[rank].trade((read_end,), wait))
-    assert [list(each.result()) for each in found] == [[1], [0]]
+    found = run(range(2), lambda rank: ends[rank].trade((read_end,), wait))
+    assert [list(each) for each in found] == [[1], [0]]
     assert old.hung_up([0]) == [0]
-    for delivery in (d for each in found for d in each.result().values()):
+    for delivery in (delivery for each in found for delivery in each.values()):
         os.close(*delivery.descriptors)
     for end in (read_end, write_end):
         os.close(end)
@@ -223,14 +223,14 @@ def test_connection_of_another_generation_is_let_go() -> None:
 
 
 @pytest.mark.parametrize("living", [0, 1])
-def test_rank_that_ended_before_it_connected_is_named_at_once(living: int) -> None:
-    ends = pair(Rendezvous(0, 2, NONCE), Rendezvous(1, 2, NONCE))
+def test_rank_that_ended_before_it_connected_is_named_at_once(
+    ends: list[Rendezvous], living: int
+) -> None:
     dead = 1 - living
     ends[living].pids = {dead: 4711}
     ends[dead].close()
     with pytest.raises(PeerDiedError, match=rf"rank {dead} \(pid 4711\) died .* joining"):
         ends[living].meet_peers(wait)
-    ends[living].close()
 
 
 KILLED = """
@@ -268,10 +268,8 @@ def test_rank_that_is_killed_after_its_card_is_named_at_once(come: str) -> None:
         return connect_place(store, rank, size, timeout=LONG, name="cards")
 
     try:
-        with ThreadPoolExecutor(2) as threads:
-            joins = [threads.submit(join, rank) for rank in (0, 2)]
-        for rank, each in zip((0, 2), joins, strict=True):
-            assert isinstance(error := each.exception(), InterlaceError)
+        for rank, error in zip((0, 2), run((0, 2), join), strict=True):
+            assert isinstance(error, InterlaceError)
             assert isinstance(error, PeerDiedError) or (come == "some" and rank == 2)
             assert f"rank 1 (pid {child.pid}) died" in str(error)
     finally:
@@ -303,14 +301,14 @@ def test_why_a_rank_could_not_join_is_said_on_all(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(group_module, "map_segment", fails_on_one)
     before = memory()
-    found = both(
-        lambda rank: HostGroup(
-            StoreMeeting(store), rank, 2, timeout=LONG, prefix="interlace/fails/0"
-        )
-    )
-    said = [str(each.exception()) for each in found]
+
+    def join(rank: int) -> Any:
+        return HostGroup(StoreMeeting(store), rank, 2, timeout=LONG, prefix="interlace/fails/0")
+
+    said = run(range(2), join)
     expected = "there is no room for it"
-    assert said == [f"rank 1 could not join: InterlaceError: {expected}", expected]
+    first = f"rank 1 could not join: InterlaceError: {expected}"
+    assert [str(each) for each in said] == [first, expected]
     assert memory() == before, "while the exceptions, and so what they hold, are still there"
 
 
@@ -343,7 +341,7 @@ def test_what_strangers_write_into_a_signed_store_is_overwritten(planted: str) -
         finally:
             group.close()
 
-    assert [each.result() for each in both(join)] == [[b"0", b"1"]] * 2
+    assert run(range(2), join) == [[b"0", b"1"]] * 2
 
 
 def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,5 +362,4 @@ def test_the_store_may_end_once_a_rank_has_joined(monkeypatch: pytest.MonkeyPatc
         ended.set()
         place.close()
 
-    for result in both(join):
-        result.result()
+    assert run(range(2), join) == [None, None]

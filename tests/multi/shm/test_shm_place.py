@@ -1,6 +1,7 @@
 """The place ``shm``: processes of one host that share memory, and what happens when one fails."""
 
 import contextvars
+import gc
 import os
 import pathlib
 import signal
@@ -8,81 +9,181 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore
 
+import interlace
+from interlace.groups.groups import default_group
+from interlace.kernels.signal import (
+    ABORT_WORD,
+    HEADER_WORDS,
+    SPIN_LIMIT_WORD,
+    wait_kernel,
+)
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,
     InterlaceError,
+    PeerDiedError,
     RankError,
 )
+from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places import pool as pool_module
 from interlace.runtime.places.pool import ProcessPool
-from interlace.runtime.processes import segment
+from interlace.runtime.places.shm.place import ShmPlace
+from interlace.runtime.processes import control, segment
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.meetings import StoreMeeting
 from interlace.runtime.processes.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.processes.worker import OrderedWorker
-from multi.shm import shm_ranks as ranks
+from ranks import ranks
 from support import shared_names
-from tiers import thorough
+from tiers import few, thorough
 
 NONCE = bytes(range(16))
+ELEMENTS = 1 << 12
 
 
-def run(pool, function, *args, world_size, **options):
-    return pool.run(function, args, setup=ranks.setup, world_size=world_size, **options)
+def of_rank() -> ShmPlace:
+    place = default_group().place
+    assert isinstance(place, ShmPlace)
+    return place
+
+
+def workspace(op: str) -> Workspace:
+    """A channel of its own, of 16 slots and ELEMENTS int64."""
+    place = of_rank()
+    slot_offset = HEADER_WORDS * WORD
+    data_offset = slot_offset + 16 * WORD
+    buffer = place.allocate(data_offset + ELEMENTS * WORD)
+    space = Workspace(0, buffer, slot_offset, data_offset, place.world_size, op)
+    space.header(place.rank)[SPIN_LIMIT_WORD] = 1 << 62
+    return space
+
+
+def launched_wait(space: Workspace) -> KernelLaunch:
+    """An interpreted kernel that waits for slot 1 of rank 1."""
+    peers = peers_of(space.buffer, space.world_size)
+    arguments = {"peers": peers, "source": 1, "slot_byte": space.slot_byte(1)}
+    return KernelLaunch(wait_kernel, 1, arguments, space.op)
 
 
 # -- memory, signals and messages ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [4, 3, 2, 1])  # the first starts all processes at once
-def test_push_publish_wait(pool: ProcessPool, world_size: int) -> None:
-    assert run(pool, ranks.ring, 8, True, world_size=world_size) == [[]] * world_size
+def ring(wait_for_credits: bool) -> list[int]:
+    """Every round, every rank writes its next rank's data; which rounds were read wrong.
+
+    Rank 1 is slow between waiting and reading, so a producer that does not wait for the credit
+    writes the next round over what rank 1 has still to read.
+    """
+    place = of_rank()
+    rank, world_size = place.rank, place.world_size
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    space, stream = workspace("ring"), place.new_stream("compute")
+    wrong = []
+    for number in range(8):
+        payload = torch.full((ELEMENTS,), 1000 * number + rank)
+        if wait_for_credits:
+            stream.wait_credits(space)
+        stream.copy(space.data(after, 0, (ELEMENTS,), torch.int64), payload, "push")
+        stream.publish(space, after, slot=3)
+        stream.wait(space, before, slot=3)
+        if rank == 1:
+            time.sleep(0.02)
+        received = space.data(rank, 0, (ELEMENTS,), torch.int64)
+        if (received != 1000 * number + before).any():
+            wrong.append(number)
+        stream.finish(space)
+    place.exchange(b"", "the end of the ring")
+    return wrong
 
 
-def test_without_credits_data_is_overwritten(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("world_size", few([4, 3, 2, 1], 4, 1))
+def test_push_publish_wait(world_size: int) -> None:
+    assert interlace.run(ring, world_size, True, place="shm") == [[]] * world_size
+
+
+def test_without_credits_data_is_overwritten() -> None:
     """The control of the test above: its delay does reveal a producer that does not wait."""
-    wrong = run(pool, ranks.ring, 8, False, world_size=2)
-    assert wrong[1]
+    assert interlace.run(ring, 2, False, place="shm")[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_kernels_publish_and_wait_across_processes(pool: ProcessPool, world_size: int) -> None:
-    assert run(pool, ranks.kernel_ring, world_size=world_size) == [True] * world_size
+def message(rank: int, number: int) -> bytes:
+    length = (
+        (number * 977 + rank * 13) % (64 << 10) if number % 50 else (64 << 10) * (number % 100 > 0)
+    )
+    return (f"{rank}:{number};".encode() * (length // 4 + 1))[:length]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_300_exchanges(pool: ProcessPool, world_size: int) -> None:
-    assert run(pool, ranks.exchanges, 300, 2, world_size=world_size) == [[]] * world_size
+def exchanges(count: int) -> list[tuple[int, int]]:
+    """Exchanges of changing length; (number, sender) of what arrived wrong. Rank 1 reads late."""
+    place, wrong, read = of_rank(), [], control.Control.message
+
+    def late(self: control.Control, peer: int, sequence: int) -> bytes:
+        time.sleep(0.002)
+        return read(self, peer, sequence)
+
+    with mock.patch.object(control.Control, "message", late if place.rank == 1 else read):
+        for number in range(count):
+            answers = place.exchange(message(place.rank, number), "an exchange")
+            for rank, answer in enumerate(answers):
+                if answer != message(rank, number):
+                    wrong.append((number, rank))
+    return wrong
 
 
-def test_one_message_area_is_not_enough(pool: ProcessPool) -> None:
+def exchanges_in_one_area(count: int) -> list[tuple[int, int]]:
+    """The mutant: both areas in the same place."""
+    with mock.patch.object(control, "AREA", 0):
+        return exchanges(count)
+
+
+@pytest.mark.parametrize("world_size", few([1, 2, 4], 2))
+def test_300_exchanges(world_size: int) -> None:
+    assert interlace.run(exchanges, world_size, 300, place="shm") == [[]] * world_size
+
+
+def test_one_message_area_is_not_enough() -> None:
     """The control of the test above: with a single area the late reader sees the next message."""
-    wrong = run(pool, ranks.exchanges, 50, 1, world_size=2)
+    wrong = interlace.run(exchanges_in_one_area, 2, 50, place="shm")
     assert any(sender == 0 for _, sender in wrong[1])
 
 
-def test_message_that_does_not_fit(pool: ProcessPool) -> None:
+@ranks(2)
+def test_message_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"a long exchange has 65537 bytes.*at most 65536"):
-        run(pool, ranks.too_long, world_size=2)
+        of_rank().exchange(bytes((64 << 10) + 1), "a long exchange")
 
 
-def test_unequal_allocation(pool: ProcessPool) -> None:
-    texts = run(pool, ranks.unequal_allocation, world_size=2)
-    assert texts == ["nbytes differs: rank 0 allocates 4096 bytes, rank 1 8192"] * 2
+@ranks(2)
+def test_unequal_allocation() -> None:
+    place = of_rank()
+    said = "nbytes differs: rank 0 allocates 4096 bytes, rank 1 8192"
+    with pytest.raises(ValueError, match=said):
+        place.allocate(4096 * (place.rank + 1))
 
 
-def test_allocation_without_memory_fails_on_all_ranks(pool: ProcessPool) -> None:
-    for text, total in run(pool, ranks.allocation_without_memory, world_size=2):
-        assert text.startswith(f"rank 1: cannot allocate {PAGE + (1 << 20)} bytes")
-        assert total == 0
+@ranks(2)
+def test_allocation_without_memory_fails_on_all_ranks() -> None:
+    """Rank 1 finds that no memory is left; all ranks hear of it, and can go on afterwards."""
+    place, said = of_rank(), f"^rank 1: cannot allocate {PAGE + (1 << 20)} bytes"
+    known = segment.available_memory
+    there = (lambda: 0) if place.rank == 1 else known
+    with (
+        mock.patch.object(segment, "available_memory", there),
+        pytest.raises(InterlaceError, match=said),
+    ):
+        place.allocate(1 << 20)
+    assert int(place.allocate(4096).peer_bytes[0].sum()) == 0
 
 
 def test_more_memory_than_there_is() -> None:
@@ -111,14 +212,38 @@ def test_memory_that_is_left_in_control_groups(tmp_path: pathlib.Path) -> None:
     assert list(segment.left_in_groups("0::/not/here\n", tmp_path)) == []
 
 
-def test_subgroup_needs_no_others(pool: ProcessPool) -> None:
-    answers = run(pool, ranks.in_subgroup, world_size=3)
-    assert answers == [[b"2->0", b"0->1"] * 2, [], [b"2->0", b"0->1"] * 2]
+@ranks(3)
+def test_subgroup_needs_no_others() -> None:
+    """Ranks 2 and 0 make a group, in that order, twice. Rank 1 does nothing."""
+    place = of_rank()
+    for generation in (1, 2) if place.rank != 1 else ():
+        part = place.subgroup((2, 0), generation)
+        own = f"{place.rank}->{part.rank}".encode()
+        assert part.exchange(own, "part") == [b"2->0", b"0->1"]
+        part.close()
+    place.exchange(b"", "all")
 
 
-def test_async_and_sync_messages_keep_their_order(pool: ProcessPool) -> None:
-    for answers in run(pool, ranks.mixed_async, 24, world_size=2):
-        assert all(mine == others for mine, others in answers)
+@ranks(2)
+def test_async_and_sync_messages_keep_their_order() -> None:
+    """In turn; rank 1's asynchronous ones are slow."""
+    place, futures = of_rank(), []
+
+    def operation(number: int) -> list[bytes]:
+        if place.rank == 1:
+            time.sleep(0.002)
+        return place.exchange(str(number).encode(), f"op {number}")
+
+    for number in range(24):
+        if number % 4 == 3:
+            answers = place.exchange(str(number).encode(), f"op {number}")
+            assert answers == [str(number).encode()] * 2
+        else:
+            asynchronous = number % 4 != 2
+            later = place.submit(lambda n=number: operation(n), asynchronous=asynchronous)
+            futures.append((number, later))
+    for number, future in futures:
+        assert future.result() == [str(number).encode()] * 2
 
 
 # -- joining ---------------------------------------------------------------------------------------
@@ -165,12 +290,23 @@ def test_sealed_segment_cannot_shrink() -> None:
         os.close(descriptor)
 
 
-def test_one_name_again_and_again(pool: ProcessPool) -> None:
+@ranks(3)
+def test_one_name_again_and_again() -> None:
     """Nothing of a generation stays in the store, so the next one cannot take it for its own."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = of_rank()
+    own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, *_ = place.exchange(str(own.port).encode(), "rank 0's store")
+    store = TCPStore("127.0.0.1", int(port), is_master=False)
     empty = store.num_keys()
-    left = run(pool, ranks.connect_again, store.port, 5, world_size=3)
-    assert left == [empty] * 3
+    place.exchange(b"", "all")
+    for _ in range(5):
+        meeting = StoreMeeting(store)
+        again = ShmPlace(HostGroup(meeting, place.rank, 3, timeout=300, prefix="interlace/again/0"))
+        again.exchange(b"", "again")
+        again.close()
+    place.exchange(b"", "all")
+    assert store.num_keys() == empty
+    place.exchange(b"", "rank 0's store may end")
 
 
 def test_stale_nonce_in_the_store() -> None:
@@ -190,59 +326,139 @@ def test_late_rank_is_named() -> None:
 # -- failing ---------------------------------------------------------------------------------------
 
 
-def test_exception_names_its_rank(pool: ProcessPool) -> None:
+def raise_on(rank: int, kind: type[Exception]) -> None:
+    if of_rank().rank == rank:
+        raise kind(f"rank {rank} does not want to")
+    of_rank().exchange(b"", "waiting for the one that fails")
+
+
+def test_exception_names_its_rank() -> None:
     with pytest.raises(ZeroDivisionError, match="rank 2: ZeroDivisionError: rank 2 does") as caught:
-        run(pool, ranks.raise_on, 2, ZeroDivisionError, world_size=4)
+        interlace.run(raise_on, 4, 2, ZeroDivisionError, place="shm")
     assert isinstance(caught.value, RankError)
     assert caught.value.rank == 2
     assert "in raise_on" in str(caught.value)
 
 
-def test_exception_that_does_not_pickle(pool: ProcessPool) -> None:
-    with pytest.raises(InterlaceError, match="Stubborn: stubborn 1 2"):
-        run(pool, ranks.raise_stubborn, world_size=2)
+class Stubborn(Exception):
+    """Pickles, and does not load."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"stubborn {one} {two}")
 
 
-def test_result_that_does_not_pickle(pool: ProcessPool) -> None:
-    with pytest.raises(TypeError, match="fn returned a function that cannot be pickled"):
-        run(pool, ranks.unpicklable_result, world_size=2)
+def raise_stubborn() -> None:
+    raise Stubborn(1, 2)
 
 
-def test_function_that_does_not_pickle(pool: ProcessPool) -> None:
-    with pytest.raises(TypeError, match=r"fn of a run .* define it at module level"):
-        run(pool, lambda: None, world_size=2)
+def return_a_function() -> Any:
+    return lambda: None
 
 
-def test_argument_that_does_not_pickle(pool: ProcessPool) -> None:
-    with pytest.raises(TypeError, match="args of a run"):
-        run(pool, ranks.raise_on, threading.Lock(), world_size=2)
+@pytest.mark.parametrize(
+    ("function", "arguments", "kind", "said"),
+    [
+        (raise_stubborn, (), InterlaceError, "Stubborn: stubborn 1 2"),
+        (return_a_function, (), TypeError, "fn returned a function that cannot be pickled"),
+        (lambda: None, (), TypeError, r"fn of a run .* define it at module level"),
+        (print, (threading.Lock(),), TypeError, "args of a run"),
+    ],
+)
+def test_what_does_not_pickle(
+    pool: ProcessPool, function: Any, arguments: Any, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        pool.run(function, arguments, world_size=2)
 
 
-def test_abort_ends_every_wait(pool: ProcessPool) -> None:
-    expected = ("rank 1 aborted the group: enough", True)
-    assert run(pool, ranks.aborted, "enough", world_size=4) == [expected] * 4
+@ranks(4)
+def test_abort_ends_every_wait() -> None:
+    """Ranks are in an exchange, in a wait, in a kernel that gives up at once; buffers hear of it."""
+    place, space = of_rank(), workspace("an op")
+    stream = place.new_stream("compute")
+
+    def until_abort_word() -> None:
+        while not int(space.header(place.rank)[ABORT_WORD]):
+            time.sleep(0.001)
+
+    with pytest.raises(AbortedError, match=r"^rank 1 aborted the group: enough$"):
+        if place.rank == 1:
+            place.abort("enough")
+            place.abort("another reason")
+            place.check()
+        elif place.rank == 0:
+            place.exchange(b"", "an exchange")
+        elif place.rank == 2:
+            stream.wait(space, 1, slot=1)
+        else:
+            space.header(place.rank)[SPIN_LIMIT_WORD] = 0
+            until_abort_word()
+            stream.launch(launched_wait(space))
+    until_abort_word()
 
 
-def test_abort_of_the_whole_group_ends_waits_in_a_part(pool: ProcessPool) -> None:
-    texts = run(pool, ranks.subgroup_sees_abort, world_size=3)
-    assert texts[0] == "rank 1 aborted the group: the whole group"
+def failed(place: ShmPlace) -> bool:
+    try:
+        place.check()
+    except AbortedError:
+        return True
+    return False
 
 
-def test_wait_for_a_rank_that_has_left(pool: ProcessPool) -> None:
-    with pytest.raises(InterlaceError, match=r"rank 1 has left the group.*a barrier") as caught:
-        run(pool, ranks.leaves_early, world_size=2)
-    assert caught.value.rank == 0
-    assert not isinstance(caught.value, CollectiveTimeoutError)
+@ranks(3)
+def test_abort_of_the_whole_group_ends_waits_in_a_part() -> None:
+    """Ranks 0 and 2 are in a group without rank 1, which aborts the whole; rank 0 waits there."""
+    place = of_rank()
+    part = place.subgroup((0, 2), 1) if place.rank != 1 else None
+    place.exchange(b"", "all")
+    if part is None:
+        place.abort("the whole group")
+    elif place.rank == 0:
+        with pytest.raises(AbortedError, match=r"^rank 1 aborted the group: the whole group"):
+            part.exchange(b"", "part")
+    else:
+        place.group.wait_until(lambda: failed(place), "the abort", ())
 
 
-def test_wait_that_passes_its_bound(pool: ProcessPool) -> None:
-    with pytest.raises(CollectiveTimeoutError, match=r"all_reduce number 7 .* for ranks \[1\]"):
-        run(pool, ranks.late_for_exchange, world_size=2)
+@ranks(2)
+def test_wait_for_a_rank_that_has_left() -> None:
+    if of_rank().rank == 0:
+        with pytest.raises(InterlaceError, match=r"rank 1 has left the group.*a barrier") as caught:
+            of_rank().exchange(b"", "a barrier")
+        assert not isinstance(caught.value, CollectiveTimeoutError)
 
 
-def test_forked_child_cannot_use_the_group(pool: ProcessPool) -> None:
-    for text in run(pool, ranks.forked, world_size=2):
-        assert "a forked child has to make its own" in text
+@ranks(2)
+def test_wait_that_passes_its_bound() -> None:
+    """Rank 1 does not come to the exchange until rank 0 has failed."""
+    place, bounded = of_rank(), interlace.get_rank() == 0
+    place.set_timeout(0.5)
+    while not bounded and not failed(place):
+        time.sleep(0.001)
+    kind = CollectiveTimeoutError if bounded else AbortedError
+    with pytest.raises(kind, match=r"all_reduce number 7 .* for ranks \[1\]"):
+        place.exchange(b"", "all_reduce number 7")
+
+
+@ranks(2)
+def test_forked_child_cannot_use_the_group() -> None:
+    place = of_rank()
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            place.exchange(b"", "in the child")
+        except InterlaceError as error:
+            os.write(write_end, str(error).encode())
+        place.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write_end)
+    with os.fdopen(read_end) as stream:
+        assert "a forked child has to make its own" in stream.read()
+    place.exchange(b"", "the parent goes on")
 
 
 def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
@@ -264,80 +480,106 @@ def test_reason_to_give_up_must_hold_after_one_more_poll() -> None:
 # -- ends of processes, in one test each because a new process costs seconds -----------------------
 
 
-def test_killed_rank_is_named_by_all(pool: ProcessPool, tmp_path: pathlib.Path) -> None:
-    """SIGKILL."""
+def killed_in_a_wait(folder: str) -> None:
+    """Rank 1 dies once everybody waits for it; the others note what they see.
+
+    Rank 0 is in an exchange, rank 2 waits for a slot on a stream, rank 3 in an interpreted kernel.
+    """
+    place, space = of_rank(), workspace("a doomed op")
+    stream = place.new_stream("compute")
+    if place.rank == 1:
+        time.sleep(0.1)  # not for order, but so that the others sleep in their wait already
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if place.rank == 0:
+            place.exchange(b"", "an exchange of the dead")
+        elif place.rank == 2:
+            stream.wait(space, 1, slot=1)
+        else:
+            stream.launch(launched_wait(space))
+    except PeerDiedError as error:
+        pathlib.Path(folder, str(place.rank)).write_text(f"{error.rank} {error}")
+        raise
+
+
+def test_killed_rank_is_named_by_all(tmp_path: pathlib.Path) -> None:
     named = shared_names()
     with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)") as caught:
-        run(pool, ranks.killed_in_a_wait, 1, str(tmp_path), world_size=4)
+        interlace.run(killed_in_a_wait, 4, str(tmp_path), place="shm")
     assert caught.value.rank == 1
     for rank in (0, 2, 3):
-        dead, text = (tmp_path / str(rank)).read_text().split(" ", 1)
-        assert dead == "1", f"rank {rank} says: {text}"
+        assert (tmp_path / str(rank)).read_text().startswith("1 ")
     assert shared_names() <= named
 
 
-def test_pool_goes_on_after_a_process_ended(pool: ProcessPool) -> None:
-    before = [pid for _, _, pid in run(pool, ranks.whoami, world_size=3)]
+def end_process() -> None:
+    if of_rank().rank == 2:
+        os._exit(7)
+    of_rank().exchange(b"", "waiting for the one that ends")
+
+
+def test_pool_goes_on_after_a_process_ended() -> None:
+    before = interlace.run(os.getpid, 3, place="shm")
     with pytest.raises(RankError, match=r"rank 2: .* exit code 7"):
-        run(pool, ranks.end_process, 2, 7, world_size=3)
-    after = run(pool, ranks.whoami, world_size=3)
-    assert [rank for rank, _, _ in after] == [0, 1, 2]
-    kept = [old == new for old, (_, _, new) in zip(before, after, strict=True)]
-    assert kept == [True, True, False]
+        interlace.run(end_process, 3, place="shm")
+    after = interlace.run(os.getpid, 3, place="shm")
+    assert before[:2] == after[:2] and before[2] != after[2]
+
+
+def rank_1_never_ends() -> None:
+    while interlace.get_rank() == 1:
+        time.sleep(0.01)
 
 
 @thorough
-def test_run_that_does_not_end(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_does_not_end(pool: ProcessPool) -> None:
     """Its time has passed as soon as rank 0 has reported."""
-    run(pool, ranks.whoami, world_size=2)
+    interlace.run(os.getpid, 2, place="shm")
     before, collect = len(pool.processes()), pool._collect
-    monkeypatch.setattr(
-        pool, "_collect", lambda late, until: collect(late, until if len(late) > 1 else 0.0)
-    )
-    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught:
-        run(pool, ranks.never_ends, 1, world_size=2)
+
+    def collect_one(late: Any, until: float) -> Any:
+        return collect(late, until if len(late) > 1 else 0.0)
+
+    with (
+        mock.patch.object(pool, "_collect", collect_one),
+        pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught,
+    ):
+        interlace.run(rank_1_never_ends, 2, place="shm")
     assert caught.value.waited_for == (1,)
     assert len(pool.processes()) == before - 1
 
 
-def test_nothing_is_left(pool: ProcessPool) -> None:
+def resources() -> tuple[int, int]:
+    """Open descriptors and mapped segments of this process, after collecting what is not used."""
+    gc.collect()
+    maps = pathlib.Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
+
+
+def use_memory(buffers: int) -> tuple[int, int]:
+    """Allocate, close while a tensor is still held, then drop it. Resources during all that."""
+    place = of_rank()
+    tensors = [place.allocate(1 << 16).peer_bytes for _ in range(buffers)]
+    place.exchange(b"", "everyone has mapped")
+    during = resources()
+    place.close()
+    for tensor in tensors[0]:
+        tensor.fill_(7)  # still mapped: close must not unmap under a tensor
+    return during
+
+
+def test_nothing_is_left() -> None:
     """Descriptors and mappings after runs that used memory are those from before."""
-    world_size, buffers = 2, 3
-    run(pool, ranks.use_memory, buffers, world_size=world_size)
-    before = run(pool, ranks.resources, world_size=world_size)
+    buffers = 3
+    interlace.run(use_memory, 2, buffers, place="shm")
+    before = interlace.run(resources, 2, place="shm")
     named = shared_names()
-    for during, at_rest in zip(
-        run(pool, ranks.use_memory, buffers, world_size=world_size), before, strict=True
-    ):
-        assert during[1] == at_rest[1] + buffers * world_size  # so the count does see mappings
+    all_during = interlace.run(use_memory, 2, buffers, place="shm")
+    for during, at_rest in zip(all_during, before, strict=True):
+        assert during[1] == at_rest[1] + buffers * 2  # so the count does see mappings
         assert during[0] == at_rest[0]  # and a mapped buffer holds no descriptor
-    assert run(pool, ranks.resources, world_size=world_size) == before
+    assert interlace.run(resources, 2, place="shm") == before
     assert shared_names() <= named
-
-
-PARENT = """
-if __name__ == "__main__":
-    from multi.shm import shm_ranks as ranks
-    from interlace.runtime.places.pool import ProcessPool
-    ProcessPool(1).run(ranks.kill_parent, setup=ranks.setup)
-"""
-
-
-def test_processes_end_with_their_parent(tmp_path: pathlib.Path) -> None:
-    """Even when the parent is killed; and starting says nothing on stderr."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    result = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == -9
-    assert result.stderr == ""
-    (pid,) = map(int, result.stdout.split())
-    while pathlib.Path(f"/proc/{pid}/stat").exists():
-        if pathlib.Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
-            break  # ended; nobody has collected it
-        time.sleep(0.01)
 
 
 def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[str]":
@@ -354,25 +596,51 @@ def as_script(folder: pathlib.Path, text: str, **how: Any) -> "subprocess.Popen[
     )
 
 
+PARENT = """
+import os
+import signal
+import threading
+import interlace
+
+def kill_parent():  # in the middle of a run that would never end
+    print(os.getpid(), flush=True)
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    interlace.run(kill_parent, 1, place="shm")
+"""
+
+
+def test_processes_end_with_their_parent(tmp_path: pathlib.Path) -> None:
+    """Even when the parent is killed; and starting says nothing on stderr."""
+    script = as_script(tmp_path, PARENT)
+    printed, said = script.communicate()
+    assert (script.returncode, said) == (-9, "")
+    status = pathlib.Path(f"/proc/{int(printed)}/stat")
+    while status.exists():
+        if status.read_text().split(") ")[1][0] == "Z":
+            break  # ended; nobody has collected it
+        time.sleep(0.01)
+
+
+AT_IMPORT = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
+
+
 @thorough
 def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) -> None:
     """It is told what to do once, and not by each of the processes that import it."""
-    text = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
-    _, said = as_script(tmp_path, text).communicate()
+    _, said = as_script(tmp_path, AT_IMPORT).communicate()
     assert said.count("Traceback") == 1 and "freeze_support" not in said
     assert 'Put that under `if __name__ == "__main__":`' in said.splitlines()[-1]
 
 
+@thorough
 def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
     """Python's own text of that would be a traceback of each process."""
-    text = "import interlace\ninterlace.run(interlace.get_rank, 2, place='shm')\n"
-    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     script = subprocess.run(
-        [sys.executable],
-        input=text,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
+        [sys.executable], input=AT_IMPORT, env=environment, capture_output=True, text=True
     )
     assert script.stderr.count("Traceback") == 1
     assert "<stdin> is no file: save it as one" in script.stderr.splitlines()[-1]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,17 +90,6 @@ def test_sums_have_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
             assert same_bits(got, wanted), (sources, n)
 
 
-@pytest.mark.parametrize("dtype", SUMS, ids=str)
-def test_a_sum_may_take_the_place_of_any_source(dtype: torch.dtype) -> None:
-    for count in (1, 63, 1001):
-        for place in range(4):
-            parts = [numbers(dtype, s, count) for s in range(4)]
-            wanted = torch.zeros_like(parts[0])
-            fold("sum", parts, wanted)
-            summed(dtype, parts, parts[place])
-            assert same_bits(parts[place], wanted), (count, place)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_rounded_once_to_the_nearest_even(dtype: torch.dtype) -> None:
     """Between two neighbours, just beside the middle, at the largest number, and below the smallest."""
@@ -151,16 +141,6 @@ def test_no_nan_of_bfloat16_is_rounded_to_something_else(bits: bytes) -> None:
     assert got.isnan().all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str
-)
-def test_integers_wrap_around(dtype: torch.dtype) -> None:
-    most, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
-    got = torch.zeros(70, dtype=dtype)
-    summed(dtype, [torch.full_like(got, most), torch.ones_like(got)], got)
-    assert (got == least).all()
-
-
 # -- the other kinds ---------------------------------------------------------------------------
 
 
@@ -188,31 +168,6 @@ def test_copies_of_any_number_of_bytes_from_anywhere_to_anywhere(past: bool) -> 
             wanted[first : first + nbytes] = source[start : start + nbytes]
             copier(memory.data_ptr() + first, source.data_ptr() + start, nbytes)
             assert torch.equal(memory, wanted), (nbytes, to, start)
-
-
-def test_steps_run_in_order_and_again() -> None:
-    memory, (a, b) = words(0, 0)
-
-    def write(made: Steps) -> None:
-        made.release(a, (5, 1))
-        made.copy(b, a, 8)
-        made.release(a, -1)
-
-    made = listed(write)
-    for register in (0, 37, -12):
-        made.registers[1] = register
-        assert made.run(0) == -1
-        assert memory.tolist() == [-1, 5 + register]
-    assert made.run(2) == -1
-    assert listed(lambda s: None).run(0) == -1
-
-
-def test_registers_are_stored() -> None:
-    memory, (before, *_) = words(-1, 0, 0, -1)
-    made = listed(lambda s: s.store((before, 3), 1, 16))
-    made.registers[1], made.registers[2], made.registers[3] = 5, 6, 8
-    assert made.run(0) == -1
-    assert memory.tolist() == [-1, 5, 6, -1]
 
 
 def test_ring_wakes_who_sleeps_for_it_or_for_anyone() -> None:
@@ -353,40 +308,21 @@ def test_compare_stops_at_a_difference_in_any_byte_of_anyone() -> None:
             others[row, 70 + place] ^= 1
 
 
-@pytest.mark.parametrize("kind", [machine_code.STAMP + 1, 99, -1])
-def test_an_unknown_kind_stops(kind: int) -> None:
-    memory, (word,) = words(0)
-
-    def write(made: Steps) -> None:
-        made.release(word, 1)
-        made._add(kind, (), 0)
-        made.release(word, 2)
-
-    assert listed(write).run(0) == 1
-    assert memory[0] == 1
-
-
-def test_register_zero_is_zero_and_lists_are_complete_once() -> None:
-    made = listed(lambda s: None)
-    assert len(made.registers) == machine_code.FIRST - machine_code.REGISTERS
-    assert made.registers[0] == 0
-    with pytest.raises(AssertionError):
-        made.ring([])
-
-
 # -- the machine code --------------------------------------------------------------------------
 
 
-def test_ir_that_llvm_does_not_take_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="expected instruction opcode"):
-        machine_code.compiled("define void @f() { nonsense }", "f")
-
-
 @pytest.mark.parametrize(
-    "ir", ["declare void @g() define void @f() { call void @g() ret void }", "@g = global i32 0"]
+    ("ir", "said"),
+    [
+        ("define void @f() { nonsense }", "expected instruction opcode"),
+        ("declare void @g() define void @f() { call void @g() ret void }", r"[Ss]ymbols.* f "),
+        ("@g = global i32 0", r"[Ss]ymbols.* f "),
+    ],
 )
-def test_a_function_that_is_nowhere_is_an_error(ir: str) -> None:
-    with pytest.raises(RuntimeError, match=r"[Ss]ymbols.* f "):
+def test_what_llvm_does_not_take_and_a_function_that_is_nowhere_are_errors(
+    ir: str, said: str
+) -> None:
+    with pytest.raises(RuntimeError, match=said):
         machine_code.compiled(ir, "f")
 
 
@@ -431,14 +367,7 @@ def test_weaker_orders_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("processor", machine_code.PROCESSORS)
-def test_sums_call_nothing(processor: str) -> None:
-    for element in machine_code.ELEMENTS:
-        code = assembly(machine_code.sum_ir(element, processor), processor)
-        assert not re.search(r"\b(call|bl|blr)\b", code), element.name
-
-
-@pytest.mark.parametrize("processor", machine_code.PROCESSORS)
-def test_sums_are_within_the_usual_mode(processor: str) -> None:
+def test_sums_call_nothing_and_are_within_the_usual_mode(processor: str) -> None:
     """Between the two instructions that set it, wherever LLVM has moved what it may move."""
     setting, adding = {
         "x86_64": (r"\bv?ldmxcsr\b", r"\bv?addp[sd]\b|\bv?adds[sd]\b"),
@@ -446,6 +375,7 @@ def test_sums_are_within_the_usual_mode(processor: str) -> None:
     }[processor]
     for element in machine_code.ELEMENTS:
         code = assembly(machine_code.sum_ir(element, processor), processor)
+        assert not re.search(r"\b(call|bl|blr)\b", code), element.name
         to_usual, back = (each.start() for each in re.finditer(setting, code))
         additions = [each.start() for each in re.finditer(adding, code)]
         assert bool(additions) == (element.type in ("float", "double"))
@@ -455,34 +385,30 @@ def test_sums_are_within_the_usual_mode(processor: str) -> None:
 # -- switched off ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "why", ["variable", "processor", "halves", "system", "version", "llvmlite", "refused"]
-)
-def test_without_machine_code_there_are_no_steps(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise OSError("no memory may be executed")
+def refuse() -> None:
+    raise OSError("no memory may be executed")
 
-    if why == "variable":
-        monkeypatch.setenv(machine_code.VARIABLE, "0")
-    elif why == "processor":
-        monkeypatch.setattr(machine_code, "PROCESSOR", "riscv64")
-    elif why == "halves":
-        monkeypatch.setattr(machine_code, "PROCESSOR", "x86_64")
-        monkeypatch.setattr(binding, "get_host_cpu_features", dict)
-    elif why == "system":
-        monkeypatch.setattr(machine_code.sys, "platform", "darwin")
-    elif why == "version":
-        monkeypatch.setattr(binding, "llvm_version_info", (15, 0, 7))
-    elif why == "llvmlite":
-        monkeypatch.setitem(sys.modules, "llvmlite", None)
-    else:
-        monkeypatch.setattr(binding, "check_jit_execution", refuse)
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        mock.patch.dict("os.environ", {machine_code.VARIABLE: "0"}),
+        mock.patch.object(machine_code, "PROCESSOR", "riscv64"),
+        mock.patch.object(binding, "get_host_cpu_features", dict),
+        mock.patch.object(sys, "platform", "darwin"),
+        mock.patch.object(binding, "llvm_version_info", (15, 0, 7)),
+        mock.patch.dict(sys.modules, llvmlite=None),
+        mock.patch.object(binding, "check_jit_execution", refuse),
+    ],
+    ids=["variable", "processor", "halves", "system", "version", "llvmlite", "refused"],
+)
+def test_without_machine_code_there_are_no_steps(missing: Any) -> None:
     # what is known of this process is cached
-    monkeypatch.setattr(machine_code, "supported", machine_code.supported.__wrapped__)
-    monkeypatch.setattr(machine_code, "_run", machine_code._run.__wrapped__)
-    assert not machine_code.available()
-    with pytest.raises(RuntimeError, match="no machine code"):
-        Steps()
+    known = {name: getattr(machine_code, name).__wrapped__ for name in ("supported", "_run")}
+    with mock.patch.multiple(machine_code, PROCESSOR="x86_64", **known), missing:
+        assert not machine_code.available()
+        with pytest.raises(RuntimeError, match="no machine code"):
+            Steps()
 
 
 @thorough
