@@ -9,25 +9,52 @@ import torch
 
 import interlace
 from interlace import functional, nn
+from interlace.functional import wait
 from interlace.nn.functional import context_parallel_attention
-from multi.functional import functional_ranks as ranks
-from multi.functional.functional_ranks_cases import CASES
+from multi.functional.op_cases import TABLE, flat, reference
 from support import failure
-from tiers import few
 
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("world_size", few([2, 3], 2))
-def test_values_and_gradients_of_every_op(world_size: int) -> None:
-    assert interlace.run(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
+REAL = re.compile(r"matmul|norm|=max|=min")
+
+
+def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
+    """First and second ones of complex numbers."""
+    loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
+    first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
+    squares = torch.stack([(each * each).imag.sum() for each in first]).sum()
+    if not squares.requires_grad:
+        return list(first)
+    return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
 
 
 def test_complex_numbers() -> None:
-    for served, refused in interlace.run(ranks.complex_gradients, 2):
-        assert {"all_reduce product", "reduce_scatter product 0", "permute"} <= {*served}
-        real = re.compile(r"matmul|norm|attention| max| min")
-        assert not [name for name in refused if not real.search(name)], refused
+    def on_rank() -> None:
+        rank, size = interlace.get_rank(), interlace.get_world_size()
+        for case in TABLE:
+            everyone = [
+                [
+                    torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x).requires_grad_()
+                    for x in case.inputs(of, size)
+                ]
+                for of in range(size)
+            ]
+            own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
+            if REAL.search(case.name):
+                with pytest.raises(TypeError, match="complex"):
+                    wait(case.bound()(*own))
+                continue
+            found = gradients(flat(case.bound()(*own)), own)
+            right = gradients(flat(reference(case, everyone)), [x for xs in everyone for x in xs])
+            expected = [right[rank], right[size + rank]] if len(right) > size else [right[rank]]
+            for each, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(
+                    wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
+                )
+
+    interlace.run(on_rank, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -64,23 +91,6 @@ def test_a_lone_rank() -> None:
     assert interlace.run(case, 1)[0].tolist() == [[2.0] * 3] * 2
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ranks.some_inputs_only,
-        ranks.odd_gradients,
-        ranks.half_precision,
-        ranks.second_derivatives,
-        ranks.without_gradients,
-    ],
-)
-def test_as_on_processes(case: Callable[[], Any]) -> None:
-    found = interlace.run(case, 2)
-    if case is ranks.without_gradients:
-        text = "interlace.reduce with reduce_op '{}' has no gradient"
-        assert found == [[text.format("max"), text.format("min")]] * 2
-
-
 def test_ranks_take_turns_in_many_orders() -> None:
     """Each rank's graph has several ops under way; the order of the seed changes nothing."""
 
@@ -97,23 +107,6 @@ def test_ranks_take_turns_in_many_orders() -> None:
     right = (3 * 3 * total * 4).tolist()
     for seed in range(4):
         assert interlace.run(case, 2, seed=seed) == [right] * 2
-
-
-@pytest.mark.parametrize("async_op", [False, True])
-def test_the_fused_ops_record_too(async_op: bool) -> None:
-    def case() -> Any:
-        rank = interlace.get_rank()
-        x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
-        w = torch.ones(4, 3, requires_grad=True)
-        y = interlace.all_gather_matmul(x, w, async_op=async_op)
-        y = y.wait() if async_op else y
-        z = interlace.matmul_reduce_scatter(y, torch.ones(3, 2), async_op=async_op)
-        (z.wait() if async_op else z).sum().backward()
-        return x.grad, w.grad
-
-    for of_input, of_weight in interlace.run(case, 2):
-        assert of_input.tolist() == [[3.0 * 2 * 2] * 4] * 2
-        assert of_weight.tolist() == [[2.0 * 2 * (1 + 2)] * 3] * 4
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
