@@ -1,4 +1,4 @@
-"""The fusion pass: what it finds and leaves, that results stay, and what ``explain`` says."""
+"""The fusion pass without ranks: what ``explain`` says, who decides, and programs that were exported."""
 
 import io
 import os
@@ -23,153 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import interlace
 import interlace.compile
 from interlace import functional
-from multi.functional import compile_norms, compile_ranks, compile_vllm
-from multi.functional.compile_ranks import GATHER, PATTERNS, SCATTER
+from multi.functional.fusion_patterns import GATHER, SCATTER
 from tiers import few, thorough
-
-TOLERANCE = 1e-4
-
-
-def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
-    path = str(tmp_path / "store")
-    return interlace.run(function, world_size, path, *args, place="shm")
-
-
-@pytest.mark.parametrize(
-    ("codegen", "world_size", "blocks"),
-    # the pass is over before code is generated, so not every one with every number of ranks
-    few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
-)
-def test_transformer_fuses_4_of_4_per_block(
-    tmp_path: Path, codegen: str, world_size: int, blocks: int
-) -> None:
-    for result in on_ranks(compile_ranks.transformer, world_size, tmp_path, blocks, codegen):
-        assert result["worst"] < TOLERANCE
-        forward, backward = result["reports"]
-        norm = f"{SCATTER}_norm"
-        pairs = [(GATHER, 3, ""), (norm, 1, ""), (GATHER, 1, ""), (norm, 1, "")] * blocks
-        pairs[-1] = (SCATTER, 1, "")  # no norm comes behind the last one
-        assert forward == ("forward", pairs)
-        pairs = [(GATHER, 1, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 3, "")]
-        assert backward == ("backward", pairs * blocks)
-
-
-def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: str) -> Any:
-    every = on_ranks(compile_ranks.patterns, world_size, tmp_path, names, codegen)
-    for results in every:
-        for name, (became, worst, alike, said, code) in results.items():
-            assert became == PATTERNS[name][1], (name, said)
-            assert worst < TOLERANCE, name
-            assert alike, name
-            if became[0][0].endswith("_norm") and name != "normed, statistics kept":
-                assert "rsqrt" not in code, "a norm is computed again"
-    return every[0]
-
-
-@thorough
-@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
-def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -> None:
-    for found in on_ranks(compile_norms.trained, 2, tmp_path, codegen):
-        for name, (_, _, ops) in compile_norms.TRAINED.items():
-            became, worst = found[name]
-            assert became == ops, name
-            assert worst < TOLERANCE, name
-
-
-@thorough
-@pytest.mark.parametrize("version_2", [False, True])
-def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
-    """``version_2``: of how torch makes ops functional that change their arguments."""
-    for found in on_ranks(compile_vllm.calls, 2, tmp_path, version_2):
-        for name, (_, expected) in compile_vllm.CALLS.items():
-            became, worst, left = found[name]
-            assert became == expected, name
-            assert worst <= 1, name
-            # of its ops there are those that no op of ours does
-            assert left == {"read by others": 1}.get(name, 0), name
-
-
-@thorough
-def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
-    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
-    for ops, worst in on_ranks(compile_vllm.floats_that_are_inputs, 2, tmp_path):
-        assert ops == [["matmul_all_reduce_norm"]] * 3
-        assert worst <= 1
-
-
-LIKE_OTHERS = (
-    "addmm", "3-D, dim 0", "4-D, dim 2", "batch gathered, reshaped", "scaled", "interlace gather",
-    "scatter avg", "scatter last dim", "interlace scatter", "all_reduce with bias",
-    "interlace all_reduce", "legacy", "legacy all_reduce",
-)  # fmt: skip
-
-
-@thorough
-def test_patterns_like_others(tmp_path: Path) -> None:
-    check_patterns(tmp_path, 2, list(LIKE_OTHERS), "aot_eager")
-
-
-@thorough
-def test_patterns(tmp_path: Path) -> None:
-    names = [name for name in PATTERNS if name not in LIKE_OTHERS]
-    results = check_patterns(tmp_path, 2, names, "aot_eager")
-    for name, reason in (
-        ("batch gathered", "the batch is what is gathered"),
-        ("scatter max", "reduce op 'max'"),
-        ("product kept", "read by others too"),
-        ("gather alone", "no matmul reads"),
-        ("gathered weight", "the gathered tensor is the weight"),
-        ("weight from the gathered", "its weight comes from the gathered"),
-        ("normed, reduced kept", "left out a norm: what is reduced is read by others"),
-    ):
-        assert reason in results[name][3][0]
-
-
-@thorough
-def test_patterns_on_4_ranks(tmp_path: Path) -> None:
-    names = [
-        "3-D, dim 1",
-        "last dim",
-        "scatter dim 1",
-        "scatter with bias",
-        "scaled by row",
-        "legacy",
-    ]
-    check_patterns(tmp_path, 4, [name for name in names if name in PATTERNS], "aot_eager")
-
-
-@thorough
-def test_patterns_through_inductor(tmp_path: Path) -> None:
-    names = [
-        "3-D, dim 1",
-        "linear with bias, dim 1",
-        "three readers",
-        "scatter dim 1",
-        "waits later",
-    ]
-    check_patterns(tmp_path, 2, names, "inductor")
-
-
-@thorough
-def test_dynamic_shapes(tmp_path: Path) -> None:
-    for compilations, errors, reports in on_ranks(compile_ranks.dynamic, 2, tmp_path):
-        assert compilations == 1
-        assert max(errors) < TOLERANCE
-        assert reports == [("inference", [(GATHER, 1, ""), (SCATTER, 1, "")])]
-
-
-@thorough
-def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
-    for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
-        assert lines == [
-            "interlace: inference graph: fused 2 of 2 collectives (all_gather_matmul 1, "
-            "matmul_reduce_scatter 1)"
-        ]
-        assert worst < TOLERANCE
-        assert ops == [f"interlace.{GATHER}", f"interlace.{SCATTER}"]
-
-
-# -- explain and the cost model: no process group -----------------------------------------------------
 
 GROUP = interlace.GroupSpec("tp", 4)
 
@@ -240,16 +95,6 @@ def test_explain_names_the_callers_line_and_the_module(mesh: DeviceMesh) -> None
     line = Wrapped.forward.__code__.co_firstlineno + 1
     expected = [f"test_compile.py:{line} (inner.{name})" for name in ("0", "1", "1")]
     assert places(Wrapped(layers)) == expected
-
-
-def test_the_machine_decides() -> None:
-    slow_links = interlace.compile.Machine("slow links", 1e-3, 1e6, 1e12, 1e-6, 1e9, 0.5)
-    arguments = [torch.ones(8, 8) for _ in range(3)]
-    fused = interlace.compile.explain(mlp, *arguments, machine=slow_links).candidates
-    assert [c.fused for c in fused] == [True, True]
-    free_links = interlace.compile.Machine("free links", 1e-9, 1e15, 1e12, 1e-3, 1e15, 0.5)
-    left = interlace.compile.explain(mlp, *arguments, machine=free_links).candidates
-    assert [c.fused for c in left] == [False, False]
 
 
 def test_collectives_of_other_kinds_are_told() -> None:
@@ -358,16 +203,7 @@ def test_modules_and_graphs_are_fused() -> None:
         interlace.compile.fuse(mlp)
 
 
-def test_policy_never_leaves_a_program_alone() -> None:
-    program = exported()
-    code = program.graph_module.code
-    assert not interlace.compile.fuse(program, policy="never").fused
-    assert program.graph_module.code == code
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="policy must be one of auto, always, never, got 'often'"):
-        interlace.compile.FusionPass("often")
+def test_a_wrong_option_of_the_backend() -> None:
     with pytest.raises(Exception, match="codegen must be one of inductor, aot_eager, got 'c'"):
         torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
 
