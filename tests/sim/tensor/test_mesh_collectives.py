@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 import interlace.tensor as tensor
 from interlace.functional import AsyncTensor
-from multi.tensor.mesh_ranks import expected_chunk
+from multi.tensor.meshes import expected_chunk
 from support import failure, payload
 
 
