@@ -45,9 +45,13 @@ class Case(NamedTuple):
                 found.append(torch.randn(shape, generator=generator, dtype=torch.float64))
         return found
 
-    def bound(self) -> Callable[..., Any]:
-        """The call on this rank's tensors; that there are ranks is not in it, for compilers."""
-        rank, size = interlace.get_rank(), interlace.get_world_size()
+    def bound(self, *, size: int | None = None, group: Any = None) -> Callable[..., Any]:
+        """The call on this rank's tensors; that there are ranks is not in it, for compilers.
+
+        With a ``size`` that of any rank, where arguments are alike.
+        """
+        rank = interlace.get_rank() if size is None else 0
+        size = size or interlace.get_world_size()
         names, op = tuple(self.shapes(rank, size)), getattr(functional, self.op)
         options = {k: v(rank, size) if callable(v) else v for k, v in self.options.items()}
 
@@ -62,7 +66,7 @@ class Case(NamedTuple):
                 arguments["norm"] = interlace.LayerNorm(*vectors, EPS)
             elif "norm_weight" in given:
                 arguments["norm"] = interlace.RMSNorm(given["norm_weight"], EPS)
-            return op(**arguments, **options)
+            return op(**arguments, **options, group=group)
 
         return call
 
@@ -279,7 +283,10 @@ TABLE = [
     ),
     Case("matmul_all_reduce", vectors_of_products, same=SAME),
     Case("all_reduce_norm", vectors, same=SAME),
-    *(Case("reduce_scatter_norm", normed_rows(rows), {"gather_normed": True}) for rows in (1, 6)),
+    *(
+        Case("reduce_scatter_norm", normed_rows(rows), {"gather_normed": True}, uneven=True)
+        for rows in (1, 6)
+    ),
 ]
 
 
