@@ -12,6 +12,7 @@ from interlace import functional, nn
 from interlace.functional import wait
 from interlace.nn.functional import context_parallel_attention
 from multi.functional.op_cases import TABLE, flat, reference
+from ranks import ranks
 from support import failure
 
 Tensor = torch.Tensor
@@ -30,31 +31,29 @@ def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
     return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
 
 
+@ranks(place="sim")
 def test_complex_numbers() -> None:
-    def on_rank() -> None:
-        rank, size = interlace.get_rank(), interlace.get_world_size()
-        for case in TABLE:
-            everyone = [
-                [
-                    torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x).requires_grad_()
-                    for x in case.inputs(of, size)
-                ]
-                for of in range(size)
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    for case in TABLE:
+        everyone = [
+            [
+                torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x).requires_grad_()
+                for x in case.inputs(of, size)
             ]
-            own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
-            if REAL.search(case.name):
-                with pytest.raises(TypeError, match="complex"):
-                    wait(case.bound()(*own))
-                continue
-            found = gradients(flat(case.bound()(*own)), own)
-            right = gradients(flat(reference(case, everyone)), [x for xs in everyone for x in xs])
-            expected = [right[rank], right[size + rank]] if len(right) > size else [right[rank]]
-            for each, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(
-                    wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
-                )
-
-    interlace.run(on_rank, 2)
+            for of in range(size)
+        ]
+        own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
+        if REAL.search(case.name):
+            with pytest.raises(TypeError, match="complex"):
+                wait(case.bound()(*own))
+            continue
+        found = gradients(flat(case.bound()(*own)), own)
+        right = gradients(flat(reference(case, everyone)), [x for xs in everyone for x in xs])
+        expected = [right[rank], right[size + rank]] if len(right) > size else [right[rank]]
+        for each, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

@@ -16,6 +16,7 @@ import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
+from ranks import ranks
 
 TP = interlace.GroupSpec("tp", 4)
 ANY = interlace.GroupSpec("any")
@@ -202,29 +203,26 @@ def test_errors_while_tracing() -> None:
             make_fx(call, tracing_mode="fake")(torch.ones(8, 3))
 
 
+@ranks(1, place="sim")
 def test_ops_conform() -> None:
     """torch's own check of custom ops, in a group of one: schema, fake kernel, gradients."""
-
-    def body() -> None:
-        x = torch.randn(4, 3, requires_grad=True)
-        w = torch.randn(3, 2, requires_grad=True)
-        calls: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (x, "sum"),
-            "all_gather": (x, 1),
-            "reduce_scatter": (x, "sum", 1),
-            "all_to_all": (x, None, None),
-            "broadcast": (x, 0),
-            "permute": (x, [0]),
-            "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
-            "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
-            "matmul_all_reduce": (x, w, None, "sum", "auto", None),
-        }
-        for name, args in calls.items():
-            op = getattr(torch.ops.interlace, name).default
-            assert torch.Tag.needs_fixed_stride_order in op.tags, name
-            torch.library.opcheck(
-                op, (*args, 1, "0"), test_utils=("test_schema", "test_autograd_registration",
-                "test_faketensor"),
-            )  # fmt: skip
-
-    interlace.run(body, 1)
+    x = torch.randn(4, 3, requires_grad=True)
+    w = torch.randn(3, 2, requires_grad=True)
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (x, "sum"),
+        "all_gather": (x, 1),
+        "reduce_scatter": (x, "sum", 1),
+        "all_to_all": (x, None, None),
+        "broadcast": (x, 0),
+        "permute": (x, [0]),
+        "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
+        "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
+        "matmul_all_reduce": (x, w, None, "sum", "auto", None),
+    }
+    for name, args in calls.items():
+        op = getattr(torch.ops.interlace, name).default
+        assert torch.Tag.needs_fixed_stride_order in op.tags, name
+        torch.library.opcheck(
+            op, (*args, 1, "0"), test_utils=("test_schema", "test_autograd_registration",
+            "test_faketensor"),
+        )  # fmt: skip

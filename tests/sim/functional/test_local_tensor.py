@@ -199,15 +199,12 @@ class Derived(LocalTensorMode):
     """Torch does not find a rule for it."""
 
 
+@ranks(1, place="sim")
 def test_where_rules_are_not_found() -> None:
     """An op that torch would run once per rank, on a group that is real, refuses."""
-
-    def on_rank() -> None:
-        x = LocalTensor({0: torch.ones(2), 1: torch.ones(2)})
-        with pytest.raises(TypeError, match="once per simulated rank"), Derived(2):
-            torch.ops.interlace.all_reduce(x, "sum", 1, "0")
-
-    interlace.run(on_rank, 1)
+    x = LocalTensor({0: torch.ones(2), 1: torch.ones(2)})
+    with pytest.raises(TypeError, match="once per simulated rank"), Derived(2):
+        torch.ops.interlace.all_reduce(x, "sum", 1, "0")
 
 
 def range_of(size: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import nn
+from ranks import ranks
 from support import failure
 
 HIDDEN, INNER, EXPERTS, TOPK, SHARED = 8, 12, 6, 2, 5
@@ -245,12 +246,10 @@ def test_a_rate_that_is_none_is_refused_by_all_ranks(
         assert text in said and "rank" in said, said
 
 
+@ranks(1, place="sim")
 def test_a_layer_without_a_bias_says_so() -> None:
-    def on_rank() -> None:
-        with pytest.raises(RuntimeError, match="no expert_bias"):
-            made().update_expert_bias()
-
-    interlace.run(on_rank, 1)
+    with pytest.raises(RuntimeError, match="no expert_bias"):
+        made().update_expert_bias()
 
 
 @pytest.mark.parametrize(

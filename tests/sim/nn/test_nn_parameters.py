@@ -15,6 +15,7 @@ from torch import nn
 import interlace
 from interlace import functional, nn as inn
 from interlace.nn.linear import LinearOptions
+from ranks import ranks
 from support import failure
 
 WORLDS = [1, 2, 3, 4]
@@ -388,22 +389,19 @@ def test_asking_for_the_state_of_a_new_optimizer_changes_nothing(make: Any) -> N
     assert torch.equal(plain, asked)
 
 
+@ranks(1, place="sim")
 def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
     """torch takes its first gradient undamped: no tensor that could be there before does that."""
-
-    def case() -> None:
-        layer = inn.LayerNorm(3)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-        with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):
-            inn.sharded_optimizer_state_dict(layer, optimizer)
-        assert not optimizer.state
-        for parameter in layer.parameters():
-            parameter.grad = torch.ones(3)
-        optimizer.step()
-        state = inn.sharded_optimizer_state_dict(layer, optimizer)
-        assert state["weight.momentum_buffer"].tolist() == [1.0] * 3
-
-    interlace.run(case, 1)
+    layer = inn.LayerNorm(3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 .* make a step"):
+        inn.sharded_optimizer_state_dict(layer, optimizer)
+    assert not optimizer.state
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = inn.sharded_optimizer_state_dict(layer, optimizer)
+    assert state["weight.momentum_buffer"].tolist() == [1.0] * 3
 
 
 LAYERS: dict[str, Callable[[], Any]] = {

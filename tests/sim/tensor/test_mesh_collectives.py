@@ -14,6 +14,7 @@ import interlace
 import interlace.tensor as tensor
 from interlace.functional import AsyncTensor
 from multi.tensor.meshes import expected_chunk
+from ranks import ranks
 from support import failure, payload
 
 
@@ -329,16 +330,13 @@ def test_metadata_that_differs(changed: dict[str, Any], shapes_too: bool, text: 
             assert said.endswith("rank 1")
 
 
+@ranks(3, place="sim")
 def test_metadata_within_a_group() -> None:
     """Rank 2, which differs, is in none of the groups that compare."""
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        dtype = torch.int32 if rank == 2 else torch.float32
-        if rank < 2:
-            tensor.check_tensor_meta(torch.ones(2, dtype=dtype), group=[0, 1])
-
-    interlace.run(on_rank, 3)
+    rank = interlace.get_rank()
+    dtype = torch.int32 if rank == 2 else torch.float32
+    if rank < 2:
+        tensor.check_tensor_meta(torch.ones(2, dtype=dtype), group=[0, 1])
 
 
 def test_no_tensor_on_one_rank() -> None:

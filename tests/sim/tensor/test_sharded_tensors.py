@@ -194,13 +194,11 @@ MISUSE: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("good", "bad", "words"), MISUSE, ids=[case[2] for case in MISUSE])
+@ranks(place="sim")
 def test_misuse_on_one_rank_is_raised_on_all(good: Any, bad: Any, words: str) -> None:
-    def on_rank() -> None:
-        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-            (bad if interlace.get_rank() == 1 else good)()
-            interlace.barrier()
-
-    interlace.run(on_rank, 2)
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        (bad if interlace.get_rank() == 1 else good)()
+        interlace.barrier()
 
 
 def test_dtensors_need_a_mesh() -> None:

@@ -22,6 +22,7 @@ from interlace.tensor import (
     scatter_v,
 )
 from interlace.tensor.blocks import chunk_lengths
+from ranks import ranks
 from support import failure, laid_out, noise
 
 Tensor = torch.Tensor
@@ -348,12 +349,10 @@ MISUSE: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("good", "bad", "words"), MISUSE, ids=[case[2] for case in MISUSE])
+@ranks(3, place="sim")
 def test_misuse_on_one_rank_is_raised_on_all(good: Any, bad: Any, words: str) -> None:
-    def on_rank() -> None:
-        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-            bad() if interlace.get_rank() == 1 else good()
-
-    interlace.run(on_rank, 3)
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        bad() if interlace.get_rank() == 1 else good()
 
 
 def test_grad_modes_have_to_agree() -> None:
