@@ -128,9 +128,10 @@ def test_to_and_from_dtensors(tmp_path: Path) -> None:
             from_dtensor(DTensor.from_local(local, mesh, [Replicate(), Partial()]))
 
 
+@pytest.mark.parametrize("place", ["shm", "sim"])
 @ranks(3)
-def test_gradients_through_one_rank() -> None:
-    """Through placeholders where every rank has a process, and torch's engine, of its own."""
+def test_gradients_through_one_rank(place: str) -> None:
+    """Scatter, work on all, gather, work on one, scatter: backward crosses every placeholder."""
     rank = interlace.get_rank()
     source = torch.arange(5.0, dtype=torch.float64).requires_grad_() if rank == 0 else None
     part = scatter_v(source, [1, 0, 4] if rank == 0 else None)

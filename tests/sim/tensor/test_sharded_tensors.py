@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import interlace
 from interlace.tensor import Placeholder, from_local, scatter
-from interlace.tensor.blocks import chunked, from_shapes, shape_of, unlike_chunks
+from interlace.tensor.blocks import chunked, shape_of, unlike_chunks
 from ranks import ranks
 from support import failure, noise
 
@@ -117,19 +117,6 @@ def test_sizes_that_are_known_or_found() -> None:
 
 
 # -- where parts lie -----------------------------------------------------------------------------------
-
-
-def test_uneven_parts_over_a_mesh_of_two_dims() -> None:
-    """Rows of lengths 2 and 3, columns of 1 and 4; then rows cut twice, by lengths that differ."""
-    placements = (Shard(0), Shard(1))
-    sharding = from_shapes((2, 2), placements, [(2, 1), (2, 4), (3, 1), (3, 4)])
-    assert sharding.shape == (5, 5) and sharding.blocks[3] == ((2, 3), (1, 4))
-    assert sharding.sizes(2) == {0: (2, 3), 1: (1, 4)}
-    twice = from_shapes((2, 2), (Shard(0), Shard(0)), [(1,), (4,), (0,), (2,)])
-    assert twice.shape == (7,) and [b[0][0] for b in twice.blocks] == [0, 1, 5, 5]
-    assert twice.sizes(0) == {0: (5, 2), 1: (1, 4)} and twice.sizes(3) == {0: (5, 2), 1: (0, 2)}
-    copied = from_shapes((2, 2), (Replicate(), Shard(0)), [(1,), (4,), (1,), (4,)])
-    assert copied.replicas_of(2) == (2, 3) and copied.sizes(3) == {1: (1, 4)}
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 7), (0, 4), (8, 8)])
