@@ -260,7 +260,7 @@ def compare_all(names: Iterable[str] = tuple(CASES)) -> None:
         compare(name, CASES[name])
 
 
-@pytest.mark.parametrize("world_size", few([1, 2, 3, 4], 3))
+@pytest.mark.parametrize("world_size", few([1, 2, 3, 4], 2))
 @ranks()
 def test_layers(world_size: int) -> None:
     compare_all()
