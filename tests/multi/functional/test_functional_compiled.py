@@ -17,7 +17,7 @@ from interlace.functional import AsyncTensor, wait
 from multi.functional.op_cases import TABLE, Case, close_gradients, compare, expected, flat
 from ranks import ranks
 from support import compiled_anew
-from tiers import few, thorough
+from tiers import thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 Tensor = torch.Tensor
@@ -66,19 +66,6 @@ def check_in_one_graph(cases: list[Case], *, explicit: bool, backend: str = "aot
 
 
 ONE_OF_EACH_OP = list({case.op: case for case in reversed(TABLE)}.values())
-ONE_OF_EACH_KIND = (
-    "all_reduce, reduce_op=sum",
-    "reduce_scatter, reduce_op=min, scatter_dim=1",
-    "all_to_all",
-    "all_gather_matmul, gather_dim=0",
-    "matmul_reduce_scatter, reduce_op=avg, scatter_dim=1, gather_normed=True, uneven",
-)
-
-
-@ranks()
-def test_one_op_of_each_kind_in_one_graph() -> None:
-    cases = {case.name: case for case in TABLE}
-    check_in_one_graph([cases[name] for name in ONE_OF_EACH_KIND], explicit=True)
 
 
 @thorough
@@ -97,19 +84,11 @@ def test_every_op_in_one_graph_of_inductor() -> None:
             compare(case, "inductor")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    few(
-        ["all_reduce, reduce_op=avg", "matmul_reduce_scatter, reduce_op=avg", "dim=1, return_gath"],
-        "dim=1, return_gath",
-    ),
-)
+@thorough
 @ranks()
-def test_results_that_leave_a_graph_unwaited(kind: str) -> None:
+def test_results_that_leave_a_graph_unwaited() -> None:
     """With gradients through them."""
-    cases = [case for case in TABLE if kind in case.name]
-    assert cases
-    for case in cases:
+    for case in ONE_OF_EACH_OP:
         compare(case, "aot_eager")
 
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import interlace.compile
 import interlace.tensor as styles
 from interlace.tensor import shared_gathers
-from multi.tensor.beside_torch import INNER, SEQUENCE, WIDTH, both, sequence, shape_of
-from multi.tensor.meshes import on_meshes
+from multi.tensor.meshes import INNER, SEQUENCE, WIDTH, both, on_meshes, sequence, shape_of
 from tiers import thorough
 
 

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import interlace.tensor as styles
-from multi.tensor.beside_torch import (
+from multi.tensor.meshes import (
     INNER,
     SEQUENCE,
     WIDTH,
     Plan,
     both,
     model,
+    on_meshes,
     sequence,
     shape_of,
     whole,
 )
-from multi.tensor.meshes import on_meshes
 
 
 def feed_forward(mesh: DeviceMesh, kind: Any) -> nn.Module:

@@ -11,11 +11,6 @@ from torch._library.simple_registry import singleton
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import interlace
 from interlace import functional as F
@@ -300,32 +295,3 @@ def test_dtensor() -> None:
     halves = expected.chunk(2)
     for rank, part in reduced._local_tensors.items():
         torch.testing.assert_close(part, (halves[0] + halves[1]).chunk(2)[rank // 2])
-
-
-@pytest.mark.usefixtures("fake_world")
-def test_parallel_mlp() -> None:
-    """Tensor parallelism of torch around a layer of ours, with gradients."""
-
-    class Scaled(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # every rank has all of x, so the average over ranks changes nothing
-            mean: torch.Tensor = F.all_reduce(x, "avg", group=(mesh, "tp")) * 2
-            return mean
-
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
-    x = own_numbers(9)[:5]
-    reference = layers(x) * 2
-    reference.sum().backward()
-    wanted = layers[0].weight.grad
-    assert wanted is not None
-    layers.zero_grad()
-    with LocalTensorMode(RANKS):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        model = torch.nn.Sequential(parallelize_module(layers, mesh, plan), Scaled())
-        y = model(local(lambda rank: x))
-        y.sum().backward()
-        grad = layers[0].weight.grad.full_tensor()
-    torch.testing.assert_close(y.reconcile(), reference)
-    torch.testing.assert_close(grad.reconcile(), wanted)

@@ -120,50 +120,50 @@ def test_copies_share_the_group_and_pickles_are_refused() -> None:
     check_same(inn.full_state_dict(other), unsharded().state_dict())
 
 
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: inn.ColumnParallelLinear(4, 6), "out_features must be a positive multiple of the"),
-        (lambda: inn.RowParallelLinear(6, 4), "in_features must be a positive multiple of the"),
-        (lambda: inn.SequenceParallelMLP(4, 6), "intermediate_size must be a positive multiple of"),
-        (lambda: inn.SequenceParallelMLP(4, 8, "tanh"), "activation must be None or one of"),
-        (lambda: inn.QKVParallelLinear(8, 6), "num_heads must be a positive multiple of the"),
-        (lambda: inn.QKVParallelLinear(24, 12, 3), "num_kv_heads must be a multiple or a divisor"),
-        (lambda: inn.QKVParallelLinear(8, 8, 3), "num_kv_heads must divide num_heads 8, got 3"),
-        (lambda: inn.QKVParallelLinear(9, 8), "hidden_size 9 is not a multiple of num_heads 8"),
-        (lambda: inn.VocabParallelEmbedding(4, 2, 4), "padding_idx must be within -4..3, got 4"),
-        (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),
-        (
-            lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2, 5)),
-            "input must have 4 features, hidden_size, got shape (2, 5)",
-        ),
-        (
-            lambda: inn.ColumnParallelLinear(4, 8)(torch.ones(2, 5)),
-            "input must have 4 features, in_features, got shape (2, 5)",
-        ),
-        (
-            lambda: inn.RowParallelLinear(8, 4)(torch.ones(4, 8)),
-            "input must have 2 features, in_features 8 over 4 ranks, got shape (4, 8)",
-        ),
-        (
-            lambda: inn.QKVParallelLinear(8, 4)(torch.ones(4, 1, 7)),
-            "input must have 8 features, hidden_size, got shape (4, 1, 7)",
-        ),
-        (lambda: inn.SequenceParallelMLP(-32, 8), "hidden_size must be positive, got -32"),
-        (lambda: inn.SequenceParallelMLP("32", 8), "hidden_size must be an int, got str"),
-        (lambda: inn.ColumnParallelLinear(0, 8), "in_features must be positive, got 0"),
-        (lambda: inn.QKVParallelLinear(8, 8, 0), "num_kv_heads must be positive, got 0"),
-        (lambda: inn.VocabParallelEmbedding(4, 0), "embedding_dim must be positive, got 0"),
-        (
-            lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2 + interlace.get_rank(), 4)),
-            "input must be equally long on all ranks along dimension 0, lengths by rank are [2, 3, 4, 5]",
-        ),
-        (
-            lambda: inn.RowParallelLinear(8, 2, bias=False)(torch.ones(3, 2)),
-            "dimension 0 of input has length 3, which the group's size 4 does not divide",
-        ),
-    ],
-)
+SIZES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: inn.ColumnParallelLinear(4, 6), "out_features must be a positive multiple of the"),
+    (lambda: inn.RowParallelLinear(6, 4), "in_features must be a positive multiple of the"),
+    (lambda: inn.SequenceParallelMLP(4, 6), "intermediate_size must be a positive multiple of"),
+    (lambda: inn.SequenceParallelMLP(4, 8, "tanh"), "activation must be None or one of"),
+    (lambda: inn.QKVParallelLinear(8, 6), "num_heads must be a positive multiple of the"),
+    (lambda: inn.QKVParallelLinear(24, 12, 3), "num_kv_heads must be a multiple or a divisor"),
+    (lambda: inn.QKVParallelLinear(8, 8, 3), "num_kv_heads must divide num_heads 8, got 3"),
+    (lambda: inn.QKVParallelLinear(9, 8), "hidden_size 9 is not a multiple of num_heads 8"),
+    (lambda: inn.VocabParallelEmbedding(4, 2, 4), "padding_idx must be within -4..3, got 4"),
+    (lambda: inn.ColumnParallelLinear(4, 8.0), "out_features must be an int, got float"),  # type: ignore[arg-type]
+    (lambda: inn.SequenceParallelMLP(-32, 8), "hidden_size must be positive, got -32"),
+    (lambda: inn.SequenceParallelMLP("32", 8), "hidden_size must be an int, got str"),  # type: ignore[arg-type]
+    (lambda: inn.ColumnParallelLinear(0, 8), "in_features must be positive, got 0"),
+    (lambda: inn.QKVParallelLinear(8, 8, 0), "num_kv_heads must be positive, got 0"),
+    (lambda: inn.VocabParallelEmbedding(4, 0), "embedding_dim must be positive, got 0"),
+    (
+        lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2, 5)),
+        "input must have 4 features, hidden_size, got shape (2, 5)",
+    ),
+    (
+        lambda: inn.ColumnParallelLinear(4, 8)(torch.ones(2, 5)),
+        "input must have 4 features, in_features, got shape (2, 5)",
+    ),
+    (
+        lambda: inn.RowParallelLinear(8, 4)(torch.ones(4, 8)),
+        "input must have 2 features, in_features 8 over 4 ranks, got shape (4, 8)",
+    ),
+    (
+        lambda: inn.QKVParallelLinear(8, 4)(torch.ones(4, 1, 7)),
+        "input must have 8 features, hidden_size, got shape (4, 1, 7)",
+    ),
+    (
+        lambda: inn.SequenceParallelMLP(4, 8)(torch.ones(2 + interlace.get_rank(), 4)),
+        "input must be equally long on all ranks along dimension 0, lengths by rank are [2, 3, 4, 5]",
+    ),
+    (
+        lambda: inn.RowParallelLinear(8, 2, bias=False)(torch.ones(3, 2)),
+        "dimension 0 of input has length 3, which the group's size 4 does not divide",
+    ),
+]
+
+
+@pytest.mark.parametrize("make, text", SIZES)
 def test_sizes_that_do_not_fit(make: Callable[[], Any], text: str) -> None:
     error = failure(make, 4)
     assert isinstance(error, (ValueError, TypeError)) and text in str(error)
@@ -402,3 +402,13 @@ def test_linear_layers_show_what_they_take_and_take_nothing_else(kind: Any, othe
             kind(*sizes, **{other: None})
 
     interlace.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@ranks(place="sim")
+def test_a_scalar_is_summed_over_a_group_and_its_gradient_is_not(world_size: int) -> None:
+    rank, weight = interlace.get_rank(), torch.tensor(2.0, requires_grad=True)
+    total = inn.reduce_from_group(weight * (rank + 1))
+    total.backward()
+    assert weight.grad is not None and weight.grad.item() == rank + 1.0
+    assert total.item() == 2.0 * sum(range(1, world_size + 1))
