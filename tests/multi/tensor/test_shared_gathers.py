@@ -61,8 +61,11 @@ def attention_plan(kind: Any, prepare: Any = None, local: bool = True) -> dict[s
     }
 
 
-def gathering(kind: Any, **options: Any) -> Any:
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+SHARD, WHOLE = Shard(1), Replicate()
+
+
+def gathering(kind: Any, given: Any = SHARD, desired: Any = WHOLE, **options: Any) -> Any:
+    layouts = {"input_layouts": given, "desired_input_layouts": desired}
     return kind.PrepareModuleInput(**layouts, **options)
 
 
@@ -107,7 +110,7 @@ def test_one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
 
 @on_meshes
 def test_a_gathered_input_lives_no_longer_than_the_input(mesh: DeviceMesh) -> None:
-    """A gathered input lives no longer than the input, though nobody calls backward."""
+    """Though nobody calls backward."""
     plan = attention_plan(styles, gathering(styles))
     module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
     found = []
@@ -291,32 +294,23 @@ def test_hooks_on_a_prepared_input(mesh: DeviceMesh) -> None:
 @on_meshes
 def test_prepared_in_torchs_way(mesh: DeviceMesh) -> None:
     """Where a PrepareModuleInput leaves no gather to linears, explain says why."""
-    for make, reason in (
-        (lambda k: gathering(k, use_local_output=True), "the module gets no DTensor"),
+    column = styles.ColwiseParallel()
+    for prepare, linears, reason in (
+        (gathering(styles, use_local_output=True), {"attention.wq": column}, "gets no DTensor"),
         (
-            lambda k: k.PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=Shard(1)
-            ),
+            gathering(styles, WHOLE, SHARD), {"attention.wq": column},
             "from replicated to Shard(1), no gather of a sequence",
         ),
-        (
-            lambda k: k.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
-            "no layout changes",
-        ),
-    ):
-        module = torch_styles.parallelize_module(
-            NormedBlock(),
-            mesh,
-            {"attention": make(styles), "attention.wq": styles.ColwiseParallel()},
-        )
+        (gathering(styles, SHARD, SHARD), {"attention.wq": column}, "no layout changes"),
+        (gathering(styles), {}, "no linear inside has"),
+    ):  # fmt: skip
+        plan = {"attention": prepare, **linears}
+        module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
         module.attention.forward = lambda x: x
         module(sequence(1)())
         said = styles.explain(module)["attention"]
-        assert said.startswith("torch's PrepareModuleInput") and reason in said, said
-    module = torch_styles.parallelize_module(NormedBlock(), mesh, {"attention": gathering(styles)})
-    module.attention.forward = lambda x: x
-    module(sequence(1)())
-    assert "no linear inside has" in styles.explain(module)["attention"]
+        assert said.startswith("torch's PrepareModuleInput") or not linears
+        assert reason in said, said
     # torch's own PrepareModuleInput beside linears of interlace
     plan = attention_plan(styles, gathering(torch_styles))
     module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)

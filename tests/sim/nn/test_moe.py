@@ -126,77 +126,65 @@ def test_fused() -> None:
 
 
 def test_state_and_draws_are_those_of_any_number_of_ranks() -> None:
-    def whole(ranks: int) -> Any:
-        def on_rank() -> Any:
-            layer = made(shared_size=SHARED)
-            state, after = nn.full_state_dict(layer), torch.rand(1)
-            state = {name: each.clone() for name, each in state.items()}
-            layer.load_state_dict({name: each + 1 for name, each in state.items()})
-            again = nn.full_state_dict(layer)
-            assert all(torch.equal(again[name], state[name] + 1) for name in state)
-            return {**state, "drawn next": after}
+    def on_rank() -> dict[str, torch.Tensor]:
+        layer, after = made(shared_size=SHARED), torch.rand(1)
+        state = {name: each.clone() for name, each in nn.full_state_dict(layer).items()}
+        layer.load_state_dict({name: each + 1 for name, each in state.items()})
+        again = nn.full_state_dict(layer)
+        assert all(torch.equal(again[name], state[name] + 1) for name in state)
+        return {**state, "drawn next": after}
 
-        return interlace.run(on_rank, ranks)[0]
-
-    one, three = whole(1), whole(3)
+    one, three = (interlace.run(on_rank, count)[0] for count in (1, 3))
     assert one.keys() == three.keys() and one["up"].shape == (EXPERTS, INNER, HIDDEN)
     assert all(torch.equal(one[name], three[name]) for name in one)
 
 
+@ranks(3, place="sim")
 def test_load_balance() -> None:
-    def on_rank() -> Any:
-        layer = made()
-        with pytest.raises(RuntimeError, match="no forward"):
-            layer.load_balance()
-        layer(tokens(interlace.get_rank()))
-        counts, loss = layer.load_balance()
-        loss.backward()
-        assert layer.router.grad is not None
-        copy.deepcopy(layer)  # as FSDP's users do
-        return counts.tolist(), loss.item(), nn.full_state_dict(layer)["router"]
-
-    results = interlace.run(on_rank, 3)
-    router = results[0][2].float()
+    layer = made()
+    with pytest.raises(RuntimeError, match="no forward"):
+        layer.load_balance()
+    layer(tokens(interlace.get_rank()))
+    counts, loss = layer.load_balance()
+    loss.backward()
+    assert layer.router.grad is not None
+    copy.deepcopy(layer)  # as FSDP's users do
+    router = nn.full_state_dict(layer)["router"].float()
     scores = (torch.cat([tokens(r) for r in range(3)]).float() @ router.t()).softmax(-1)
-    chosen = scores.topk(TOPK)[1].flatten()
-    counts = torch.bincount(chosen, minlength=EXPERTS)
-    assert [each[0] for each in results] == [counts.tolist()] * 3
-    loss = EXPERTS * (counts / counts.sum() * scores.mean(0)).sum()
-    assert sum(each[1] for each in results) == pytest.approx(loss.item(), rel=1e-6)
+    expected = torch.bincount(scores.topk(TOPK)[1].flatten(), minlength=EXPERTS)
+    assert torch.equal(counts, expected)
+    total = loss.detach().clone()
+    interlace.all_reduce(total)
+    whole = EXPERTS * (counts / counts.sum() * scores.mean(0)).sum()
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
+@ranks(3, place="sim")
 def test_a_bias_evens_experts_out() -> None:
     """Its steps are alike on all ranks, though tokens differ; a cast leaves it as it is."""
-
-    def on_rank() -> Any:
-        layer, rank = made(expert_bias=True), interlace.get_rank()
-        x = tokens(rank) + 0.5
-        layer.eval()(x)
-        assert not layer._chosen.any(), "counted without training"
-        layer.train()
-        for _ in range(2):
-            layer(x)  # accumulated
-        counts = layer.load_balance().tokens_per_expert
-        layer.update_expert_bias(0.25)
-        first = layer.expert_bias.clone()
-        unevenness = []
-        for _ in range(20):
-            layer(x)
-            unevenness.append(
-                int((layer.load_balance().tokens_per_expert - counts.sum() / EXPERTS).abs().sum())
-            )
-            layer.update_expert_bias(0.05)
-        assert layer.to(torch.bfloat16).expert_bias.dtype is torch.float32
-        whole = nn.full_state_dict(layer)
-        assert "_chosen" not in whole
-        return counts.tolist(), first.tolist(), unevenness, whole["expert_bias"].tolist()
-
-    results = interlace.run(on_rank, 3)
-    counts, first, unevenness, _ = results[0]
-    steps = [0.25 * ((sum(counts) > EXPERTS * n) - (sum(counts) < EXPERTS * n)) for n in counts]
-    assert first == pytest.approx([step - sum(steps) / EXPERTS for step in steps])
-    assert all(each == results[0] for each in results)
+    layer, x = made(expert_bias=True), tokens(interlace.get_rank()) + 0.5
+    layer.eval()(x)
+    assert not layer._chosen.any(), "counted without training"
+    layer.train()
+    for _ in range(2):
+        layer(x)  # accumulated
+    counts = layer.load_balance().tokens_per_expert
+    mean = counts.sum() / EXPERTS
+    layer.update_expert_bias(0.25)
+    steps = 0.25 * (mean - counts).sign()
+    torch.testing.assert_close(layer.expert_bias, steps - steps.mean())
+    unevenness = []
+    for _ in range(20):
+        layer(x)
+        unevenness.append(float((layer.load_balance().tokens_per_expert - mean).abs().sum()))
+        layer.update_expert_bias(0.05)
     assert min(unevenness) < unevenness[0] / 2
+    assert layer.to(torch.bfloat16).expert_bias.dtype is torch.float32
+    whole = nn.full_state_dict(layer)
+    assert "_chosen" not in whole
+    every: list[Any] = [None] * 3
+    interlace.all_gather_object(every, [counts, unevenness, whole["expert_bias"].tolist()])
+    assert all(each[1:] == every[0][1:] and torch.equal(each[0], counts) for each in every)
 
 
 @ranks(1, place="sim")
