@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace
@@ -124,8 +120,7 @@ def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]),
+    "options", few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}])
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
     """Of a tensor that changes afterwards, and of one that the caller may change."""

@@ -36,8 +36,7 @@ def here() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(  # of two ranks every permutation is its own inverse
-    ("place", "world_size"),
-    few([("sim", 3), ("sim", 2), ("shm", 3), ("shm", 2)], ("sim", 3)),
+    ("place", "world_size"), few([("sim", 3), ("sim", 2), ("shm", 3), ("shm", 2)], ("sim", 3))
 )
 @ranks()
 def test_values_and_gradients_of_every_op(place: str, world_size: int) -> None:

@@ -21,10 +21,7 @@ from multi.process_group.backend_ranks import world
 from ranks import ranks
 from tiers import few
 
-FEW = few(
-    [("interlace", 2), ("gloo", 2), ("interlace", 4), ("gloo", 4)],
-    ("interlace", 2),
-)
+FEW = few([("interlace", 2), ("gloo", 2), ("interlace", 4), ("gloo", 4)], ("interlace", 2))
 
 
 def on_meshes(body: Callable[..., None]) -> Callable[..., Any]:
@@ -67,10 +64,7 @@ def shape_of(dim: int) -> tuple[int, ...]:
 
 
 def both(
-    mesh: DeviceMesh,
-    make: Callable[[], nn.Module],
-    plan: Plan,
-    inputs: Callable[[], Any],
+    mesh: DeviceMesh, make: Callable[[], nn.Module], plan: Plan, inputs: Callable[[], Any]
 ) -> tuple[nn.Module, dict[str, str]]:
     """Run ``make()`` under torch's styles and under interlace's, and compare everything."""
     seen = []

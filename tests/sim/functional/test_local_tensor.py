@@ -17,7 +17,6 @@ from interlace import functional as F
 from interlace.ops import local_tensor
 from multi.functional.op_cases import TABLE, flat, reference
 from ranks import ranks
-from support import SCALES_BY_ROW
 
 RANKS = 4
 PAIRS = [[0, 2], [1, 3]]
@@ -66,7 +65,6 @@ def test_outputs_and_gradients_of_all_ranks(name: str, inside: bool) -> None:
 
 WEIGHT, BIAS = (torch.linspace(-2.0, 3.0, 48).view(6, 8) / 4, torch.linspace(-1.0, 1.0, 8))
 SAME = torch.linspace(-1.0, 2.0, 48).view(8, 6)  # on all ranks
-FP8 = torch.float8_e4m3fn
 
 
 def own_numbers(rank: int) -> torch.Tensor:
@@ -80,17 +78,12 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(y)  # type: ignore[no-any-return]
 
 
-def by_row(x: torch.Tensor) -> torch.Tensor:
-    return x[:, :1].abs()
-
-
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "premul_sum": lambda x: F.all_reduce(x, dist._make_nccl_premul_sum(0.5)),
     "halves": lambda x: F.all_reduce(x.bfloat16(), "avg"),
     "bits": lambda x: F.all_reduce(x.int(), "bxor"),
     "out": lambda x: F.all_reduce(x, "max", out=torch.zeros_like(x)),
     "broadcast_": in_place,
-    "rank": lambda x: torch.ops.interlace.rank(x, 2, "ranks:0,2|1,3"),
     "tagged pairs": lambda x: F.all_reduce(x, group=PAIRS, tag="fast"),
     # results of ops, not waited for, go into ops; of two kinds of groups
     "chain": lambda x: F.all_gather(
@@ -105,14 +98,6 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
         x, residual=SAME, norm=interlace.RMSNorm(WEIGHT[:, 0]), group=PAIRS
     ),
 }
-if SCALES_BY_ROW:
-    HALF, BY_COLUMN = torch.tensor(0.5), torch.arange(1.0, 9.0).view(1, 8)
-    SPECIAL["all_gather_scaled_matmul"] = lambda x: F.all_gather_scaled_matmul(
-        x.to(FP8), [WEIGHT.to(FP8)] * 2, by_row(x), [BY_COLUMN, HALF]
-    )
-    SPECIAL["scaled_matmul_reduce_scatter"] = lambda x: F.scaled_matmul_reduce_scatter(
-        x.to(FP8), WEIGHT.to(FP8), by_row(x), HALF, "avg", 1, bias=BIAS
-    )
 
 
 def special() -> dict[str, list[torch.Tensor]]:
@@ -168,7 +153,7 @@ def test_what_is_no_answer_is_an_error() -> None:
     plain = torch.ones(4)
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "rank 1 is not a member", lambda: F.all_reduce(x, group=[0, 2])),
-        (ValueError, "only .0, 1, 2, 3. are simulated", lambda: F.all_reduce(x, group=range_of(8))),
+        (ValueError, "only .0, 1, 2, 3. are simulated", lambda: F.all_reduce(x, group=[*range(8)])),
         (ValueError, "give the ranks", lambda: F.all_reduce(x, group=interlace.GroupSpec("tp", 2))),
         (ValueError, "shape of input differs", lambda: F.all_reduce(uneven)),
         (TypeError, "plain tensors only", lambda: F.all_reduce(plain)),
@@ -200,10 +185,6 @@ def test_where_rules_are_not_found() -> None:
     x = LocalTensor({0: torch.ones(2), 1: torch.ones(2)})
     with pytest.raises(TypeError, match="once per simulated rank"), Derived(2):
         torch.ops.interlace.all_reduce(x, "sum", 1, "0")
-
-
-def range_of(size: int) -> list[int]:
-    return list(range(size))
 
 
 def test_names_can_be_defined() -> None:

@@ -14,13 +14,7 @@ from cases.support_table import MOVED_DTYPES
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.errors import InterlaceError, RankError
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
-from interlace.tensor import (
-    Placeholder,
-    all_gather_v,
-    gather_v,
-    indexed_all_to_all_v,
-    scatter_v,
-)
+from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
 from interlace.tensor.blocks import chunk_lengths
 from ranks import ranks
 from support import failure, laid_out, noise
