@@ -25,7 +25,7 @@ from multi.process_group.backend_ranks import world
 from ranks import ranks
 from tiers import few, thorough
 
-in_both_places = pytest.mark.parametrize("place", ["shm", "sim"])
+in_both_places = pytest.mark.parametrize("place", few(["shm", "sim"], "shm"))
 
 
 def here() -> tuple[int, int]:
@@ -362,7 +362,7 @@ def test_async_tensors_in_torch_distributed(tmp_path: Path, backend: str) -> Non
 def test_waits_in_any_order_and_none() -> None:
     first, second, third = started(1.0), started(2.0), started(3.0)
     assert [third[0, 0], first[0, 0], second[0, 0]] == [9.0, 3.0, 6.0]
-    for _ in range(1000):
+    for _ in range(200):
         started()
     kept = [started(float(i)) for i in range(100)]
     assert sum(float(each[0, 0]) for each in reversed(kept)) == 3.0 * sum(range(100))
@@ -381,7 +381,7 @@ def test_results_leave_nothing_in_torchs_registry(compiled: bool) -> None:
     if compiled:
         call = torch.compile(one_of_several, backend="aot_eager", fullgraph=True)
     before = torch._C._distributed_c10d._get_work_registry_size()
-    for _ in range(20):
+    for _ in range(5):
         started()
         call(x)
         wait(functional.all_gather_matmul(x, w))  # whose gathered input is kept, too

@@ -19,7 +19,7 @@ import interlace.compile
 import interlace.tensor as styles
 from interlace.tensor import shared_gathers
 from multi.tensor.meshes import INNER, SEQUENCE, WIDTH, both, on_meshes, sequence, shape_of
-from tiers import thorough
+from tiers import few, thorough
 
 
 class AttentionReading(nn.Module):
@@ -80,8 +80,10 @@ def counted() -> Any:
     return unittest.mock.patch.object(styles.styles, "all_gather_matmul", side_effect=real)
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize(
+    ("prepared", "local"),
+    few([(True, True), (False, True), (True, False), (False, False)], (True, True), (False, False)),
+)
 @on_meshes
 def test_one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
     """One for q, k and v in each forward, and in a recomputation one again; without a gradient, too."""

@@ -27,6 +27,7 @@ from multi.tensor.meshes import (
     shape_of,
     whole,
 )
+from tiers import few
 
 
 def feed_forward(mesh: DeviceMesh, kind: Any) -> nn.Module:
@@ -39,14 +40,18 @@ def feed_forward(mesh: DeviceMesh, kind: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("dim", "bias", "scattered", "local"),
-    [
+    few(
+        [
+            (0, True, True, True),
+            (0, False, False, True),
+            (1, True, True, False),
+            (1, True, False, False),
+            (1, False, True, True),
+            (1, True, False, True),
+        ],
         (0, True, True, True),
-        (0, False, False, True),
-        (1, True, True, False),
         (1, True, False, False),
-        (1, False, True, True),
-        (1, True, False, True),
-    ],
+    ),
 )
 @on_meshes
 def test_feed_forward(mesh: DeviceMesh, dim: int, bias: bool, scattered: bool, local: bool) -> None:
@@ -193,14 +198,15 @@ def test_steps_of_an_optimizer(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "forms",
+    few([["module", "copy", "checkpointed"], ["compiled"]], ["module", "copy", "checkpointed"]),
+)
 @on_meshes
-def test_other_forms_of_a_module(mesh: DeviceMesh) -> None:
+def test_other_forms_of_a_module(mesh: DeviceMesh, forms: list[str]) -> None:
     """A copy, under activation checkpointing, and compiled as one graph."""
     x, found = sequence(1)(), []
-    for kind, form in (
-        (torch_styles, "module"),
-        *((styles, form) for form in ("module", "copy", "checkpointed", "compiled")),
-    ):
+    for kind, form in ((torch_styles, "module"), *((styles, form) for form in forms)):
         module = feed_forward(mesh, kind)
         module = copy.deepcopy(module) if form == "copy" else module
         call: Any = module
