@@ -39,13 +39,12 @@ class ShardedModel(nn.Module):
 class UnshardedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        width = WIDTH // HEADS
-        qkv = {"q": nn.Linear(WIDTH, HEADS * width), "k": nn.Linear(WIDTH, KV * width)}
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        sizes = {"q": WIDTH, "k": KV * WIDTH // HEADS, "v": KV * WIDTH // HEADS}
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)  # drawn in this order
         self.first = nn.LayerNorm(WIDTH)
-        self.attention = nn.ModuleDict({**qkv, "v": nn.Linear(WIDTH, KV * width)})
+        self.attention = nn.ModuleDict({name: nn.Linear(WIDTH, n) for name, n in sizes.items()})
         self.projection = nn.Linear(WIDTH, WIDTH)
-        up = {"gate": nn.Linear(WIDTH, 16), "up": nn.Linear(WIDTH, 16)}
+        up = {name: nn.Linear(WIDTH, 16) for name in ("gate", "up")}
         self.mlp = nn.ModuleDict({**up, "down": nn.Linear(16, WIDTH)})
         self.last = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 2)
