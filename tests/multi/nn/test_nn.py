@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import interlace
+from cases import linear_cases
 from interlace import nn as inn
 from ranks import ranks
 from tiers import few
@@ -371,3 +372,13 @@ def test_weight_that_is_embedding_and_head(world_size: int) -> None:
     sharding = embedding.weight.sharding
     close(embedding.weight.grad, sharding.local(whole.weight.grad), "gradient")
     close(sharding.full(embedding.weight.grad), whole.weight.grad, "gathered gradient")
+
+
+@ranks()
+def test_linear_functions() -> None:
+    """Where torch runs every rank's backward by itself."""
+    for sequence_parallel in (True, False):
+        linear_cases.column_case(torch.float32, 3, 1, 3, True, sequence_parallel)
+        linear_cases.row_case(torch.float32, 3, 1, True, sequence_parallel)
+    linear_cases.autocast()
+    linear_cases.side_by_side()
