@@ -1,175 +1,43 @@
-"""The fusion pass: what it finds and leaves, that results stay, and what ``explain`` says."""
+"""The fusion pass without ranks: what ``explain`` says, who decides, and programs that were exported."""
 
+import dataclasses
 import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace
 import interlace.compile
 from interlace import functional
-from multi.functional import compile_norms, compile_ranks, compile_vllm
-from multi.functional.compile_ranks import GATHER, PATTERNS, SCATTER
-from tiers import few, thorough
-
-TOLERANCE = 1e-4
-
-
-def on_ranks(function: Any, world_size: int, tmp_path: Path, *args: Any) -> list[Any]:
-    path = str(tmp_path / "store")
-    return interlace.run(function, world_size, path, *args, place="shm")
-
-
-@pytest.mark.parametrize(
-    ("codegen", "world_size", "blocks"),
-    # the pass is over before code is generated, so not every one with every number of ranks
-    few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
+from interlace.compile import (
+    CPU,
+    GPU,
+    Collective,
+    FusionPass,
+    Machine,
+    Pattern,
+    Prediction,
+    Report,
+    call,
+    explain,
+    fuse,
+    predict,
 )
-def test_transformer_fuses_4_of_4_per_block(
-    tmp_path: Path, codegen: str, world_size: int, blocks: int
-) -> None:
-    for result in on_ranks(compile_ranks.transformer, world_size, tmp_path, blocks, codegen):
-        assert result["worst"] < TOLERANCE
-        forward, backward = result["reports"]
-        norm = f"{SCATTER}_norm"
-        pairs = [(GATHER, 3, ""), (norm, 1, ""), (GATHER, 1, ""), (norm, 1, "")] * blocks
-        pairs[-1] = (SCATTER, 1, "")  # no norm comes behind the last one
-        assert forward == ("forward", pairs)
-        pairs = [(GATHER, 1, ""), (SCATTER, 1, ""), (GATHER, 1, ""), (SCATTER, 3, "")]
-        assert backward == ("backward", pairs * blocks)
-
-
-def check_patterns(tmp_path: Path, world_size: int, names: list[str], codegen: str) -> Any:
-    every = on_ranks(compile_ranks.patterns, world_size, tmp_path, names, codegen)
-    for results in every:
-        for name, (became, worst, alike, said, code) in results.items():
-            assert became == PATTERNS[name][1], (name, said)
-            assert worst < TOLERANCE, name
-            assert alike, name
-            if became[0][0].endswith("_norm") and name != "normed, statistics kept":
-                assert "rsqrt" not in code, "a norm is computed again"
-    return every[0]
-
-
-@thorough
-@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
-def test_norms_whose_statistics_a_backward_reads(tmp_path: Path, codegen: str) -> None:
-    for found in on_ranks(compile_norms.trained, 2, tmp_path, codegen):
-        for name, (_, _, ops) in compile_norms.TRAINED.items():
-            became, worst = found[name]
-            assert became == ops, name
-            assert worst < TOLERANCE, name
-
-
-@thorough
-@pytest.mark.parametrize("version_2", [False, True])
-def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
-    """``version_2``: of how torch makes ops functional that change their arguments."""
-    for found in on_ranks(compile_vllm.calls, 2, tmp_path, version_2):
-        for name, (_, expected) in compile_vllm.CALLS.items():
-            became, worst, left = found[name]
-            assert became == expected, name
-            assert worst <= 1, name
-            # of its ops there are those that no op of ours does
-            assert left == {"read by others": 1}.get(name, 0), name
-
-
-@thorough
-def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
-    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
-    for ops, worst in on_ranks(compile_vllm.floats_that_are_inputs, 2, tmp_path):
-        assert ops == [["matmul_all_reduce_norm"]] * 3
-        assert worst <= 1
-
-
-LIKE_OTHERS = (
-    "addmm", "3-D, dim 0", "4-D, dim 2", "batch gathered, reshaped", "scaled", "interlace gather",
-    "scatter avg", "scatter last dim", "interlace scatter", "all_reduce with bias",
-    "interlace all_reduce", "legacy", "legacy all_reduce",
-)  # fmt: skip
-
-
-@thorough
-def test_patterns_like_others(tmp_path: Path) -> None:
-    check_patterns(tmp_path, 2, list(LIKE_OTHERS), "aot_eager")
-
-
-@thorough
-def test_patterns(tmp_path: Path) -> None:
-    names = [name for name in PATTERNS if name not in LIKE_OTHERS]
-    results = check_patterns(tmp_path, 2, names, "aot_eager")
-    for name, reason in (
-        ("batch gathered", "the batch is what is gathered"),
-        ("scatter max", "reduce op 'max'"),
-        ("product kept", "read by others too"),
-        ("gather alone", "no matmul reads"),
-        ("gathered weight", "the gathered tensor is the weight"),
-        ("weight from the gathered", "its weight comes from the gathered"),
-        ("normed, reduced kept", "left out a norm: what is reduced is read by others"),
-    ):
-        assert reason in results[name][3][0]
-
-
-@thorough
-def test_patterns_on_4_ranks(tmp_path: Path) -> None:
-    names = [
-        "3-D, dim 1",
-        "last dim",
-        "scatter dim 1",
-        "scatter with bias",
-        "scaled by row",
-        "legacy",
-    ]
-    check_patterns(tmp_path, 4, [name for name in names if name in PATTERNS], "aot_eager")
-
-
-@thorough
-def test_patterns_through_inductor(tmp_path: Path) -> None:
-    names = [
-        "3-D, dim 1",
-        "linear with bias, dim 1",
-        "three readers",
-        "scatter dim 1",
-        "waits later",
-    ]
-    check_patterns(tmp_path, 2, names, "inductor")
-
-
-@thorough
-def test_dynamic_shapes(tmp_path: Path) -> None:
-    for compilations, errors, reports in on_ranks(compile_ranks.dynamic, 2, tmp_path):
-        assert compilations == 1
-        assert max(errors) < TOLERANCE
-        assert reports == [("inference", [(GATHER, 1, ""), (SCATTER, 1, "")])]
-
-
-@thorough
-def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
-    for lines, worst, ops in on_ranks(compile_ranks.through_inductor, 2, tmp_path):
-        assert lines == [
-            "interlace: inference graph: fused 2 of 2 collectives (all_gather_matmul 1, "
-            "matmul_reduce_scatter 1)"
-        ]
-        assert worst < TOLERANCE
-        assert ops == [f"interlace.{GATHER}", f"interlace.{SCATTER}"]
-
-
-# -- explain and the cost model: no process group -----------------------------------------------------
+from multi.functional.fusion_patterns import GATHER, SCATTER
+from tiers import few, thorough
 
 GROUP = interlace.GroupSpec("tp", 4)
 
@@ -180,15 +48,13 @@ def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 
 
 def test_explain_without_a_process_group() -> None:
-    small = interlace.compile.explain(
-        mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3))
-    )
+    small = explain(mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3)))
     assert [report.graph for report in small.reports] == ["forward", "backward"]
     assert [c.reason for c in small.candidates] == ["predicted to be slower fused"] * 4
     for candidate in small.candidates:
         assert candidate.fused_seconds > candidate.unfused_seconds > 0
         assert candidate.where.startswith("test_compile.py:")
-    always = interlace.compile.explain(
+    always = explain(
         mlp, *(torch.ones(8, 8, requires_grad=True) for _ in range(3)), policy="always"
     )
     assert [c.op for c in always.fused] == [GATHER, SCATTER, GATHER, SCATTER]
@@ -196,7 +62,7 @@ def test_explain_without_a_process_group() -> None:
         assert "interlace.all_gather.default" in report.before
         for left in ("all_gather.default", "reduce_scatter.default"):
             assert f"interlace.{left}" not in report.after
-    never = interlace.compile.explain(mlp, *(torch.ones(8, 8) for _ in range(3)), policy="never")
+    never = explain(mlp, *(torch.ones(8, 8) for _ in range(3)), policy="never")
     assert [c.reason for c in never.candidates] == ['policy is "never"'] * 2
     assert "not fused: predicted to be slower fused" in str(small)
 
@@ -230,7 +96,7 @@ def test_explain_names_the_callers_line_and_the_module(mesh: DeviceMesh) -> None
     parallelize_module(layers, mesh, plan)
 
     def places(model: torch.nn.Module) -> list[str]:
-        found = interlace.compile.explain(model, torch.ones(2, 2, 8))
+        found = explain(model, torch.ones(2, 2, 8))
         for each in found.candidates:
             assert all(each.where.split(" (")[0] in note for note in each.notes)
         return [each.where for each in found.candidates]
@@ -242,16 +108,6 @@ def test_explain_names_the_callers_line_and_the_module(mesh: DeviceMesh) -> None
     assert places(Wrapped(layers)) == expected
 
 
-def test_the_machine_decides() -> None:
-    slow_links = interlace.compile.Machine("slow links", 1e-3, 1e6, 1e12, 1e-6, 1e9, 0.5)
-    arguments = [torch.ones(8, 8) for _ in range(3)]
-    fused = interlace.compile.explain(mlp, *arguments, machine=slow_links).candidates
-    assert [c.fused for c in fused] == [True, True]
-    free_links = interlace.compile.Machine("free links", 1e-9, 1e15, 1e12, 1e-3, 1e15, 0.5)
-    left = interlace.compile.explain(mlp, *arguments, machine=free_links).candidates
-    assert [c.fused for c in left] == [False, False]
-
-
 def test_collectives_of_other_kinds_are_told() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> Any:
         sent = functional.broadcast(x, 0, group=GROUP) @ w
@@ -261,7 +117,7 @@ def test_collectives_of_other_kinds_are_told() -> None:
             functional.all_to_all(sent, group=GROUP) * 1,
         )
 
-    told = interlace.compile.explain(function, torch.ones(8, 8), torch.ones(8, 8)).candidates
+    told = explain(function, torch.ones(8, 8), torch.ones(8, 8)).candidates
     assert sorted(each.collective for each in told) == ["all_gather", "all_to_all", "broadcast"]
     assert not any(each.fused for each in told)
 
@@ -274,13 +130,12 @@ def test_a_wait_of_ones_own_hides_no_matmul(waits: bool, learns: bool) -> None:
         return ((functional.wait(whole) if waits else whole) @ w).sum()
 
     x, w = (torch.ones(8, 8, requires_grad=learns) for _ in range(2))
-    first, *_ = interlace.compile.explain(function, x, w, policy="always").candidates
+    first, *_ = explain(function, x, w, policy="always").candidates
     assert (first.collective, first.fused) == ("all_gather", True), first
 
 
 @pytest.mark.parametrize(
-    "options",
-    few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}]),
+    "options", few([{}, {"policy": "never"}, {"codegen": "aot_eager", "policy": "always"}])
 )
 def test_a_copy_stays_a_copy(options: dict[str, str]) -> None:
     """Of a tensor that changes afterwards, and of one that the caller may change."""
@@ -331,7 +186,7 @@ def exported(decomposed: bool = False) -> torch.export.ExportedProgram:
 def test_an_exported_program_is_fused_and_saved(decomposed: bool) -> None:
     program = exported(decomposed)
     before = [each.arg.name for each in program.graph_signature.output_specs]
-    report = interlace.compile.fuse(program, policy="always")
+    report = fuse(program, policy="always")
     ops = [(each.collective, each.op if each.fused else each.reason) for each in report.candidates]
     assert ops == [
         ("all_gather", GATHER), ("reduce_scatter", SCATTER),
@@ -349,25 +204,16 @@ def test_modules_and_graphs_are_fused() -> None:
     """Of a module the code is new, too. Another thing is a TypeError that says what is accepted."""
     module = exported().module()
     for each in (exported().graph, module):
-        assert len(interlace.compile.fuse(each, policy="always").fused) == 2
+        assert len(fuse(each, policy="always").fused) == 2
     assert f"interlace.{GATHER}" in module.code
-    reports: list[interlace.compile.Report] = []
-    interlace.compile.FusionPass("always", on_report=reports.append)(exported().module())
+    reports: list[Report] = []
+    FusionPass("always", on_report=reports.append)(exported().module())
     assert len(reports[0].fused) == 2 and f"interlace.{SCATTER}" in reports[0].after
     with pytest.raises(TypeError, match=r"torch\.export\.ExportedProgram, got function"):
-        interlace.compile.fuse(mlp)
+        fuse(mlp)
 
 
-def test_policy_never_leaves_a_program_alone() -> None:
-    program = exported()
-    code = program.graph_module.code
-    assert not interlace.compile.fuse(program, policy="never").fused
-    assert program.graph_module.code == code
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="policy must be one of auto, always, never, got 'often'"):
-        interlace.compile.FusionPass("often")
+def test_a_wrong_option_of_the_backend() -> None:
     with pytest.raises(Exception, match="codegen must be one of inductor, aot_eager, got 'c'"):
         torch.compile(lambda x: x + 1, backend="interlace", options={"codegen": "c"})(torch.ones(1))
 
@@ -387,3 +233,194 @@ def test_the_graphs_in_the_docs() -> None:
     for graph, block in zip(done.stdout.split("def forward")[1:], shown, strict=True):
         lines = [line.strip() for line in graph.splitlines()[1:] if line.startswith("    ")]
         assert block.strip().splitlines() == lines
+
+
+# -- who decides, and patterns of one's own ---------------------------------------------------------------
+
+RELU = torch.ops.aten.relu.default
+FAST_LINKS = dataclasses.replace(GPU, name="fast links", bandwidth=1e13, fused_bandwidth=1e13)
+
+
+def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.Graph:
+    return make_fx(function, tracing_mode="fake")(*inputs).graph
+
+
+def test_a_prediction_by_hand() -> None:
+    machine = Machine("m", 1.0, 100.0, 10.0, 0.5, 50.0, 0.25)
+    half = torch.float16
+    # 6 x 4 numbers of 2 bytes are gathered, of which 24 come from others; 2 * 6 * 5 * 4 operations
+    moved, multiplied = 24.0, 24.0
+    assert predict("all_gather", 6, 5, 4, 2, dtype=half, machine=machine) == Prediction(
+        1 + moved / 100 + multiplied, 0.5 + moved / 50 + multiplied - 0.25 * moved / 50
+    )
+    moved = 30.0  # of the product
+    fused = 0.5 * 3 + 0.75 * moved / 50 + multiplied
+    assert predict(
+        "reduce_scatter", 6, 5, 4, 2, dtype=half, machine=machine, bias=True, terms=2, batch=3
+    ) == pytest.approx((1 + moved / 100 + multiplied, fused + 48 / 100 + 1))
+    unfused, _ = predict("all_reduce", 6, 5, 4, 2, dtype=half, machine=machine)
+    assert unfused == pytest.approx(1 + 2 * moved / 100 + multiplied)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"collective": "gather"}, "collective must be one of all_gather, .*, got 'gather'"),
+        ({"inner": -1}, "inner must be at least 0, got -1"),
+        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"terms": -2}, "terms must be at least 1, got -2"),
+        ({"rows": 1.5}, "rows must be an int, got 1.5"),
+        ({"columns": None}, "columns must be an int, got None"),
+        ({"dtype": "bf16"}, "dtype must be a dtype, got 'bf16'"),
+        ({"machine": "gpu"}, "machine must be a Machine, got 'gpu'"),
+    ],
+)
+def test_what_cannot_be_predicted(wrong: dict[str, Any], text: str) -> None:
+    right = {"collective": "all_gather", "rows": 1, "columns": 1, "inner": 1, "world_size": 1}
+    right |= {"dtype": torch.float32, "machine": CPU}
+    with pytest.raises((ValueError, TypeError), match=text):
+        predict(**right | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"policy": "often"}, "policy must be one of"),
+        ({"machine": "gpu"}, "machine must be a Machine or None, got 'gpu'"),
+        ({"patterns": [1]}, r"patterns\[0\] must be a Pattern, got 1"),
+        ({"patterns": 1}, "patterns must be a sequence of Patterns, got 1"),
+    ],
+)
+def test_options_of_the_pass_are_refused_when_it_is_made(wrong: dict[str, Any], text: str) -> None:
+    for made in (FusionPass, lambda **options: fuse(fx.Graph(), **options)):
+        with pytest.raises((ValueError, TypeError), match=text):
+            made(**wrong)
+
+
+def test_the_pass_decides_by_it() -> None:
+    """For the shapes of a graph: several weights, a sum of terms, and a bias."""
+
+    def gather(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Any:
+        whole = functional.all_gather(x, 1, group=GROUP)
+        return whole @ w, whole @ v
+
+    def reduce(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        product = torch.addmm(bias, rows, w) + rows @ w
+        return functional.reduce_scatter(product, "sum", 0, group=GROUP) * 1
+
+    half = torch.bfloat16
+    x, w = torch.ones(2, 8, 16, dtype=half), torch.ones(16, 4, dtype=half)
+    for machine in (CPU, GPU):
+        for function, last, expected in (
+            (
+                gather,
+                torch.ones(16, 12, dtype=half),
+                predict("all_gather", 64, 16, 16, 4, dtype=half, machine=machine),
+            ),
+            (
+                reduce,
+                torch.ones(4, dtype=half),
+                predict(
+                    "reduce_scatter", 16, 4, 32, 4, dtype=half, machine=machine, bias=True, terms=2
+                ),
+            ),
+        ):
+            report = fuse(graph_of(function, x, w, last), machine=machine)
+            (found,) = report.candidates
+            assert (found.unfused_seconds, found.fused_seconds) == expected
+            assert bool(report.fused) is (expected.fused < expected.unfused)
+
+
+# -- patterns ------------------------------------------------------------------------------------------
+
+
+def layer(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(functional.all_gather(x, group=GROUP))
+
+
+def with_matmul(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return layer(x), functional.all_gather(x, group=GROUP) @ w
+
+
+def find(collective: Collective) -> fx.Node | None:
+    readers = list(collective.result.users)
+    alone = collective.kind == "all_gather" and len(readers) == 1
+    return readers[0] if alone and readers[0].target is RELU else None
+
+
+def rewrite(collective: Collective, after: fx.Node) -> None:
+    with after.graph.inserting_before(collective.start):
+        before = call(RELU, (collective.input,), after)
+    collective.start.replace_input_with(collective.input, before)
+    after.replace_all_uses_with(collective.result)
+
+
+EARLY = Pattern("relu, all_gather", find, rewrite)
+
+
+def names(graph: fx.Graph) -> list[str]:
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    return [str(node.target).removesuffix(".default").rpartition(".")[2] for node in nodes]
+
+
+def test_a_pattern_comes_before_interlaces_own() -> None:
+    graph = graph_of(with_matmul, torch.ones(4, 8), torch.ones(8, 2))
+    report = fuse(graph, policy="always", patterns=[EARLY])
+    assert [each.op for each in report.fused] == ["relu, all_gather", "all_gather_matmul"]
+    assert names(graph)[:3] == ["relu", "all_gather", "wait_tensor"]
+    relu = next(node for node in graph.nodes if node.target is RELU)
+    assert relu.meta["val"].shape == (4, 8)
+    graph.lint()
+
+
+def test_the_first_pattern_that_finds_something_decides() -> None:
+    never_asked = Pattern("second", lambda _: pytest.fail("asked"), rewrite)
+    graph = graph_of(layer, torch.ones(4, 8))
+    assert [c.op for c in fuse(graph, patterns=[EARLY, never_asked]).fused] == [EARLY.name]
+    other = Pattern("other", lambda _: None, lambda *_: pytest.fail("found nothing"))
+    graph = graph_of(layer, torch.ones(4, 8))
+    assert [c.op for c in fuse(graph, patterns=[other, EARLY]).fused] == [EARLY.name]
+
+
+@pytest.mark.parametrize(
+    ("policy", "machine", "reason"),
+    [
+        ("never", FAST_LINKS, 'policy is "never"'),
+        ("auto", CPU, "predicted to be slower fused"),
+        ("auto", FAST_LINKS, ""),
+        ("always", CPU, ""),
+    ],
+)
+def test_policy_and_prediction_of_a_pattern(policy: str, machine: Machine, reason: str) -> None:
+    """It is asked with the machine of the pass; a pattern that is left leaves the graph as it was."""
+
+    def seconds(collective: Collective, relu: fx.Node, machine: Machine) -> Prediction:
+        assert relu.target is RELU and collective.size == 4
+        return Prediction(1.0, 1.5 if machine is CPU else 0.5)
+
+    graph = graph_of(layer, torch.ones(4, 8))
+    pattern = dataclasses.replace(EARLY, predict=seconds)
+    report = fuse(graph, policy=policy, machine=machine, patterns=[pattern])
+    (candidate,) = report.candidates
+    assert (candidate.reason, candidate.fused) == (reason, not reason)
+    assert candidate.unfused_seconds == 1.0 and candidate.shape == "4x8"
+    assert names(graph)[0] == ("all_gather" if reason else "relu")
+
+
+def test_in_torch_compile() -> None:
+    reports: list[Report] = []
+
+    def on_rank() -> tuple[Any, list[str]]:
+        options = {"codegen": "aot_eager", "patterns": [EARLY], "on_report": reports.append}
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(functional.all_gather(x))
+
+        compiled = torch.compile(gathered, backend="interlace", options=options)
+        return compiled(torch.tensor([[-1.0, 2.0]])).tolist(), [c.op for c in reports[0].fused]
+
+    assert interlace.run(on_rank, 1) == [([[0.0, 2.0]], ["relu, all_gather"])]
+    assert FusionPass().uuid() is not None
+    assert FusionPass(patterns=[EARLY]).uuid() is None  # nothing is known of its code

@@ -1,225 +1,374 @@
-"""interlace.functional under torch.compile on ranks: ops, groups, graphs, memory, exported programs."""
+"""interlace.functional under torch.compile on ranks: ops, graphs, dynamic shapes, memory."""
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import interlace
-from multi.functional import (
-    functional_ranks,
-    functional_ranks_compiled as ranks,
-    functional_ranks_groups as groups,
-)
-from multi.functional.functional_ranks_cases import CASES
-from tiers import few, thorough
+from interlace import functional
+from interlace.functional import AsyncTensor, wait
+from multi.functional.op_cases import TABLE, Case, close_gradients, compare, expected, flat
+from ranks import ranks
+from support import compiled_anew
+from tiers import thorough
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+Tensor = torch.Tensor
 
 
-def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm")
+def own_value() -> float:
+    """1 on rank 0, 2 on rank 1."""
+    return 1.0 + interlace.get_rank()
+
+
+def compiled(function: Any, backend: Any = "aot_eager") -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 # -- every op ------------------------------------------------------------------------------------------
 
-ONCE = [  # every op, every reduction, every position of the dimension; the rest has the same graphs
-    "all_reduce sum", "all_reduce max", "all_reduce product", "reduce_scatter avg 0",
-    "reduce_scatter min 1", "reduce_scatter sum -1", "all_gather 1", "all_gather 0-dim", "all_to_all",
-    "broadcast", "reduce avg", "permute", "gather -1", "scatter 1", "all_gather_matmul 0",
-    "all_gather_matmul 1 save_gathered=False, no bias", "all_gather_matmul -1 several",
-    "matmul_reduce_scatter sum 0", "matmul_reduce_scatter avg -1", "matmul_all_reduce avg",
-    "matmul_reduce_scatter sum 0 uneven", "matmul_reduce_scatter avg -1 uneven",
-]  # fmt: skip
-ONE_OF_EACH_KIND = ["all_reduce sum", "reduce_scatter min 1", "all_to_all", "all_gather_matmul 0",
-                    "matmul_reduce_scatter_norm rms gathered uneven"]  # fmt: skip
+
+def check_in_one_graph(cases: list[Case], *, explicit: bool, backend: str = "aot_eager") -> None:
+    """Forward and backward of one compiled function, with waits that are written, or at the first use."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    calls = [(case.bound(), len(case.inputs(rank, size))) for case in cases]
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        results, at = [], 0
+        for call, count in calls:
+            for each in flat(call(*inputs[at : at + count])):
+                results.append((wait(each) if explicit else each) * 2)
+            at += count
+        return results
+
+    right, right_grads, weights = [], [], []
+    for case in cases:
+        outputs, grads, cotangents = expected(case)
+        right += outputs
+        right_grads += grads
+        weights += cotangents
+    inputs = [x.requires_grad_() for case in cases for x in case.inputs(rank, size)]
+    got = compiled(run, backend)(*inputs)
+    for each, value in zip(got, right, strict=True):
+        assert type(each) is Tensor
+        torch.testing.assert_close(each, 2 * value)
+    sums = [(each * weight).sum() for each, weight in zip(got, weights, strict=True)]
+    torch.stack(sums).sum().backward()
+    close_gradients(inputs, right_grads, 2)
 
 
-def test_one_op_of_each_kind_in_one_graph() -> None:
-    """Forward and backward, with fullgraph: waits that are written."""
-    on_ranks(ranks.in_one_graph, 2, "aot_eager", True, ONE_OF_EACH_KIND)
-
-
-def test_a_rank_with_a_graph_and_one_without_go_on() -> None:
-    """A graph does not say what needs a gradient, and Dynamo may give a function up on some ranks only."""
-    assert on_ranks(ranks.a_graph_on_one_rank, 2) == [[20.0, 8.0, 8.0], [20.0, 16.0, 16.0]]
+ONE_OF_EACH_OP = list({case.op: case for case in reversed(TABLE)}.values())
 
 
 @thorough
 @pytest.mark.parametrize("explicit", [False, True])
+@ranks()
 def test_every_op_in_one_graph(explicit: bool) -> None:
-    """The same of all, and with waits at the first use."""
-    names = ONCE if explicit else [name for name in CASES if name not in ONCE[:-2]]
-    on_ranks(ranks.in_one_graph, 2, "aot_eager", explicit, names)
+    check_in_one_graph(ONE_OF_EACH_OP if explicit else TABLE, explicit=explicit)
 
 
 @thorough
+@ranks()
 def test_every_op_in_one_graph_of_inductor() -> None:
-    names = [name for name in ONCE if "product" not in name and "min" not in name]
-    on_ranks(ranks.in_one_graph, 2, "inductor", False, names)
-    empty = "matmul_reduce_scatter sum 1 uneven"  # on the last rank, which does not wait for it
-    assert on_ranks(functional_ranks.every_case, 2, empty, "inductor") == [[empty]] * 2
+    check_in_one_graph(ONE_OF_EACH_OP, explicit=False, backend="inductor")
+    for case in TABLE:
+        if case.uneven and case.options.get("scatter_dim") == 1:  # which is empty on the last rank
+            compare(case, "inductor")
 
 
-@pytest.mark.parametrize(
-    "kind", few(["all_reduce avg", "matmul_reduce_scatter avg", "1 several"], "1 several")
-)
-def test_results_that_leave_a_graph_unwaited(kind: str) -> None:
+@thorough
+@ranks()
+def test_results_that_leave_a_graph_unwaited() -> None:
     """With gradients through them."""
-    expected = [name for name in CASES if kind in name]
-    assert (
-        on_ranks(functional_ranks.every_case, 2, kind, "aot_eager") == [expected] * 2 and expected
-    )
+    for case in ONE_OF_EACH_OP:
+        compare(case, "aot_eager")
 
 
+@ranks()
 def test_results_of_which_a_loss_uses_one() -> None:
     """Of the others torch has a plain tensor of zeros."""
-    on_ranks(ranks.some_results_used, 2, "aot_eager")
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [functional.all_reduce(x * 2), functional.all_gather(x.sin()).t(), x.sum()]
+
+    graph = compiled(run)
+    for index in range(3):
+        grads = []
+        for each in (run, graph):
+            x = torch.arange(6.0).view(2, 3).requires_grad_()
+            each(x)[index].square().sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads)
+
+
+@ranks()
+def test_a_rank_with_a_graph_and_one_without_go_on() -> None:
+    """A graph does not say what needs a gradient, and Dynamo may give a function up on some ranks only."""
+
+    def squares(x: Tensor) -> Tensor:
+        return functional.matmul_all_reduce(x * x, torch.ones(2, 1)) * 2
+
+    rank = interlace.get_rank()
+    x = torch.full((1, 2), own_value(), requires_grad=True)
+    y = (squares if rank else compiled(squares))(x)
+    y.sum().backward()
+    assert y.item() == 20.0
+    assert x.grad is not None and x.grad.tolist() == [[8.0 * own_value()] * 2]
 
 
 # -- graphs --------------------------------------------------------------------------------------------
 
 
+def graphs_of(function: Callable[..., Any], *inputs: Any) -> tuple[Any, list[list[str]]]:
+    """The result of ``function`` compiled, and the ops of the forward and the backward graph."""
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(
+            [t._schema.name.split("::")[1] for t in targets if isinstance(t, torch._ops.OpOverload)]
+        )
+        return graph.forward
+
+    return compiled(function, aot_autograd(fw_compiler=keep, bw_compiler=keep))(*inputs), graphs
+
+
+@ranks()
 def test_start_and_wait_are_a_pair_around_the_work_between_them() -> None:
-    for forward, backward in on_ranks(ranks.pairs, 2):
-        forward = [name for name in forward if name != "detach"]
-        assert forward == ["all_gather", "relu", "mm", "wait_tensor", "cos", "mm"]
-        assert backward[-2:] == ["reduce_scatter", "wait_tensor"]
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        gathered = functional.all_gather(x)
+        meanwhile = torch.relu(w) @ w
+        return torch.cos(gathered) @ meanwhile
+
+    x = torch.full((2, 3), own_value(), requires_grad=True)
+    result, graphs = graphs_of(run, x, torch.ones(3, 3, requires_grad=True))
+    result.sum().backward()
+    forward, backward = graphs
+    forward = [name for name in forward if name != "detach"]
+    assert forward == ["all_gather", "relu", "mm", "wait_tensor", "cos", "mm"]
+    assert backward[-2:] == ["reduce_scatter", "wait_tensor"]
 
 
 @thorough
+@ranks()
 def test_unwaited_results_and_arguments_of_graphs() -> None:
-    for rank, found in enumerate(on_ranks(ranks.unwaited_results, 2)):
-        fours = [4.0, 4.0]
-        assert found == [
-            [["mul", "all_gather", "add"]], True, True,
-            [["wait_tensor", "sum", "add"]], [14.0 + rank] * 2,
-            [6.0, 6.0], [*fours, 8.0, 8.0], [6.0, 6.0],
-            [9.0, 9.0],  # of the sum, on both elements of both ranks, and of the 1
-            *[fours] * 5,
-        ]  # fmt: skip
+    """A compiled function may return what it started, and take what somebody else has."""
+
+    def starts(x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.all_gather(x * 2), x + 1
+
+    def ends(y: Tensor, z: Tensor) -> Tensor:
+        return y.sum() + z
+
+    x = torch.full((2,), own_value())
+    (y, z), graphs = graphs_of(starts, x)
+    assert graphs == [["mul", "all_gather", "add"]]
+    assert type(y) is AsyncTensor and type(z) is Tensor
+    summed, graphs = graphs_of(ends, y, z)
+    assert graphs == [["wait_tensor", "sum", "add"]] and summed.tolist() == [13 + own_value()] * 2
+    for taken, doubled in (
+        (functional.all_reduce(x), [6.0, 6.0]),
+        (y, [4.0, 4.0, 8.0, 8.0]),
+        (wait(functional.all_reduce(x)), [6.0, 6.0]),
+    ):
+        assert graphs_of(lambda t: t * 2, taken)[0].tolist() == doubled
+    x.requires_grad_()
+    (y, z), _ = graphs_of(starts, x)
+    graphs_of(ends, y, z)[0].sum().backward()
+    # of the sum, on both elements of both ranks, and of the 1
+    assert x.grad is not None and x.grad.tolist() == [9.0, 9.0]
+    leaves: list[Callable[[Any], Any]] = [
+        wait, lambda y: y.wait(), lambda y: y.view(2, -1), lambda y: y + 0, lambda y: y,
+    ]  # fmt: skip
+    for leave in leaves:
+        x.grad = None
+        left = leave(graphs_of(starts, x)[0][0])
+        left.backward(torch.ones(left.shape))
+        assert x.grad is not None and x.grad.tolist() == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("uneven", [False, True])
+@ranks()
 def test_one_graph_for_all_batches(uneven: bool) -> None:
-    assert on_ranks(ranks.dynamic_batch, 2, "aot_eager", uneven) == [1, 1]
+    compilations = 0
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        if uneven:
+            return functional.matmul_reduce_scatter(x, w) * 2
+        h = functional.all_gather_matmul(x, w)
+        part = functional.reduce_scatter(torch.relu(h), "avg")
+        return functional.matmul_reduce_scatter(functional.all_gather(part), w.t()) + x
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    graph = compiled(run, counting)
+    w = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for batch in (5, 7, 11, 33) if uneven else (4, 6, 10, 34):
+        x = torch.full((batch, 3), own_value(), requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        other = x.detach().clone().requires_grad_()
+        got, right = graph(x, w), run(other, w)
+        torch.testing.assert_close(got, right)
+        got.square().sum().backward()
+        right.square().sum().backward()
+        torch.testing.assert_close(x.grad, other.grad)
+    assert compilations == 1
 
 
 @pytest.mark.parametrize("above_autograd", [False, True])
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx(mode: str, above_autograd: bool) -> None:
-    expected = ["interlace.all_reduce.default", "aten.add.Tensor",
-                "_c10d_functional.wait_tensor.default", "aten.mul.Tensor",
-                "interlace.all_gather.default", "_c10d_functional.wait_tensor.default"]  # fmt: skip
-    assert on_ranks(ranks.traced_with_make_fx, 2, mode, above_autograd) == [expected] * 2
+@ranks()
+def test_make_fx(above_autograd: bool) -> None:
+    """Of real tensors; others need no ranks."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = functional.all_reduce(x)
+        z = x + 1
+        return y * z, functional.all_gather(x)
+
+    x = torch.full((2,), own_value())
+    graph = make_fx(run, pre_dispatch=above_autograd)(x)
+    for given in (x, x + 1):
+        torch.testing.assert_close(graph(given), run(given))
+    assert [str(node.target) for node in graph.graph.nodes if node.op == "call_function"] == [
+        "interlace.all_reduce.default", "aten.add.Tensor", "_c10d_functional.wait_tensor.default",
+        "aten.mul.Tensor", "interlace.all_gather.default", "_c10d_functional.wait_tensor.default",
+    ]  # fmt: skip
 
 
+@ranks()
 def test_out_and_ops_in_place() -> None:
-    expected = ([4.0, 4.0], [4.0, 4.0], [3.0, 3.0])
-    assert on_ranks(ranks.in_place_in_graphs, 2) == [expected] * 2
+    x, out = torch.full((2,), own_value()), torch.zeros(2)
+
+    def with_out(x: Tensor, out: Tensor) -> Tensor:
+        functional.all_reduce(x, out=out)
+        return out + 1
+
+    def in_place(x: Tensor) -> Tensor:
+        y = torch.ops.interlace.all_reduce_(x, "sum", 2, "0")
+        return torch.ops._c10d_functional.wait_tensor(y) + 1  # type: ignore[no-any-return]
+
+    first, second = compiled(with_out)(x, out), compiled(in_place)(x)
+    assert first.tolist() == second.tolist() == [4.0, 4.0]
+    assert x.tolist() == out.tolist() == [3.0, 3.0]
 
 
 # -- Inductor ------------------------------------------------------------------------------------------
 
 
+def code_of(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Any, str]:
+    """The result of ``function``, compiled anew, and Inductor's code from where it is called."""
+    with compiled_anew(**options):
+        result, (code,) = run_and_get_code(compiled(function, "inductor"), *inputs)
+    return result, code[code.index("def call") :]
+
+
 @thorough
 @pytest.mark.parametrize("cache", [False, True])
+@ranks()
 def test_inductor_reduces_in_place(cache: bool) -> None:
     """What nobody needs any more is not copied; without the lowering it is an op out of place."""
-    for code in on_ranks(ranks.generated, 2, cache):
-        call = code[code.index("def call") :]
-        (buffer,) = re.findall(r"interlace\.all_reduce_\.default\((buf\d+), 'sum', 2, '0'\)", call)
-        assert f"wait_tensor.default({buffer})" in call
-        assert "interlace.all_reduce.default" not in call
-        before = call[: call.index("all_reduce_")]
-        assert before.count("empty_strided") == 1, "a copy was made"
+
+    def run(x: Tensor) -> Tensor:
+        return functional.all_reduce(torch.relu(x)) * 2
+
+    x = torch.full((3, 5), own_value())
+    if cache:
+        with config.patch(fx_graph_cache=True):
+            result, (code,) = run_and_get_code(compiled(run, "inductor"), x)
+        code = code[code.index("def call") :]
+    else:
+        result, code = code_of(run, x)
+    assert torch.equal(x, torch.full((3, 5), own_value()))
+    assert torch.equal(result, torch.full((3, 5), 6.0))
+    (buffer,) = re.findall(r"interlace\.all_reduce_\.default\((buf\d+), 'sum', 2, '0'\)", code)
+    assert f"wait_tensor.default({buffer})" in code
+    assert "interlace.all_reduce.default" not in code
+    assert code[: code.index("all_reduce_")].count("empty_strided") == 1, "a copy was made"
 
 
 @thorough
+@ranks()
 def test_inductor_keeps_work_between_start_and_wait() -> None:
     """``reorder_for_locality`` would put it behind the wait."""
-    for code in on_ranks(ranks.generated_overlap, 2):
-        call = code[code.index("def call") :]
-        start = call.index("interlace.all_gather.default")
-        wait = call.index("wait_tensor.default")
-        between = call[start:wait].count("extern_kernels")
-        assert between >= 1, call
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        gathered = functional.all_gather(x)
+        work = torch.sin(w @ w) @ w
+        return torch.cos(gathered) @ work
+
+    inputs = torch.rand(2, 64, 64, dtype=torch.float64)
+    result, code = code_of(run, *inputs, reorder_for_peak_memory=False)
+    torch.testing.assert_close(result, run(*inputs))
+    start = code.index("interlace.all_gather.default")
+    assert code[start : code.index("wait_tensor.default")].count("extern_kernels") >= 1, code
 
 
 @thorough
+@ranks()
 def test_inductor_leaves_memory_in_flight_alone() -> None:
-    on_ranks(ranks.memory_in_flight, 2)
+    """Inputs of an op that is running are nobody else's memory, and nor are those of an unwaited one."""
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        gathered = functional.all_gather_matmul(torch.relu(x), torch.cos(w))
+        left = functional.all_gather(torch.exp(x))
+        work = torch.sin(w) @ w
+        for _ in range(4):
+            work = torch.sin(work) @ w / 64
+        return left, gathered[: work.shape[0]] + work
+
+    graph = compiled(run, "inductor")
+    with compiled_anew(reorder_for_peak_memory=False):
+        _, (code,) = run_and_get_code(graph, *torch.rand(2, 64, 64, dtype=torch.float64))
+    starts = re.findall(r"interlace\.all_gather\w*\.default\((buf\d+)(?:, \[(buf\d+)\])?", code)
+    used = {name for names in starts for name in names if name}
+    assert len(used) == 3, code
+    reused = set(re.findall(r"= (buf\d+); del buf\d+  # reuse", code))
+    assert reused and not reused & used, (reused, used)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x, w = torch.rand(2, 64, 64, generator=generator, dtype=torch.float64)
+        x += interlace.get_rank()
+        got, right = graph(x, w), run(x, w)
+        assert type(got[0]) is AsyncTensor
+        for each, other in zip(got, right, strict=True):
+            torch.testing.assert_close(wait(each), wait(other))
 
 
 @thorough
+@ranks()
 def test_inductor_leaves_what_is_exchanged_alone() -> None:
-    for code in on_ranks(ranks.work_behind_a_start, 2):
-        (sent,) = re.findall(r"interlace\.matmul_all_to_all\.default\((buf\d+),", code)
-        assert f"del {sent}  # reuse" not in code
+    """Heads are exchanged while it multiplies, and waited for last."""
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        sent = functional.matmul_all_to_all(torch.tanh(x), x)
+        return (w @ w) @ w, wait(sent)
+
+    _, code = code_of(run, *torch.rand(2, 64, 64))
+    (sent,) = re.findall(r"interlace\.matmul_all_to_all\.default\((buf\d+),", code)
+    assert f"del {sent}  # reuse" not in code
 
 
 @thorough
+@ranks()
 def test_inductor_has_ops_of_more_results_than_inputs() -> None:
-    on_ranks(ranks.more_results_than_inputs, 2)
+    """It looks for an input of each result's number."""
 
+    def run(x: Tensor) -> Tensor:
+        (normed, scale), total = functional.all_reduce_norm(
+            x, norm=interlace.RMSNorm(eps=1e-6), quantize="fp8"
+        )
+        return normed.float() * scale + total
 
-# -- groups --------------------------------------------------------------------------------------------
-
-
-@thorough
-def test_groups_of_every_form() -> None:
-    for rank, found in enumerate(on_ranks(groups.of_interlace, 4)):
-        pairs, columns = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
-        every = [0, 1, 2, 3]
-        right = {
-            "None": every, "name": every, "list": every, "tuple": [3, 1, 2, 0], "lists": columns,
-            "tagged lists": columns, "tagged list": every, "communicator": pairs, "given name": pairs,
-            "spec": pairs, "spec without a size": pairs,
-            "spec made inside": pairs, "lists made inside": columns,
-        }  # fmt: skip
-        assert found == {name: [members] * 2 for name, members in right.items()}
-
-
-@pytest.mark.parametrize("backend", few(["gloo", "interlace"], "interlace"))
-def test_groups_of_torch(tmp_path: Path, backend: str) -> None:
-    for rank, found in enumerate(on_ranks(groups.of_torch, 4, str(tmp_path / "store"), backend)):
-        pairs, columns = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
-        right = {
-            "None": [0, 1, 2, 3], "world": [0, 1, 2, 3], "group": pairs, "name": pairs,
-            "(mesh, 0)": columns, "(mesh, 'b')": pairs, "mesh": pairs, "lists": columns,
-        }  # fmt: skip
-        assert found == {name: [members] * 2 for name, members in right.items()}
-
-
-@thorough
-def test_another_group_is_another_graph(tmp_path: Path) -> None:
-    """A graph made for one group must not be taken for another one of the same size."""
-    for rank, found in enumerate(on_ranks(groups.one_after_another, 4, str(tmp_path / "store"))):
-        pairs, columns = [[0, 1], [2, 3]][rank // 2], [[0, 2], [1, 3]][rank % 2]
-        for name, members in found.items():
-            assert members == [pairs, columns, pairs], name
-
-
-def test_tags_are_different_groups() -> None:
-    assert on_ranks(groups.tags, 2) == [[True, False, False, True]] * 2
-
-
-# -- exported without a process group ------------------------------------------------------------------
-
-
-def test_exported_programs_run_on_any_number_of_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "program.pt2"
-    torch.export.save(groups.exported(sized=None), path)
-    for world_size in (1, 2, 3):
-        on_ranks(groups.run_exported, world_size, str(path))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_of_one_size(tmp_path: Path, strict: bool) -> None:
-    path = tmp_path / "program.pt2"
-    torch.export.save(groups.exported(sized=2, strict=strict), path)
-    on_ranks(groups.run_exported, 2, str(path))
-    with pytest.raises(ValueError, match="has size 2, the group 3"):
-        on_ranks(groups.run_exported, 3, str(path))
+    x = torch.arange(64.0).view(2, 32) + interlace.get_rank()
+    torch.testing.assert_close(code_of(run, x)[0], run(x))

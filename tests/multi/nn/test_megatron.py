@@ -1,70 +1,307 @@
 """Megatron-core's layers on interlace, with megatron-core where it is installed, and with a stand-in."""
 
+import contextlib
+import copy
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import interlace
+from cases.linear_cases import close
+from interlace.groups.groups import default_group
 from interlace.integrations import megatron
-from multi.nn import megatron_ranks as ranks
-from multi.process_group.test_backend import on_ranks
+from multi.process_group.backend_ranks import world
+from ranks import ranks
+from stand_ins import megatron_stand_in
+from support import noise
 
 INSTALLED = importlib.util.find_spec("megatron") is not None
-REAL = [
-    pytest.param(False, id="stand-in"),
-    pytest.param(
-        True,
-        id="megatron-core",
-        marks=pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed"),
-    ),
-]
+needs_megatron = pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed")
+both_kinds = pytest.mark.parametrize(
+    "real",
+    [
+        pytest.param(False, id="stand-in"),
+        pytest.param(True, id="megatron-core", marks=needs_megatron),
+    ],
+)
 linear = megatron.linear_with_grad_accumulation_and_async_allreduce
 
-
-@pytest.mark.parametrize("real", REAL)
-def test_patched_layers_give_the_same_numbers(tmp_path: Path, real: bool) -> None:
-    on_ranks(ranks.same_numbers, 2, tmp_path, real)
+SEQUENCE, BATCH, HIDDEN, WIDE = 4, 2, 6, 8
+Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("real", REAL)
-def test_accumulation_needs_no_apex(tmp_path: Path, real: bool) -> None:
-    on_ranks(ranks.fused_accumulation, 2, tmp_path, real)
+@contextmanager
+def layers_of(real: bool) -> Iterator[Any]:
+    """Megatron-core's module of layers and its configuration, or the stand-in's."""
+    if not real:
+        with megatron_stand_in.installed() as module:
+            yield module
+        return
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    # where Megatron makes its buffers, whatever device the layers are on
+    here = mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    with here, mock.patch.object(layers, "ModelParallelConfig", ModelParallelConfig):
+        try:
+            yield layers
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("real", REAL)
-def test_what_cannot_be_served_is_left_alone(tmp_path: Path, real: bool) -> None:
-    reports = on_ranks(ranks.left_alone, 2, tmp_path, real)
-    assert (
-        reports[0]
-        == reports[1]
-        == {
-            "block.column": "fused",
-            "block.row": "fused",
-            "other": "a TEColumnParallelLinear, not one of Megatron-core's own layers",
-            "own": "its class OwnForward has a forward of its own",
-            "expert": "an expert layer, whose tokens come by all-to-all",
-            "weight": "its weight is a Sharded",
-            "whole": "its weight is of torch.complex64",
-            "replaced": "its forward was replaced by something else",
-        }
+def config(module: Any, sharded: bool) -> Any:
+    return module.ModelParallelConfig(
+        tensor_model_parallel_size=dist.get_world_size(),
+        use_cpu_initialization=True,
+        sequence_parallel=sharded,
     )
 
 
-@pytest.mark.parametrize("real", REAL)
+def init(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.copy_(noise(0, 7, weight.shape))
+
+
+class ParallelBlock(torch.nn.Module):
+    """A column-parallel layer, built with ``first`` too, and a row-parallel one, with ``second``."""
+
+    def __init__(self, module: Any, sharded: bool, first: Any = (), second: Any = ()) -> None:
+        super().__init__()
+        common = {"config": config(module, sharded), "init_method": init, "bias": True}
+        common |= {"skip_bias_add": False, "tp_group": dist.group.WORLD}
+        self.column = module.ColumnParallelLinear(HIDDEN, WIDE, **{**common, **dict(first)})
+        how = {"input_is_parallel": True, **common, **dict(second)}
+        self.row = module.RowParallelLinear(WIDE, HIDDEN, **how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = self.column(x)
+        z, other = self.row(torch.tanh(y if bias is None else y + bias))
+        return z if other is None else z + other
+
+
+def duplicate(layer: Any) -> Any:
+    """A copy of a layer in the same group: those of torch cannot be copied."""
+    group = dist.group.WORLD
+    return copy.deepcopy(layer, {id(group): group})
+
+
+def step(block: ParallelBlock, sharded: bool) -> dict[str, Tensor]:
+    """Output and gradients of one forward and backward."""
+    length = SEQUENCE // dist.get_world_size() if sharded else SEQUENCE
+    x = noise(dist.get_rank() if sharded else 0, 1, (length, BATCH, HIDDEN)).requires_grad_()
+    block.zero_grad()
+    y = block(x)
+    (y * noise(0, 2, y.shape)).sum().backward()
+    found = {"output": y.detach(), "input": x.grad}
+    return {**found, **{name: p.grad for name, p in block.named_parameters()}}
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert actual[name] is None, name
+        else:
+            close(actual[name], value, SEQUENCE * BATCH * WIDE)
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"skip_bias_add": True}, {"skip_bias_add": True}),
+    ({"bias": False}, {"bias": False}),
+]
+
+
+@both_kinds
+@ranks()
+def test_patched_layers_give_the_same_numbers(tmp_path: Path, real: bool) -> None:
+    with world(tmp_path / "store"), layers_of(real) as module:
+        for sharded in (True, False):
+            for first, second in OPTIONS:
+                block = ParallelBlock(module, sharded, first, second)
+                expected = step(block, sharded)
+                with megatron.patch(block) as report:
+                    assert dict(report) == {"column": "fused", "row": "fused"}
+                    actual = step(block, sharded)
+                    twin = duplicate(block)
+                    again = step(twin, sharded)
+                compare(actual, expected)
+                compare(again, expected)
+                assert megatron.unpatch(block) == [] and len(megatron.unpatch(twin)) == 2
+                compare(step(block, sharded), expected)
+        whole = ParallelBlock(module, False, {"gather_output": True}, {"input_is_parallel": False})
+        for frozen in whole.column.parameters():  # with a frozen weight Megatron forgets the bias
+            frozen.requires_grad_(False)
+        expected = step(whole, False)
+        with megatron.patch(whole):
+            compare(step(whole, False), expected)
+
+
+@both_kinds
+@ranks()
+def test_accumulation_needs_no_apex(tmp_path: Path, real: bool) -> None:
+    """main_grad without APEX, at once and by way of Megatron's buffers."""
+    with world(tmp_path / "store"), layers_of(real) as module:
+        block = ParallelBlock(module, True)
+        expected = step(block, True)
+        megatron.patch(block)
+        weights: list[Any] = [block.column.weight, block.row.weight]
+        for layer, weight in zip((block.column, block.row), weights, strict=True):
+            layer.gradient_accumulation_fusion = True
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+        for _ in range(2):
+            step(block, True)
+        for name, weight in zip(("column.weight", "row.weight"), weights, strict=True):
+            assert weight.grad_added_to_main_grad
+            close(weight.main_grad, 2 * expected[name], SEQUENCE * BATCH)
+        settings, column = block.column.config, block.column
+        settings.defer_embedding_wgrad_compute, settings.wgrad_deferral_limit = True, 2
+        column.embedding_activation_buffer, column.grad_output_buffer = [], []
+        weights[0].main_grad.zero_()
+        for count in (1, 2):
+            step(block, True)
+            assert len(column.grad_output_buffer) == count
+            assert column.grad_output_buffer[0].shape == (SEQUENCE, BATCH, WIDE // 2)
+        assert not weights[0].main_grad.any()
+        megatron.drain_embedding_wgrad_compute(
+            settings,
+            column.embedding_activation_buffer,
+            column.grad_output_buffer,
+            weights[0],
+            column.tp_group,
+        )
+        assert not column.grad_output_buffer and not column.embedding_activation_buffer
+        close(weights[0].main_grad, 2 * expected["column.weight"], SEQUENCE * BATCH)
+
+
+@both_kinds
+@ranks()
+def test_what_cannot_be_served_is_left_alone(tmp_path: Path, real: bool) -> None:
+    with world(tmp_path / "store"), layers_of(real) as module:
+
+        class OwnForward(module.RowParallelLinear):  # type: ignore[misc, name-defined]
+            def forward(self, input_: Tensor) -> Any:
+                return super().forward(input_)
+
+        class TEColumnParallelLinear(torch.nn.Module):
+            pass
+
+        class Sharded(torch.nn.Parameter):
+            pass
+
+        block = ParallelBlock(module, False)
+        model = torch.nn.ModuleDict({"block": block, "other": TEColumnParallelLinear()})
+        model["own"] = duplicate(block.row)
+        model["own"].__class__ = OwnForward
+        model["expert"] = duplicate(block.column)
+        model["expert"].is_expert = True
+        model["weight"] = duplicate(block.column)
+        model["weight"].weight = Sharded(block.column.weight.detach())
+        model["whole"] = duplicate(block.column)
+        model["whole"].weight = torch.nn.Parameter(block.column.weight.detach().to(torch.complex64))
+        model["replaced"] = duplicate(block.row)
+        model["replaced"].forward = block.row.forward
+        with megatron.patch(model) as report:
+            assert "other: a TEColumnParallelLinear" in str(report)
+            assert dict(megatron.patch(model)) == dict(report)
+            for name, what in report.items():
+                if what != "fused":
+                    own = model.get_submodule(name).__dict__
+                    assert "_forward_impl" not in own, name
+        assert megatron.unpatch(model) == []
+    assert dict(report) == {
+        "block.column": "fused",
+        "block.row": "fused",
+        "other": "a TEColumnParallelLinear, not one of Megatron-core's own layers",
+        "own": "its class OwnForward has a forward of its own",
+        "expert": "an expert layer, whose tokens come by all-to-all",
+        "weight": "its weight is a Sharded",
+        "whole": "its weight is of torch.complex64",
+        "replaced": "its forward was replaced by something else",
+    }
+
+
+@both_kinds
+@ranks()
 def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path, real: bool) -> None:
-    on_ranks(ranks.alone, 2, tmp_path, real)
+    """Each rank has one of its own."""
+    with world(tmp_path / "store"), layers_of(real) as module:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        group = groups[dist.get_rank()]
+        own = {"tp_group": group}
+        with contextlib.suppress(UserWarning):
+            block = ParallelBlock(module, False, own, own)
+        assert set(megatron.patch(block).values()) == {"its tp_group has one rank"}
+        x, w = noise(0, 1, (2, 3)).requires_grad_(), noise(0, 2, (4, 3)).requires_grad_()
+        y = linear(x, w, None, False, True, False, tp_group=group)
+        y.sum().backward()
+        expected = torch.autograd.grad((x @ w.t()).sum(), [x, w])
+        close(x.grad, expected[0], 4)
+        close(w.grad, expected[1], 4)
 
 
-@pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed")
+@needs_megatron
+@ranks()
 def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients(tmp_path: Path) -> None:
-    reports = on_ranks(ranks.whole_model, 2, tmp_path)
+    """With sequence parallelism."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    class Norm(torch.nn.LayerNorm):
+        """Megatron has none of its own for sequence shards without APEX or Transformer Engine."""
+
+        def __init__(
+            self, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any
+        ) -> None:
+            super().__init__(hidden_size, eps)
+
+    seeds = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+    with world(tmp_path / "store"), layers_of(True), seeds:
+        settings = TransformerConfig(
+            num_layers=1,
+            hidden_size=WIDE,
+            num_attention_heads=2,
+            tensor_model_parallel_size=dist.get_world_size(),
+            sequence_parallel=True,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        spec = get_gpt_layer_local_spec()
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+        layers = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm)
+        torch.manual_seed(0)
+        model: Any = GPTModel(settings, layers, vocab_size=16, max_sequence_length=SEQUENCE)
+        ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % 16
+        places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+
+        def training() -> dict[str, Tensor]:
+            model.zero_grad()
+            loss = model(ids, places, mask, labels=ids)
+            loss.sum().backward()
+            return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+        expected = training()
+        assert all(grad is not None for grad in expected.values())
+        with megatron.patch(model) as report:
+            compare(training(), expected)
     layer = "decoder.layers.0"
     names = {f"{layer}.self_attention.linear_{n}" for n in ("proj", "qkv")}
     names |= {f"{layer}.mlp.linear_{n}" for n in ("fc1", "fc2")} | {"output_layer"}
-    assert reports == [dict.fromkeys(names, "fused")] * 2
+    assert dict(report) == dict.fromkeys(names, "fused")
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -91,10 +328,7 @@ def test_names_of_older_and_later_versions() -> None:
     x, w = torch.ones(2, 3), torch.ones(4, 3)
 
     def shapes() -> list[tuple[int, ...]]:
-        group, common = (
-            interlace.groups.groups.default_group(),
-            (x, w, None, False, False, True, None, 0),
-        )
+        group, common = default_group(), (x, w, None, False, False, True, None, 0)
         with pytest.warns(DeprecationWarning, match="allreduce_dgrad"):
             old = linear(*common, True, group)
         later = linear(*common, group, 1, output_dtype=torch.float64)

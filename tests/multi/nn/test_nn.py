@@ -1,75 +1,384 @@
-"""Layers of interlace.nn give the numbers of torch's, on any number of ranks."""
+"""Layers of interlace.nn against the unsharded ones of torch, in float64, over two steps.
+
+Every rank makes both under the same seed, gives each its part of the same input, and compares what comes
+out, and all gradients, with its part of the unsharded ones.
+"""
 
 import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import interlace
-from multi.nn import nn_ranks as ranks
+from cases import linear_cases
+from interlace import nn as inn
+from ranks import ranks
 from tiers import few
 
-
-def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
-    return interlace.run(function, world_size, *args, place="shm")
-
-
-@functools.cache
-def found_wrong(world_size: int) -> list[dict[str, str]]:
-    """Of all cases, by rank; in one run, for each is short."""
-    return on_ranks(ranks.run_all, world_size)
+LENGTH, BATCH, WIDTH, INNER, HEADS, VOCABULARY = 12, 2, 12, 24, 12, 29
+WHOLE, SEQUENCE, FEATURES = "whole", "sequence", "features"
+F64 = torch.float64
 
 
-@pytest.mark.parametrize("world_size", few([1, 2, 3, 4], 3))
-@pytest.mark.parametrize("name", ranks.CASES)
-def test_layer(name: str, world_size: int) -> None:
-    for wrong in found_wrong(world_size):
-        assert not wrong[name], wrong[name]
+class Projections(nn.Module):
+    def __init__(self, kv: int, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, HEADS * head_dim, bias=bias, dtype=F64)
+        self.k = nn.Linear(WIDTH, kv * head_dim, bias=bias, dtype=F64)
+        self.v = nn.Linear(WIDTH, kv * head_dim, bias=bias, dtype=F64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.q(x), self.k(x), self.v(x)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_gradients_in_a_simulation(seed: int) -> None:
+class GatedMLP(nn.Module):
+    def __init__(self, activation: str, gated: bool, bias: bool) -> None:
+        super().__init__()
+        self.activation = getattr(nn.functional, activation)
+        self.gate = nn.Linear(WIDTH, INNER, bias=bias, dtype=F64) if gated else None
+        self.up = nn.Linear(WIDTH, INNER, bias=bias, dtype=F64)
+        self.down = nn.Linear(INNER, WIDTH, bias=bias, dtype=F64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+@dataclass
+class LayerCase:
+    """``layer`` and ``reference`` make modules; ``takes`` and ``gives`` say which part a rank has."""
+
+    layer: Callable[..., nn.Module]
+    reference: Callable[[], nn.Module]
+    takes: str
+    gives: str
+    layout: str = "sbh"
+    features: int = WIDTH
+
+    @property
+    def indices(self) -> bool:
+        return self.layer.func is inn.VocabParallelEmbedding  # type: ignore[attr-defined]
+
+
+def of_kind(kind: Any, *sizes: Any, **options: Any) -> Callable[..., Any]:
+    return functools.partial(kind, *sizes, dtype=F64, **options)
+
+
+def sharded(options: dict[str, Any]) -> str:
+    """The part of activations between layers."""
+    return SEQUENCE if options.get("sequence_parallel", True) else WHOLE
+
+
+def column(layout: str = "sbh", reference: Any = None, **options: Any) -> LayerCase:
+    layer = of_kind(inn.ColumnParallelLinear, WIDTH, INNER, batch_first=layout != "sbh", **options)
+    reference = reference or of_kind(nn.Linear, WIDTH, INNER, bias=options.get("bias", True))
+    gives = WHOLE if options.get("gather_output") else FEATURES
+    return LayerCase(layer, reference, sharded(options), gives, layout)
+
+
+def row(layout: str = "sbh", **options: Any) -> LayerCase:
+    layer = of_kind(inn.RowParallelLinear, INNER, WIDTH, batch_first=layout == "bsh", **options)
+    reference = of_kind(nn.Linear, INNER, WIDTH, bias=options.get("bias", True))
+    takes = FEATURES if options.get("input_is_parallel", True) else WHOLE
+    return LayerCase(layer, reference, takes, sharded(options), layout, INNER)
+
+
+def heads(kv: int | None = None, head_dim: int = 1, bias: bool = True) -> LayerCase:
+    layer = of_kind(inn.QKVParallelLinear, WIDTH, HEADS, kv, head_dim, bias=bias)
+    reference = functools.partial(Projections, kv or HEADS, head_dim, bias)
+    return LayerCase(layer, reference, SEQUENCE, FEATURES)
+
+
+def mlp(activation: str, layout: str = "sbh", **options: Any) -> LayerCase:
+    options["batch_first"] = layout == "bsh"
+    layer = of_kind(inn.SequenceParallelMLP, WIDTH, INNER, activation, **options)
+    gated, bias = options.get("gated", False), options.get("bias", True)
+    reference = functools.partial(GatedMLP, activation, gated, bias)
+    return LayerCase(layer, reference, sharded(options), sharded(options), layout)
+
+
+def norm(kind: str, **options: Any) -> LayerCase:
+    more = {name: value for name, value in options.items() if name == "bias"}
+    layer = of_kind(getattr(inn, kind), WIDTH, **options)
+    reference = of_kind(getattr(nn, kind), WIDTH, **more)
+    return LayerCase(layer, reference, sharded(options), sharded(options))
+
+
+def embedding(padding: int | None = None, layout: str = "sbh", **options: Any) -> LayerCase:
+    how = {"padding_idx": padding}
+    options["batch_first"] = layout == "bsh"
+    layer = of_kind(inn.VocabParallelEmbedding, VOCABULARY, WIDTH, **how, **options)
+    reference = of_kind(nn.Embedding, VOCABULARY, WIDTH, **how)
+    return LayerCase(layer, reference, WHOLE, sharded(options), layout)
+
+
+def uniform(weight: torch.Tensor) -> None:
+    nn.init.uniform_(weight, -0.5, 0.5)
+
+
+def initialised() -> nn.Module:
+    made = nn.utils.skip_init(nn.Linear, WIDTH, INNER, dtype=F64)
+    with torch.no_grad():
+        uniform(made.weight)
+        made.bias.zero_()
+    return made
+
+
+CASES = {
+    "column": column(),
+    "column, batch first": column("bsh", save_gathered=True),
+    "column, matrix": column("sh"),
+    "column, no bias": column(bias=False, save_gathered=True),
+    "column, skip bias": column(skip_bias_add=True),
+    "column, init": column(reference=initialised, init_method=uniform),
+    "column, replicated": column(sequence_parallel=False),
+    "column, gathered": column(gather_output=True),
+    "column, gathered, skip bias": column(
+        gather_output=True, skip_bias_add=True, sequence_parallel=False
+    ),
+    "row": row(),
+    "row, batch first": row("bsh"),
+    "row, matrix": row("sh"),
+    "row, no bias": row(bias=False),
+    "row, skip bias": row(skip_bias_add=True),
+    "row, replicated": row(sequence_parallel=False),
+    "row, replicated, skip bias": row(skip_bias_add=True, sequence_parallel=False),
+    "row, whole input": row(input_is_parallel=False),
+    "qkv": heads(),
+    "qkv, grouped heads": heads(None, 2, False),
+    "mlp": mlp("gelu"),
+    "mlp, gated, batch first": mlp("silu", "bsh", gated=True, bias=False),
+    "mlp, replicated": mlp("relu", sequence_parallel=False),
+    "layer norm": norm("LayerNorm"),
+    "layer norm, no bias": norm("LayerNorm", bias=False),
+    "rms norm": norm("RMSNorm"),
+    "rms norm, replicated": norm("RMSNorm", sequence_parallel=False),
+    "embedding": embedding(),
+    "embedding, batch first": embedding(-1, "bsh"),
+    "embedding, replicated": embedding(0, sequence_parallel=False),
+}
+
+
+def part(tensor: torch.Tensor, kind: str, layout: str, sharding: Any = None) -> torch.Tensor:
+    """The calling rank's part of what all of them have."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    if kind == WHOLE:
+        return tensor
+    if kind == SEQUENCE:
+        return tensor.chunk(size, layout.index("s"))[rank]
+    if sharding is not None:  # heads may be replicated
+        return tensor.narrow(-1, *sharding.part())
+    return tensor.chunk(size, -1)[rank]
+
+
+def close(found: Any, expected: Any, what: str) -> None:
+    """Sums of at most a thousand products of numbers of order one: 1000 * 2**-53."""
+    torch.testing.assert_close(
+        found, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def outputs_of(result: Any, skipped: bool) -> list[torch.Tensor]:
+    if skipped:
+        output, bias = result
+        return [output + bias]
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def compare(name: str, case: LayerCase) -> None:
+    """Initialisation, outputs and gradients of two steps."""
+    torch.manual_seed(7)
+    layer = case.layer()
+    drawn = torch.get_rng_state()
+    torch.manual_seed(7)
+    reference = case.reference()
+    assert torch.equal(torch.get_rng_state(), drawn), f"{name}: what was drawn differs"
+    own = inn.shardings(layer)
+    expected = dict(reference.named_parameters())
+    assert set(own) == set(expected) == set(layer.state_dict()), name
+    for key, value in layer.named_parameters():
+        assert torch.equal(value, own[key].local(expected[key])), f"{name}: {key} is another"
+        assert value.sharding is own[key]  # type: ignore[attr-defined]
+    if "norm" in name:  # ones and zeros would hide a mistake
+        with torch.no_grad():
+            for key, value in expected.items():
+                value.add_(torch.randn(value.shape, dtype=F64))
+                dict(layer.named_parameters())[key].copy_(value)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (layer, reference)]
+    for step in range(2):
+        compare_step(name, case, layer, reference, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, value in layer.named_parameters():
+        close(value, own[key].local(expected[key]), f"{name}: {key} after two steps")
+
+
+def compare_step(
+    name: str, case: LayerCase, layer: nn.Module, reference: nn.Module, step: int
+) -> None:
+    generator = torch.Generator().manual_seed(step)
+    shape = {"sbh": (LENGTH, BATCH), "bsh": (BATCH, LENGTH), "sh": (LENGTH,)}[case.layout]
+    if case.indices:
+        x = torch.randint(VOCABULARY, shape, generator=generator)
+        x[0] = 0  # the padding of one of the cases
+    else:
+        x = torch.randn(*shape, case.features, generator=generator, dtype=F64).requires_grad_()
+    mine = part(x.detach(), case.takes, case.layout).clone().requires_grad_(x.requires_grad)
+    skipped = getattr(layer, "skip_bias_add", False)
+    results, whole = outputs_of(layer(mine), skipped), outputs_of(reference(x), False)
+    losses, total = [], torch.zeros((), dtype=F64)
+    for index, (result, expected) in enumerate(zip(results, whole, strict=True)):
+        probe = torch.randn(expected.shape, generator=generator, dtype=F64)
+        sharding = getattr(layer, "qkv"[index]).weight.sharding if len(whole) > 1 else None
+        right = part(expected, case.gives, case.layout, sharding)
+        close(result, right, f"{name}: output {index}")
+        weight = part(probe, case.gives, case.layout, sharding)
+        if sharding is not None and sharding.copies > 1:
+            # each replica has an own share of the loss
+            weight = weight * (1 + interlace.get_rank() % sharding.copies)
+            probe = probe * sum(1 + r for r in range(sharding.copies))
+        losses.append((result * weight).sum())
+        total = total + (expected * probe).sum()
+    torch.stack(losses).sum().backward()
+    total.backward()  # type: ignore[no-untyped-call]
+    if not case.indices:
+        right = part(x.grad, case.takes, case.layout)  # type: ignore[arg-type]
+        close(mine.grad, right, f"{name}: gradient of the input")
+    own, expected_grads = inn.shardings(layer), dict(reference.named_parameters())
+    for key, value in layer.named_parameters():
+        right = own[key].local(expected_grads[key].grad)  # type: ignore[arg-type]
+        close(value.grad, right, f"{name}: gradient of {key}")
+
+
+def compare_all(names: Iterable[str] = tuple(CASES)) -> None:
+    for name in names:
+        compare(name, CASES[name])
+
+
+@pytest.mark.parametrize("world_size", few([1, 2, 3, 4], 2))
+@ranks()
+def test_layers(world_size: int) -> None:
+    compare_all()
+
+
+def test_gradients_in_a_simulation() -> None:
     names = ["layer norm", "qkv", "mlp, gated, batch first", "embedding"]
-    for wrong in interlace.run(ranks.run_all, 2, names, seed=seed):
-        assert wrong == dict.fromkeys(names, "")
+    interlace.run(compare_all, 2, names, seed=1)
 
 
 @pytest.mark.parametrize("kv, world_size", [(1, 2), (1, 3), (2, 4), (1, 4)])
+@ranks()
 def test_key_value_heads_that_ranks_share(kv: int, world_size: int) -> None:
-    on_ranks(ranks.run_replicated_heads, world_size, kv, world_size != 3)
+    """Fewer key-value heads than ranks."""
+    compare("qkv", heads(kv, 1, world_size != 3))
 
 
-@pytest.mark.parametrize("name", ranks.DROPPED)
-def test_the_comparison_finds_a_sum_that_is_left_out(name: str) -> None:
-    for found in on_ranks(ranks.without_a_sum, 2, name):
-        assert ranks.DROPPED[name][2] in found
+# -- options that change when, not what ----------------------------------------------------------------
 
 
-def test_the_comparison_finds_that_replicas_were_not_summed() -> None:
-    for found in on_ranks(ranks.without_the_replicas_sum, 2):
-        assert "gradient of k.weight" in found
+def block(**options: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        inn.LayerNorm(WIDTH, dtype=F64),
+        inn.SequenceParallelMLP(WIDTH, INNER, "silu", gated=True, dtype=F64, **options),
+    )
+
+
+def some_input() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(interlace.get_rank())
+    return torch.randn(4, BATCH, WIDTH, generator=generator, dtype=F64)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of two microbatches."""
+    for factor in (1.0, -0.5):
+        (model(some_input() * factor) ** 2).sum().backward()
+    return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
 def test_deferred_and_accumulated_gradients_are_the_same(world_size: int) -> None:
-    on_ranks(ranks.later_or_elsewhere, world_size)
+    expected = gradients(block())
+    deferred = inn.DeferredWeightGradients()
+    model = block(deferred=deferred, save_gathered=True)
+    early = gradients(model)
+    assert not any(key.endswith(("up.weight", "gate.weight", "down.weight")) for key in early)
+    assert len(deferred) == 4 and deferred.run() == 4
+    for key, value in model.named_parameters():
+        close(value.grad, expected[key], key)
+    model = block(gradient_accumulation_fusion=True)
+    for key, value in model.named_parameters():
+        if key.startswith("1.") and key.endswith("weight"):
+            value.main_grad = torch.zeros_like(value)  # type: ignore[attr-defined]
+    found = gradients(model)
+    for key, value in model.named_parameters():
+        close(getattr(value, "main_grad", found.get(key)), expected[key], key)
 
 
+@ranks()
 def test_shared_heads_refuse_what_would_leave_their_sum_out() -> None:
-    for first, second in on_ranks(ranks.shared_heads_refuse, 2):
-        assert first.startswith("gradient_accumulation_fusion needs a key-value head per rank")
-        assert second.startswith("deferred needs a key-value head per rank")
+    options = {"gradient_accumulation_fusion": True, "deferred": inn.DeferredWeightGradients()}
+    for name, value in options.items():
+        layer = inn.QKVParallelLinear(WIDTH, HEADS, 1, **{name: value})
+        with pytest.raises(ValueError, match=f"^{name} needs a key-value head per rank"):
+            layer(torch.ones(2, WIDTH))
 
 
 @pytest.mark.filterwarnings("ignore")
+@ranks()
 def test_compiled_models_have_the_same_gradients() -> None:
-    on_ranks(ranks.compiled, 2)
+    """torch.compile goes around the layers."""
+    model = nn.Sequential(block(), nn.Linear(WIDTH, 3, dtype=F64), nn.GELU())
+    kept = {key: value.clone() for key, value in gradients(model).items()}
+    model.zero_grad()
+    found = gradients(torch.compile(model, backend="eager"))
+    for key, value in kept.items():
+        close(found[f"_orig_mod.{key}"], value, key)
 
 
+@ranks()
 def test_without_gradients() -> None:
-    on_ranks(ranks.without_gradients, 2)
+    frozen = block().requires_grad_(False)(some_input())
+    assert not frozen.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            close(block()(some_input()).clone(), frozen, "output")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@ranks()
 def test_weight_that_is_embedding_and_head(world_size: int) -> None:
-    on_ranks(ranks.tied, world_size)
+    """Of a vocabulary that the ranks do not divide."""
+    torch.manual_seed(2)
+    embedding = inn.VocabParallelEmbedding(VOCABULARY, WIDTH, dtype=F64)
+    torch.manual_seed(2)
+    whole = nn.Embedding(VOCABULARY, WIDTH, dtype=F64)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=generator)
+    (logits,) = inn.column_parallel_linear(embedding(tokens).tanh(), [embedding.weight], group=None)
+    loss = inn.vocab_parallel_cross_entropy(logits, tokens.roll(-1, 0), vocab_size=VOCABULARY)
+    loss.backward()
+    all_logits = whole(tokens).tanh() @ whole.weight.t()
+    expected = nn.functional.cross_entropy(all_logits.flatten(0, 1), tokens.roll(-1, 0).flatten())
+    expected.backward()  # type: ignore[no-untyped-call]
+    close(loss, expected, "loss")
+    sharding = embedding.weight.sharding
+    close(embedding.weight.grad, sharding.local(whole.weight.grad), "gradient")
+    close(sharding.full(embedding.weight.grad), whole.weight.grad, "gathered gradient")
+
+
+@ranks()
+def test_linear_functions() -> None:
+    """Where torch runs every rank's backward by itself."""
+    for sequence_parallel in (True, False):
+        linear_cases.column_case(torch.float32, 3, 1, 3, True, sequence_parallel)
+        linear_cases.row_case(torch.float32, 3, 1, True, sequence_parallel)
+    linear_cases.autocast()
+    linear_cases.side_by_side()

@@ -1,58 +1,236 @@
 """interlace's parallel styles give what torch's give: outputs, gradients, state dicts, steps."""
 
-import pathlib
+import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as torch_styles
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
-import interlace
-from multi.tensor import shared_gather_ranks, style_ranks
-from tiers import thorough
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("interlace", 2),
-        *(
-            pytest.param(each, marks=thorough)
-            for each in (("gloo", 2), ("interlace", 4), ("gloo", 4))
-        ),
-    ],
+import interlace.tensor as styles
+from multi.tensor.meshes import (
+    INNER,
+    SEQUENCE,
+    WIDTH,
+    Plan,
+    both,
+    model,
+    on_meshes,
+    sequence,
+    shape_of,
+    whole,
 )
-def failures(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, str]]:
-    """Of all cases, run in one process group; by rank."""
-    backend, world_size = request.param
-    store = str(tmp_path_factory.mktemp("styles") / "store")
-    found: Any = interlace.run(style_ranks.run_all, world_size, backend, store, place="shm")
-    return list(found)
+from tiers import few
 
 
-@pytest.mark.parametrize("name", style_ranks.cases(2))
-def test_as_torchs(failures: list[dict[str, str]], name: str) -> None:
-    for rank, failure in enumerate(failures):
-        assert not failure[name], f"rank {rank}: {failure[name]}"
+def feed_forward(mesh: DeviceMesh, kind: Any) -> nn.Module:
+    plan = {
+        "0": kind.ColwiseParallel(input_layouts=Shard(1)),
+        "2": kind.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return torch_styles.parallelize_module(model(), mesh, plan)
 
 
-@thorough
-def test_a_graph_has_one_gather_of_a_prepared_input(tmp_path: pathlib.Path) -> None:
-    for fused in interlace.run(
-        shared_gather_ranks.compiled, 2, str(tmp_path / "store"), place="shm"
+@pytest.mark.parametrize(
+    ("dim", "bias", "scattered", "local"),
+    few(
+        [
+            (0, True, True, True),
+            (0, False, False, True),
+            (1, True, True, False),
+            (1, True, False, False),
+            (1, False, True, True),
+            (1, True, False, True),
+        ],
+        (0, True, True, True),
+        (1, True, False, False),
+    ),
+)
+@on_meshes
+def test_feed_forward(mesh: DeviceMesh, dim: int, bias: bool, scattered: bool, local: bool) -> None:
+    def plan(kind: Any) -> dict[str, Any]:
+        output = Shard(dim) if scattered else Replicate()
+        return {
+            "0": kind.ColwiseParallel(input_layouts=Shard(dim)),
+            "2": kind.RowwiseParallel(output_layouts=output, use_local_output=local),
+        }
+
+    _, said = both(mesh, lambda: model(bias), plan, sequence(dim))
+    last = f"matmul_reduce_scatter over dimension {dim}" if scattered else "matmul_all_reduce"
+    assert said == {"0": f"all_gather_matmul over dimension {dim}", "2": last}, said
+
+
+@on_meshes
+def test_other_output_layouts(mesh: DeviceMesh) -> None:
+    """The product is fused, and goes on as a DTensor does."""
+
+    def plan(kind: Any) -> dict[str, Any]:
+        return {"0": kind.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+
+    _, said = both(mesh, lambda: nn.Sequential(model()[0]), plan, sequence(1))
+    assert said == {"0": "all_gather_matmul over dimension 1"}, said
+
+
+@on_meshes
+def test_dtensor_inputs(mesh: DeviceMesh) -> None:
+    """What a DTensor says of itself counts, not input_layouts."""
+
+    def plan(kind: Any) -> dict[str, Any]:
+        return {"": kind.ColwiseParallel(input_layouts=Shard(1))}
+
+    replicated = (
+        "torch's ColwiseParallel: the input is replicated, not sharded by sequence: nothing"
+    )
+    for placement, text in (
+        (Shard(1), "all_gather_matmul over dimension 1"),
+        (Replicate(), replicated),
     ):
-        assert ("all_gather_matmul", 3) in fused, fused
+
+        def made(placement: Any = placement) -> DTensor:
+            torch.manual_seed(5)
+            return DTensor.from_local(torch.randn(shape_of(1)), mesh, [placement])
+
+        _, said = both(mesh, lambda: model()[0], plan, made)
+        assert said[""].startswith(text), said
 
 
-def test_refused_modules(tmp_path: pathlib.Path) -> None:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
 
-    import interlace.tensor as styles
 
+@on_meshes
+def test_torchs_way_and_why(mesh: DeviceMesh) -> None:
+    def column(**options: Any) -> Plan:
+        return lambda kind: {"": kind.ColwiseParallel(**options)}
+
+    def row(**options: Any) -> Plan:
+        return lambda kind: {"": kind.RowwiseParallel(**options)}
+
+    def features() -> torch.Tensor:
+        torch.manual_seed(1 + dist.get_rank())
+        return torch.randn(2, SEQUENCE, WIDTH // dist.get_world_size())
+
+    def replicated() -> torch.Tensor:
+        torch.manual_seed(1)
+        return torch.randn(shape_of(1))
+
+    def linear(kind: Any = nn.Linear, outputs: int = INNER) -> Any:
+        torch.manual_seed(0)
+        return kind(WIDTH, outputs)
+
+    expected: list[tuple[Callable[[], Any], Plan, Any, str]] = [
+        (linear, column(), replicated, "not sharded by sequence"),
+        (
+            lambda: linear(Doubling),
+            column(input_layouts=Shard(1)),
+            sequence(1),
+            "Doubling may differ",
+        ),
+        (linear, row(output_layouts=Shard(-1)), features, "neither replicated nor sharded"),
+        (linear, row(output_layouts=Partial()), features, "neither replicated nor sharded"),
+        (linear, row(input_layouts=Replicate()), replicated, "not sharded by features"),
+    ]
+    for make, plan, inputs, reason in expected:
+        _, said = both(mesh, make, plan, inputs)
+        assert reason in said[""] and "torch's" in said[""], (reason, said)
+    column_of_shards = styles.ColwiseParallel(input_layouts=Shard(1))
+    odd = torch_styles.parallelize_module(linear(outputs=INNER + 1), mesh, column_of_shards)
+    odd(sequence(1)())
+    assert f"out_features length {INNER + 1} of dimension 0 is not divided" in odd.explain()
+
+
+@on_meshes
+def test_embeddings_and_norms(mesh: DeviceMesh) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        norm, dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.0)
+        return nn.Sequential(nn.Embedding(12, WIDTH), norm, dropout, *model())
+
+    def plan(kind: Any) -> dict[str, Any]:
+        return {
+            "0": kind.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "1": kind.SequenceParallel(),
+            "2": kind.SequenceParallel(use_local_output=True),
+            "3": kind.ColwiseParallel(input_layouts=Shard(1)),
+            "5": kind.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+
+    _, said = both(mesh, make, plan, lambda: torch.arange(2 * SEQUENCE).view(2, SEQUENCE))
+    assert "Embedding is no nn.Linear" in said["0"] and "SequenceParallel" in said["1"]
+    assert said["3"].startswith("all_gather_matmul") and "reduce_scatter" in said["5"]
+
+
+@on_meshes
+def test_autocast(mesh: DeviceMesh) -> None:
+    module = feed_forward(mesh, styles)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(sequence(1)())
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert all(
+        each.grad is not None and each.grad.dtype == torch.float32 for each in module.parameters()
+    )
+    assert styles.explain(module)["2"] == "matmul_reduce_scatter over dimension 1"
+
+
+@on_meshes
+def test_steps_of_an_optimizer(mesh: DeviceMesh) -> None:
+    """And what is left of the model afterwards."""
+    found = []
+    for kind in (torch_styles, styles):
+        module = feed_forward(mesh, kind)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(sequence(1)()).square().sum().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+        found.append([whole(each).detach() for each in module.parameters()])
+    for each, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "forms",
+    few([["module", "copy", "checkpointed"], ["compiled"]], ["module", "copy", "checkpointed"]),
+)
+@on_meshes
+def test_other_forms_of_a_module(mesh: DeviceMesh, forms: list[str]) -> None:
+    """A copy, under activation checkpointing, and compiled as one graph."""
+    x, found = sequence(1)(), []
+    for kind, form in ((torch_styles, "module"), *((styles, form) for form in forms)):
+        module = feed_forward(mesh, kind)
+        module = copy.deepcopy(module) if form == "copy" else module
+        call: Any = module
+        if form == "checkpointed":
+            call = functools.partial(checkpoint, module, use_reentrant=False)
+        elif form == "compiled":
+            if dist.get_world_size() > 2 or dist.get_backend() == "gloo":
+                continue  # Dynamo takes seconds
+            torch._dynamo.reset()
+            call = torch.compile(module, backend="aot_eager", fullgraph=True)
+        input = x.clone().requires_grad_()
+        output = call(input)
+        output.square().sum().backward()
+        gradients = [whole(each.grad) for each in module.parameters()]
+        found.append([whole(output), input.grad, *gradients])
+        if kind is styles and form != "compiled":
+            assert "matmul_reduce_scatter" in styles.explain(module)["2"]
+    for each in found[1:]:
+        for mine, theirs in zip(each, found[0], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_refused_modules() -> None:
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
-    with pytest.raises(NotImplementedError, match="only support"):
-        styles.ColwiseParallel()._apply(nn.Conv1d(1, 1, 1), mesh)
-    with pytest.raises(NotImplementedError, match="only support"):
-        styles.RowwiseParallel()._apply(nn.Conv1d(1, 1, 1), mesh)
-    assert not hasattr(nn.Conv1d(1, 1, 1), "_interlace_style")
+    for style in (styles.ColwiseParallel(), styles.RowwiseParallel()):
+        with pytest.raises(NotImplementedError, match="only support"):
+            style._apply(nn.Conv1d(1, 1, 1), mesh)

@@ -9,25 +9,51 @@ import torch
 
 import interlace
 from interlace import functional, nn
+from interlace.functional import wait
 from interlace.nn.functional import context_parallel_attention
-from multi.functional import functional_ranks as ranks
-from multi.functional.functional_ranks_cases import CASES
+from multi.functional.op_cases import TABLE, flat, reference
+from ranks import ranks
 from support import failure
-from tiers import few
 
 Tensor = torch.Tensor
 
 
-@pytest.mark.parametrize("world_size", few([2, 3], 2))
-def test_values_and_gradients_of_every_op(world_size: int) -> None:
-    assert interlace.run(ranks.every_case, world_size, "", None) == [list(CASES)] * world_size
+REAL = re.compile(r"matmul|norm|=max|=min")
 
 
+def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
+    """First and second ones of complex numbers."""
+    loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
+    first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
+    squares = torch.stack([(each * each).imag.sum() for each in first]).sum()
+    if not squares.requires_grad:
+        return list(first)
+    return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
+
+
+@ranks(place="sim")
 def test_complex_numbers() -> None:
-    for served, refused in interlace.run(ranks.complex_gradients, 2):
-        assert {"all_reduce product", "reduce_scatter product 0", "permute"} <= {*served}
-        real = re.compile(r"matmul|norm|attention| max| min")
-        assert not [name for name in refused if not real.search(name)], refused
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    for case in TABLE:
+        everyone = [
+            [
+                torch.complex(x, x.flip(-1) + of + 0.5 if x.dim() else x).requires_grad_()
+                for x in case.inputs(of, size)
+            ]
+            for of in range(size)
+        ]
+        own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
+        if REAL.search(case.name):
+            with pytest.raises(TypeError, match="complex"):
+                wait(case.bound()(*own))
+            continue
+        found = gradients(flat(case.bound()(*own)), own)
+        right = gradients(flat(reference(case, everyone)), [x for xs in everyone for x in xs])
+        expected = [right[rank], right[size + rank]] if len(right) > size else [right[rank]]
+        for each, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(
+                wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -54,31 +80,12 @@ def test_the_second_derivative_of_a_product_with_zeros(dtype: torch.dtype) -> No
         torch.testing.assert_close(found, (first[rank], second[rank]))
 
 
+@ranks(1, place="sim")
 def test_a_lone_rank() -> None:
-    def case() -> Any:
-        x = torch.ones(2, 3, requires_grad=True)
-        y = functional.all_gather_matmul(x, torch.full((3, 1), 2.0))
-        functional.reduce_scatter(y, "avg").sum().backward()
-        return x.grad
-
-    assert interlace.run(case, 1)[0].tolist() == [[2.0] * 3] * 2
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ranks.some_inputs_only,
-        ranks.odd_gradients,
-        ranks.half_precision,
-        ranks.second_derivatives,
-        ranks.without_gradients,
-    ],
-)
-def test_as_on_processes(case: Callable[[], Any]) -> None:
-    found = interlace.run(case, 2)
-    if case is ranks.without_gradients:
-        text = "interlace.reduce with reduce_op '{}' has no gradient"
-        assert found == [[text.format("max"), text.format("min")]] * 2
+    x = torch.ones(2, 3, requires_grad=True)
+    y = functional.all_gather_matmul(x, torch.full((3, 1), 2.0))
+    functional.reduce_scatter(y, "avg").sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[2.0] * 3] * 2
 
 
 def test_ranks_take_turns_in_many_orders() -> None:
@@ -99,79 +106,50 @@ def test_ranks_take_turns_in_many_orders() -> None:
         assert interlace.run(case, 2, seed=seed) == [right] * 2
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_the_fused_ops_record_too(async_op: bool) -> None:
-    def case() -> Any:
-        rank = interlace.get_rank()
-        x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
-        w = torch.ones(4, 3, requires_grad=True)
-        y = interlace.all_gather_matmul(x, w, async_op=async_op)
-        y = y.wait() if async_op else y
-        z = interlace.matmul_reduce_scatter(y, torch.ones(3, 2), async_op=async_op)
-        (z.wait() if async_op else z).sum().backward()
-        return x.grad, w.grad
-
-    for of_input, of_weight in interlace.run(case, 2):
-        assert of_input.tolist() == [[3.0 * 2 * 2] * 4] * 2
-        assert of_weight.tolist() == [[2.0 * 2 * (1 + 2)] * 3] * 4
-
-
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
+@ranks(place="sim")
 def test_columns_that_are_scattered_have_gradients(algorithm: Any) -> None:
     """The gradient is gathered along what a matmul sums, which not every algorithm can."""
-
-    def case() -> Any:
-        x = torch.full((2, 3), 1.0 + interlace.get_rank(), requires_grad=True)
-        w = torch.ones(3, 5, requires_grad=True)
-        how: Any = {"scatter_dim": 1, "algorithm": algorithm}
-        interlace.matmul_reduce_scatter(x, w, **how).sum().backward()
-        return x.grad, w.grad
-
-    for rank, (of_input, of_weight) in enumerate(interlace.run(case, 2)):
-        assert of_input.tolist() == [[5.0] * 3] * 2
-        assert of_weight.tolist() == [[2.0 * (1 + rank)] * 5] * 3
+    rank = interlace.get_rank()
+    x = torch.full((2, 3), 1.0 + rank, requires_grad=True)
+    w = torch.ones(3, 5, requires_grad=True)
+    interlace.matmul_reduce_scatter(x, w, scatter_dim=1, algorithm=algorithm).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[5.0] * 3] * 2
+    assert w.grad is not None and w.grad.tolist() == [[2.0 * (1 + rank)] * 5] * 3
 
 
+@ranks(place="sim")
 def test_a_result_may_go_into_the_next_op_and_into_out() -> None:
-    def case() -> Any:
-        x, out = torch.ones(2), torch.empty(4)
-        y = functional.all_reduce(functional.all_reduce(x))
-        assert functional.all_gather(functional.all_reduce(x), out=out) is out
-        return functional.wait(y), out
-
-    for found in interlace.run(case, 2):
-        assert [each.tolist() for each in found] == [[4.0] * 2, [2.0] * 4]
+    x, out = torch.ones(2), torch.empty(4)
+    y = functional.all_reduce(functional.all_reduce(x))
+    assert functional.all_gather(functional.all_reduce(x), out=out) is out
+    assert y.tolist() == [4.0] * 2 and out.tolist() == [2.0] * 4
 
 
 ROWS, SQUARE = torch.ones(3, 3), torch.ones(3, 3)
 HEADS = torch.ones(1, 3, 3, 4)
 ONE_EACH: Any = torch.arange(3).unsqueeze(1)
+NORM = interlace.RMSNorm()
 CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     # op: (what needs a gradient, a call with that)
     "all_gather_matmul": ("a weight", lambda w: interlace.all_gather_matmul(ROWS, w)),
     "matmul_reduce_scatter": ("weight", lambda w: interlace.matmul_reduce_scatter(ROWS, w)),
     "matmul_all_reduce": ("input or weight", lambda w: functional.matmul_all_reduce(ROWS, w)),
-    "all_reduce_norm": ("input", lambda x: functional.all_reduce_norm(x, norm=interlace.RMSNorm())),
+    "all_reduce_norm": ("input", lambda x: functional.all_reduce_norm(x, norm=NORM)),
     "reduce_scatter_norm": (
         "bias, residual or norm",
         lambda w: functional.reduce_scatter_norm(ROWS, norm=interlace.RMSNorm(w[0])),
     ),
-    "matmul_all_to_all": (
-        "input, weight or bias",
-        lambda w: functional.matmul_all_to_all(ROWS, w),
-    ),
+    "matmul_all_to_all": ("input, weight or bias", lambda w: functional.matmul_all_to_all(ROWS, w)),
     "all_to_all_matmul": ("input", lambda x: functional.all_to_all_matmul(x, torch.ones(9, 2))),
     "context_parallel_attention": (
-        "q, k or v",
-        lambda x: context_parallel_attention(HEADS, HEADS, HEADS * x[0, 0]),
+        "q, k or v", lambda x: context_parallel_attention(HEADS, HEADS, HEADS * x[0, 0]),
     ),
     "dispatch": (
-        "x or topk_weights",
-        lambda x: interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3),
+        "x or topk_weights", lambda x: interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3),
     ),
     "all_to_all_grouped_matmul": (
-        "weight",
-        lambda w: interlace.all_to_all_grouped_matmul(ROWS, w[None], [1, 1, 1]),
+        "weight", lambda w: interlace.all_to_all_grouped_matmul(ROWS, w[None], [1, 1, 1]),
     ),
     "all_gather_grouped_matmul": (
         "another tensor",
@@ -182,59 +160,45 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
         lambda x: interlace.grouped_matmul_combine(x, SQUARE[None], [1, 1, 1], ONE_EACH),
     ),
     "all_gather_matmul, of a layer": (
-        "a weight",
-        lambda w: nn.column_parallel_linear(ROWS, [w], group=None)[0],
+        "a weight", lambda w: nn.column_parallel_linear(ROWS, [w], group=None)[0],
     ),
     "matmul_reduce_scatter, of a layer": (
-        "weight",
-        lambda w: nn.row_parallel_linear(ROWS, w, group=None),
+        "weight", lambda w: nn.row_parallel_linear(ROWS, w, group=None),
     ),
     "matmul_all_reduce, and a norm of what is activated": (
         "another tensor",
         lambda r: interlace.matmul_all_reduce(
-            ROWS, SQUARE, residual=r, activation="relu", norm=interlace.RMSNorm()
+            ROWS, SQUARE, residual=r, activation="relu", norm=NORM
         ),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CALLS)
+@ranks(3, place="sim")
 def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> None:
     """By the forward, and the group goes on: a rank's backward would wait for those that have none."""
     what, call = CALLS[op]
-
-    def case(odd: int, recording: bool) -> str:
-        x = torch.ones(3, 3)
-        alone = interlace.get_rank() == odd
+    text = f"^{op.split(',')[0]}: what requires a gradient differs between ranks: "
+    for odd, recording in ((2, True), (0, False)):
+        x, alone = torch.ones(3, 3), interlace.get_rank() == odd
         x.requires_grad_(alone or not recording)
-        on = torch.set_grad_enabled(recording or not alone)
-        with on, pytest.raises(ValueError, match="what requires") as caught:
+        told = f"{text}None on rank 0, {what} on rank {2 if recording else 1}$"
+        with torch.set_grad_enabled(recording or not alone), pytest.raises(ValueError, match=told):
             call(x)
         for each in (False, True):  # alike on all ranks; and what was remembered is not mixed up
             call(torch.ones(3, 3, requires_grad=each))
-        return str(caught.value)
-
-    op = op.split(",")[0]
-    text = (
-        f"{op}: what requires a gradient differs between ranks: {{}} on rank 0, {{}} on rank {{}}"
-    )
-    assert interlace.run(case, 3, 2, True) == [text.format(None, what, 2)] * 3
-    assert interlace.run(case, 3, 0, False) == [text.format(None, what, 1)] * 3
 
 
+@ranks(3, place="sim")
 def test_biases_may_need_gradients_on_some_ranks_only() -> None:
     """Theirs are of the own rows."""
-
-    def case() -> Any:
-        bias = torch.zeros(3, requires_grad=interlace.get_rank() == 1)
-        total = functional.matmul_all_reduce(ROWS, SQUARE, bias=bias)
-        part = functional.matmul_reduce_scatter(ROWS, SQUARE, bias=bias)
-        if bias.requires_grad:
-            (total.sum() + part.sum()).backward()
-        return bias.grad
-
-    first, second, _ = interlace.run(case, 3)
-    assert first is None and second.tolist() == [4.0] * 3
+    bias = torch.zeros(3, requires_grad=interlace.get_rank() == 1)
+    total = functional.matmul_all_reduce(ROWS, SQUARE, bias=bias)
+    part = functional.matmul_reduce_scatter(ROWS, SQUARE, bias=bias)
+    if bias.requires_grad:
+        (total.sum() + part.sum()).backward()
+        assert bias.grad is not None and bias.grad.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])
@@ -251,46 +215,42 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
     given = [torch.randn(k, 6), torch.randn(k, 2), torch.randn(6), torch.randn(2)]
 
     def loss(gathered: Tensor, outputs: list[Tensor], rank: int) -> Tensor:
-        return sum((each.square().sum() for each in (gathered, *outputs)), torch.zeros(())) * (
-            1 + rank
-        )
+        squares = [each.square().sum() for each in (gathered, *outputs)]
+        return torch.stack(squares).sum() * (1 + rank)
 
-    def case() -> list[Tensor | None]:
+    inputs = [each.double().requires_grad_() for each in shards]
+    whole, right = torch.cat(inputs, dim), []
+    for _ in shards:
+        w, v, b, c = own = [each.double().requires_grad_() for each in given]
+        right.append((whole, [(whole @ w + b).relu(), whole @ v + c], own))
+    losses = [loss(*made, rank) for rank, (*made, _) in enumerate(right)]  # type: ignore[call-arg]
+    torch.stack(losses).sum().backward()
+
+    def case() -> None:
         rank = interlace.get_rank()
         x, *own = (each.clone().requires_grad_() for each in (shards[rank], *given))
         made = interlace.all_gather_matmul(x, own[:2], gather_dim=dim, bias=own[2:], **how)
         loss(*made, rank).backward()
-        return [made[0], *made[1], x.grad, *(each.grad for each in own)]
+        whole, outputs, leaves = right[rank]
+        found = [made[0], *made[1], x.grad, *(each.grad for each in own)]
+        expected = [whole, *outputs, inputs[rank].grad, *(each.grad for each in leaves)]
+        for each, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(each.double(), other, rtol=1e-5, atol=1e-4)  # type: ignore[union-attr]
 
-    found = interlace.run(case, 3)
-    inputs = [each.double().requires_grad_() for each in shards]
-    whole, right, total = torch.cat(inputs, dim), [], torch.zeros(())
-    for rank in range(3):
-        own = [each.double().requires_grad_() for each in given]
-        outputs = [(whole @ own[0] + own[2]).relu(), whole @ own[1] + own[3]]
-        total = total + loss(whole, outputs, rank)
-        right.append((outputs, own))
-    total.backward()
-    for rank, (outputs, own) in enumerate(right):
-        expected = [whole, *outputs, inputs[rank].grad, *(each.grad for each in own)]
-        for each, other in zip(found[rank], expected, strict=True):
-            torch.testing.assert_close(each.double(), other, rtol=1e-5, atol=1e-4)
+    interlace.run(case, 3)
 
 
 @pytest.mark.parametrize(("dim", "inner"), [(0, 4), (1, 15)])
+@ranks(3, place="sim")
 def test_weights_that_do_not_fit_unequal_shards_are_refused(dim: int, inner: int) -> None:
-    def case() -> str:
-        rank = interlace.get_rank()
-        shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
-        with pytest.raises(ValueError, match="weight has shape") as error:
-            interlace.all_gather_matmul(
-                shard.requires_grad_(), torch.ones(inner + rank // 2, 3), gather_dim=dim
-            )
-        interlace.barrier()  # the group goes on
-        return str(error.value)
-
-    for each in interlace.run(case, 3):
-        assert f"weight has shape ({inner + 1}, 3), the gathered input has k = {inner}" in each
+    """On all ranks, and the group goes on."""
+    rank = interlace.get_rank()
+    shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
+    weight = torch.ones(inner + rank // 2, 3)
+    text = rf"weight has shape \({inner + 1}, 3\), the gathered input has k = {inner}"
+    with pytest.raises(ValueError, match=text):
+        interlace.all_gather_matmul(shard.requires_grad_(), weight, gather_dim=dim)
+    interlace.barrier()
 
 
 def test_ranks_that_differ_in_what_a_plain_op_needs_are_told_in_backward() -> None:

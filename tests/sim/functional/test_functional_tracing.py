@@ -16,6 +16,7 @@ import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
+from ranks import ranks
 
 TP = interlace.GroupSpec("tp", 4)
 ANY = interlace.GroupSpec("any")
@@ -55,71 +56,96 @@ def ops_of(graph: torch.fx.Graph) -> list[str]:
     return [name.replace("::", ".").removeprefix("aten.") for name in names]
 
 
-def works_between(name: str, group: Any) -> Callable[..., Any]:
-    """A function that starts the op, does something else, and uses the result."""
-
-    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
-        result = OPS[name][0](x, group, w)
-        meanwhile = torch.sin(x)
-        return torch.cos(result), meanwhile
-
-    return function
-
-
 @pytest.fixture(autouse=True)
 def no_group() -> None:
     assert not dist.is_initialized()
     torch._dynamo.reset()
 
 
-def expected_ops(name: str) -> list[str]:
-    return [f"interlace.{name}", "sin", "_c10d_functional.wait_tensor", "cos"]
+class Works(torch.nn.Module):
+    """It starts the op, does something else, and uses the result, or returns it."""
+
+    def __init__(self, name: str, *, group: Any = TP, uses: bool = True) -> None:
+        super().__init__()
+        self.name, self.group, self.uses = name, group, uses
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+        result = OPS[self.name][0](x, self.group, w)
+        meanwhile = torch.sin(x)
+        return torch.cos(result) if self.uses else result, meanwhile
+
+
+INPUTS = torch.ones(8, 3), W
+
+
+def exported(works: Works, *, strict: bool = False) -> Any:
+    graph = torch.export.export(works, INPUTS, strict=strict).graph
+    if works.uses:
+        shape = graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape
+        assert tuple(shape) == OPS[works.name][1]
+    return graph
+
+
+def traced(works: Works, mode: str = "fake", *, functionalized: bool = False) -> torch.fx.Graph:
+    def call(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return works(x, w)
+
+    function = torch.func.functionalize(call) if functionalized else call
+    return make_fx(function, tracing_mode=mode)(*INPUTS).graph
+
+
+WAYS: dict[str, Callable[[Works], torch.fx.Graph]] = {
+    "fake": traced,
+    "symbolic": lambda works: traced(works, "symbolic"),
+    "functionalized": lambda works: traced(works, functionalized=True),
+    "export": exported,
+    "strict export": lambda works: exported(works, strict=True),
+}
 
 
 @every_op
-@pytest.mark.parametrize("mode", ["fake", "symbolic"])
-def test_make_fx(name: str, mode: str) -> None:
-    graph = make_fx(works_between(name, TP), tracing_mode=mode)(torch.ones(8, 3), W).graph
-    assert [op for op in ops_of(graph) if not op.startswith("sym")] == expected_ops(name)
+@pytest.mark.parametrize("way", WAYS)
+def test_graphs(name: str, way: str) -> None:
+    """They have the op with the group's size and name, and a wait where the result is used."""
+    graph = WAYS[way](Works(name))
+    found = [op for op in ops_of(graph) if not op.startswith("sym")]
+    wait = "_c10d_functional.wait_tensor"
+    between = [wait, "sin"] if way == "functionalized" else ["sin", wait]
+    assert found == [f"interlace.{name}", *between, "cos"]
     start = next(node for node in graph.nodes if "interlace" in str(node.target))
     assert start.args[-2:] == (4, "tp") and start.name.startswith(name)
 
 
 @every_op
-@pytest.mark.parametrize("strict", [False, True])
-def test_export(name: str, strict: bool) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return works_between(name, TP)(x, W)
-
-    program = torch.export.export(Module(), (torch.ones(8, 3),), strict=strict)
-    assert ops_of(program.graph) == expected_ops(name)
-    shape = program.graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape
-    assert tuple(shape) == OPS[name][1]
+@pytest.mark.parametrize("way", ["fake", "export"])
+def test_results_that_are_returned_unwaited(name: str, way: str) -> None:
+    graph = WAYS[way](Works(name, uses=False))
+    assert ops_of(graph) == [f"interlace.{name}", "sin", "_c10d_functional.wait_tensor"]
+    assert not graph.find_nodes(op="get_attr")
 
 
-@every_op
-def test_results_that_are_returned_unwaited(name: str) -> None:
-    def returned(x: torch.Tensor, w: torch.Tensor) -> Any:
-        return OPS[name][0](x, TP, w), torch.sin(x)
-
-    class Module(torch.nn.Module):
-        forward = staticmethod(returned)
-
-    inputs = torch.ones(8, 3), W
-    expected = [f"interlace.{name}", "sin", "_c10d_functional.wait_tensor"]
-    for graph in (
-        make_fx(returned, tracing_mode="fake")(*inputs),
-        torch.export.export(Module(), inputs),
-    ):
-        assert ops_of(graph.graph) == expected and not graph.graph.find_nodes(op="get_attr")
+@pytest.mark.parametrize("name", [name for name in OPS if name != "permute"])
+def test_any_size(name: str) -> None:
+    """The graph asks for the size of the group, but for an argument that is as long as the group."""
+    graph = torch.export.export(Works(name, group=ANY), INPUTS).graph
+    names = ops_of(graph)
+    assert names[0] == "interlace.group_size"
+    assert [n for n in names if n.startswith("interlace")][1:] == [f"interlace.{name}"]
+    target = getattr(torch.ops.interlace, name).default
+    (start,) = graph.find_nodes(op="call_function", target=target)
+    assert isinstance(start.args[-2], torch.fx.Node)
 
 
 @every_op
-def test_functionalize(name: str) -> None:
-    function = torch.func.functionalize(works_between(name, TP))
-    graph = make_fx(function, tracing_mode="fake")(torch.ones(8, 3), W).graph
-    assert ops_of(graph) == [f"interlace.{name}", "_c10d_functional.wait_tensor", "sin", "cos"]
+def test_fake_and_meta_tensors(name: str) -> None:
+    call, shape = OPS[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        result = call(torch.ones(8, 3), TP, W)
+        assert type(result) is AsyncTensor and tuple(result.shape) == shape
+        assert wait(result).stride() == result.stride()
+        assert tuple((result * 2).shape) == shape
+    result = call(torch.ones(8, 3, device="meta"), TP, W.to("meta"))
+    assert tuple(result.shape) == shape and (result * 2).is_meta
 
 
 @pytest.mark.parametrize("above_autograd", [False, True])
@@ -136,61 +162,6 @@ def test_what_would_not_be_in_the_graph_is_refused(above_autograd: bool) -> None
         TypeError, match=r"all_reduce would not be in the graph.*interlace\.functional"
     ):
         interlace.run(on_rank, 2)
-
-
-@every_op
-def test_compile_with_fullgraph(name: str) -> None:
-    from torch._dynamo.backends.common import aot_autograd
-
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(ops_of(graph.graph))
-        return lambda args: [torch.ones(OPS[name][1]), torch.ones(8, 3)]
-
-    keep_boxed: Any = lambda graph, inputs: boxed(keep(graph, inputs))  # noqa: E731
-    compiled = torch.compile(
-        works_between(name, TP), backend=aot_autograd(fw_compiler=keep_boxed), fullgraph=True
-    )
-    compiled(torch.ones(8, 3), W)
-    assert graphs == [expected_ops(name)]
-
-
-def boxed(function: Any) -> Any:
-    function._boxed_call = True
-    return function
-
-
-@every_op
-def test_fake_and_meta_tensors(name: str) -> None:
-    call, shape = OPS[name]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        result = call(torch.ones(8, 3), TP, W)
-        assert type(result) is AsyncTensor and tuple(result.shape) == shape
-        assert wait(result).stride() == result.stride()
-        assert tuple((result * 2).shape) == shape
-    result = call(torch.ones(8, 3, device="meta"), TP, W.to("meta"))
-    assert tuple(result.shape) == shape and (result * 2).is_meta
-
-
-@every_op
-def test_any_size(name: str) -> None:
-    """The graph asks for the size of the group; no shape of 4 ranks is in it."""
-    if name == "permute":
-        pytest.skip("its argument is as long as the group")
-
-    class Module(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return OPS[name][0](x, ANY, W) * 2
-
-    program = torch.export.export(Module(), (torch.ones(8, 3),))
-    names = ops_of(program.graph)
-    assert names[0] == "interlace.group_size"
-    assert [n for n in names if n.startswith("interlace")][1:] == [f"interlace.{name}"]
-    start = program.graph.find_nodes(
-        op="call_function", target=getattr(torch.ops.interlace, name).default
-    )[0]
-    assert isinstance(start.args[-2], torch.fx.Node)
 
 
 def test_gradients_are_traced_without_a_group() -> None:
@@ -232,29 +203,26 @@ def test_errors_while_tracing() -> None:
             make_fx(call, tracing_mode="fake")(torch.ones(8, 3))
 
 
+@ranks(1, place="sim")
 def test_ops_conform() -> None:
     """torch's own check of custom ops, in a group of one: schema, fake kernel, gradients."""
-
-    def body() -> None:
-        x = torch.randn(4, 3, requires_grad=True)
-        w = torch.randn(3, 2, requires_grad=True)
-        calls: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (x, "sum"),
-            "all_gather": (x, 1),
-            "reduce_scatter": (x, "sum", 1),
-            "all_to_all": (x, None, None),
-            "broadcast": (x, 0),
-            "permute": (x, [0]),
-            "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
-            "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
-            "matmul_all_reduce": (x, w, None, "sum", "auto", None),
-        }
-        for name, args in calls.items():
-            op = getattr(torch.ops.interlace, name).default
-            assert torch.Tag.needs_fixed_stride_order in op.tags, name
-            torch.library.opcheck(
-                op, (*args, 1, "0"), test_utils=("test_schema", "test_autograd_registration",
-                "test_faketensor"),
-            )  # fmt: skip
-
-    interlace.run(body, 1)
+    x = torch.randn(4, 3, requires_grad=True)
+    w = torch.randn(3, 2, requires_grad=True)
+    calls: dict[str, tuple[Any, ...]] = {
+        "all_reduce": (x, "sum"),
+        "all_gather": (x, 1),
+        "reduce_scatter": (x, "sum", 1),
+        "all_to_all": (x, None, None),
+        "broadcast": (x, 0),
+        "permute": (x, [0]),
+        "all_gather_matmul": (x, [w], [], 0, True, "auto", None),
+        "matmul_reduce_scatter": (x, w, None, "sum", 0, None, "auto", None),
+        "matmul_all_reduce": (x, w, None, "sum", "auto", None),
+    }
+    for name, args in calls.items():
+        op = getattr(torch.ops.interlace, name).default
+        assert torch.Tag.needs_fixed_stride_order in op.tags, name
+        torch.library.opcheck(
+            op, (*args, 1, "0"), test_utils=("test_schema", "test_autograd_registration",
+            "test_faketensor"),
+        )  # fmt: skip

@@ -12,6 +12,7 @@ from interlace import experts, functional, nn
 from interlace.ops.library import OPS, WITH_OUT
 from interlace.ops.op import calls
 from interlace.ops.op.op import Op
+from ranks import ranks
 
 LIST = pathlib.Path(__file__).with_name("schemas.txt")
 TAKEN: dict[str, Any] = {
@@ -80,9 +81,19 @@ def scattered(there: Any, how: Given) -> Any:
     return there.reduce_scatter_norm(ROWS, norm=interlace.RMSNorm(), **how)
 
 
-def attended(_: Any, how: Given) -> Any:
+def attended(there: Any, how: Given) -> Any:
     heads = torch.ones(1, 2, 2, 4, requires_grad=True)
-    return nn.functional.context_parallel_attention(heads, heads, heads, **how)
+    return (there or nn.functional.context_parallel_attention)(heads, heads, heads, **how)
+
+
+def decoded(_: Any, how: Given) -> Any:
+    cache = torch.ones(1, 4, 2, 4)
+    return functional.distributed_decode(torch.ones(1, 2, 4), (cache, cache), **how)
+
+
+def of_a_layer(_: Any, how: Given) -> Any:
+    torch.manual_seed(0)
+    return nn.UlyssesAttention(4, 2)(torch.ones(1, 2, 4), **how)
 
 
 OTHERS: list[tuple[Any, Any, Given, str]] = [
@@ -99,25 +110,30 @@ OTHERS: list[tuple[Any, Any, Given, str]] = [
     (sent, functional, {"num_experts": 2, "topk_weights": 1}, "topk_weights must be a tensor"),
     (sent, experts, {"num_experts": 0}, "num_experts must be positive"),
     (attended, None, {"scale": True}, "scale must be a number"),
-]
+    (attended, None, {"scale": "x"}, "scale must be a number"),
+    (attended, None, {"cu_seqlens": [0, 4]}, "cu_seqlens must be a tensor"),
+    (
+        attended, nn.functional.attention_of_heads, {"cu_seqlens": [0, 4]},
+        "cu_seqlens must be a tensor",
+    ),
+    (of_a_layer, None, {"cu_seqlens": [0, 4]}, "cu_seqlens must be a tensor"),
+    (decoded, None, {"lengths": [0, 4]}, "lengths must be a tensor"),
+    (decoded, None, {"block_table": [0, 4]}, "block_table must be a tensor"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "there", "how", "text"), OTHERS)
-def test_what_is_asked_before_the_schema_is_refused_on_all(
-    call: Any, there: Any, how: Given, text: str
-) -> None:
-    """By one rank only; the group goes on."""
-
-    def on_rank() -> tuple[str, float]:
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks()
+def test_what_is_asked_before_the_schema_is_refused_on_all(place: str) -> None:
+    """By one rank only; the group goes on. On processes torch's dispatcher would refuse the last ones."""
+    for call, there, how, text in OTHERS if place == "sim" else OTHERS[-6:]:
         right: Given = {"num_experts": 2} if call is sent else {}
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with pytest.raises((TypeError, ValueError), match=text) as caught:
             call(there, how if interlace.get_rank() else right)
+        assert "rank 1" in str(caught.value)
         total = torch.ones(1)
         interlace.all_reduce(total)
-        return str(caught.value), total.item()
-
-    for said, total in interlace.run(on_rank, 2):
-        assert text in said and "rank 1" in said and total == 2
+        assert total == 2, text
 
 
 def test_an_eager_combine_takes_what_functional_forms_have_dispatched() -> None:

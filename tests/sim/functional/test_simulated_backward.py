@@ -14,6 +14,7 @@ from interlace import functional
 from interlace.nn import column_parallel_linear, row_parallel_linear
 from interlace.ops.op import sim_backward as simulated_backward
 from interlace.runtime.core.errors import DeadlockError, InterlaceError
+from ranks import ranks
 from support import failure, noise, schedule_digest
 from tiers import few
 
@@ -44,21 +45,15 @@ def installed() -> None:
     simulated_backward.install()
 
 
+@ranks(3, place="sim")
 def test_many_nodes_side_by_side_find_their_ranks() -> None:
-    def case() -> list[float]:
-        x = torch.full((2,), 1.0 + interlace.get_rank(), requires_grad=True)
-        branches = [Summed.apply(x * (i + 1 + interlace.get_rank())) for i in range(5)]
-        torch.stack(branches).square().sum().backward()
-        assert x.grad is not None
-        return x.grad.tolist()
-
-    def expected(rank: int) -> float:
-        terms = [
-            (i + 1 + rank) * sum(2 * (1 + r) * (i + 1 + r) for r in range(3)) for i in range(5)
-        ]
-        return float(sum(terms))
-
-    assert interlace.run(case, 3) == [[expected(rank)] * 2 for rank in range(3)]
+    rank = interlace.get_rank()
+    x = torch.full((2,), 1.0 + rank, requires_grad=True)
+    branches = [Summed.apply(x * (i + 1 + rank)) for i in range(5)]
+    torch.stack(branches).square().sum().backward()
+    sums = [sum(2 * (1 + r) * (i + 1 + r) for r in range(3)) for i in range(5)]
+    expected = sum((i + 1 + rank) * total for i, total in enumerate(sums))
+    assert x.grad is not None and x.grad.tolist() == [float(expected)] * 2
 
 
 def test_the_same_seed_is_the_same_order() -> None:
@@ -158,8 +153,7 @@ def test_nothing_is_left_behind() -> None:
         Summed.apply(x * 2).sum().backward()
         return [weakref.ref(x)]
 
-    refs = interlace.run(case, 2)
-    assert [each[0]() for each in refs] == [None, None] and not left_behind()
+    assert [each[0]() for each in interlace.run(case, 2)] == [None] * 2 and not left_behind()
 
 
 def test_an_error_in_backward_is_the_error_of_its_rank() -> None:

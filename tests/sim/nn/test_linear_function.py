@@ -1,7 +1,6 @@
 """Column- and row-parallel linear functions against autograd of the unsharded ones in float64."""
 
 import gc
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import interlace
-from cases.linear_cases import BATCH, IN, OUT, SHARD, autocast, column_case, row_case, side_by_side
+from cases.linear_cases import BATCH, IN, OUT, SHARD, column_case, row_case
 from interlace import nn
 from interlace.groups.groups import resolve
 from interlace.nn import (
@@ -23,117 +22,98 @@ from interlace.nn import (
     row_parallel_linear,
 )
 from interlace.runtime.core.work import Work
+from ranks import ranks
 from support import noise
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dims,dim", [(2, 0), (3, 0), (3, 1)])
-def test_float64_equals_the_unsharded_layer(size: int, dims: int, dim: int) -> None:
-    def case() -> None:
-        for sharded in (True, False):
-            column_case(torch.float64, dims, dim, 1, False, sharded)
-            column_case(torch.float64, dims, dim, 3, True, sharded)
-            row_case(torch.float64, dims, dim, True, sharded)
-            row_case(torch.float64, dims, dim, False, sharded)
-
-    interlace.run(case, size)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@ranks(place="sim")
+def test_as_the_unsharded_layer_within_the_bounds_of_its_dtype(dtype: torch.dtype) -> None:
+    column_case(dtype, 3, 0, 3, True, True)
+    column_case(dtype, 2, 0, 1, False, False)
+    row_case(dtype, 3, 1, True, True)
+    row_case(dtype, 2, 0, True, False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrower_dtypes_keep_their_bounds(dtype: torch.dtype) -> None:
-    def case() -> None:
-        column_case(dtype, 3, 0, 3, True, True)
-        row_case(dtype, 3, 1, True, True)
-        row_case(dtype, 2, 0, True, False)
-
-    interlace.run(case, 2)
-
-
-def test_layers_side_by_side() -> None:
-    interlace.run(side_by_side, 3)
-
-
-def test_autocast_casts_operands() -> None:
-    interlace.run(autocast, 2)
-
-
-def column_step(**options: Any) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """Forward and backward of two weights; the input and the weights, with gradients, and the outputs."""
+def column_step(
+    *,
+    dtype: torch.dtype = torch.float64,
+    weights: Any = None,
+    shared: bool = True,
+    frozen: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Forward and backward of two weights; the input and the weights, with gradients."""
     rank = interlace.get_rank()
-    dtype = options.pop("dtype", torch.float64)
-    x = noise(rank, 1, (SHARD, BATCH, IN), dtype).requires_grad_(options.pop("shared", True))
-    weights = options.pop("weights", None)
+    x = noise(rank, 1, (SHARD, BATCH, IN), dtype).requires_grad_(shared)
     if weights is None:
         weights = [noise(rank, 2 + i, (OUT[i], IN), dtype).requires_grad_() for i in range(2)]
-        if options.pop("frozen", False):
-            weights[0].requires_grad_(False)
+        weights[0].requires_grad_(not frozen)
     ys = column_parallel_linear(x, weights, group=None, **options)
-    torch.stack(
-        [(y * noise(rank, 5 + i, y.shape, dtype)).sum() for i, y in enumerate(ys)]
-    ).sum().backward()
-    return x, weights, ys
+    losses = [(y * noise(rank, 5 + i, y.shape, dtype)).sum() for i, y in enumerate(ys)]
+    torch.stack(losses).sum().backward()
+    return x, weights
 
 
-def row_step(**options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_step(
+    *,
+    dtype: torch.dtype = torch.float64,
+    weight: Any = None,
+    shared: bool = True,
+    frozen: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    dtype = options.pop("dtype", torch.float64)
-    x = noise(rank, 1, (SHARD * size, BATCH, IN), dtype).requires_grad_(options.pop("shared", True))
-    weight = options.pop("weight", None)
+    x = noise(rank, 1, (SHARD * size, BATCH, IN), dtype).requires_grad_(shared)
     if weight is None:
-        weight = noise(rank, 2, (OUT[0], IN), dtype).requires_grad_(
-            not options.pop("frozen", False)
-        )
+        weight = noise(rank, 2, (OUT[0], IN), dtype).requires_grad_(not frozen)
     bias = noise(0, 3, (OUT[0],), dtype).requires_grad_()
     y = row_parallel_linear(x, weight, bias, group=None, **options)
     (y * noise(rank, 4, y.shape, dtype)).sum().backward()
     return x, weight, bias
 
 
+@ranks(place="sim")
 def test_what_is_frozen_gets_no_gradient_and_the_rest_does() -> None:
-    def case() -> None:
-        x, (w, v), _ = column_step()
-        assert w.grad is not None
-        y, (frozen, learning), _ = column_step(frozen=True)
-        assert frozen.grad is None
-        assert torch.equal(y.grad, x.grad) and torch.equal(learning.grad, v.grad)
-        y, (left, right), _ = column_step(shared=False)
-        assert y.grad is None
-        assert torch.equal(left.grad, w.grad) and torch.equal(right.grad, v.grad)
-        x, w, b = row_step()
-        y, frozen, c = row_step(frozen=True)
-        assert frozen.grad is None
-        assert torch.equal(y.grad, x.grad) and torch.equal(c.grad, b.grad)
-        y, learning, c = row_step(shared=False)
-        assert y.grad is None
-        assert torch.equal(learning.grad, w.grad) and torch.equal(c.grad, b.grad)
-
-    interlace.run(case, 2)
+    x, (w, v) = column_step()
+    assert w.grad is not None
+    y, (frozen, learning) = column_step(frozen=True)
+    assert frozen.grad is None
+    assert torch.equal(y.grad, x.grad) and torch.equal(learning.grad, v.grad)
+    y, (left, right) = column_step(shared=False)
+    assert y.grad is None
+    assert torch.equal(left.grad, w.grad) and torch.equal(right.grad, v.grad)
+    x, w, b = row_step()
+    y, frozen, c = row_step(frozen=True)
+    assert frozen.grad is None
+    assert torch.equal(y.grad, x.grad) and torch.equal(c.grad, b.grad)
+    y, learning, c = row_step(shared=False)
+    assert y.grad is None
+    assert torch.equal(learning.grad, w.grad) and torch.equal(c.grad, b.grad)
 
 
+@ranks(place="sim")
 def test_an_output_that_nobody_uses_is_left_out() -> None:
-    def case() -> None:
-        x = noise(interlace.get_rank(), 1, (SHARD, IN)).requires_grad_()
-        weights = [torch.ones(3, IN, requires_grad=True), torch.ones(2, IN, requires_grad=True)]
-        _, used = column_parallel_linear(x, weights, group=None)
-        used.sum().backward()
-        assert weights[0].grad is None and weights[1].grad is not None
-        torch.testing.assert_close(x.grad, torch.full_like(x, 2.0 * 2))
-
-    interlace.run(case, 2)
+    x = noise(interlace.get_rank(), 1, (SHARD, IN)).requires_grad_()
+    weights = [torch.ones(3, IN, requires_grad=True), torch.ones(2, IN, requires_grad=True)]
+    _, used = column_parallel_linear(x, weights, group=None)
+    used.sum().backward()
+    assert weights[0].grad is None and weights[1].grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0 * 2))
 
 
 def test_saving_the_gathered_input_is_the_same_as_gathering_again() -> None:
     def case() -> None:
-        x, (w, v), _ = column_step(dtype=torch.float32)
-        assert "started all_gather" in events[interlace.get_rank()]
+        x, (w, v) = column_step(dtype=torch.float32)
+        assert "+all_gather" in events[interlace.get_rank()]
         events[interlace.get_rank()].clear()
-        y, (left, right), _ = column_step(dtype=torch.float32, save_gathered=True)
+        y, (left, right) = column_step(dtype=torch.float32, save_gathered=True)
         assert torch.equal(x.grad, y.grad)
         assert torch.equal(w.grad, left.grad) and torch.equal(v.grad, right.grad)
 
     with recorded() as events:
         interlace.run(case, 2)
-    assert all("started all_gather" not in each for each in events.values())
+    assert all("+all_gather" not in each for each in events.values())
 
 
 # -- main_grad -----------------------------------------------------------------------------------------
@@ -141,28 +121,26 @@ def test_saving_the_gathered_input_is_the_same_as_gathering_again() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+@ranks(place="sim")
 def test_main_grad_is_the_sum_over_microbatches(
     dtype: torch.dtype, main_dtype: torch.dtype
 ) -> None:
-    def case() -> None:
-        _, weights, _ = column_step(dtype=dtype)
-        expected = [2 * w.grad.double() for w in weights]
-        for w in weights:
-            w.grad, w.main_grad = None, torch.zeros_like(w, dtype=main_dtype)
-        for _ in range(2):
-            column_step(dtype=dtype, weights=weights, gradient_accumulation_fusion=True)
-        for w, e in zip(weights, expected, strict=True):
-            assert w.grad is None
-            rounded = max(torch.finfo(dtype).eps, torch.finfo(main_dtype).eps)
-            torch.testing.assert_close(w.main_grad.double(), e, rtol=4 * rounded, atol=4 * rounded)
-        _, weight, _ = row_step(dtype=dtype)
-        main = weight.grad.to(main_dtype)
-        weight.grad, weight.main_grad = None, torch.zeros_like(main)
-        row_step(dtype=dtype, weight=weight, gradient_accumulation_fusion=True)
-        assert weight.grad is None
-        torch.testing.assert_close(weight.main_grad, main, rtol=4 * rounded, atol=4 * rounded)
-
-    interlace.run(case, 2)
+    weights = column_step(dtype=dtype)[1]
+    expected = [2 * w.grad.double() for w in weights]
+    for w in weights:
+        w.grad, w.main_grad = None, torch.zeros_like(w, dtype=main_dtype)
+    for _ in range(2):
+        column_step(dtype=dtype, weights=weights, gradient_accumulation_fusion=True)
+    for w, e in zip(weights, expected, strict=True):
+        assert w.grad is None
+        rounded = max(torch.finfo(dtype).eps, torch.finfo(main_dtype).eps)
+        torch.testing.assert_close(w.main_grad.double(), e, rtol=4 * rounded, atol=4 * rounded)
+    _, weight, _ = row_step(dtype=dtype)
+    main = weight.grad.to(main_dtype)
+    weight.grad, weight.main_grad = None, torch.zeros_like(main)
+    row_step(dtype=dtype, weight=weight, gradient_accumulation_fusion=True)
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, main, rtol=4 * rounded, atol=4 * rounded)
 
 
 @pytest.mark.parametrize("chunk", [4096, 3])
@@ -177,22 +155,20 @@ def test_half_products_are_summed_in_fp32(chunk: int) -> None:
     assert weight.main_grad.item() == 2000
 
 
+@ranks(place="sim")
 def test_megatrons_attributes_decide_what_autograd_is_given() -> None:
-    def case() -> None:
-        weight: Any = torch.zeros(OUT[0], IN, dtype=torch.float64, requires_grad=True)
-        weight.main_grad = torch.zeros(OUT[0], IN)
-        row_step(weight=weight, gradient_accumulation_fusion=True)
-        assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
-        weight.grad_added_to_main_grad = False
-        seen: list[torch.Size] = []
-        weight.register_hook(lambda grad: seen.append(grad.shape))
-        row_step(weight=weight, gradient_accumulation_fusion=True)
-        assert weight.grad_added_to_main_grad and seen == [weight.shape]
-        weight.grad, weight.zero_out_wgrad = None, True
-        row_step(weight=weight, gradient_accumulation_fusion=True)
-        assert torch.equal(weight.grad, torch.zeros_like(weight))
-
-    interlace.run(case, 2)
+    weight: Any = torch.zeros(OUT[0], IN, dtype=torch.float64, requires_grad=True)
+    weight.main_grad = torch.zeros(OUT[0], IN)
+    row_step(weight=weight, gradient_accumulation_fusion=True)
+    assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
+    weight.grad_added_to_main_grad = False
+    seen: list[torch.Size] = []
+    weight.register_hook(lambda grad: seen.append(grad.shape))
+    row_step(weight=weight, gradient_accumulation_fusion=True)
+    assert weight.grad_added_to_main_grad and seen == [weight.shape]
+    weight.grad, weight.zero_out_wgrad = None, True
+    row_step(weight=weight, gradient_accumulation_fusion=True)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def test_a_weight_of_megatrons_fsdp_makes_its_buffer_itself() -> None:
@@ -209,27 +185,25 @@ def test_a_weight_of_megatrons_fsdp_makes_its_buffer_itself() -> None:
 
 @pytest.mark.parametrize("fusion", [False, True])
 @pytest.mark.parametrize("save_gathered", [False, True])
+@ranks(place="sim")
 def test_deferred_gradients_are_the_same_later(fusion: bool, save_gathered: bool) -> None:
-    def case() -> None:
-        _, weights, _ = column_step()
-        _, weight, _ = row_step()
-        expected = [*(2 * w.grad for w in weights), weight.grad]
-        trained: list[Any] = [*weights, weight]
-        for each in trained:
-            each.grad, each.main_grad = None, torch.zeros_like(each)
-        deferred = DeferredWeightGradients()
-        common = {"deferred": deferred, "gradient_accumulation_fusion": fusion}
-        for _ in range(2):
-            column_step(weights=weights, save_gathered=save_gathered, **common)
-        x, _, bias = row_step(weight=weight, **common)
-        assert x.grad is not None and bias.grad is not None
-        assert len(deferred) == 3 and all(w.grad is None for w in trained)
-        assert (deferred.run(1), len(deferred)) == (1, 2)
-        assert (deferred.run(0), deferred.run(), deferred.run()) == (0, 2, 0)
-        for each, e in zip(trained, expected, strict=True):
-            torch.testing.assert_close(each.main_grad if fusion else each.grad, e)
-
-    interlace.run(case, 2)
+    weights = column_step()[1]
+    _, weight, _ = row_step()
+    expected = [*(2 * w.grad for w in weights), weight.grad]
+    trained: list[Any] = [*weights, weight]
+    for each in trained:
+        each.grad, each.main_grad = None, torch.zeros_like(each)
+    deferred = DeferredWeightGradients()
+    common = {"deferred": deferred, "gradient_accumulation_fusion": fusion}
+    for _ in range(2):
+        column_step(weights=weights, save_gathered=save_gathered, **common)
+    x, _, bias = row_step(weight=weight, **common)
+    assert x.grad is not None and bias.grad is not None
+    assert len(deferred) == 3 and all(w.grad is None for w in trained)
+    assert (deferred.run(1), len(deferred)) == (1, 2)
+    assert (deferred.run(0), deferred.run(), deferred.run()) == (0, 2, 0)
+    for each, e in zip(trained, expected, strict=True):
+        torch.testing.assert_close(each.main_grad if fusion else each.grad, e)
 
 
 def test_deferred_gradients_hold_nothing_afterwards() -> None:
@@ -237,10 +211,10 @@ def test_deferred_gradients_hold_nothing_afterwards() -> None:
 
     def backward() -> None:
         deferred = DeferredWeightGradients()
-        x, weights, ys = column_step(deferred=deferred)
+        x, weights = column_step(deferred=deferred)
         held = [weakref.ref(x), *(weakref.ref(w) for w in weights)]
         deferred.run()
-        del x, weights, ys
+        del x, weights
         assert [each() for each in held] == [None] * 3
 
     def gathered() -> None:
@@ -277,12 +251,12 @@ def recorded(*, at_once: bool = False) -> Iterator[dict[int, list[str]]]:
 
     def started(self: Work, op: str, place: Any, *args: Any, **kwargs: Any) -> None:
         init(self, op, place, *args, **kwargs)
-        events[place.rank].append(f"started {op}")
+        events[place.rank].append(f"+{op}")
         if at_once:
             self.wait()
 
     def waited(self: Work, *args: Any, **kwargs: Any) -> Any:
-        events[self._place.rank].append(f"waited {self._op}")
+        events[self._place.rank].append(self._op)
         return wait(self, *args, **kwargs)
 
     def multiplied(*args: Any, **kwargs: Any) -> Any:
@@ -297,48 +271,27 @@ def recorded(*, at_once: bool = False) -> Iterator[dict[int, list[str]]]:
         yield events
 
 
-ORDERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+ORDERS: dict[str, tuple[Callable[[], Any], str]] = {
     "column": (
         column_step,
-        [
-            "started all_gather",
-            "started matmul_reduce_scatter",
-            "waited all_gather",
-            "weight",
-            "weight",
-            "waited matmul_reduce_scatter",
-        ],
+        "+all_gather +matmul_reduce_scatter all_gather weight weight matmul_reduce_scatter",
     ),
     "column, whole input": (
         lambda: column_step(sequence_parallel=False),
-        ["started matmul_all_reduce", "weight", "weight", "waited matmul_all_reduce"],
+        "+matmul_all_reduce weight weight matmul_all_reduce",
     ),
-    "row": (
-        row_step,
-        [
-            "started all_gather_matmul",
-            "started all_reduce",
-            "waited all_gather_matmul",
-            "weight",
-            "waited all_reduce",
-        ],
-    ),
+    "row": (row_step, "+all_gather_matmul +all_reduce all_gather_matmul weight all_reduce"),
     "row, frozen input": (
         lambda: row_step(shared=False),
-        [
-            "started all_gather",
-            "started all_reduce",
-            "waited all_gather",
-            "weight",
-            "waited all_reduce",
-        ],
+        "+all_gather +all_reduce all_gather weight all_reduce",
     ),
 }
+"""A step, and its backward: what is started, after a plus, and waited for."""
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_collectives_are_under_way_while_matmuls_run(name: str) -> None:
-    step, expected = ORDERS[name]
+    step, expected = ORDERS[name][0], ORDERS[name][1].split()
 
     def orders(*, at_once: bool) -> list[list[str]]:
         with recorded(at_once=at_once) as events:
@@ -350,26 +303,6 @@ def test_collectives_are_under_way_while_matmuls_run(name: str) -> None:
 
 
 # -- misuse --------------------------------------------------------------------------------------------
-
-
-def off_on_rank_1(**wrong: Any) -> Callable[[], Any]:
-    """A call that is right on rank 0."""
-
-    def call() -> Any:
-        arguments: dict[str, Any] = {
-            "input": torch.ones(2, 4),
-            "weights": [torch.ones(3, 4, requires_grad=True)],
-            "group": None,
-        }
-        if interlace.get_rank() == 1:
-            arguments.update(wrong)
-        try:
-            column_parallel_linear(**arguments)
-        except (ValueError, TypeError) as error:
-            return type(error), str(error)
-        return None
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -391,13 +324,13 @@ def off_on_rank_1(**wrong: Any) -> Callable[[], Any]:
         ({"input": torch.ones(3, 4)}, ValueError, "lengths by rank are"),
     ],
 )
+@ranks(place="sim")
 def test_what_one_rank_does_wrong_all_ranks_are_told(
     wrong: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
-    told = interlace.run(off_on_rank_1(**wrong), 2)
-    for each in told:
-        assert each is not None and each[0] is kind
-        assert re.search(text, each[1])
+    given = {"input": torch.ones(2, 4), "weights": [torch.ones(3, 4, requires_grad=True)]}
+    with pytest.raises(kind, match=text):
+        column_parallel_linear(**given | (wrong if interlace.get_rank() else {}), group=None)
 
 
 @pytest.mark.parametrize(
@@ -428,34 +361,24 @@ def test_a_layer_names_its_own_parameters(
 
 @pytest.mark.parametrize("layer", ["column", "row"])
 @pytest.mark.parametrize("step", ["forward", "backward"])
+@ranks(place="sim")
 def test_what_fails_within_a_layer_on_one_rank_fails_on_all(layer: str, step: str) -> None:
-    def on_rank() -> str:
-        x = torch.ones(4, 2, requires_grad=True)
-        weight = torch.ones(2, 2, requires_grad=True)
+    x = torch.ones(4, 2, requires_grad=True)
+    weight = torch.ones(2, 2, requires_grad=True)
 
-        def multiplied() -> torch.Tensor:
-            if layer == "row":
-                return row_parallel_linear(x, weight, group=None)
-            return column_parallel_linear(x, [weight], group=None)[0]
+    def multiplied() -> torch.Tensor:
+        if layer == "row":
+            return row_parallel_linear(x, weight, group=None)
+        return column_parallel_linear(x, [weight], group=None)[0]
 
-        found = multiplied()
-        own, grad = x.detach().to(torch.float32), torch.ones_like(found)
-        failing = interlace.get_rank() == 1
-        full = mock.Mock(side_effect=RuntimeError("memory is full"))
-        at = {
-            "forward": (linear, "_compute_dtype"),
-            "backward": (linear, "weight_gradient"),
-        }
-        with mock.patch.object(*at[step], full) if failing else nullcontext():
-            try:
-                if step == "forward":
-                    multiplied()
-                else:
-                    found.backward(grad)
-                interlace.all_reduce(own)
-            except (RuntimeError, ValueError) as error:
-                return str(error)
-        return "nothing"
-
-    for said in interlace.run(on_rank, 2):
-        assert "memory is full" in said and "on rank 1" in said
+    found, own = multiplied(), torch.ones(4, 2)
+    full = mock.Mock(side_effect=RuntimeError("memory is full"))
+    at = "_compute_dtype" if step == "forward" else "weight_gradient"
+    failing = mock.patch.object(linear, at, full) if interlace.get_rank() else nullcontext()
+    told = pytest.raises((RuntimeError, ValueError), match=r"(?s)memory is full.*on rank 1")
+    with failing, told:
+        if step == "forward":
+            multiplied()
+        else:
+            found.backward(torch.ones_like(found))
+        interlace.all_reduce(own)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import nn
+from ranks import ranks
 from support import failure
 
 HIDDEN, INNER, EXPERTS, TOPK, SHARED = 8, 12, 6, 2, 5
@@ -78,31 +79,6 @@ def stays(chosen: torch.Tensor, weights: torch.Tensor, options: dict[str, Any]) 
     return kept
 
 
-def compared(options: dict[str, Any]) -> list[str]:
-    """What differs on this rank from one process that has all tokens."""
-    rank, layer = interlace.get_rank(), made(**options)
-    if layer.expert_bias is not None:
-        layer.expert_bias.copy_(torch.linspace(-0.3, 0.4, EXPERTS))
-    whole = {name: each.clone() for name, each in nn.full_state_dict(layer).items()}
-    for name, each in whole.items():
-        each.requires_grad_(name != "expert_bias")
-    x, xs = tokens(rank).requires_grad_(), [tokens(r).requires_grad_() for r in range(3)]
-    output = layer(x.unsqueeze(0)).squeeze(0)
-    outputs = [dense(each, whole, options) for each in xs]
-    sum((y * y).sum() for y in outputs).backward()  # type: ignore[union-attr]
-    (output * output).sum().backward()
-    pairs = {"output": (output, outputs[rank]), "x": (x.grad, xs[rank].grad)}
-    for name, parameter in layer.named_parameters():
-        exact = whole[name].grad
-        assert exact is not None
-        pairs[name] = parameter.grad, parameter.sharding.local(exact)  # type: ignore[attr-defined]
-    return [
-        name
-        for name, (mine, exact) in pairs.items()
-        if mine is None or exact is None or not torch.allclose(mine, exact, rtol=1e-5, atol=1e-6)
-    ]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,107 +93,108 @@ def compared(options: dict[str, Any]) -> list[str]:
         {"num_max_dispatch_tokens_per_rank": 7, "capacity_factor": 0.7, "algorithm": "pipelined"},
     ],
 )
+@ranks(3, place="sim")
 def test_as_one_process(options: dict[str, Any]) -> None:
-    assert interlace.run(compared, 3, options) == [[]] * 3
+    """That has all tokens."""
+    rank, layer = interlace.get_rank(), made(**options)
+    if layer.expert_bias is not None:
+        layer.expert_bias.copy_(torch.linspace(-0.3, 0.4, EXPERTS))
+    whole = {name: each.clone() for name, each in nn.full_state_dict(layer).items()}
+    for name, each in whole.items():
+        each.requires_grad_(name != "expert_bias")
+    x, xs = tokens(rank).requires_grad_(), [tokens(r).requires_grad_() for r in range(3)]
+    output = layer(x.unsqueeze(0)).squeeze(0)
+    outputs = [dense(each, whole, options) for each in xs]
+    torch.stack([(y * y).sum() for y in outputs]).sum().backward()
+    (output * output).sum().backward()
+    pairs = {"output": (output, outputs[rank]), "x": (x.grad, xs[rank].grad)}
+    for name, parameter in layer.named_parameters():
+        exact = parameter.sharding.local(whole[name].grad)  # type: ignore[attr-defined]
+        pairs[name] = parameter.grad, exact
+    for name, (own, right) in pairs.items():
+        torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m)  # type: ignore[misc]
 
 
+@ranks(3, place="sim")
 def test_fused() -> None:
-    def on_rank() -> float:
-        torch.manual_seed(0)
-        layer = nn.MoE(HIDDEN, INNER, EXPERTS, TOPK, gated=True, algorithm="fused")
-        whole = nn.full_state_dict(layer)
-        x = tokens(interlace.get_rank()).float()
-        with torch.no_grad():
-            expected = dense(x.double(), {k: v.double() for k, v in whole.items()}, {"gated": True})
-            return float((layer(x) - expected).abs().sum())
-
-    assert max(interlace.run(on_rank, 3)) < 1e-5
+    torch.manual_seed(0)
+    layer = nn.MoE(HIDDEN, INNER, EXPERTS, TOPK, gated=True, algorithm="fused")
+    whole = {name: each.double() for name, each in nn.full_state_dict(layer).items()}
+    x = tokens(interlace.get_rank()).float()
+    with torch.no_grad():
+        assert float((layer(x) - dense(x.double(), whole, {"gated": True})).abs().sum()) < 1e-5
 
 
 def test_state_and_draws_are_those_of_any_number_of_ranks() -> None:
-    def whole(ranks: int) -> Any:
-        def on_rank() -> Any:
-            layer = made(shared_size=SHARED)
-            state, after = nn.full_state_dict(layer), torch.rand(1)
-            state = {name: each.clone() for name, each in state.items()}
-            layer.load_state_dict({name: each + 1 for name, each in state.items()})
-            again = nn.full_state_dict(layer)
-            assert all(torch.equal(again[name], state[name] + 1) for name in state)
-            return {**state, "drawn next": after}
+    def on_rank() -> dict[str, torch.Tensor]:
+        layer, after = made(shared_size=SHARED), torch.rand(1)
+        state = {name: each.clone() for name, each in nn.full_state_dict(layer).items()}
+        layer.load_state_dict({name: each + 1 for name, each in state.items()})
+        again = nn.full_state_dict(layer)
+        assert all(torch.equal(again[name], state[name] + 1) for name in state)
+        return {**state, "drawn next": after}
 
-        return interlace.run(on_rank, ranks)[0]
-
-    one, three = whole(1), whole(3)
+    one, three = (interlace.run(on_rank, count)[0] for count in (1, 3))
     assert one.keys() == three.keys() and one["up"].shape == (EXPERTS, INNER, HIDDEN)
     assert all(torch.equal(one[name], three[name]) for name in one)
 
 
+@ranks(3, place="sim")
 def test_load_balance() -> None:
-    def on_rank() -> Any:
-        layer = made()
-        with pytest.raises(RuntimeError, match="no forward"):
-            layer.load_balance()
-        layer(tokens(interlace.get_rank()))
-        counts, loss = layer.load_balance()
-        loss.backward()
-        assert layer.router.grad is not None
-        copy.deepcopy(layer)  # as FSDP's users do
-        return counts.tolist(), loss.item(), nn.full_state_dict(layer)["router"]
-
-    results = interlace.run(on_rank, 3)
-    router = results[0][2].float()
+    layer = made()
+    with pytest.raises(RuntimeError, match="no forward"):
+        layer.load_balance()
+    layer(tokens(interlace.get_rank()))
+    counts, loss = layer.load_balance()
+    loss.backward()
+    assert layer.router.grad is not None
+    copy.deepcopy(layer)  # as FSDP's users do
+    router = nn.full_state_dict(layer)["router"].float()
     scores = (torch.cat([tokens(r) for r in range(3)]).float() @ router.t()).softmax(-1)
-    chosen = scores.topk(TOPK)[1].flatten()
-    counts = torch.bincount(chosen, minlength=EXPERTS)
-    assert [each[0] for each in results] == [counts.tolist()] * 3
-    loss = EXPERTS * (counts / counts.sum() * scores.mean(0)).sum()
-    assert sum(each[1] for each in results) == pytest.approx(loss.item(), rel=1e-6)
+    expected = torch.bincount(scores.topk(TOPK)[1].flatten(), minlength=EXPERTS)
+    assert torch.equal(counts, expected)
+    total = loss.detach().clone()
+    interlace.all_reduce(total)
+    whole = EXPERTS * (counts / counts.sum() * scores.mean(0)).sum()
+    assert total.item() == pytest.approx(whole.item(), rel=1e-6)
 
 
+@ranks(3, place="sim")
 def test_a_bias_evens_experts_out() -> None:
     """Its steps are alike on all ranks, though tokens differ; a cast leaves it as it is."""
-
-    def on_rank() -> Any:
-        layer, rank = made(expert_bias=True), interlace.get_rank()
-        x = tokens(rank) + 0.5
-        layer.eval()(x)
-        assert not layer._chosen.any(), "counted without training"
-        layer.train()
-        for _ in range(2):
-            layer(x)  # accumulated
-        counts = layer.load_balance().tokens_per_expert
-        layer.update_expert_bias(0.25)
-        first = layer.expert_bias.clone()
-        unevenness = []
-        for _ in range(20):
-            layer(x)
-            unevenness.append(
-                int((layer.load_balance().tokens_per_expert - counts.sum() / EXPERTS).abs().sum())
-            )
-            layer.update_expert_bias(0.05)
-        assert layer.to(torch.bfloat16).expert_bias.dtype is torch.float32
-        whole = nn.full_state_dict(layer)
-        assert "_chosen" not in whole
-        return counts.tolist(), first.tolist(), unevenness, whole["expert_bias"].tolist()
-
-    results = interlace.run(on_rank, 3)
-    counts, first, unevenness, _ = results[0]
-    steps = [0.25 * ((sum(counts) > EXPERTS * n) - (sum(counts) < EXPERTS * n)) for n in counts]
-    assert first == pytest.approx([step - sum(steps) / EXPERTS for step in steps])
-    assert all(each == results[0] for each in results)
-    assert min(unevenness) < unevenness[0] / 2
-
-
-def test_autocast_leaves_the_router_in_fp32() -> None:
-    def on_rank() -> bool:
-        layer, x = made().float(), tokens(2).float()
+    layer, x = made(expert_bias=True), tokens(interlace.get_rank()) + 0.5
+    layer.eval()(x)
+    assert not layer._chosen.any(), "counted without training"
+    layer.train()
+    for _ in range(2):
+        layer(x)  # accumulated
+    counts = layer.load_balance().tokens_per_expert
+    mean = counts.sum() / EXPERTS
+    layer.update_expert_bias(0.25)
+    steps = 0.25 * (mean - counts).sign()
+    torch.testing.assert_close(layer.expert_bias, steps - steps.mean())
+    unevenness = []
+    for _ in range(20):
         layer(x)
-        chosen, share = layer._routed
-        with torch.autocast("cpu", torch.bfloat16):
-            layer(x)
-        return torch.equal(chosen, layer._routed[0]) and torch.equal(share, layer._routed[1])
+        unevenness.append(float((layer.load_balance().tokens_per_expert - mean).abs().sum()))
+        layer.update_expert_bias(0.05)
+    assert min(unevenness) < unevenness[0] / 2
+    assert layer.to(torch.bfloat16).expert_bias.dtype is torch.float32
+    whole = nn.full_state_dict(layer)
+    assert "_chosen" not in whole
+    every: list[Any] = [None] * 3
+    interlace.all_gather_object(every, [counts, unevenness, whole["expert_bias"].tolist()])
+    assert all(each[1:] == every[0][1:] and torch.equal(each[0], counts) for each in every)
 
-    assert interlace.run(on_rank, 1) == [True]
+
+@ranks(1, place="sim")
+def test_autocast_leaves_the_router_in_fp32() -> None:
+    layer, x = made().float(), tokens(2).float()
+    layer(x)
+    chosen, share = layer._routed
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert torch.equal(chosen, layer._routed[0]) and torch.equal(share, layer._routed[1])
 
 
 @pytest.mark.parametrize(
@@ -228,29 +205,24 @@ def test_autocast_leaves_the_router_in_fp32() -> None:
     ],
 )
 @pytest.mark.parametrize("wrong", [(1,), (0, 1)])
+@ranks(place="sim")
 def test_a_rate_that_is_none_is_refused_by_all_ranks(
     wrong: tuple[int, ...], rate: Any, kind: Any, text: str
 ) -> None:
-    def on_rank() -> str:
-        layer = made(expert_bias=True)
-        layer(tokens(2))
-        with pytest.raises(kind) as error:
-            layer.update_expert_bias(rate if interlace.get_rank() in wrong else 0.25)
-        assert not layer.expert_bias.any() and layer._chosen.any()
-        layer.update_expert_bias(0.25)  # the group goes on
-        assert layer.expert_bias.any()
-        return str(error.value)
-
-    for said in interlace.run(on_rank, 2):
-        assert text in said and "rank" in said, said
+    layer = made(expert_bias=True)
+    layer(tokens(2))
+    with pytest.raises(kind, match=text) as error:
+        layer.update_expert_bias(rate if interlace.get_rank() in wrong else 0.25)
+    assert "rank" in str(error.value)
+    assert not layer.expert_bias.any() and layer._chosen.any()
+    layer.update_expert_bias(0.25)  # the group goes on
+    assert layer.expert_bias.any()
 
 
+@ranks(1, place="sim")
 def test_a_layer_without_a_bias_says_so() -> None:
-    def on_rank() -> None:
-        with pytest.raises(RuntimeError, match="no expert_bias"):
-            made().update_expert_bias()
-
-    interlace.run(on_rank, 1)
+    with pytest.raises(RuntimeError, match="no expert_bias"):
+        made().update_expert_bias()
 
 
 @pytest.mark.parametrize(
@@ -267,13 +239,7 @@ def test_a_layer_without_a_bias_says_so() -> None:
         ("capacity_factor must be positive", (8, 4, 4, 1, {"capacity_factor": "1"})),
         (
             "num_max_dispatch_tokens_per_rank must be positive",
-            (
-                8,
-                4,
-                4,
-                1,
-                {"num_max_dispatch_tokens_per_rank": 0},
-            ),
+            (8, 4, 4, 1, {"num_max_dispatch_tokens_per_rank": 0}),
         ),
         ("drop must be one of probs, position", (8, 4, 4, 1, {"drop": "last"})),
     ],
@@ -292,33 +258,23 @@ OTHERWISE: dict[str, Any] = {
 
 @pytest.mark.parametrize("bound", [None, 2])
 @pytest.mark.parametrize("name", OTHERWISE)
+@ranks(place="sim")
 def test_ranks_whose_layers_differ_are_told(name: str, bound: int | None) -> None:
     """A sum would be of two kinds of layers, or a backward would wait."""
-
-    def on_rank() -> tuple[str, int]:
-        options = {name: OTHERWISE[name]} if interlace.get_rank() == 1 else {}
-        with pytest.raises(ValueError) as caught:
-            made(num_max_dispatch_tokens_per_rank=bound, **options)(tokens(0)[:2])
-        right = made(num_max_dispatch_tokens_per_rank=bound)(tokens(0)[:2])
-        return str(caught.value), len(right)
-
-    for said, rows in interlace.run(on_rank, 2):
-        assert f"{name} of MoE differs between ranks" in said and rows == 2
+    options = {name: OTHERWISE[name]} if interlace.get_rank() == 1 else {}
+    with pytest.raises(ValueError, match=f"{name} of MoE differs between ranks"):
+        made(num_max_dispatch_tokens_per_rank=bound, **options)(tokens(0)[:2])
+    assert len(made(num_max_dispatch_tokens_per_rank=bound)(tokens(0)[:2])) == 2
 
 
+@ranks(place="sim")
 def test_a_router_that_learns_on_some_ranks_only_is_refused() -> None:
     """By the forward with a bound, where experts' own gradients do not tell: backward would wait."""
-
-    def on_rank() -> str:
-        layer = made(num_max_dispatch_tokens_per_rank=2)
-        layer.router.requires_grad_(interlace.get_rank() == 0)
-        with pytest.raises(ValueError) as caught:
-            layer(tokens(0)[:2].requires_grad_())
-        return str(caught.value)
-
+    layer = made(num_max_dispatch_tokens_per_rank=2)
+    layer.router.requires_grad_(interlace.get_rank() == 0)
     text = "what of MoE requires a gradient differs between ranks: router on rank 0, None on rank 1"
-    for said in interlace.run(on_rank, 2):
-        assert text in said
+    with pytest.raises(ValueError, match=text):
+        layer(tokens(0)[:2].requires_grad_())
 
 
 def test_features_must_fit() -> None:
@@ -326,24 +282,15 @@ def test_features_must_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
-    [("algorithm must be one of", {"algorithm": "kernel"})]
-    + [
-        (f"{flag} must be a bool, got 'no'", {flag: "no"})
-        for flag in ("gated", "normalize", "expert_bias", "sequence_parallel")
-    ],
+    "name", ["algorithm", "gated", "normalize", "expert_bias", "sequence_parallel"]
 )
-def test_the_constructor_refuses_what_forward_could_not_take(text: str, wrong: Any) -> None:
+@ranks(place="sim")
+def test_the_constructor_refuses_what_forward_could_not_take(name: str) -> None:
     """The others hear of it in their next call, and all go on."""
-
-    def on_rank() -> Any:
-        x, mine = torch.ones(1, 4), interlace.get_rank()
-        layer = None if mine else nn.MoE(4, 8, 2, 1)
-        with pytest.raises((TypeError, ValueError)) as error:
-            nn.MoE(4, 8, 2, 1, **wrong) if layer is None else layer(x)
-        torch.manual_seed(0)  # rank 0 has made a layer more
-        right = nn.MoE(4, 8, 2, 1, algorithm="fused", normalize=False)
-        return str(error.value), right(x).shape[1]
-
-    for said, columns in interlace.run(on_rank, 2):
-        assert text in said and "rank 1" in said and columns == 4
+    x, layer = torch.ones(1, 4), None if interlace.get_rank() else nn.MoE(4, 8, 2, 1)
+    text = "algorithm must be one of" if name == "algorithm" else f"{name} must be a bool, got 'no'"
+    with pytest.raises((TypeError, ValueError), match=text) as error:
+        nn.MoE(4, 8, 2, 1, **{name: "no"}) if layer is None else layer(x)
+    assert "rank 1" in str(error.value)
+    torch.manual_seed(0)  # rank 0 has made a layer more
+    assert nn.MoE(4, 8, 2, 1, algorithm="fused", normalize=False)(x).shape[1] == 4

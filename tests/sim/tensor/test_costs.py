@@ -18,11 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import interlace.tensor as tensor
-from interlace.cli.commands.calibrate import (
-    CalibrateOptions,
-    calibrate,
-    mesh_of,
-)
+from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
+from interlace.compile import CPU, calibrated
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.tuning import cache, calibration, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
@@ -207,23 +204,34 @@ def test_the_file_keeps_other_meshes(tmp_path: pathlib.Path) -> None:
     assert calibration.find(calibration.read(file=file), "gloo", [2]) is None
 
 
+FIGURES = ("meshes", 0, "links", 1, "protocols", 0)
+
+
 @pytest.mark.parametrize(
-    "change, text",
+    "at, field, value, text",
     [
-        ({"format": "other"}, "is no file of interlace calibrate"),
-        ({"version": 7}, "has version 7"),
-        ({"device": "another"}, "was measured on 'another'"),
-        ({"meshes": [{}]}, "is damaged"),
-        ({"meshes": None}, "is damaged"),
+        ((), "format", "other", "is no file of interlace calibrate"),
+        ((), "version", 7, "has version 7"),
+        ((), "device", "another", "was measured on 'another'"),
+        ((), "meshes", [{}], "is damaged"),
+        ((), "meshes", None, "is damaged"),
+        (FIGURES, "latency_us", -1, "is damaged"),
+        (FIGURES, "gb_per_s", 0, "is damaged"),
+        (FIGURES, "gb_per_s", 1e-320, "is damaged"),
+        (FIGURES, "from_bytes", 0.5, "is damaged"),
     ],
 )
 def test_what_is_no_such_file_is_left_alone(
-    tmp_path: pathlib.Path, change: dict[str, object], text: str
+    tmp_path: pathlib.Path, at: tuple[object, ...], field: str, value: object, text: str
 ) -> None:
     file = tmp_path / "calibration.json"
     calibration.add(measurement((2,)), file)
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    before = file.read_text()
+    whole = part = json.loads(file.read_text())
+    for key in at:
+        part = part[key]
+    part[field] = value
+    before = json.dumps(whole)
+    file.write_text(before)
     with pytest.warns(RuntimeWarning, match=f"calibration not used: .*{text}"):
         assert calibration.read(file=file) == ()
     with pytest.raises(ValueError, match=text):
@@ -231,35 +239,16 @@ def test_what_is_no_such_file_is_left_alone(
     assert file.read_text() == before
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [("latency_us", -1), ("gb_per_s", 0), ("gb_per_s", 1e-320), ("from_bytes", 0.5)],
-)
-def test_damaged_figures(tmp_path: pathlib.Path, field: str, value: float) -> None:
-    file = tmp_path / "calibration.json"
-    calibration.add(measurement((2,)), file)
-    whole = json.loads(file.read_text())
-    whole["meshes"][0]["links"][1]["protocols"][0][field] = value
-    file.write_text(json.dumps(whole))
-    with pytest.warns(RuntimeWarning, match="is damaged"):
-        assert calibration.read(file=file) == ()
-
-
-def test_no_file_is_no_reason_to_warn(tmp_path: pathlib.Path) -> None:
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """One that is not there, or in a home that is not, is no reason to warn."""
+    assert calibration.path() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert calibration.read(file=tmp_path / "none.json") == ()
-
-
-def test_a_home_that_is_not_there_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calibration, cache):
-        monkeypatch.setenv(module.VARIABLE, "~no-such-user/file.json")
-        assert str(module.path()) == "~no-such-user/file.json"
-    assert calibration.read() == ()
-
-
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    assert calibration.path() is None
+        for module in (calibration, cache):
+            monkeypatch.setenv(module.VARIABLE, "~no-such-user/file.json")
+            assert str(module.path()) == "~no-such-user/file.json"
+        assert calibration.read() == ()
     monkeypatch.delenv(calibration.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = calibration.path()
@@ -351,20 +340,13 @@ def test_the_compilers_model_takes_calibrated_links(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GB/s of a whole that is gathered, of which a rank receives three quarters."""
-    from interlace.compile import CPU, calibrated
-
     file = tmp_path / "calibration.json"
     monkeypatch.setenv(calibration.VARIABLE, str(file))
     with pytest.raises(
         LookupError, match=r"no calibration of 4 ranks for cpu in .*calibrate --mesh 4"
     ):
         calibrated(4)
-    line = (calibration.LinkProtocol(0, 10.0, 1.0), calibration.LinkProtocol(65536, 50.0, 4.0))
-    links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
-    measured = calibration.MeasuredMesh(
-        calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "shm", links
-    )
-    calibration.add(measured, file)
+    calibration.add(measurement((4,), calibration.OWN), file)
     machine = calibrated(4)
     assert machine.name == "cpu, calibrated 2026-11-22" and machine.latency == pytest.approx(50e-6)
     assert machine.bandwidth == pytest.approx(3e9) and machine.flops == CPU.flops

@@ -1,6 +1,6 @@
 """mesh_scatter, mesh_broadcast, shard_dim_alltoall and the shard utilities, on simulated ranks."""
 
-import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 import interlace.tensor as tensor
 from interlace.functional import AsyncTensor
-from multi.tensor.mesh_ranks import expected_chunk
-from support import failure, payload
+from multi.tensor.meshes import expected_chunk
+from ranks import ranks
+from support import payload
 
 
 def mesh_of(rows: Any) -> DeviceMesh:
@@ -27,68 +28,47 @@ def mesh_of(rows: Any) -> DeviceMesh:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("mesh_dim, group_src", [(0, 0), (1, 0), (1, 1), (0, 1), (-1, 1)])
+@ranks(4, place="sim")
 def test_every_row_has_its_own_source(mesh_dim: int, group_src: int, async_op: bool) -> None:
-    rows = [[0, 1], [2, 3]]
-
-    def on_rank() -> tuple[bool, bool]:
-        rank = interlace.get_rank()
-        mesh = mesh_of(rows)
-        row, column = divmod(rank, 2)
-        source = 2 * row + group_src if mesh_dim else 2 * group_src + column
-        mine = payload(rank, 0, (3, 2))
-        done = tensor.mesh_broadcast(mine, mesh, mesh_dim, async_op, group_src=group_src)
-        assert isinstance(done, interlace.Work) if async_op else done is None
-        part = torch.full((2, 2), torch.nan)
-        whole = [payload(rank, 1 + r, (2, 2)) for r in range(2)]
-        # what others pass is not read, as in torch
-        more = tensor.mesh_scatter(part, whole, mesh, mesh_dim, async_op, group_src=group_src)
-        assert isinstance(more, interlace.Work) if async_op else more is None
-        for work in (done, more):
-            if work is not None:
-                work.wait()
-        place = column if mesh_dim else row
-        return (
-            torch.equal(mine, payload(source, 0, (3, 2))),
-            torch.equal(part, payload(source, 1 + place, (2, 2))),
-        )
-
-    assert interlace.run(on_rank, 4) == [(True, True)] * 4
+    rank, mesh = interlace.get_rank(), mesh_of([[0, 1], [2, 3]])
+    row, column = divmod(rank, 2)
+    source = 2 * row + group_src if mesh_dim else 2 * group_src + column
+    mine, part = payload(rank, 0, (3, 2)), torch.full((2, 2), torch.nan)
+    whole = [payload(rank, 1 + r, (2, 2)) for r in range(2)]
+    # what others pass is not read, as in torch
+    works = (
+        tensor.mesh_broadcast(mine, mesh, mesh_dim, async_op, group_src=group_src),
+        tensor.mesh_scatter(part, whole, mesh, mesh_dim, async_op, group_src=group_src),
+    )
+    for work in works:
+        assert isinstance(work, interlace.Work) if async_op else work is None
+        if work is not None:
+            work.wait()
+    assert torch.equal(mine, payload(source, 0, (3, 2)))
+    assert torch.equal(part, payload(source, 1 + (column if mesh_dim else row), (2, 2)))
 
 
 @pytest.mark.parametrize("async_op", [False, True])
+@ranks(place="sim")
 def test_without_a_source_nobody_communicates(async_op: bool) -> None:
     """Only rank 1 calls: had it to wait for rank 0, the simulator would report a deadlock."""
-
-    def on_rank() -> Any:
-        rank = interlace.get_rank()
-        mesh = mesh_of([0, 1])
-        interlace.barrier()
-        if rank == 0:
-            return None
-        mine, part = torch.ones(2), torch.zeros(2)
-        works = (
-            tensor.mesh_broadcast(mine, mesh, 0, async_op, group_src=None),
-            tensor.mesh_scatter(part, [mine, mine * 7], mesh, 0, async_op, group_src=None),
-        )
-        for work in works:
-            assert (work is not None) is async_op
-            assert work is None or (
-                work.wait() and work.is_completed() and "completed" in repr(work)
-            )
-        with pytest.raises(
-            ValueError, match="every rank takes its entry of its own list, got None"
-        ):
-            tensor.mesh_scatter(part, None, mesh, group_src=None)
-        with pytest.raises(ValueError, match=r"scatter_list\[1\] has shape \(3,\), output \(2,\)"):
-            tensor.mesh_scatter(part, [mine, torch.ones(3)], mesh, group_src=None)
-        return mine.tolist(), part.tolist()
-
-    # the group of the mesh is made before, by both
-    def both() -> Any:
-        interlace.groups.resolve((mesh_of([0, 1]), 0))
-        return on_rank()
-
-    assert interlace.run(both, 2) == [None, ([1.0, 1.0], [7.0, 7.0])]
+    mesh = mesh_of([0, 1])
+    interlace.groups.resolve((mesh, 0))  # the group of the mesh is made by both
+    interlace.barrier()
+    if interlace.get_rank() == 0:
+        return
+    mine, part = torch.ones(2), torch.zeros(2)
+    for work in (
+        tensor.mesh_broadcast(mine, mesh, 0, async_op, group_src=None),
+        tensor.mesh_scatter(part, [mine, mine * 7], mesh, 0, async_op, group_src=None),
+    ):
+        assert (work is not None) is async_op
+        assert work is None or (work.wait() and work.is_completed() and "completed" in repr(work))
+    assert mine.tolist() == [1.0, 1.0] and part.tolist() == [7.0, 7.0]
+    with pytest.raises(ValueError, match="every rank takes its entry of its own list, got None"):
+        tensor.mesh_scatter(part, None, mesh, group_src=None)
+    with pytest.raises(ValueError, match=r"scatter_list\[1\] has shape \(3,\), output \(2,\)"):
+        tensor.mesh_scatter(part, [mine, torch.ones(3)], mesh, group_src=None)
 
 
 def test_meta_tensors_need_no_group() -> None:
@@ -133,23 +113,16 @@ def test_graphs_have_the_ops() -> None:
     ],
 )
 @pytest.mark.parametrize("op", ["mesh_broadcast", "mesh_scatter"])
+@ranks(place="sim")
 def test_what_one_rank_does_wrong_all_are_told(
     op: str, change: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
-    def on_rank() -> str:
-        rank = interlace.get_rank()
-        given = {"group_src": 0, "shape": (2,), "mesh_dim": 0, **(change if rank == 1 else {})}
-        output = torch.zeros(given["shape"])
-        args = ([torch.ones(2)] * 2,) if op == "mesh_scatter" else ()
-        try:
-            source, dim = given["group_src"], given["mesh_dim"]
-            getattr(tensor, op)(output, *args, mesh_of([0, 1]), dim, group_src=source)
-        except kind as error:
-            return str(error)
-        return "nothing was raised"
-
-    for said in interlace.run(on_rank, 2):
-        assert re.search(text, said), said
+    wrong = change if interlace.get_rank() == 1 else {}
+    given = {"group_src": 0, "shape": (2,), "mesh_dim": 0, **wrong}
+    lists = ([torch.ones(2)] * 2,) if op == "mesh_scatter" else ()
+    arguments = (torch.zeros(given["shape"]), *lists, mesh_of([0, 1]), given["mesh_dim"])
+    with pytest.raises(kind, match=text):
+        getattr(tensor, op)(*arguments, group_src=given["group_src"])
 
 
 # -- shard_dim_alltoall --------------------------------------------------------------------------------
@@ -160,69 +133,50 @@ SHAPES = [(2, 6), (2, 7), (3, 4, 5), (1, 1), (3, 0), (0, 4)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@ranks(3, place="sim")
 def test_shards_along_another_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """In a row that has ranks in another order."""
     dims = [(g, s) for g in range(len(shape)) for s in range(len(shape))] + [(-1, 0), (0, -1)]
-
-    def on_rank() -> list[str]:
-        rank, wrong = interlace.get_rank(), []
-        mesh = mesh_of([2, 0, 1])  # ranks of the row in another order
-        row = [2, 0, 1]
-        for call, (gather_dim, shard_dim) in enumerate(dims):
-            parts = [payload(each, call, shape, dtype) for each in row]
-            mine, at = parts[row.index(rank)], row.index(rank)
-            expected = expected_chunk(parts, gather_dim, shard_dim, at)
-            found = tensor.shard_dim_alltoall(mine, gather_dim, shard_dim, mesh, 0)
-            later = tensor.shard_dim_alltoall(mine, gather_dim, shard_dim, mesh, 0, async_op=True)
-            assert type(found) is torch.Tensor and type(later) is AsyncTensor
-            assert later.shape == expected.shape
-            for each in (found, later.wait()):
-                same = each.shape == expected.shape and torch.equal(each, expected)
-                if not same or not each.is_contiguous():
-                    wrong.append(f"{gather_dim} -> {shard_dim}: {each} is not {expected}")
-        return wrong
-
-    assert interlace.run(on_rank, 3) == [[], [], []]
+    row = [2, 0, 1]
+    mesh, at = mesh_of(row), row.index(interlace.get_rank())
+    for call, (gather_dim, shard_dim) in enumerate(dims):
+        parts = [payload(each, call, shape, dtype) for each in row]
+        expected = expected_chunk(parts, gather_dim, shard_dim, at)
+        found = tensor.shard_dim_alltoall(parts[at], gather_dim, shard_dim, mesh, 0)
+        later = tensor.shard_dim_alltoall(parts[at], gather_dim, shard_dim, mesh, 0, async_op=True)
+        assert type(found) is torch.Tensor and type(later) is AsyncTensor
+        assert later.shape == expected.shape
+        for each in (found, later.wait()):
+            assert each.shape == expected.shape and torch.equal(each, expected)
+            assert each.is_contiguous()
 
 
+@ranks(place="sim")
 def test_starts_at_once() -> None:
     """Neither rank waits for the other before both have started, in different orders of use."""
-
-    def on_rank() -> list[float]:
-        mesh = mesh_of([0, 1])
-        x = torch.arange(4.0).view(2, 2) + interlace.get_rank()
-        made = [tensor.shard_dim_alltoall(x * k, 0, 1, mesh, 0, async_op=True) for k in (1, 2)]
-        return [float(each.sum()) for each in (made if interlace.get_rank() else made[::-1])]
-
-    assert interlace.run(on_rank, 2) == [[12.0, 6.0], [10.0, 20.0]]
-
-
-def test_shapes_that_differ() -> None:
-    def on_rank() -> None:
-        x = torch.ones(2, 4 + 2 * interlace.get_rank())
-        tensor.shard_dim_alltoall(x, 0, 1, mesh_of([0, 1]), 0)
-
-    error = failure(on_rank, 2)
-    assert isinstance(error, ValueError) and "has shape (2, 2) on rank" in str(error)
+    rank, mesh = interlace.get_rank(), mesh_of([0, 1])
+    x = torch.arange(4.0).view(2, 2) + rank
+    made = [tensor.shard_dim_alltoall(x * k, 0, 1, mesh, 0, async_op=True) for k in (1, 2)]
+    sums = [float(each.sum()) for each in (made if rank else made[::-1])]
+    assert sums == ([10.0, 20.0] if rank else [12.0, 6.0])
 
 
 @pytest.mark.parametrize(
-    ("dims", "text"),
+    ("dims", "columns", "text"),
     [
-        ((2, 1, 0), "gather_dim must be within -2..1, got 2"),
-        ((0, 1, 1), "group: dim must be within -1..0, got 1"),
+        ((2, 1, 0), 2, r"gather_dim must be within -2\.\.1, got 2"),
+        ((0, 1, 1), 2, r"group: dim must be within -1\.\.0, got 1"),
+        ((0, 1, 0), 6, r"has shape \(2, [12]\) on rank"),
     ],
 )
-def test_a_dimension_that_is_not_there(dims: tuple[int, int, int], text: str) -> None:
-    def on_rank() -> str:
-        gather, shard, mesh = dims if interlace.get_rank() else (0, 1, 0)
-        try:
-            tensor.shard_dim_alltoall(torch.ones(2, 2), gather, shard, mesh_of([0, 1]), mesh)
-        except ValueError as error:
-            return str(error)
-        return "nothing was raised"
-
-    for said in interlace.run(on_rank, 2):
-        assert text in said
+@ranks(place="sim")
+def test_shapes_and_dimensions_that_do_not_fit(
+    dims: tuple[int, int, int], columns: int, text: str
+) -> None:
+    gather, shard, mesh = dims if interlace.get_rank() else (0, 1, 0)
+    x = torch.ones(2, columns if interlace.get_rank() else 2)
+    with pytest.raises(ValueError, match=text):
+        tensor.shard_dim_alltoall(x, gather, shard, mesh_of([0, 1]), mesh)
 
 
 # -- shards --------------------------------------------------------------------------------------------
@@ -282,70 +236,45 @@ def test_empty_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, shapes_too, text",
+    "other, shapes_too, text",
     [
         (
-            {"dtype": torch.float16},
-            False,
+            torch.ones(2, 3).half(), False,
             "the dtype of local_tensor differs between ranks: torch.float32 on",
         ),
         (
-            {"requires_grad": True},
-            False,
+            torch.ones(2, 3).requires_grad_(), False,
             "requires_grad of local_tensor differs between ranks: False on",
         ),
         (
-            {"size": (3, 2)},
-            True,
+            torch.ones(3, 2), True,
             r"shape of local_tensor differs between ranks: \(2, 3\) on rank 0",
         ),
         (
-            {"transposed": True},
-            True,
+            torch.ones(3, 2).t(), True,
             r"stride of local_tensor differs between ranks: \(3, 1\) on rank 0",
         ),
-        ({"size": (3, 2)}, False, None),
-        ({}, True, None),
+        (torch.ones(3, 2), False, None),
+        (torch.ones(2, 3), True, None),
     ],
-)
-def test_metadata_that_differs(changed: dict[str, Any], shapes_too: bool, text: str | None) -> None:
-    def on_rank() -> str:
-        what = changed if interlace.get_rank() == 1 else {}
-        x = torch.ones(what.get("size", (2, 3)), dtype=what.get("dtype", torch.float32))
-        if what.get("transposed"):
-            x = torch.ones(3, 2).t()
-        x.requires_grad_(what.get("requires_grad", False))
-        try:
-            tensor.check_tensor_meta(x, check_shape_stride=shapes_too)
-        except ValueError as error:
-            return str(error)
-        return "alike"
-
-    for said in interlace.run(on_rank, 3):
-        if text is None:
-            assert said == "alike"
-        else:
-            assert re.search(f"check_tensor_meta: {text}", said), said
-            assert said.endswith("rank 1")
+)  # fmt: skip
+@ranks(3, place="sim")
+def test_metadata_that_differs(other: torch.Tensor, shapes_too: bool, text: str | None) -> None:
+    x = other if interlace.get_rank() == 1 else torch.ones(2, 3)
+    told = pytest.raises(ValueError, match=f"check_tensor_meta: {text}.*rank 1$")
+    with nullcontext() if text is None else told:
+        tensor.check_tensor_meta(x, check_shape_stride=shapes_too)
 
 
+@ranks(3, place="sim")
 def test_metadata_within_a_group() -> None:
-    """Rank 2, which differs, is in none of the groups that compare."""
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        dtype = torch.int32 if rank == 2 else torch.float32
-        if rank < 2:
-            tensor.check_tensor_meta(torch.ones(2, dtype=dtype), group=[0, 1])
-
-    interlace.run(on_rank, 3)
+    """Rank 2 is in none of the groups that compare."""
+    if interlace.get_rank() < 2:
+        tensor.check_tensor_meta(torch.ones(2), group=[0, 1])
 
 
+@ranks(place="sim")
 def test_no_tensor_on_one_rank() -> None:
-    def on_rank() -> str:
-        mine: Any = torch.ones(2) if interlace.get_rank() else None
-        with pytest.raises(TypeError, match=r"local_tensor must be a tensor, got NoneType"):
-            tensor.check_tensor_meta(mine)
-        return "told"
-
-    assert interlace.run(on_rank, 2) == ["told", "told"]
+    mine: Any = torch.ones(2) if interlace.get_rank() else None
+    with pytest.raises(TypeError, match=r"local_tensor must be a tensor, got NoneType"):
+        tensor.check_tensor_meta(mine)

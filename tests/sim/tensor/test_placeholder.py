@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import interlace
-from interlace.tensor import Placeholder, PlaceholderError, gather_v, placeholder
+from interlace.tensor import Placeholder, PlaceholderError, placeholder
 from interlace.tensor.placeholder import FORMER
-from support import failure
+from ranks import ranks
 
 
 def there(*shape: int, **options: Any) -> Placeholder:
@@ -150,21 +150,6 @@ def test_gradients_flow_to_placeholders_and_to_nothing_that_has_data() -> None:
     assert not start.detach().requires_grad
 
 
-def test_gather_gives_one_and_backward_goes_on_from_it() -> None:
-    def gather() -> Any:
-        mine = torch.ones(2, requires_grad=True)
-        head = torch.full((4,), 3.0, requires_grad=True)
-        whole = gather_v(mine, dst=1)
-        loss = (whole * head).square().sum()
-        loss.backward()
-        return type(loss), mine.grad, head.grad
-
-    (here, grad, none), (kind, *grads) = interlace.run(gather, 2)
-    assert here is Placeholder and none is None and kind is torch.Tensor
-    for each, right in ((grad, [18.0] * 2), (grads[0], [18.0] * 2), (grads[1], [6.0] * 4)):
-        assert each.tolist() == right
-
-
 COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_reduce": lambda t: interlace.all_reduce(t),
     "broadcast": lambda t: interlace.broadcast(t, 0),
@@ -174,14 +159,12 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@ranks(place="sim")
 def test_other_collectives_refuse_it_on_all_ranks(name: str) -> None:
-    def given() -> None:
-        rank = interlace.get_rank()
-        tensor = there(4) if rank == 1 else torch.ones(4)
+    rank = interlace.get_rank()
+    tensor = there(4) if rank == 1 else torch.ones(4)
+    with pytest.raises(TypeError, match="Placeholder"):
         if name == "scatter" and rank == 0:
             interlace.scatter(tensor, [torch.ones(4)] * 2, 0)
         else:
-            COLLECTIVES[name](tensor)
-
-    error = failure(given, 2)
-    assert isinstance(error, TypeError) and "Placeholder" in str(error)
+            interlace.functional.wait(COLLECTIVES[name](tensor))

@@ -1,16 +1,16 @@
 """interlace.tensor.ShardedTensor on simulated ranks. On meshes of two dims: tests/multi."""
 
+import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import interlace
-from interlace.ops.collectives import rooted
-from interlace.tensor import Placeholder, facts, from_local, scatter
-from interlace.tensor.blocks import chunked, from_shapes, shape_of, unlike_chunks
+from interlace.tensor import Placeholder, from_local, scatter
+from interlace.tensor.blocks import chunked, shape_of, unlike_chunks
+from ranks import ranks
 from support import failure, noise
 
 LENGTHS = {1: [3], 2: [4, 0], 3: [2, 0, 5], 4: [0, 1, 3, 2]}
@@ -32,12 +32,11 @@ def loss_of(whole: torch.Tensor, rank: int) -> torch.Tensor:
 def test_from_local_and_back(world_size: int, dim: int, sizes: str) -> None:
     whole, lengths = whole_of(world_size, dim), LENGTHS[world_size]
     leaf = whole.clone().requires_grad_()
-    sum(loss_of(leaf, r) for r in range(world_size)).backward()  # type: ignore[union-attr]
-    one = whole.clone().requires_grad_()
-    loss_of(one, 5).backward()
-    assert leaf.grad is not None and one.grad is not None
+    losses = torch.stack([loss_of(leaf, rank) for rank in range(world_size)])
+    (summed,) = torch.autograd.grad(losses.sum(), leaf)
+    (alone,) = torch.autograd.grad(loss_of(leaf, 5), leaf)
 
-    def ranks() -> tuple[Any, ...]:
+    def on_rank() -> None:
         rank = interlace.get_rank()
         local = whole.split(lengths, dim)[rank].clone().requires_grad_()
         given: Any = "infer" if sizes == "infer" else {0: lengths}
@@ -48,7 +47,8 @@ def test_from_local_and_back(world_size: int, dim: int, sizes: str) -> None:
         full = sharded.full_tensor()
         assert torch.equal(full, whole)
         loss_of(full, rank).backward()
-        summed, local.grad = local.grad, None
+        torch.testing.assert_close(local.grad, summed.split(lengths, dim)[rank])
+        local.grad = None
         gathered = sharded.gather(group_dst=world_size - 1)
         assert gathered.shape == whole.shape
         if rank == world_size - 1:
@@ -56,11 +56,9 @@ def test_from_local_and_back(world_size: int, dim: int, sizes: str) -> None:
         else:
             assert type(gathered) is Placeholder
         loss_of(gathered, 5).backward()
-        return summed, local.grad
+        torch.testing.assert_close(local.grad, alone.split(lengths, dim)[rank])
 
-    for rank, (summed, alone) in enumerate(interlace.run(ranks, world_size)):
-        torch.testing.assert_close(summed, leaf.grad.split(lengths, dim)[rank])
-        torch.testing.assert_close(alone, one.grad.split(lengths, dim)[rank])
+    interlace.run(on_rank, world_size)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -70,7 +68,7 @@ def test_scatter(world_size: int, dim: int, given: bool) -> None:
     lengths = LENGTHS[world_size] if given else None
     wanted = whole.cos() * noise(5, 9, whole.shape, torch.float64)
 
-    def ranks() -> Any:
+    def on_rank() -> None:
         is_root = interlace.get_rank() == root
         source = whole.clone().requires_grad_() if is_root else None
         sizes = {0: lengths} if lengths is not None and is_root else None
@@ -79,88 +77,46 @@ def test_scatter(world_size: int, dim: int, given: bool) -> None:
             assert sharded.sizes[0] == tuple(lengths)
         assert torch.equal(sharded.full_tensor().detach(), whole)
         loss_of(sharded.gather(), 5).backward()
-        return None if source is None else source.grad
+        if source is not None:
+            torch.testing.assert_close(source.grad, wanted)
 
-    torch.testing.assert_close(interlace.run(ranks, world_size)[root], wanted)
+    interlace.run(on_rank, world_size)
 
 
+@ranks(4, place="sim")
 def test_replicas_send_once_and_their_gradients_add_up() -> None:
-    def ranks() -> Any:
-        rank = interlace.get_rank()
-        source = torch.ones(2, dtype=torch.bfloat16).requires_grad_() if rank == 0 else None
-        sharded = scatter(source, None, Replicate())
-        assert sharded.sizes == {} and sharded.full_tensor() is sharded.to_local()
-        (sharded.to_local() * (1.0 if rank else 256.0)).sum().backward()
-        mine = torch.full((2,), float(rank), requires_grad=True)
-        whole = from_local(mine, None, [Replicate()]).gather(group_dst=2)
-        whole.sum().backward()
-        values = whole.tolist() if rank == 2 else None
-        assert mine.grad is not None
-        return None if source is None else source.grad, values, mine.grad.tolist()
-
-    found = interlace.run(ranks, 4)
-    # 256 + 1 + 1 + 1 is 260 in bfloat16, and 256 if each addition is rounded
-    assert found[0][0].tolist() == [260.0] * 2
-    assert [each[1] for each in found] == [None, None, [2.0, 2.0], None]
-    assert [each[2][0] for each in found] == [0.0, 0.0, 1.0, 0.0]
+    rank = interlace.get_rank()
+    source = torch.ones(2, dtype=torch.bfloat16).requires_grad_() if rank == 0 else None
+    sharded = scatter(source, None, Replicate())
+    assert sharded.sizes == {} and sharded.full_tensor() is sharded.to_local()
+    (sharded.to_local() * (1.0 if rank else 256.0)).sum().backward()
+    if (
+        source is not None
+    ):  # 256 + 1 + 1 + 1 is 260 in bfloat16, and 256 if each addition is rounded
+        assert source.grad is not None and source.grad.tolist() == [260.0] * 2
+    mine = torch.full((2,), float(rank), requires_grad=True)
+    whole = from_local(mine, None, [Replicate()]).gather(group_dst=2)
+    whole.sum().backward()
+    assert rank != 2 or whole.tolist() == [2.0, 2.0]
+    assert mine.grad is not None and mine.grad.tolist() == [float(rank == 2)] * 2
 
 
-def test_chunk_needs_no_message() -> None:
-    sent: list[str] = []
-    exchange = facts.exchange
-
-    def counted(communicator: Any, op: str, *args: Any) -> Any:
-        sent.append(op)
-        return exchange(communicator, op, *args)
-
-    def ranks() -> Any:
-        rank = interlace.get_rank()
-        local = torch.ones([2, 2, 1, 0][rank], 3)
+@ranks(4, place="sim")
+def test_sizes_that_are_known_or_found() -> None:
+    """Known ones need no message: had rank 3 to wait for others, the simulator would report a deadlock."""
+    rank = interlace.get_rank()
+    local = torch.ones([2, 2, 1, 0][rank], 3)
+    found = from_local(local, None, [Shard(0)])
+    text = f"local=({len(local)}, 3) on rank {rank}"
+    assert "sizes={0: (2, 2, 1, 0)}" in repr(found) and text in repr(found)
+    if rank == 3:
         known = from_local(local, None, [Shard(0)], "chunk", shape=(5, 3))
-        even = from_local(torch.ones(2, 3), None, [Shard(0)], "chunk")
         listed = from_local(local, None, [Shard(0)], {0: [2, 2, 1, 0]})
-        found = from_local(local, None, [Shard(0)])
-        assert known.sizes == listed.sizes == found.sizes
-        return tuple(known.shape), tuple(even.shape), repr(found)
-
-    with mock.patch("interlace.tensor.facts.exchange", counted):
-        first = interlace.run(ranks, 4)[0]
-    assert first[:2] == ((5, 3), (8, 3)) and sent == ["from_local"] * 4
-    assert "sizes={0: (2, 2, 1, 0)}" in first[2] and "local=(2, 3) on rank 0" in first[2]
-
-
-def test_scatter_sends_each_rank_its_part_only() -> None:
-    given: dict[int, tuple[int, list[int] | None]] = {}
-    real = rooted._scatter
-
-    def watched(communicator: Any, arguments: Any, *rest: Any) -> Any:
-        tensor, tensors = arguments
-        listed = None if tensors is None else [each.nbytes for each in tensors]
-        given[communicator.rank] = (tensor.nbytes, listed)
-        return real(communicator, arguments, *rest)
-
-    def ranks() -> None:
-        scatter(torch.ones(5, 4) if interlace.get_rank() == 0 else None, None, [Shard(0)])
-
-    with mock.patch.object(rooted, "_scatter", watched):
-        interlace.run(ranks, 3)
-    assert given == {0: (32, [32, 32, 16]), 1: (32, None), 2: (16, None)}
+        assert known.sizes == listed.sizes == found.sizes and known.shape == (5, 3)
+        assert from_local(torch.ones(2, 3), None, [Shard(0)], "chunk").shape == (8, 3)
 
 
 # -- where parts lie -----------------------------------------------------------------------------------
-
-
-def test_uneven_parts_over_a_mesh_of_two_dims() -> None:
-    """Rows of lengths 2 and 3, columns of 1 and 4; then rows cut twice, by lengths that differ."""
-    placements = (Shard(0), Shard(1))
-    sharding = from_shapes((2, 2), placements, [(2, 1), (2, 4), (3, 1), (3, 4)])
-    assert sharding.shape == (5, 5) and sharding.blocks[3] == ((2, 3), (1, 4))
-    assert sharding.sizes(2) == {0: (2, 3), 1: (1, 4)}
-    twice = from_shapes((2, 2), (Shard(0), Shard(0)), [(1,), (4,), (0,), (2,)])
-    assert twice.shape == (7,) and [b[0][0] for b in twice.blocks] == [0, 1, 5, 5]
-    assert twice.sizes(0) == {0: (5, 2), 1: (1, 4)} and twice.sizes(3) == {0: (5, 2), 1: (0, 2)}
-    copied = from_shapes((2, 2), (Replicate(), Shard(0)), [(1,), (4,), (1,), (4,)])
-    assert copied.replicas_of(2) == (2, 3) and copied.sizes(3) == {1: (1, 4)}
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 7), (0, 4), (8, 8)])
@@ -179,18 +135,6 @@ def test_chunks_are_those_of_torch(shape: tuple[int, int]) -> None:
 # -- misuse --------------------------------------------------------------------------------------------
 
 ROWS = (Shard(0),)
-
-
-def told(good: Any, bad: Any) -> list[str]:
-    def ranks() -> str:
-        try:
-            (bad if interlace.get_rank() == 1 else good)()
-            interlace.barrier()
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return "nothing"
-
-    return interlace.run(ranks, 2)
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -237,9 +181,11 @@ MISUSE: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("good", "bad", "words"), MISUSE, ids=[case[2] for case in MISUSE])
+@ranks(place="sim")
 def test_misuse_on_one_rank_is_raised_on_all(good: Any, bad: Any, words: str) -> None:
-    found = told(good, bad)
-    assert all(words in each for each in found), found
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        (bad if interlace.get_rank() == 1 else good)()
+        interlace.barrier()
 
 
 def test_dtensors_need_a_mesh() -> None:

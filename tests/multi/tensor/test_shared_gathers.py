@@ -1,4 +1,4 @@
-"""Ranks of test_styles.py: linears that share a gather of their input, which may be prepared for them."""
+"""Linears that share a gather of their input, which may be prepared for them, as torch's styles do."""
 
 import gc
 import unittest.mock
@@ -6,22 +6,23 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_styles
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-import interlace
 import interlace.compile
 import interlace.tensor as styles
 from interlace.tensor import shared_gathers
-from multi.tensor.style_ranks import INNER, SEQUENCE, WIDTH, both, sequence, shape_of
+from multi.tensor.meshes import INNER, SEQUENCE, WIDTH, both, on_meshes, sequence, shape_of
+from tiers import few, thorough
 
 
-class Attention(nn.Module):
+class AttentionReading(nn.Module):
     """q, k and v read the same input; ``reads`` is what the module itself does with it."""
 
     def __init__(self, reads: Callable[[Any], Any] = lambda x: 0) -> None:
@@ -38,11 +39,11 @@ class Attention(nn.Module):
         return self.wo(torch.tanh(q) * k + v) * scale + self.reads(x)
 
 
-class Block(nn.Module):
+class NormedBlock(nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(*args)
+        self.norm, self.attention = nn.LayerNorm(WIDTH), AttentionReading(*args)
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.attention(self.norm(x))
@@ -60,8 +61,11 @@ def attention_plan(kind: Any, prepare: Any = None, local: bool = True) -> dict[s
     }
 
 
-def gathering(kind: Any, **options: Any) -> Any:
-    layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+SHARD, WHOLE = Shard(1), Replicate()
+
+
+def gathering(kind: Any, given: Any = SHARD, desired: Any = WHOLE, **options: Any) -> Any:
+    layouts = {"input_layouts": given, "desired_input_layouts": desired}
     return kind.PrepareModuleInput(**layouts, **options)
 
 
@@ -76,14 +80,19 @@ def counted() -> Any:
     return unittest.mock.patch.object(styles.styles, "all_gather_matmul", side_effect=real)
 
 
-def one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
+@pytest.mark.parametrize(
+    ("prepared", "local"),
+    few([(True, True), (False, True), (True, False), (False, False)], (True, True), (False, False)),
+)
+@on_meshes
+def test_one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
     """One for q, k and v in each forward, and in a recomputation one again; without a gradient, too."""
 
     def plan(kind: Any) -> dict[str, Any]:
         return attention_plan(kind, gathering(kind) if prepared else None, local)
 
     with counted() as gathers:
-        module, said = both(mesh, Block, plan, sequence(1))
+        module, said = both(mesh, NormedBlock, plan, sequence(1))
         assert gathers.call_count == 2, gathers.call_count
         assert {name: said[name] for name in OF_LINEARS} == OF_LINEARS, said
         if prepared:
@@ -101,10 +110,11 @@ def one_gather(mesh: DeviceMesh, prepared: bool, local: bool) -> None:
         torch.testing.assert_close(module(x), expected)
 
 
-def nothing_is_kept(mesh: DeviceMesh) -> None:
-    """A gathered input lives no longer than the input, though nobody calls backward."""
+@on_meshes
+def test_a_gathered_input_lives_no_longer_than_the_input(mesh: DeviceMesh) -> None:
+    """Though nobody calls backward."""
     plan = attention_plan(styles, gathering(styles))
-    module = torch_styles.parallelize_module(Block(), mesh, plan)
+    module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
     found = []
 
     def watch(_: Any, inputs: Any, output: Any) -> None:
@@ -120,7 +130,8 @@ def nothing_is_kept(mesh: DeviceMesh) -> None:
         gc.enable()
 
 
-def gathered_again(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_what_is_gathered_again(mesh: DeviceMesh) -> None:
     """Another linear takes nothing from before a backward, without gradients, of old rows, of outside."""
     torch.manual_seed(0)
     plan = {name: styles.ColwiseParallel(input_layouts=Shard(1)) for name in "01"}
@@ -171,7 +182,8 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-def read_by_others(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_a_prepared_input_that_others_read(mesh: DeviceMesh) -> None:
     """An op that is no linear sees what torch's style gives it, and explain says what it was."""
 
     def local(x: DTensor) -> torch.Tensor:
@@ -182,7 +194,7 @@ def read_by_others(mesh: DeviceMesh) -> None:
         def plan(kind: Any) -> dict[str, Any]:
             return attention_plan(kind, gathering(kind))
 
-        _, said = both(mesh, lambda: Block(reads), plan, sequence(1))
+        _, said = both(mesh, lambda: NormedBlock(reads), plan, sequence(1))
         text = f"all_gather of the input over dimension 1: {name} reads it"
         assert said["attention"] == text, said
         assert said["attention.wq"] == GATHERED
@@ -192,7 +204,7 @@ def read_by_others(mesh: DeviceMesh) -> None:
     check(lambda x: local(Doubled.apply(x)), "mul")
     check(lambda x: x.redistribute(placements=[Shard(1)]).to_local(), "redistribute")
     module = torch_styles.parallelize_module(
-        Block(), mesh, attention_plan(styles, gathering(styles))
+        NormedBlock(), mesh, attention_plan(styles, gathering(styles))
     )
     seen: list[Any] = []
     module.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -223,7 +235,8 @@ def pair_plan(kind: Any) -> dict[str, Any]:
     return {"0": gathering(kind), **linears}
 
 
-def changed_in_place(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_a_prepared_input_that_changes_in_place(mesh: DeviceMesh) -> None:
     """Readers behind a change of a prepared input see it, in whichever mode it was made."""
 
     def unseen(x: DTensor) -> None:
@@ -250,7 +263,8 @@ def changed_in_place(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(*outputs)
 
 
-def gradient_of_the_prepared(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_hooks_on_a_prepared_input(mesh: DeviceMesh) -> None:
     """A hook on a prepared input sees, and may change, the gradient of all its readers."""
     seen: list[torch.Tensor] = []
 
@@ -279,45 +293,40 @@ def gradient_of_the_prepared(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(found[i : i + 2], found[i + 2 : i + 4])
 
 
-def prepared_in_torchs_way(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_prepared_in_torchs_way(mesh: DeviceMesh) -> None:
     """Where a PrepareModuleInput leaves no gather to linears, explain says why."""
-    for make, reason in (
-        (lambda k: gathering(k, use_local_output=True), "the module gets no DTensor"),
+    column = styles.ColwiseParallel()
+    for prepare, linears, reason in (
+        (gathering(styles, use_local_output=True), {"attention.wq": column}, "gets no DTensor"),
         (
-            lambda k: k.PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=Shard(1)
-            ),
+            gathering(styles, WHOLE, SHARD), {"attention.wq": column},
             "from replicated to Shard(1), no gather of a sequence",
         ),
-        (
-            lambda k: k.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1)),
-            "no layout changes",
-        ),
-    ):
-        module = torch_styles.parallelize_module(
-            Block(), mesh, {"attention": make(styles), "attention.wq": styles.ColwiseParallel()}
-        )
+        (gathering(styles, SHARD, SHARD), {"attention.wq": column}, "no layout changes"),
+        (gathering(styles), {}, "no linear inside has"),
+    ):  # fmt: skip
+        plan = {"attention": prepare, **linears}
+        module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
         module.attention.forward = lambda x: x
         module(sequence(1)())
         said = styles.explain(module)["attention"]
-        assert said.startswith("torch's PrepareModuleInput") and reason in said, said
-    module = torch_styles.parallelize_module(Block(), mesh, {"attention": gathering(styles)})
-    module.attention.forward = lambda x: x
-    module(sequence(1)())
-    assert "no linear inside has" in styles.explain(module)["attention"]
+        assert said.startswith("torch's PrepareModuleInput") or not linears
+        assert reason in said, said
     # torch's own PrepareModuleInput beside linears of interlace
     plan = attention_plan(styles, gathering(torch_styles))
-    module = torch_styles.parallelize_module(Block(), mesh, plan)
+    module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
     module(sequence(1)())
     said = styles.explain(module)["attention.wq"]
     assert "nothing to gather" in said and "interlace.tensor leaves to linears" in said, said
 
 
-def prepared_outputs_and_kwargs(mesh: DeviceMesh) -> None:
+@on_meshes
+def test_prepared_outputs_and_kwargs(mesh: DeviceMesh) -> None:
     layouts = {"output_layouts": Shard(1), "desired_output_layouts": Replicate()}
     ways = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
     _, said = both(
-        mesh, Block,
+        mesh, NormedBlock,
         lambda k: attention_plan(k, k.PrepareModuleInputOutput(**ways, **layouts)), sequence(1),
     )  # fmt: skip
     assert {name: said[name] for name in OF_LINEARS} == OF_LINEARS
@@ -327,7 +336,7 @@ def prepared_outputs_and_kwargs(mesh: DeviceMesh) -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.inner = Attention()
+            self.inner = AttentionReading()
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.inner(x=x)
@@ -345,21 +354,17 @@ def prepared_outputs_and_kwargs(mesh: DeviceMesh) -> None:
     assert said["inner.wk"] == SHARED and "left to linears" in said["inner"]
 
 
-def compiled(path: str) -> list[tuple[str, int]]:
-    """Of a model with a prepared input, compiled as one graph: what became of the collectives."""
-    rank, world_size = interlace.get_rank(), interlace.get_world_size()
-    store = dist.FileStore(path, world_size)
-    dist.init_process_group("interlace", rank=rank, world_size=world_size, store=store)
-    try:
-        mesh = init_device_mesh("cpu", (world_size,))
-        plan = attention_plan(styles, gathering(styles))
-        module = torch_styles.parallelize_module(Block(), mesh, plan)
-        x, reports = sequence(1)(), list[interlace.compile.Report]()
-        options = {"codegen": "aot_eager", "policy": "always", "on_report": reports.append}
-        call = torch.compile(module, fullgraph=True, backend="interlace", options=options)
-        output = call(x)
-        torch.testing.assert_close(output, module(x))
-        output.sum().backward()
-        return [(each.op, each.matmuls) for report in reports for each in report.fused]
-    finally:
-        dist.destroy_process_group()
+@thorough
+@on_meshes
+def test_a_graph_has_one_gather_of_a_prepared_input(mesh: DeviceMesh) -> None:
+    plan = attention_plan(styles, gathering(styles))
+    module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
+    x, reports = sequence(1)(), list[interlace.compile.Report]()
+    options = {"codegen": "aot_eager", "policy": "always", "on_report": reports.append}
+    call = torch.compile(module, fullgraph=True, backend="interlace", options=options)
+    output = call(x)
+    torch.testing.assert_close(output, module(x))
+    output.sum().backward()
+    assert ("all_gather_matmul", 3) in [
+        (each.op, each.matmuls) for r in reports for each in r.fused
+    ]

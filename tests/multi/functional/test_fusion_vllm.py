@@ -1,23 +1,27 @@
-"""Ranks of test_compile.py: all-reduce, norm and fp8 by vLLM's ops, and as its ``forward_native``."""
+"""The fusion pass on all-reduces, norms and fp8 by vLLM's ops, and as its ``forward_native``."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
-from multi.functional.compile_norms import EPS, numbers
+from multi.functional.fusion_patterns import EPS, Tensor, fused, weight
 from multi.process_group.backend_ranks import world
+from ranks import ranks
 from stand_ins.models import vllm_ops
 from support import SCALES_BY_ROW
+from tiers import thorough
 
-Tensor = torch.Tensor
 FP8 = torch.float8_e4m3fn
 
 
 def product(x: Tensor) -> Tensor:
-    return torch.ops.vllm.all_reduce(x @ numbers(8, 6).to(x.dtype), "tp:0")
+    return torch.ops.vllm.all_reduce(x @ weight(8, 6).to(x.dtype), "tp:0")
 
 
 def room(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,21 +55,21 @@ def in_shards(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     """As vLLM's pass for sequence parallelism leaves it."""
     size = dist.get_world_size()
     own = residual.chunk(size)[dist.get_rank()]
-    h = torch.ops.vllm.reduce_scatter(x @ numbers(8, 6), 0, size, "tp:0")
+    h = torch.ops.vllm.reduce_scatter(x @ weight(8, 6), 0, size, "tp:0")
     h, own = torch.ops.vllm_ir.fused_add_rms_norm(h, own, gain, EPS)
-    return torch.ops.vllm.all_gather(h, 0, world_size=size, group_name="tp:0") @ numbers(6, 5), own
+    return torch.ops.vllm.all_gather(h, 0, world_size=size, group_name="tp:0") @ weight(6, 5), own
 
 
 def in_shards_of_fp8(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     """What is gathered is fp8, with its scales, for a scaled matmul."""
     size, wide = dist.get_world_size(), gain.repeat(8)[:32].bfloat16()
-    y = torch.ops.vllm.reduce_scatter(x.bfloat16() @ numbers(8, 32).bfloat16(), 0, size, "tp:0")
+    y = torch.ops.vllm.reduce_scatter(x.bfloat16() @ weight(8, 32).bfloat16(), 0, size, "tp:0")
     y = torch.ops.vllm_ir.rms_norm(y, wide, EPS)
     fp8, scale = room(y)
     torch.ops._C.dynamic_per_token_scaled_fp8_quant(fp8, y, scale, None)
     fp8, scale = (torch.ops.vllm.all_gather(each, 0, size, "tp:0") for each in (fp8, scale))
-    weight, ones = numbers(16, 32).to(FP8).t(), torch.ones(1, 16)
-    return (torch._scaled_mm(fp8, weight, scale, ones, out_dtype=torch.bfloat16),)
+    w, ones = weight(16, 32).to(FP8).t(), torch.ones(1, 16)
+    return (torch._scaled_mm(fp8, w, scale, ones, out_dtype=torch.bfloat16),)
 
 
 def normed_as_native(h: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +134,16 @@ def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     y, _ = torch.ops.vllm_ir.fused_add_rms_norm(product(x), residual, gain, EPS)
     other, at = room(y)
     torch.ops._C.dynamic_per_token_scaled_fp8_quant(other, y, at, None)
-    return (fp8, scale), (other, at), y @ numbers(6, 2)
+    return (fp8, scale), (other, at), y @ weight(6, 2)
+
+
+@contextlib.contextmanager
+def of_vllm(path: Path) -> Iterator[None]:
+    """A process group that vLLM's ops know by their name."""
+    vllm_ops.define()
+    with world(path / "store"):
+        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
+        yield
 
 
 TAKEN, NORM = "its rows leave as fp8", "matmul_all_reduce_norm"
@@ -171,55 +184,52 @@ if not SCALES_BY_ROW:
     del CALLS["shards of fp8"]
 
 
-def calls(path: str, version_2: bool) -> dict[str, Any]:
-    """What became of each, and the largest error as a part of what rounding may give."""
-    vllm_ops.define()
-    found = {}
-    with world(path):
-        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
-        x = numbers(4, 8, seed=dist.get_rank())
-        residual, gain = numbers(4, 6, seed=1), numbers(6, seed=2)
-        for name, (function, _) in CALLS.items():
-            reports: list[Any] = []
-            torch._dynamo.reset()
-            options = {"codegen": "aot_eager", "on_report": reports.append, "policy": "always"}
-            compiled = torch.compile(function, fullgraph=True, backend="interlace", options=options)
+@thorough
+@pytest.mark.parametrize("version_2", [False, True])
+@ranks()
+def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
+    """``version_2``: of how torch makes ops functional that change their arguments."""
+    with of_vllm(tmp_path):
+        x = weight(4, 8, seed=dist.get_rank())
+        residual, gain = weight(4, 6, seed=1), weight(6, seed=2)
+        for name, (function, expected) in CALLS.items():
+            compiled, reports = fused(function)
             with torch._inductor.config.patch(enable_auto_functionalized_v2=version_2):
                 results = function(x, residual, gain), compiled(x, residual, gain)
-            worst = max(_error(*pair) for pair in zip(*results, strict=True))
+            assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1, name
             (report,) = reports
+            assert [(c.op, c.notes) for c in report.candidates] == expected, name
+            # of its ops there are those that no op of ours does
             left = report.after.count("_C.") + report.after.count("vllm")
-            found[name] = [(c.op, c.notes) for c in report.candidates], worst, left
-    return found
+            assert left == {"read by others": 1}.get(name, 0), name
 
 
-def floats_that_are_inputs(path: str) -> Any:
-    """What becomes of norms whose eps is no literal, in dynamic graphs; and the largest error."""
+def normed_by(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor]:
+    wide = product(x) + residual
+    return (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * gain,)
 
-    def normed(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> Tensor:
-        wide = product(x) + residual
-        return wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * gain
 
-    reports: list[Any] = []
-    options = {"codegen": "aot_eager", "on_report": reports.append, "policy": "always"}
-    how: Any = {"fullgraph": True, "backend": "interlace", "options": options, "dynamic": True}
-    worst = 0.0
-    with world(path):
-        vllm_ops.define()
-        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
-        for function, more in ((as_native, [()]), (normed, [(EPS,), (3.0,), (3.0,)])):
-            torch._dynamo.reset()
-            compiled = torch.compile(function, **how)
+@thorough
+@ranks()
+def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
+    """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
+    with of_vllm(tmp_path):
+        for function, more, graphs in (
+            (as_native, [()], 1),
+            (normed_by, [(EPS,), (3.0,), (3.0,)], 2),
+        ):
+            compiled, reports = fused(function, dynamic=True)
             for number, given in enumerate(more):
-                x = numbers(4 + number, 8, seed=dist.get_rank())
-                tensors = x, numbers(4 + number, 6, seed=1), numbers(6, seed=2)
-                pairs = function(*tensors, *given), compiled(*tensors, *given)
-                made = zip(*pairs, strict=True) if function is as_native else [pairs]
-                worst = max(worst, *(_error(*pair) for pair in made))
-    return [[each.op for each in report.candidates] for report in reports], worst
+                x = weight(4 + number, 8, seed=dist.get_rank())
+                tensors = x, weight(4 + number, 6, seed=1), weight(6, seed=2)
+                results = function(*tensors, *given), compiled(*tensors, *given)
+                assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1
+            assert [[each.op for each in report.candidates] for report in reports] == [
+                [NORM]
+            ] * graphs
 
 
-def _error(expected: Any, actual: Any) -> float:
+def error(expected: Any, actual: Any) -> float:
     """The largest, as a part of a step of fp8, in which a product of it may differ, or of 1e-5."""
     if isinstance(expected, Tensor):
         step = expected.abs().max() / 8 if expected.dtype == torch.bfloat16 else 1e-5
