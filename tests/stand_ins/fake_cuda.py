@@ -124,6 +124,15 @@ class FakeGraph:
         gpu().replay(self._capture)
 
 
+@contextlib.contextmanager
+def capturing() -> Iterator[FakeGraph]:
+    """A graph of what is called in the block; an error leaves the capture open, as in torch."""
+    graph = FakeGraph()
+    graph.capture_begin()
+    yield graph
+    graph.capture_end()
+
+
 installed: FakeGpu | None = None
 
 
@@ -131,6 +140,11 @@ def gpu() -> FakeGpu:
     """The one that is installed."""
     assert installed is not None
     return installed
+
+
+def end_current_stream() -> None:
+    """Wait until all that is enqueued on the current stream is over."""
+    gpu().synchronize(gpu().current)
 
 
 class FakeGpu:

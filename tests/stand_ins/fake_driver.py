@@ -1,6 +1,11 @@
-"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher.
+
+Whatever else a test replaces goes the same way: as :data:`Replacement` of :func:`installed`.
+"""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +21,9 @@ from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.processes import recorder
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
+
+Replacement = tuple[object, str, Any]
+"""An owner, the name of its attribute, and the value in its place: a fault, a counter, a limit."""
 
 MULTIPROCESSORS = 132
 ORIGINALS = LaunchCache.prepare, PreparedLaunch.again, PreparedLaunch.run
@@ -51,6 +59,24 @@ class FakeWords:
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)
+
+
+@contextmanager
+def replaced(*replacements: Replacement) -> Iterator[None]:
+    """Put values in the place of attributes, until the block ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in replacements:
+            patch.setattr(owner, name, value)
+        yield
+
+
+@contextmanager
+def installed(gpu: FakeGpu, *replacements: Replacement) -> Iterator[FakeGpu]:
+    """``gpu`` is there, and the values of ``replacements``, until the block ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, gpu)
+        with replaced(*replacements):
+            yield gpu
 
 
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:

@@ -10,21 +10,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.gpu.plans import MOST_PLANS, Plans, _Where
+from interlace.runtime.places.gpu import plans as gpu_plans
+from interlace.runtime.places.gpu.plans import _Where
 from interlace.runtime.tuning import configuration
 from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_cuda import FakeGpu, capturing, end_current_stream, gpu as fake_gpu
+from stand_ins.fake_driver import Replacement
+from stand_ins.fake_host import gpu_ranks, own_plans
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 
 pytestmark = pytest.mark.usefixtures("connections")
-
-
-def plans() -> Plans:
-    found = default_group().plans
-    assert isinstance(found, Plans)
-    return found
 
 
 def data(seed: int, *shape: int) -> torch.Tensor:
@@ -121,223 +117,179 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_repeated_calls_are_right(
-    op: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-    calls = 9
+def test_repeated_calls_are_right(op: Any, world_size: int) -> None:
+    repeated_calls(op, world_size)
 
-    def on_rank() -> int:
+
+def repeated_calls(op: Any, world_size: int, *faults: Replacement) -> None:
+    """Each is right; all but the first two, which make the plans of both workspaces, are planned."""
+    calls = 9
+    # alone, the copy engine sends, and is not planned
+    planned = calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0
+
+    def on_rank() -> None:
         for call in range(calls):
             w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
             results = flat(op(xs[interlace.get_rank()], w))
-            gpu.synchronize(gpu.current)
-            expected = OPS[op](xs, w)
-            assert len(results) == len(expected)
-            for result, right in zip(results, expected, strict=True):
+            end_current_stream()
+            for result, right in zip(results, OPS[op](xs, w), strict=True):
                 assert torch.equal(result, right), call
-        return plans().hits
+        assert own_plans().hits == planned
 
-    hits = fake_host.run(on_rank, world_size)
-    # the first two make the plans of both workspaces; alone, the copy engine sends, and is not planned
-    assert hits == [calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0] * world_size
+    fake_host.run(on_rank, world_size, FakeGpu(3), *faults)
 
 
 @pytest.mark.parametrize("op", NORMED, ids=lambda op: op.__name__)
-def test_repeated_norms_are_right(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@gpu_ranks(2, seed=3)
+def test_repeated_norms_are_right(op: Any) -> None:
     """Of sums that are exact; fp8 keeps 4 bits."""
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        for call in range(7):
-            w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
-            made, total = op(xs[interlace.get_rank()], w)
-            gpu.synchronize(gpu.current)
-            if op is rows_quantized:
-                made = made[0].float() * made[1]
-            right, sums = NORMED[op](xs, w)
-            assert torch.equal(total, sums), call
-            close = 2.0**-4 if op is rows_quantized else 2.0**-20
-            torch.testing.assert_close(made, right, rtol=close, atol=close / 4)
-        return plans().hits
-
-    assert fake_host.run(on_rank, 2) == [5, 5]
+    for call in range(7):
+        w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
+        made, total = op(xs[interlace.get_rank()], w)
+        end_current_stream()
+        if op is rows_quantized:
+            made = made[0].float() * made[1]
+        right, sums = NORMED[op](xs, w)
+        assert torch.equal(total, sums), call
+        close = 2.0**-4 if op is rows_quantized else 2.0**-20
+        torch.testing.assert_close(made, right, rtol=close, atol=close / 4)
+    assert own_plans().hits == 5
 
 
-def test_results_are_new_and_nothing_of_the_callers_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> bool:
-        w = data(7, INNER, COLUMNS)
-        seen = []
-        for call in range(6):
-            x = inputs(call)[interlace.get_rank()]
-            out = gather(x, w)
-            seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
-            before = out.data_ptr()
-            assert gather(x, w).data_ptr() != before
-            gpu.synchronize(gpu.current)
-            del x, out
-        gc.collect()
-        return plans().hits > 6 and all(reference.expired() for reference in seen)
-
-    assert fake_host.run(on_rank, 2) == [True, True]
-
-
-def test_another_kind_of_call_is_not_taken_for_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> None:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        xs = inputs(1)
-        whole = torch.cat(xs) @ w
-        bias = data(9, COLUMNS)
-        for _ in range(3):
-            gather(xs[rank], w)
-        known = plans().hits
-        variants: list[tuple[Callable[[], Any], torch.Tensor]] = [
-            (lambda: gather(xs[rank][: ROWS // 2], w), torch.cat([x[: ROWS // 2] for x in xs]) @ w),
-            (lambda: gather(xs[rank], w[:, :4].contiguous()), whole[:, :4]),
-            (lambda: gather(xs[rank].double().float(), w.T.contiguous().T), whole),
-            (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
-            (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
-        ]
-        for call, right in variants:
-            result = call()
-            gpu.synchronize(gpu.current)
-            assert torch.equal(result, right)
-        assert plans().hits == known
-
-    # the model of the kernel adds no bias
-    fake_host.run(on_rank, 2)
-
-
-def test_arguments_that_share_memory_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        squares = [data(50 + r, INNER, INNER) for r in range(2)]
-        other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
-        for _ in range(3):
-            out = gather(squares[rank], squares[rank])
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(squares) @ squares[rank])
-            out = gather(squares[rank], other)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(squares) @ other)
-        for first, second in ((0, 1), (0, 3), (5, 2), (2, 5), (4, 4), (1, 0)):
-            x, w = (pool[at * INNER : (at + 1) * INNER] for at in (first, second))
-            out = gather(x, w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat([x, x]) @ w)
-
-    fake_host.run(on_rank, 2)
-
-
-def test_a_configuration_of_the_callers_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> tuple[int, int]:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            gather(x, w)
-        before = plans().hits
-        with configuration.override(block_m=16):
-            gather(x, w)
-        return before, plans().hits
-
-    assert fake_host.run(on_rank, 2) == [(2, 2)] * 2
-
-
-def test_plans_go_when_workspaces_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> list[int]:
-        rank, w, hits = interlace.get_rank(), data(7, INNER, COLUMNS), []
-        for rows in (ROWS, ROWS, ROWS, 4096, ROWS, ROWS, ROWS, ROWS):
-            xs = [data(rows + r, rows, INNER) for r in range(2)]
-            out = gather(xs[rank], w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(xs) @ w)
-            hits.append(plans().hits)
-        return hits
-
-    assert fake_host.run(on_rank, 2) == [[0, 0, 1, 1, 1, 1, 2, 3]] * 2
-
-
-def test_what_cannot_be_repeated_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
-    install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            interlace.all_gather_matmul(x, w, algorithm="pipelined")
-            interlace.all_gather_matmul(x, w, algorithm="unfused")
-            gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
-            interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
-        return len(plans()._plans)
-
-    planned = fake_host.run(on_rank, 2)
-    assert max(planned) <= 4
-
-
-def test_plans_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        x = torch.zeros(ROWS, INNER)
-        for _ in range(4):
-            gather(x, w)
-        torch.cuda.synchronize()
-        before = plans().hits
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+@gpu_ranks(2, seed=3)
+def test_results_are_new_and_nothing_of_the_callers_is_kept() -> None:
+    w = data(7, INNER, COLUMNS)
+    seen = []
+    for call in range(6):
+        x = inputs(call)[interlace.get_rank()]
         out = gather(x, w)
-        graph.capture_end()
-        captured = plans().hits - before
-        for call in range(20):
-            xs = inputs(call)
-            gpu.do(lambda xs=xs: x.copy_(xs[rank]))
-            graph.replay()
-            eager = gather(x, w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(xs) @ w)
-            assert torch.equal(eager, torch.cat(xs) @ w)
-        return captured
-
-    assert fake_host.run(on_rank, 2) == [1, 1]
+        seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
+        before = out.data_ptr()
+        assert gather(x, w).data_ptr() != before
+        end_current_stream()
+        del x, out
+    gc.collect()
+    assert own_plans().hits > 6 and all(reference.expired() for reference in seen)
 
 
-def test_plans_after_pulled_ops_wait_for_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+@gpu_ranks(2, seed=3)
+def test_another_kind_of_call_is_not_taken_for_a_known_one() -> None:
+    rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+    xs = inputs(1)
+    whole = torch.cat(xs) @ w
+    bias = data(9, COLUMNS)
+    for _ in range(3):
+        gather(xs[rank], w)
+    known = own_plans().hits
+    variants: list[tuple[Callable[[], Any], torch.Tensor]] = [
+        (lambda: gather(xs[rank][: ROWS // 2], w), torch.cat([x[: ROWS // 2] for x in xs]) @ w),
+        (lambda: gather(xs[rank], w[:, :4].contiguous()), whole[:, :4]),
+        (lambda: gather(xs[rank].double().float(), w.T.contiguous().T), whole),
+        (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
+        # the model of the kernel adds no bias
+        (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
+    ]
+    for call, right in variants:
+        result = call()
+        end_current_stream()
+        assert torch.equal(result, right)
+    assert own_plans().hits == known
+
+
+@gpu_ranks(2, seed=3)
+def test_arguments_that_share_memory_are_told_apart() -> None:
+    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
+    rank = interlace.get_rank()
+    squares = [data(50 + r, INNER, INNER) for r in range(2)]
+    other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
+    for _ in range(3):
+        for w in (squares[rank], other):
+            out = gather(squares[rank], w)
+            end_current_stream()
+            assert torch.equal(out, torch.cat(squares) @ w)
+    for first, second in ((0, 1), (0, 3), (5, 2), (2, 5), (4, 4), (1, 0)):
+        x, w = (pool[at * INNER : (at + 1) * INNER] for at in (first, second))
+        out = gather(x, w)
+        end_current_stream()
+        assert torch.equal(out, torch.cat([x, x]) @ w)
+
+
+@gpu_ranks(2, seed=3)
+def test_a_configuration_of_the_callers_is_heeded() -> None:
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        gather(x, w)
+    assert own_plans().hits == 2
+    with configuration.override(block_m=16):
+        gather(x, w)
+    assert own_plans().hits == 2
+
+
+@gpu_ranks(2, seed=3)
+def test_plans_go_when_workspaces_grow() -> None:
+    rank, w, hits = interlace.get_rank(), data(7, INNER, COLUMNS), []
+    for rows in (ROWS, ROWS, ROWS, 4096, ROWS, ROWS, ROWS, ROWS):
+        xs = [data(rows + r, rows, INNER) for r in range(2)]
+        out = gather(xs[rank], w)
+        end_current_stream()
+        assert torch.equal(out, torch.cat(xs) @ w)
+        hits.append(own_plans().hits)
+    assert hits == [0, 0, 1, 1, 1, 1, 2, 3]
+
+
+@gpu_ranks(2, seed=3)
+def test_what_cannot_be_repeated_is_not_planned() -> None:
+    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        interlace.all_gather_matmul(x, w, algorithm="pipelined")
+        interlace.all_gather_matmul(x, w, algorithm="unfused")
+        gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
+        interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
+    assert len(own_plans()._plans) <= 4
+
+
+@gpu_ranks(2, seed=3)
+def test_plans_are_captured_and_replayed() -> None:
+    rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+    x = torch.zeros(ROWS, INNER)
+    for _ in range(4):
+        gather(x, w)
+    torch.cuda.synchronize()
+    before = own_plans().hits
+    with capturing() as graph:
+        out = gather(x, w)
+    assert own_plans().hits == before + 1
+    for call in range(20):
+        xs = inputs(call)
+        fake_gpu().do(lambda xs=xs: x.copy_(xs[rank]))
+        graph.replay()
+        eager = gather(x, w)
+        end_current_stream()
+        assert torch.equal(out, torch.cat(xs) @ w)
+        assert torch.equal(eager, torch.cat(xs) @ w)
+
+
+def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
     """A workspace that peers may still read is not pushed into, planned or not."""
 
-    def holds(seed: int) -> bool:
-        gpu = install(monkeypatch, FakeGpu(seed, eager=0.05))
+    def on_rank() -> None:
+        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+        for call in range(8):
+            xs = inputs(call)
+            out = gather(xs[rank], w)
+            parts = torch.empty(3 * ROWS, INNER)
+            interlace.all_gather(parts, xs[rank], algorithm="copy")
+            again = gather(xs[rank], w)
+            last = torch.empty(3 * ROWS, INNER)
+            interlace.all_gather(last, xs[rank], algorithm="copy")
+            end_current_stream()
+            assert torch.equal(out, torch.cat(xs) @ w) and torch.equal(again, out)
+            assert torch.equal(parts, torch.cat(xs)) and torch.equal(last, parts)
+        assert own_plans().hits > 0
 
-        def on_rank() -> bool:
-            rank, w, good = interlace.get_rank(), data(7, INNER, COLUMNS), True
-            for call in range(8):
-                xs = inputs(call)
-                out = gather(xs[rank], w)
-                parts = torch.empty(3 * ROWS, INNER)
-                interlace.all_gather(parts, xs[rank], algorithm="copy")
-                again = gather(xs[rank], w)
-                last = torch.empty(3 * ROWS, INNER)
-                interlace.all_gather(last, xs[rank], algorithm="copy")
-                gpu.synchronize(gpu.current)
-                good &= torch.equal(out, torch.cat(xs) @ w) and torch.equal(again, out)
-                good &= torch.equal(parts, torch.cat(xs)) and torch.equal(last, parts)
-            return good and plans().hits > 0
-
-        return all(fake_host.run(on_rank, 3))
-
-    assert all(holds(seed) for seed in range(6))
+    for seed in range(6):
+        fake_host.run(on_rank, 3, FakeGpu(seed, eager=0.05))
 
 
 def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
@@ -345,37 +297,26 @@ def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
     return None
 
 
-def test_an_address_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Where, "_address", _no_patch)
+def test_an_address_that_stays_is_found() -> None:
     with pytest.raises((AssertionError, interlace.InterlaceError, RuntimeError)):
-        test_repeated_calls_are_right(gather, 2, monkeypatch)
+        repeated_calls(gather, 2, (_Where, "_address", _no_patch))
 
 
-def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3, eager=1.0))
-    monkeypatch.setattr("interlace.runtime.places.gpu.plans.MOST_PLANS", 8)
-    assert MOST_PLANS > 8
-
-    def on_rank() -> int:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        for rows in range(1, 30):
-            product(data(rank, rows, INNER), w)
-        return len(plans()._plans)
-
-    assert all(0 < count <= 8 for count in fake_host.run(on_rank, 2))
+@gpu_ranks(2, (gpu_plans, "MOST_PLANS", 8), seed=3, eager=1.0)
+def test_the_number_of_plans_is_bounded() -> None:
+    rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+    for rows in range(1, 30):
+        product(data(rank, rows, INNER), w)
+    assert 0 < len(own_plans()._plans) <= 8
 
 
-def test_a_closed_group_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3, eager=1.0))
-
-    def on_rank() -> None:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            product(x, w)
-        torch.cuda.synchronize()
-        default_group().place.exchange(b"", "all are here")
-        default_group().close()
-        with pytest.raises(interlace.InterlaceError, match="on a group that was closed"):
-            product(x, w)
-
-    fake_host.run(on_rank, 1)
+@gpu_ranks(seed=3, eager=1.0)
+def test_a_closed_group_says_so() -> None:
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        product(x, w)
+    torch.cuda.synchronize()
+    default_group().place.exchange(b"", "all are here")
+    default_group().close()
+    with pytest.raises(interlace.InterlaceError, match="on a group that was closed"):
+        product(x, w)
