@@ -1,6 +1,6 @@
 """Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher.
 
-Whatever else a test replaces goes the same way: as :data:`Replacement` of :func:`installed`.
+Whatever else a test replaces goes the same way: as an argument of :func:`installed`.
 """
 
 import inspect
@@ -21,9 +21,7 @@ from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.processes import recorder
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
-
-Replacement = tuple[object, str, Any]
-"""An owner, the name of its attribute, and the value in its place: a fault, a counter, a limit."""
+from stand_ins.replaced import Replacement, replaced
 
 MULTIPROCESSORS = 132
 ORIGINALS = LaunchCache.prepare, PreparedLaunch.again, PreparedLaunch.run
@@ -59,15 +57,6 @@ class FakeWords:
 
     def write(self, stream: int, address: int, value: int) -> None:
         fake_cuda.gpu().write_word(stream, address, value)
-
-
-@contextmanager
-def replaced(*replacements: Replacement) -> Iterator[None]:
-    """Put values in the place of attributes, until the block ends."""
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, value in replacements:
-            patch.setattr(owner, name, value)
-        yield
 
 
 @contextmanager

@@ -31,7 +31,8 @@ from interlace.runtime.processes.control import CONTROL_BYTES, Control
 from interlace.runtime.processes.segment import Identity, SharedSegment
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import Replacement, installed
+from stand_ins.fake_driver import installed
+from stand_ins.replaced import Replacement
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from stand_ins import fake_queues
-from stand_ins.fake_driver import replaced
+from stand_ins.replaced import replaced
 from tiers import few
 
 

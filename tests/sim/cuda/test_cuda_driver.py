@@ -12,7 +12,7 @@ import torch
 
 from interlace.runtime.places.gpu import driver as cuda_driver
 from interlace.runtime.places.gpu.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
-from stand_ins.fake_driver import replaced
+from stand_ins.replaced import replaced
 
 SOURCE = """
 typedef unsigned long long word;

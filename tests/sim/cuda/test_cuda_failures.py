@@ -33,8 +33,8 @@ from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.places.gpu.watchdog import Watchdog
 from stand_ins import fake_host, fake_kernels, fake_queues
 from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
-from stand_ins.fake_driver import Replacement, replaced
 from stand_ins.fake_host import gpu_ranks, look, own_place
+from stand_ins.replaced import Replacement, replaced
 
 pytestmark = pytest.mark.usefixtures("connections")
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/gpu.md"

@@ -18,8 +18,9 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import watchdog
 from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import MULTIPROCESSORS, installed, replaced
+from stand_ins.fake_driver import MULTIPROCESSORS, installed
 from stand_ins.fake_host import run_virtual
+from stand_ins.replaced import replaced
 from tiers import thorough
 
 Log = list[tuple[str, int, str]]

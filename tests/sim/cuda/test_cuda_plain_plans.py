@@ -14,8 +14,8 @@ from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.tuning import auto
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu, capturing, end_current_stream, gpu as fake_gpu
-from stand_ins.fake_driver import Replacement
 from stand_ins.fake_host import gpu_ranks, own_plans
+from stand_ins.replaced import Replacement
 
 LENGTH = 12
 CALLS = 9

@@ -15,8 +15,8 @@ from interlace.runtime.places.gpu.plans import _Where
 from interlace.runtime.tuning import configuration
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu, capturing, end_current_stream, gpu as fake_gpu
-from stand_ins.fake_driver import Replacement
 from stand_ins.fake_host import gpu_ranks, own_plans
+from stand_ins.replaced import Replacement
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 

@@ -29,8 +29,8 @@ from stand_ins.fake_cuda import (
     capturing,
     gpu as fake_gpu,
 )
-from stand_ins.fake_driver import Replacement
 from stand_ins.fake_host import gpu_ranks, run_virtual
+from stand_ins.replaced import Replacement
 from tiers import few
 
 SEEDS = range(12)

@@ -1,8 +1,9 @@
 """The host's part of the place ``nvshmem``, without a GPU: memory, nodes, modules, linking, refusals."""
 
+import os
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,12 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.gpu import nvshmem as place_nvshmem
 from interlace.runtime.places.gpu.memory import agreed, value
 from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
 from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from interlace.runtime.tuning.configuration import Configuration
 from stand_ins.fake_host import ThreadHost
+from stand_ins.replaced import replaced
 
 CPU = torch.device("cpu")
 
@@ -116,17 +117,18 @@ class FakeTorch:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> FakeTorch:
+def fake(tmp_path: pathlib.Path) -> Iterator[FakeTorch]:
     """Four ranks on two nodes, with all that is needed."""
-    made = FakeTorch([0, 0, 1, 1])
-    monkeypatch.setattr(symmetric, "c10d", made)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    bindings, stream = FakeTorch([0, 0, 1, 1]), SimpleNamespace(synchronize=lambda: None)
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC")
-    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
-    return made
+    with replaced(
+        (symmetric, "c10d", bindings),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "current_stream", lambda: stream),
+        (os.environ, "NVSHMEM_LIB_DIR", str(tmp_path)),
+    ):
+        yield bindings
 
 
 def on_ranks(function: Callable[[ThreadHost], Any], world_size: int = 4) -> list[Any]:
@@ -275,16 +277,14 @@ def test_the_error_says_what_a_rank_lacks(
         on_ranks(place_of)
 
 
-def test_without_a_gpu_or_the_device_library(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    """What one rank lacks fails on all ranks, which say the same."""
+def test_without_the_device_library(fake: FakeTorch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "libnvshmem_device.bc").unlink()
     with pytest.raises(PlaceUnavailableError, match="device library for sm_90"):
         on_ranks(place_of)
+
+
+def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
     process, errors = threading.local(), []
-    monkeypatch.setattr(place_nvshmem, "device_library", lambda arch: f"for sm_{arch}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: process.rank != 2)
 
     def on_rank(host: ThreadHost) -> None:
         process.rank = host.rank
@@ -293,7 +293,8 @@ def test_without_a_gpu_or_the_device_library(
         except PlaceUnavailableError as error:
             errors.append(str(error))
 
-    on_ranks(on_rank)
+    with replaced((torch.cuda, "is_available", lambda: process.rank != 2)):
+        on_ranks(on_rank)
     assert len(errors) == 4 and len(set(errors)) == 1
     assert "several nodes, and rank 2 cannot use it: torch sees no CUDA device" in errors[0]
 
