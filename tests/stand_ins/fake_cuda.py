@@ -69,6 +69,12 @@ class FakeStream:
         self.cuda_stream = gpu().pooled_stream(priority) if handle is None else handle
         self.priority = priority
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return self.cuda_stream
+
     def synchronize(self) -> None:
         gpu().synchronize(self.cuda_stream)
 
