@@ -1,4 +1,4 @@
-"""The one way to put a stand-in, a fault or a limit in the place of what a module or a class has."""
+"""The one way to put a stand-in, a fault or a limit in the place of what is there, and to take it away."""
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -17,4 +17,15 @@ def replaced(*replacements: Replacement) -> Iterator[None]:
         for owner, name, value in replacements:
             change: Any = patch.setitem if isinstance(owner, MutableMapping) else patch.setattr
             change(owner, name, value)
+        yield
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """Variables of the environment have these values, or are not there, until the block ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value or "")
+            if value is None:
+                patch.delenv(name)
         yield

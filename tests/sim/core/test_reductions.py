@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from interlace.runtime.numerics.reductions import (
     check,
     fold,
 )
+from stand_ins.replaced import replaced
 
 ELEMENTS = 67  # odd, and more than a vector register takes at once
 WHOLE = [d for d in DTYPES if not d.is_floating_point and not d.is_complex and d != torch.bool]
@@ -28,8 +29,9 @@ ALL = [(op, dtype) for dtype in DTYPES for op in REDUCE_OPS if defined(op, dtype
 
 
 @pytest.fixture(params=[4, reductions.PIECE], ids=["pieces", "whole"], autouse=True)
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reductions, "PIECE", request.param)
+def piece(request: pytest.FixtureRequest) -> Iterator[None]:
+    with replaced((reductions, "PIECE", request.param)):
+        yield
 
 
 def random_parts(dtype: torch.dtype, count: int, elements: int = ELEMENTS) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from interlace.runtime.tuning import cache, configuration, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.tuning import Problem, decide
+from stand_ins.replaced import environment, replaced
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
@@ -156,45 +157,43 @@ def test_ranks_with_different_explicit_configurations_are_told() -> None:
         interlace.run(gather({"block_m": 64}), 2)
 
 
-def test_an_explicit_configuration_wins(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SMALL = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
+
+
+def chosen(problem: Problem = SMALL) -> Any:
+    return tuning.choose(interlace.groups.groups.default_group(), problem)
+
+
+def test_an_explicit_configuration_wins(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "cache.json"
-    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
     machine = cache.machine("sim", torch.device("cpu"))
-    cache.add(machine, [row(problem, block_m=32, programs=2)], file)
-    monkeypatch.setenv(cache.VARIABLE, str(file))
+    cache.add(machine, [row(SMALL, block_m=32, programs=2)], file)
 
-    def on_rank() -> list[Any]:
-        communicator, found = interlace.groups.groups.default_group(), []
-        for values in ({}, {"block_m": 64}):
+    def on_rank() -> None:
+        for values, block_m, source in (
+            ({}, 32, "exact row of the cache"),
+            ({"block_m": 64}, 64, "explicit"),
+        ):
             with interlace.configured(**values):
-                choice = tuning.choose(communicator, problem)
-                made = choice.configuration
-                found.append((made.block_m, made.programs, choice.source.split(",")[0]))
-        return found
+                choice = chosen()
+            assert choice.configuration.block_m == block_m and choice.configuration.programs == 2
+            assert choice.source.split(",")[0] == source
 
-    expected = [(32, 2, "exact row of the cache"), (64, 2, "explicit")]
-    assert interlace.run(on_rank, 2) == [expected] * 2
+    with environment(**{cache.VARIABLE: str(file)}):
+        interlace.run(on_rank, 2)
 
 
-def test_the_simulator_reads_no_cache_unless_one_is_named(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
-    monkeypatch.delenv(cache.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = tmp_path / "interlace" / "tune.json"
-    assert cache.path() == file
-    cache.add(cache.machine("sim", torch.device("cpu")), [row(problem, programs=2)], file)
-
+def test_the_simulator_reads_no_cache_unless_one_is_named(tmp_path: pathlib.Path) -> None:
     def on_rank() -> int:
-        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
-        return choice.configuration.programs
+        return int(chosen().configuration.programs)
 
-    assert interlace.run(on_rank, 2) == [3, 3]
-    monkeypatch.setenv(cache.VARIABLE, str(file))
-    assert interlace.run(on_rank, 2) == [2, 2]
+    with environment(**{cache.VARIABLE: None, "XDG_CACHE_HOME": str(tmp_path)}):
+        file = tmp_path / "interlace" / "tune.json"
+        assert cache.path() == file
+        cache.add(cache.machine("sim", torch.device("cpu")), [row(SMALL, programs=2)], file)
+        assert interlace.run(on_rank, 2) == [3, 3]
+    with environment(**{cache.VARIABLE: str(file)}):
+        assert interlace.run(on_rank, 2) == [2, 2]
 
 
 # -- the cache file ----------------------------------------------------------------------------------
@@ -283,13 +282,10 @@ def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
         assert cache.rows_for(HERE, file) == ()
 
 
-def test_a_damaged_cache_does_not_stop_an_op(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_cache_does_not_stop_an_op(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text("{")
-    monkeypatch.setenv(cache.VARIABLE, str(file))
-    with pytest.warns(RuntimeWarning) as said:
+    with environment(**{cache.VARIABLE: str(file)}), pytest.warns(RuntimeWarning) as said:
         for _ in range(2):
             assert interlace.run(gather({}), 2)[0].eq(8).all()
     assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
@@ -313,16 +309,22 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
     assert len(cache.rows_for(HERE, file)) == 3 * count
 
 
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "file"),
+    [
+        ({cache.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
+        (
+            {cache.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
+            "/home/.cache/interlace/tune.json",
+        ),
+        ({cache.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
+    ],
+    ids=["cache", "home", "named"],
+)
+def test_where_the_file_is(variables: dict[str, str | None], file: str) -> None:
     assert cache.path() is None  # conftest.py
-    monkeypatch.delenv(cache.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.path() == tmp_path / "interlace" / "tune.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.path() == tmp_path / ".cache" / "interlace" / "tune.json"
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "x.json"))
-    assert cache.path() == tmp_path / "x.json"
+    with environment(**variables):
+        assert cache.path() == pathlib.Path(file)
 
 
 # -- candidates and the search -----------------------------------------------------------------------
@@ -391,9 +393,7 @@ def run_tune(**options: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def test_the_command_in_the_simulator(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
     """From measuring to the next call that finds what was measured."""
     file = tmp_path / "tune.json"
     sizes = {"m": "16", "n": "16", "k": "16"}
@@ -406,23 +406,21 @@ def test_the_command_in_the_simulator(
     (found,) = cache.rows_for(machine, file)
     assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
     assert found.algorithm == "fused" and found.shape == (16, 16, 16) and found.default_us > 0
-    monkeypatch.setenv(cache.VARIABLE, str(file))
 
-    def on_rank() -> tuple[bool, str, dict[str, Any]]:
+    def on_rank() -> None:
         x, w = torch.ones(8, 16), torch.ones(16, 16)
-        right = bool(interlace.all_gather_matmul(x, w).eq(16).all())
-        problem = TUNED["all_gather_matmul"].problem(torch.float32, (16, 16, 16), 2)
-        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
-        return right, choice.source, vars(choice.configuration)
+        assert interlace.all_gather_matmul(x, w).eq(16).all()
+        choice = chosen(TUNED["all_gather_matmul"].problem(torch.float32, (16, 16, 16), 2))
+        assert choice.source.startswith("exact row of the cache")
+        assert vars(choice.configuration) == found.values["fused"]
 
-    for right, source, values in interlace.run(on_rank, 2):
-        assert right and source.startswith("exact row of the cache")
-        assert values == found.values["fused"]
-    code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
+    with environment(**{cache.VARIABLE: str(file)}):
+        interlace.run(on_rank, 2)
+        code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
     assert code == 0 and "now: fused, by exact row of the cache" in text
 
 
-def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
     """The negative control of the check: an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
     right = op.ours
@@ -431,11 +429,12 @@ def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
         run = right(self, algorithm)
         return lambda *inputs: run(*inputs) + 1
 
-    monkeypatch.setattr(op, "ours", wrong)
     file = tmp_path / "tune.json"
-    code, text = run_tune(
-        op=("all_gather_matmul",), place="sim", budget=0.5, cache=str(file), m="16", n="16", k="16"
-    )
+    sizes = {"m": "16", "n": "16", "k": "16"}
+    with replaced((op, "ours", wrong)):
+        code, text = run_tune(
+            op=("all_gather_matmul",), place="sim", budget=0.5, cache=str(file), **sizes
+        )
     assert code == 1 and "WRONG" in text and not file.exists()
 
 

@@ -21,6 +21,7 @@ from interlace.runtime.tuning import cache, calibration, files
 from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.files import MeasuredFile, NotOursError
+from stand_ins.replaced import replaced
 from tiers import thorough
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
@@ -42,22 +43,22 @@ FOREIGN = {
 }
 
 
-def tune(file: pathlib.Path) -> tuple[int, str]:
-    out = io.StringIO()
+def tune(file: pathlib.Path, out: io.StringIO | None = None) -> int:
     options = TuneOptions(
         op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2, cache=str(file)
     )
-    return command.tune(Console(file=out, width=250), options), out.getvalue()
+    return command.tune(Console(file=out or io.StringIO(), width=250), options)
 
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmeasured() -> Iterator[None]:
     """A measurement fails the test."""
 
     def fail(*arguments: Any) -> Any:
         pytest.fail("measured, though nothing can be written")
 
-    monkeypatch.setattr(command, "_measured", fail)
+    with replaced((command, "_measured", fail)):
+        yield
 
 
 @pytest.mark.parametrize("what", FOREIGN)
@@ -73,22 +74,23 @@ def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path
     assert file.read_bytes() == held
 
 
+def is_refused(file: pathlib.Path, why: str) -> None:
+    with pytest.raises(NotOursError, match=why):
+        tune(file)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert cache.rows_for(HERE, file) == ()
+
+
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for file in (tmp_path, pipe, pathlib.Path("/dev/full")):
-        with pytest.raises(NotOursError, match="is no regular file"):
-            tune(file)
-        with pytest.warns(RuntimeWarning, match="is no regular file"):
-            assert cache.rows_for(HERE, file) == ()
+        is_refused(file, "is no regular file")
     large = tmp_path / "large.json"
     cache.add(HERE, [ROW], large)
-    monkeypatch.setattr(files, "MOST_BYTES", 100)
-    with pytest.raises(NotOursError, match="more than 100"):
-        tune(large)
-    with pytest.warns(RuntimeWarning, match="more than 100"):
-        assert cache.rows_for(HERE, large) == ()
+    with replaced((files, "MOST_BYTES", 100)):
+        is_refused(large, "more than 100")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -102,39 +104,31 @@ def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_file_or_folder_without_permission(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By what the system says, for root may write everything."""
     file = tmp_path / "tune.json"
     cache.add(HERE, [ROW], file)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(OSError, match="cannot be written: it is read-only"):
-            tune(file)
+    read_only = replaced((os, "access", lambda path, mode: False))
+    with read_only, pytest.raises(OSError, match="cannot be written: it is read-only"):
+        tune(file)
 
     def refuse(*arguments: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(os, "open", refuse)
-    arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
-    assert main.run(arguments) == 2
+    with replaced((os, "open", refuse)):
+        arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
+        assert main.run(arguments) == 2
     assert "cannot be written" in " ".join(capsys.readouterr().err.split())
 
 
-def test_figures_are_printed_though_they_cannot_be_written(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_printed_though_they_cannot_be_written(tmp_path: pathlib.Path) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "add", full)
     out = io.StringIO()
-    options = TuneOptions(
-        op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2,
-        cache=f"{tmp_path}/tune.json",
-    )  # fmt: skip
-    with pytest.raises(OSError, match="No space left"):
-        command.tune(Console(file=out, width=250), options)
+    with replaced((cache, "add", full)), pytest.raises(OSError, match="No space left"):
+        tune(tmp_path / "tune.json", out)
     assert "default" in out.getvalue() and "candidates tried" in out.getvalue()
     assert "written" not in out.getvalue()
 

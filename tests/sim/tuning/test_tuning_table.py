@@ -19,6 +19,7 @@ from interlace.runtime.tuning import (
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.machine import Problem
 from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
+from stand_ins.replaced import environment
 
 ROOT = pathlib.Path(__file__).parents[3]
 ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8": 1, "fp8 exact": 1, "fp8 fast": 1, "": 4}
@@ -178,25 +179,17 @@ def test_the_model_has_the_links_that_were_calibrated() -> None:
     assert slow.source == "default: the table's tiles for sm_90"
 
 
-def test_calibrations_of_gpus_count_for_processes(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibrations_of_gpus_count_for_processes(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "calibration.json"
-    monkeypatch.setenv(calibration.VARIABLE, str(file))
     line = (calibration.LinkProtocol(0, 10.0, 100.0),)
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
     mesh = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links
     )
     calibration.add(mesh, file)
-    facts = {
-        "world_size": 4,
-        "device": torch.device("cpu"),
-        "nodes": None,
-        "virtual": False,
-        "simulated": False,
-    }
-    assert tuning.own_gather(SimpleNamespace(**facts)) == _calibrated(100.0)  # type: ignore[arg-type]
-    assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
-    nodes = {**facts, "nodes": object()}
-    assert tuning.own_gather(SimpleNamespace(**nodes)) is None  # type: ignore[arg-type]
+    here = {"world_size": 4, "device": torch.device("cpu"), "virtual": False, "simulated": False}
+    process, of_nodes = (SimpleNamespace(**here, nodes=nodes) for nodes in (None, object()))
+    with environment(**{calibration.VARIABLE: str(file)}):
+        assert tuning.own_gather(process) == _calibrated(100.0)  # type: ignore[arg-type]
+        assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
+        assert tuning.own_gather(of_nodes) is None  # type: ignore[arg-type]
