@@ -24,140 +24,127 @@ SMALL = {"block_elements": 16, "copiers": 2, "chunks": 2}
 WORLDS = st.sampled_from([1, 2, 3, 5, 8])
 
 
+LENGTHS = st.lists(st.integers(0, 40), min_size=8, max_size=8)
+ANY = {
+    "world": WORLDS,
+    "layouts": st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS[:4])),
+    "algorithm": st.sampled_from(["auto", "kernel", "copy"]),
+    "seed": st.integers(0, 1000),
+}
+
+
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     assert a.dtype == b.dtype and a.shape == b.shape
     return a.flatten().tolist() == b.flatten().tolist()
 
 
+def possible(algorithm: str, dtype: torch.dtype) -> str:
+    kernels_do = dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return "copy" if algorithm == "kernel" and not kernels_do else algorithm
+
+
+def right_sum(result: torch.Tensor, terms: list[torch.Tensor], op: str) -> bool:
+    if result.dtype.is_floating_point:
+        return reference.worst_ratio(result, *reference.reduce(terms, op)) <= 1
+    return torch.equal(result, torch.stack(terms).sum(0).to(result.dtype))
+
+
 @hypothesis.settings(max_examples=20)
 @given(
-    world=WORLDS,
+    **ANY,
     dtype=st.sampled_from(MOVED),
     tail=st.sampled_from([(), (3,), (2, 0), (2, 3)]),
-    rows=st.lists(st.integers(0, 40), min_size=8, max_size=8),
+    rows=LENGTHS,
     form=st.sampled_from(["cat", "stack", "list", "uneven"]),
-    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS[:4])),
-    algorithm=st.sampled_from(["auto", "kernel", "copy"]),
-    seed=st.integers(0, 1000),
 )
 def test_all_gather(
     world: int, dtype: torch.dtype, tail: tuple[int, ...], rows: list[int], form: str,
     layouts: tuple[str, str], algorithm: str, seed: int,
 ) -> None:  # fmt: skip
-    if algorithm == "kernel" and dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        algorithm = "auto"
-    if form != "uneven":
-        rows = [rows[0]] * 8
+    rows = rows if form == "uneven" else [rows[0]] * 8
 
     def part(rank: int) -> torch.Tensor:
         return laid_out(payload(rank, 1, (rows[rank], *tail), dtype), layouts[0])
 
-    def on_rank() -> Any:
+    def on_rank() -> None:
         shapes = {"cat": (world * rows[0], *tail), "stack": (world, rows[0], *tail)}
+        parts = [(rows[rank], *tail) for rank in range(world)]
+        outs = [
+            laid_out(poison(torch.zeros(shape, dtype=dtype)), layouts[1])
+            for shape in ([shapes[form]] if form in shapes else parts)
+        ]
+        out = outs[0] if form in shapes else outs
+        own, how = part(interlace.get_rank()), possible(algorithm, dtype)
+        assert interlace.all_gather(out, own, async_op=True, algorithm=how).wait() is True
+        right = [part(rank) for rank in range(world)]
         if form in shapes:
-            out: Any = laid_out(poison(torch.zeros(shapes[form], dtype=dtype)), layouts[1])
-        else:
-            out = [poison(torch.zeros(rows[r], *tail, dtype=dtype)) for r in range(world)]
-            out = [laid_out(each, layouts[1]) for each in out]
-        work = interlace.all_gather(
-            out, part(interlace.get_rank()), async_op=True, algorithm=algorithm
-        )
-        assert work.wait() is True
-        return out
+            right = [torch.cat(right) if form == "cat" else torch.stack(right)]
+        assert all(equal(*pair) for pair in zip(outs, right, strict=True))
 
     with poisoned(), override(**SMALL):
-        results = interlace.run(on_rank, world, seed=seed)
-    parts = [part(rank) for rank in range(world)]
-    for result in results:
-        if form == "cat":
-            assert equal(result, torch.cat(parts))
-        elif form == "stack":
-            assert equal(result, torch.stack(parts))
-        else:
-            assert all(equal(got, want) for got, want in zip(result, parts, strict=True))
+        interlace.run(on_rank, world, seed=seed)
 
 
 @hypothesis.settings(max_examples=20)
 @given(
-    world=WORLDS,
+    **ANY,
     dtype=st.sampled_from(SUMMED),
-    lengths=st.lists(st.integers(0, 40), min_size=8, max_size=8),
+    lengths=LENGTHS,
     form=st.sampled_from(["cat", "stack", "uneven"]),
     op=st.sampled_from(["sum", "avg", dist.ReduceOp.SUM, dist.ReduceOp.AVG]),
-    layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS[:4])),
-    algorithm=st.sampled_from(["auto", "kernel", "copy"]),
-    seed=st.integers(0, 1000),
 )
 def test_reduce_scatter(
     world: int, dtype: torch.dtype, lengths: list[int], form: str, op: Any,
     layouts: tuple[str, str], algorithm: str, seed: int,
 ) -> None:  # fmt: skip
-    if algorithm == "kernel" and dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        algorithm = "copy"
-    name = "avg" if op in ("avg", dist.ReduceOp.AVG) and dtype.is_floating_point else "sum"
-    op = op if dtype.is_floating_point else "sum"
-    if form != "uneven":
-        lengths = [lengths[0]] * 8
+    floating = dtype.is_floating_point
+    name = "avg" if op in ("avg", dist.ReduceOp.AVG) and floating else "sum"
+    lengths = lengths if form == "uneven" else [lengths[0]] * 8
+    make = noise if floating else payload
 
-    def parts_of(rank: int) -> list[torch.Tensor]:
-        make = noise if dtype.is_floating_point else payload
-        return [laid_out(make(rank, 30 + r, (lengths[r], 2), dtype), layouts[0]) for r in
-                range(world)]  # fmt: skip
+    def part(source: int, rank: int) -> torch.Tensor:
+        return laid_out(make(source, 30 + rank, (lengths[rank], 2), dtype), layouts[0])
 
-    def on_rank() -> torch.Tensor:
-        rank = interlace.get_rank()
-        mine = parts_of(rank)
+    def on_rank() -> None:
+        rank, how = interlace.get_rank(), possible(algorithm, dtype)
+        own = [part(rank, other) for other in range(world)]
         whole = {"cat": torch.cat, "stack": torch.stack}
-        given_ = whole[form](mine) if form in whole else mine
+        input = whole[form](own) if form in whole else own
         out = laid_out(poison(torch.zeros(lengths[rank], 2, dtype=dtype)), layouts[1])
-        assert interlace.reduce_scatter(out, given_, op, algorithm=algorithm) is None
-        return out
+        assert (
+            interlace.reduce_scatter(out, input, op if floating else "sum", algorithm=how) is None
+        )
+        assert right_sum(out, [part(source, rank) for source in range(world)], name)
 
     with poisoned(), override(**SMALL):
-        results = interlace.run(on_rank, world, seed=seed)
-    for rank, result in enumerate(results):
-        terms = [parts_of(source)[rank] for source in range(world)]
-        if dtype.is_floating_point:
-            assert reference.worst_ratio(result, *reference.reduce(terms, name)) <= 1
-        else:
-            assert torch.equal(result, sum(terms))
+        interlace.run(on_rank, world, seed=seed)
 
 
 @hypothesis.settings(max_examples=15)
 @given(
-    world=WORLDS,
+    **ANY,
     dtype=st.sampled_from(SUMMED),
     shape=st.sampled_from([(), (0,), (1,), (3, 5), (33,), (2, 3, 7)]),
     op=st.sampled_from(["sum", "avg"]),
-    layout=st.sampled_from(LAYOUTS[:4]),
-    algorithm=st.sampled_from(["auto", "kernel", "copy"]),
-    seed=st.integers(0, 1000),
 )
 def test_all_reduce(
-    world: int, dtype: torch.dtype, shape: tuple[int, ...], op: str, layout: str,
+    world: int, dtype: torch.dtype, shape: tuple[int, ...], op: str, layouts: tuple[str, str],
     algorithm: str, seed: int,
 ) -> None:  # fmt: skip
-    if algorithm == "kernel" and dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        algorithm = "copy"
     floating = dtype.is_floating_point
     op = op if floating else "sum"
-    make = noise if floating else payload
+    terms = [(noise if floating else payload)(rank, 2, shape, dtype) for rank in range(world)]
 
     def on_rank() -> torch.Tensor:
-        x = make(interlace.get_rank(), 2, shape, dtype)
-        x = laid_out(x, layout) if shape else x
-        interlace.all_reduce(x, op, algorithm=algorithm)
+        x = terms[interlace.get_rank()].clone()
+        x = laid_out(x, layouts[1]) if shape else x
+        interlace.all_reduce(x, op, algorithm=possible(algorithm, dtype))
+        assert right_sum(x, terms, op)
         return x
 
     with poisoned(), override(**SMALL):
         results = interlace.run(on_rank, world, seed=seed)
-    terms = [make(rank, 2, shape, dtype) for rank in range(world)]
-    for result in results:
-        assert equal(result, results[0]), "bits differ between ranks"
-        if floating:
-            assert reference.worst_ratio(result, *reference.reduce(terms, op)) <= 1
-        else:
-            assert torch.equal(result, torch.stack(terms).sum(0).to(dtype))
+    assert all(equal(result, results[0]) for result in results), "bits differ between ranks"
 
 
 def test_groups_at_once() -> None:
@@ -227,19 +214,3 @@ def test_a_single_element_may_have_any_stride(dtype: torch.dtype, algorithm: str
         return [output.tolist() for output in outputs]
 
     assert interlace.run(on_rank, 2) == [[[1], [2]]] * 2
-
-
-@pytest.mark.parametrize("algorithm", ["kernel", "copy"])
-def test_in_place_gather(algorithm: str) -> None:
-    """``tensor`` may be this rank's part of ``output``, as torch and NCCL have it."""
-
-    def on_rank() -> torch.Tensor:
-        rank = interlace.get_rank()
-        out = torch.full((3, 20), torch.nan)
-        out[rank] = payload(rank, 1, (20,))
-        interlace.all_gather(out, out[rank], algorithm=algorithm)
-        return out
-
-    with poisoned(), override(**SMALL):
-        for result in interlace.run(on_rank, 3):
-            assert torch.equal(result, torch.stack([payload(r, 1, (20,)) for r in range(3)]))

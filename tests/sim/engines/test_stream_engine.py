@@ -3,6 +3,7 @@
 Each op runs twice in a run with another payload, so that the second finds the memory of the first.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,8 +87,15 @@ cases = pytest.mark.parametrize(
 )
 
 
-def seeds(world: int) -> Sequence[int]:
-    return range(1 if world == 1 else 2)
+def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """The body of the test runs on the ranks of a world, of several in two orders of their steps."""
+
+    @functools.wraps(body)
+    def test(world: int, **given: Any) -> None:
+        for seed in range(1 if world == 1 else 2):
+            interlace.run(lambda: body(world=world, **given), world, seed=seed)
+
+    return test
 
 
 # -- moving ------------------------------------------------------------------------------------
@@ -95,24 +103,19 @@ def seeds(world: int) -> Sequence[int]:
 
 @forms("apart", "neighbours", "in place")
 @cases
+@on_ranks
 def test_all_gather(world: int, kind: str, form: str, algorithm: str) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            outputs = [poisoned(length) for length in lengths]
-            if form != "apart":
-                outputs = list(poisoned(sum(lengths)).split(lengths))
-            input = payload(lengths[rank], rank, number)
-            if form == "in place":
-                input = outputs[rank].copy_(input)
-            run_op("all_gather", lambda e, c, o=outputs, i=input: e.all_gather(c, o, i), algorithm)
-            for source, output in enumerate(outputs):
-                check(output, payload(lengths[source], source, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for number in range(ROUNDS):
+        outputs = [poisoned(length) for length in lengths]
+        if form != "apart":
+            outputs = list(poisoned(sum(lengths)).split(lengths))
+        input = payload(lengths[rank], rank, number)
+        if form == "in place":
+            input = outputs[rank].copy_(input)
+        run_op("all_gather", lambda e, c, o=outputs, i=input: e.all_gather(c, o, i), algorithm)
+        for source, output in enumerate(outputs):
+            check(output, payload(lengths[source], source, number), source)
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
@@ -131,88 +134,68 @@ def test_all_gather_whose_input_lies_in_the_part_of_another(algorithm: str) -> N
 
 
 @cases
+@on_ranks
 def test_all_to_all(world: int, kind: str) -> None:
     table = [lengths_of(world, kind)[r:] + lengths_of(world, kind)[:r] for r in range(world)]
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            inputs = [payload(table[rank][peer], rank, peer, number) for peer in range(world)]
-            outputs = [poisoned(table[source][rank]) for source in range(world)]
-            run_op("all_to_all", lambda e, c, o=outputs, i=inputs: e.all_to_all(c, o, i))
-            for source, output in enumerate(outputs):
-                check(output, payload(table[source][rank], source, rank, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    rank = interlace.get_rank()
+    for number in range(ROUNDS):
+        inputs = [payload(table[rank][peer], rank, peer, number) for peer in range(world)]
+        outputs = [poisoned(table[source][rank]) for source in range(world)]
+        run_op("all_to_all", lambda e, c, o=outputs, i=inputs: e.all_to_all(c, o, i))
+        for source, output in enumerate(outputs):
+            check(output, payload(table[source][rank], source, rank, number), source)
 
 
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks
 def test_all_to_all_in_place(world: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            parts = [payload(3, rank, peer, number) for peer in range(world)]
-            run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
-            for source, part in enumerate(parts):
-                check(part, payload(3, source, rank, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    rank = interlace.get_rank()
+    for number in range(ROUNDS):
+        parts = [payload(3, rank, peer, number) for peer in range(world)]
+        run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
+        for source, part in enumerate(parts):
+            check(part, payload(3, source, rank, number), source)
 
 
 @pytest.mark.parametrize("length", [0, 1, 11])
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks
 def test_broadcast(world: int, length: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            tensor = payload(length, root, 3) if rank == root else poisoned(length)
-            run_op("broadcast", lambda e, c, t=tensor, r=root: e.broadcast(c, t, r))
-            check(tensor, payload(length, root, 3), root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    for root in range(world):
+        own = interlace.get_rank() == root
+        tensor = payload(length, root, 3) if own else poisoned(length)
+        run_op("broadcast", lambda e, c, t=tensor, r=root: e.broadcast(c, t, r))
+        check(tensor, payload(length, root, 3), root)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @cases
+@on_ranks
 def test_gather(world: int, kind: str, in_place: bool) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            input = payload(lengths[rank], rank, root)
-            outputs = [poisoned(length) for length in lengths] if rank == root else None
-            if outputs is not None and in_place:
-                outputs[rank] = input
-            run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
-            for source, output in enumerate(outputs or []):
-                check(output, payload(lengths[source], source, root), source)
-            check(input, payload(lengths[rank], rank, root))
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for root in range(world):
+        input = payload(lengths[rank], rank, root)
+        outputs = [poisoned(length) for length in lengths] if rank == root else None
+        if outputs is not None and in_place:
+            outputs[rank] = input
+        run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
+        for source, output in enumerate(outputs or []):
+            check(output, payload(lengths[source], source, root), source)
+        check(input, payload(lengths[rank], rank, root))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @cases
+@on_ranks
 def test_scatter(world: int, kind: str, in_place: bool) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
-            output = poisoned(lengths[rank])
-            if inputs is not None and in_place:
-                output = inputs[rank]
-            run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
-            check(output, payload(lengths[rank], rank, root), root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for root in range(world):
+        inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
+        output = poisoned(lengths[rank])
+        if inputs is not None and in_place:
+            output = inputs[rank]
+        run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
+        check(output, payload(lengths[rank], rank, root), root)
 
 
 def test_any_dtype_is_moved() -> None:
@@ -242,34 +225,32 @@ def test_any_dtype_is_moved() -> None:
 # -- reducing ----------------------------------------------------------------------------------
 
 
+def summed(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts).sum(0) / (len(parts) if op == "avg" else 1)
+
+
 @forms("apart", "neighbours", "in place", "in another part")
 @cases
+@on_ranks
 def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for op in ("sum", "avg"):
-            inputs = [payload(n, owner, rank) for owner, n in enumerate(lengths)]
-            if form != "apart":
-                inputs = list(torch.cat(inputs).split(lengths))
-            output = poisoned(lengths[rank])
-            if form == "in place":
-                output = inputs[rank]
-            elif form == "in another part":
-                other = inputs[(rank + 1) % world]
-                output = other[: lengths[rank]] if other.numel() >= lengths[rank] else output
-            run_op(
-                "reduce_scatter",
-                lambda e, c, o=output, i=inputs, op=op: e.reduce_scatter(c, o, i, op),
-                algorithm,
-            )
-            parts = [payload(lengths[rank], rank, source) for source in range(world)]
-            expected = torch.stack(parts).sum(0) / (world if op == "avg" else 1)
-            check(output, expected, op)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for op in ("sum", "avg"):
+        inputs = [payload(n, owner, rank) for owner, n in enumerate(lengths)]
+        if form != "apart":
+            inputs = list(torch.cat(inputs).split(lengths))
+        output = poisoned(lengths[rank])
+        if form == "in place":
+            output = inputs[rank]
+        elif form == "in another part":
+            other = inputs[(rank + 1) % world]
+            output = other[: lengths[rank]] if other.numel() >= lengths[rank] else output
+        run_op(
+            "reduce_scatter",
+            lambda e, c, o=output, i=inputs, op=op: e.reduce_scatter(c, o, i, op),
+            algorithm,
+        )
+        parts = [payload(lengths[rank], rank, source) for source in range(world)]
+        check(output, summed(op, parts), op)
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
@@ -292,32 +273,24 @@ def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("length", [0, 1, 13])
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks
 def test_all_reduce(world: int, length: int, algorithm: str) -> None:
-    def on_rank() -> None:
-        for number, op in enumerate(("sum", "avg")):
-            tensor = payload(length, interlace.get_rank(), number)
-            run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
-            parts = [payload(length, source, number) for source in range(world)]
-            check(tensor, torch.stack(parts).sum(0) / (world if op == "avg" else 1), op)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    for number, op in enumerate(("sum", "avg")):
+        tensor = payload(length, interlace.get_rank(), number)
+        run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
+        check(tensor, summed(op, [payload(length, source, number) for source in range(world)]), op)
 
 
 @pytest.mark.parametrize("length", [0, 1, 13])
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks
 def test_reduce(world: int, length: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            tensor = payload(length, rank, root)
-            run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce_to(c, t, r, "max"))
-            parts = [payload(length, source, root) for source in range(world)]
-            expected = torch.stack(parts).amax(0) if rank == root else parts[rank]
-            check(tensor, expected, root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    rank = interlace.get_rank()
+    for root in range(world):
+        tensor = payload(length, rank, root)
+        run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce_to(c, t, r, "max"))
+        parts = [payload(length, source, root) for source in range(world)]
+        check(tensor, torch.stack(parts).amax(0) if rank == root else parts[rank], root)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
