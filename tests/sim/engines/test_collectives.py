@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 import interlace
 from interlace import reference
 from interlace.runtime.tuning.configuration import override
+from ranks import ranks
 from support import LAYOUTS, laid_out, noise, payload, poison, poisoned
 
 NON_GROUP_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
@@ -156,20 +157,20 @@ def test_groups_at_once() -> None:
         members = [[0, 1], [3, 2], [3, 0, 2], [0, 1, 2, 3], [1]]
         pending = []
         for call in range(3):
-            for number, (group, ranks) in enumerate(zip(groups, members, strict=True)):
-                if rank not in ranks:
+            for number, (group, inside) in enumerate(zip(groups, members, strict=True)):
+                if rank not in inside:
                     assert group == NON_GROUP_MEMBER
                     with pytest.raises(ValueError, match="not a member"):
                         interlace.barrier(group)
                     continue
-                assert interlace.get_rank(group) == ranks.index(rank)
-                assert interlace.get_world_size(group) == len(ranks)
+                assert interlace.get_rank(group) == inside.index(rank)
+                assert interlace.get_world_size(group) == len(inside)
                 x = payload(rank, 10 * number + call, (5,))
-                out = torch.empty(len(ranks), 5)
+                out = torch.empty(len(inside), 5)
                 works = [interlace.all_gather(out, x, group, True)]
                 summed = x.clone()
                 works.append(interlace.all_reduce(summed, "sum", group, True))
-                expected = torch.stack([payload(r, 10 * number + call, (5,)) for r in ranks])
+                expected = torch.stack([payload(r, 10 * number + call, (5,)) for r in inside])
                 pending.append((works, out, summed, expected))
         for works, out, summed, expected in reversed(pending):
             for work in works:
@@ -189,28 +190,24 @@ def test_groups_at_once() -> None:
             interlace.run(on_rank, 4, seed=seed)
 
 
+@ranks(2, place="sim")
 def test_work_is_a_handle() -> None:
-    def on_rank() -> None:
-        x = torch.ones(5)
-        work = interlace.all_reduce(x, async_op=True)
-        assert "all_reduce" in repr(work) and "rank" in repr(work)
-        assert work.wait() is True and work.wait() is True
-        assert work.is_completed()
-        assert "completed" in repr(work)
-        product = interlace.all_gather_matmul(torch.ones(1, 2), torch.ones(2, 1), async_op=True)
-        assert isinstance(product, interlace.Work)
-        assert torch.equal(product.result(), product.wait())
-
-    interlace.run(on_rank, 2)
+    x = torch.ones(5)
+    work = interlace.all_reduce(x, async_op=True)
+    assert "all_reduce" in repr(work) and "rank" in repr(work)
+    assert work.wait() is True and work.wait() is True
+    assert work.is_completed()
+    assert "completed" in repr(work)
+    product = interlace.all_gather_matmul(torch.ones(1, 2), torch.ones(2, 1), async_op=True)
+    assert isinstance(product, interlace.Work)
+    assert torch.equal(product.result(), product.wait())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("algorithm", ["auto", "copy"])
+@ranks(2, place="sim")
 def test_a_single_element_may_have_any_stride(dtype: torch.dtype, algorithm: str) -> None:
-    def on_rank() -> list[Any]:
-        one = torch.arange(3).to(dtype)[1::2] + interlace.get_rank()
-        outputs = [torch.zeros(3, dtype=dtype)[1::2] for _ in range(2)]
-        interlace.all_gather(outputs, one.as_strided((1,), (2,)), algorithm=algorithm)
-        return [output.tolist() for output in outputs]
-
-    assert interlace.run(on_rank, 2) == [[[1], [2]]] * 2
+    one = torch.arange(3).to(dtype)[1::2] + interlace.get_rank()
+    outputs = [torch.zeros(3, dtype=dtype)[1::2] for _ in range(2)]
+    interlace.all_gather(outputs, one.as_strided((1,), (2,)), algorithm=algorithm)
+    assert [output.tolist() for output in outputs] == [[1], [2]]
