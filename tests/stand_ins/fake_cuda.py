@@ -59,7 +59,8 @@ from stand_ins.models import fake_attention_kernels, fake_expert_kernels
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
 MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300
 CPU = torch.device("cpu")
-
+MODELS = fake_kernels, fake_expert_kernels, fake_attention_kernels
+"""Modules with a function for each kernel, of its name."""
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -502,8 +503,8 @@ class FakeGpu:
             if form is not None
         }
         lease, tensor = self.lease(handle, forms)
-        models = fake_kernels.MODELS | fake_expert_kernels.MODELS | fake_attention_kernels.MODELS
-        model, captured = models[name], self.capture_of(handle) is not None
+        model = next(getattr(module, name) for module in MODELS if hasattr(module, name))
+        captured = self.capture_of(handle) is not None
         given = {**arguments, "grid": programs}
 
         def steps() -> Iterator[Callable[[], bool]]:

@@ -108,6 +108,14 @@ class ThreadHost:
         self.closed = True
 
 
+def on_hosts(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
+    """Run ``function`` with the host of every rank, without a place; what it returned, by rank."""
+    turns = Turns(world_size, 300.0)
+    return run_threads(
+        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
+    )
+
+
 class ThreadPlace(DeviceProcessPlace):
     name = "cuda"
     processes: Any

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,20 +24,12 @@ from interlace.runtime.places.gpu.memory import (
     together,
 )
 from interlace.runtime.places.gpu.process_place import CudaPlace
-from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
-from stand_ins.fake_host import ThreadHost
+from stand_ins.fake_host import ThreadHost, on_hosts
 from stand_ins.replaced import replaced
 from tiers import thorough
 
 CPU = torch.device("cpu")
 _c10d: Any = c10d
-
-
-def on_ranks(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
-    turns = Turns(world_size, 300.0)
-    return run_threads(
-        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
-    )
 
 
 # -- torch's rendezvous --------------------------------------------------------------------------
@@ -82,7 +74,7 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
         return seen
 
     expected = [[f"{number} of {r}".encode() for r in range(3)] for number in range(3)]
-    assert on_ranks(on_rank, 3) == [expected] * 3
+    assert on_hosts(on_rank, 3) == [expected] * 3
 
 
 def test_a_bare_process_group_finds_the_store() -> None:
@@ -99,7 +91,7 @@ def test_a_bare_process_group_finds_the_store() -> None:
             _c10d._resolve_process_group(name)
         return answer
 
-    assert on_ranks(on_rank, 2) == [(0, 2), (1, 2)]
+    assert on_hosts(on_rank, 2) == [(0, 2), (1, 2)]
 
 
 class FakeSymmetricMemory:
@@ -168,7 +160,7 @@ def test_torch_memory_is_zeroed_and_shared(
         assert buffer.addresses == [part.data_ptr() for part in buffer.peer_bytes]
         return write_to_peers(buffer, host)
 
-    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
     assert symmetric.environment == ({"1"} if overlapping else {None})
 
 
@@ -195,7 +187,7 @@ def test_what_one_rank_cannot_have_nobody_has(
         host.exchange(b"", "in step")
         return True
 
-    assert on_ranks(on_rank, 3) == [True] * 3
+    assert on_hosts(on_rank, 3) == [True] * 3
 
 
 def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
@@ -207,7 +199,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
                 cuda_memory.agreed(host.exchange, cuda_memory.value(b""))
         return host.exchange(b"in step", "afterwards")
 
-    assert on_ranks(on_rank, 3) == [[b"in step"] * 3] * 3
+    assert on_hosts(on_rank, 3) == [[b"in step"] * 3] * 3
 
 
 # -- CUDA IPC ------------------------------------------------------------------------------------
@@ -280,7 +272,7 @@ def test_ipc_memory_is_zeroed_and_shared(cupy: FakeCupy) -> None:
         memory = ipc_memory(host)
         return write_to_peers(memory.allocate(256, overlapping=True), host)
 
-    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
     assert len(cupy.memory) == 3 and len(cupy.opened) == 6
 
 
@@ -296,7 +288,7 @@ def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> No
                 assert not cupy.freed or rank == host.world_size - 1
             host.exchange(b"", "left")
 
-    on_ranks(on_rank, 3)
+    on_hosts(on_rank, 3)
     cuda_memory.sweep()
     assert not cupy.opened and not cupy.closed_late
     assert sorted(cupy.freed) == sorted(cupy.memory)
@@ -309,7 +301,7 @@ def test_what_a_killed_rank_had_open_is_not_freed(cupy: FakeCupy) -> None:
         if host.rank:
             memory.close()
 
-    on_ranks(on_rank, 2)
+    on_hosts(on_rank, 2)
     cuda_memory.sweep()
     assert not cupy.freed and len(cuda_memory._given_up) == 1
 
@@ -320,7 +312,7 @@ def test_without_cupy_the_error_says_what_to_install() -> None:
 
     message = "install cupy-cuda13x, or cupy-cuda12x"
     with replaced((sys.modules, "cupy", None)), pytest.raises(MemoryRefused, match=message):
-        on_ranks(on_rank, 2)
+        on_hosts(on_rank, 2)
     assert issubclass(PlaceUnavailableError, RuntimeError)
 
 
@@ -351,11 +343,11 @@ def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
 def test_the_first_memory_that_all_can_have(
     symmetric: FakeSymmetricMemory, cupy: FakeCupy, devices: list[str]
 ) -> None:
-    assert on_ranks(allocation, 2) == [("torch symmetric memory", False, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("torch symmetric memory", False, [10, 11, 0])] * 2
     devices[1] = "a"
-    assert on_ranks(allocation, 2) == [("torch symmetric memory", True, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("torch symmetric memory", True, [10, 11, 0])] * 2
     symmetric.failing |= {1}
-    assert on_ranks(allocation, 2) == [("CUDA IPC", True, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("CUDA IPC", True, [10, 11, 0])] * 2
 
 
 def test_no_memory_at_all_says_why_on_every_rank(
@@ -370,7 +362,7 @@ def test_no_memory_at_all_says_why_on_every_rank(
         host.exchange(b"", "in step")
         return str(caught.value)
 
-    for text in on_ranks(on_rank, 2):
+    for text in on_hosts(on_rank, 2):
         assert "torch symmetric memory: " in text and "operation not supported" in text
         assert "CUDA IPC: " in text and "cudaErrorNotSupported" in text
 

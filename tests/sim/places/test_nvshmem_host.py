@@ -18,9 +18,8 @@ from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.gpu.memory import agreed, value
 from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
-from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from interlace.runtime.tuning.configuration import Configuration
-from stand_ins.fake_host import ThreadHost
+from stand_ins.fake_host import ThreadHost, on_hosts
 from stand_ins.replaced import replaced
 
 CPU = torch.device("cpu")
@@ -131,13 +130,6 @@ def fake(tmp_path: pathlib.Path) -> Iterator[FakeTorch]:
         yield bindings
 
 
-def on_ranks(function: Callable[[ThreadHost], Any], world_size: int = 4) -> list[Any]:
-    turns = Turns(world_size, 300.0)
-    return run_threads(
-        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
-    )
-
-
 def place_of(host: ThreadHost) -> NvshmemPlace:
     return NvshmemPlace(host, CPU, timeout=300.0)  # type: ignore[arg-type]
 
@@ -170,7 +162,7 @@ def test_near_memory_is_mapped_and_far_memory_is_a_number(
 
     nodes = (0, 0, 2, 2)
     expected = [(nodes, [10, 11, 0, 0, 0])] * 2 + [(nodes, [0, 0, 12, 13, 0])] * 2
-    assert on_ranks(on_rank) == expected
+    assert on_hosts(on_rank, 4) == expected
 
 
 def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
@@ -182,27 +174,27 @@ def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
         buffer = place._allocate(64)
         return place.nodes, all(buffer.addresses), buffer.multicast
 
-    assert on_ranks(on_rank) == [(None, True, 4096)] * 4
+    assert on_hosts(on_rank, 4) == [(None, True, 4096)] * 4
 
 
 def test_numbers_are_those_of_all_processes(fake: FakeTorch) -> None:
     """torch.distributed may have numbered the processes in another order than this group."""
     fake.everyone = lambda rank: FakeGroup(None, 3 - rank, 4)
-    tables = on_ranks(lambda host: place_of(host)._allocate(64).peers.tolist()[4:])
+    tables = on_hosts(lambda host: place_of(host)._allocate(64).peers.tolist()[4:], 4)
     assert tables == [[3, 2, 1, 0]] * 4
 
 
 def test_a_group_of_some_processes_is_refused(fake: FakeTorch) -> None:
     fake.everyone = lambda rank: FakeGroup(None, rank, 8)
     with pytest.raises(PlaceUnavailableError, match="made by all 8 processes together, and this"):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
     fake.everyone = None
 
     def splits(host: ThreadHost) -> None:
         place_of(host).subgroup((0, 1), 1)
 
     with pytest.raises(PlaceUnavailableError, match=r"a group of 2 of them, \[0, 1\], cannot"):
-        on_ranks(splits)
+        on_hosts(splits, 4)
 
 
 def test_what_one_rank_cannot_have_nobody_has(fake: FakeTorch) -> None:
@@ -214,7 +206,7 @@ def test_what_one_rank_cannot_have_nobody_has(fake: FakeTorch) -> None:
             place._allocate(1 << 20)
         host.exchange(b"", "still in step")
 
-    on_ranks(on_rank)
+    on_hosts(on_rank, 4)
 
 
 def test_closing_forgets_the_group(fake: FakeTorch) -> None:
@@ -224,7 +216,7 @@ def test_closing_forgets_the_group(fake: FakeTorch) -> None:
         memory.close()
         return list(fake.groups)
 
-    assert on_ranks(on_rank) == [["0"]] * 4
+    assert on_hosts(on_rank, 4) == [["0"]] * 4
 
 
 @pytest.mark.parametrize(
@@ -274,13 +266,13 @@ def test_the_error_says_what_a_rank_lacks(
 ) -> None:
     spoil(fake)
     with pytest.raises(PlaceUnavailableError, match="rank 0 cannot use it: .*" + text):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
 
 
 def test_without_the_device_library(fake: FakeTorch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "libnvshmem_device.bc").unlink()
     with pytest.raises(PlaceUnavailableError, match="device library for sm_90"):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
 
 
 def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
@@ -294,7 +286,7 @@ def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
             errors.append(str(error))
 
     with replaced((torch.cuda, "is_available", lambda: process.rank != 2)):
-        on_ranks(on_rank)
+        on_hosts(on_rank, 4)
     assert len(errors) == 4 and len(set(errors)) == 1
     assert "several nodes, and rank 2 cannot use it: torch sees no CUDA device" in errors[0]
 
@@ -325,7 +317,7 @@ def test_the_place_tells_of_kernels_that_it_has_loaded(fake: FakeTorch) -> None:
     def on_rank(host: ThreadHost) -> None:
         place_of(host)._loaded(compiled(100 + host.rank, "libnvshmem_device"))
 
-    on_ranks(on_rank)
+    on_hosts(on_rank, 4)
     assert sorted(fake.initialised) == [100, 101, 102, 103]
 
 

@@ -30,10 +30,11 @@ from interlace.benchmark.tune import (
 )
 from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
-from interlace.runtime.tuning import cache, configuration, tuning
+from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.tuning import Problem, decide
+from ranks import ranks
 from stand_ins.replaced import environment, replaced
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
@@ -130,31 +131,14 @@ def test_several_nodes_and_a_world_of_one_take_defaults() -> None:
     assert decide(90, lone, (row(chunks=3), 0)).configuration == default
 
 
+@ranks(2, place="sim")
 def test_columns_of_all_ranks_count() -> None:
-    def on_rank() -> tuple[int, str]:
-        columns = (64, 96) if interlace.get_rank() else (96, 64)
-        size = interlace.get_world_size()
-        found = tuning.gather_problem(size, torch.float32, 32, (*columns, 33), 64)
-        return found.columns, found.extents
-
-    assert interlace.run(on_rank, 2) == [(96, "odd N")] * 2
+    columns = (64, 96) if interlace.get_rank() else (96, 64)
+    found = tuning.gather_problem(2, torch.float32, 32, (*columns, 33), 64)
+    assert (found.columns, found.extents) == (96, "odd N")
 
 
 # -- explicit ----------------------------------------------------------------------------------------
-
-
-def gather(values: dict[str, Any]) -> Callable[[], Any]:
-    def on_rank() -> torch.Tensor:
-        mine = values if interlace.get_rank() else {}
-        with configuration.override(**mine):
-            return interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
-
-    return on_rank
-
-
-def test_ranks_with_different_explicit_configurations_are_told() -> None:
-    with pytest.raises(ValueError, match="configuration differs between ranks"):
-        interlace.run(gather({"block_m": 64}), 2)
 
 
 SMALL = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
@@ -253,11 +237,7 @@ for name, wrong in {
     "microseconds": {"fused": "1"},
 }.items():  # fmt: skip
     DAMAGED[f"{name} is {wrong}"] = with_row(**{name: wrong})
-for name, wrong in {
-    "block_m": 48, "block_n": -16, "chunks": 0, "copy_rows": 0, "copy_columns": -512, "num_warps": 3,
-    "epilogue_subtile": 3, "programs": -1, "flatten": 1, "group_m": 8.0, "num_stages": None,
-}.items():  # fmt: skip
-    DAMAGED[f"{name} is {wrong}"] = with_row(values={"fused": {name: wrong}})
+DAMAGED["a value that no configuration has"] = with_row(values={"fused": {"block_m": 48}})
 
 
 @pytest.mark.parametrize("what", DAMAGED)
@@ -282,12 +262,16 @@ def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
         assert cache.rows_for(HERE, file) == ()
 
 
+def gather() -> None:
+    assert interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4)).eq(8).all()
+
+
 def test_a_damaged_cache_does_not_stop_an_op(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text("{")
     with environment(**{cache.VARIABLE: str(file)}), pytest.warns(RuntimeWarning) as said:
         for _ in range(2):
-            assert interlace.run(gather({}), 2)[0].eq(8).all()
+            interlace.run(gather, 2)
     assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
 
 

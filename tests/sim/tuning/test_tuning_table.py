@@ -131,22 +131,6 @@ def test_candidates_are_all_valid_and_contain_the_default() -> None:
         assert {why_not(each, capability, dtype.itemsize) for each in found} == {""}
 
 
-def test_thresholds_are_read_from_the_table() -> None:
-    from interlace.ops.matmul import (
-        launch_gather as gather_matmul,
-        launch_reduce as matmul_reduce,
-        reduce,
-    )
-    from interlace.runtime.tuning import auto
-
-    assert table.threshold("smallest_fused_rows") == auto.SMALLEST_FUSED_ROWS
-    assert table.threshold("smallest_pipelined_bytes") == auto.SMALLEST_PIPELINED_BYTES
-    assert table.threshold("one_shot_bytes") == reduce.ONE_SHOT_BYTES
-    assert table.threshold("largest_low_latency_bytes") == auto.LARGEST_LOW_LATENCY_BYTES
-    assert table.threshold("engine_gather_bytes") == gather_matmul.SMALL_BYTES
-    assert table.threshold("engine_reduce_bytes") == matmul_reduce.SMALL_BYTES
-
-
 def test_an_unknown_chip_gets_what_fits_any() -> None:
     for capability in (70, 75, 110, 999):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
