@@ -32,82 +32,81 @@ def inputs(call: int) -> list[torch.Tensor]:
     return [data(1000 * call + r, ROWS, INNER) for r in range(interlace.get_world_size())]
 
 
-def gather(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
+def fused(op: str, *, async_op: bool = False, **options: Any) -> Callable[..., Any]:
+    """The op by its kernel; what it gives, once it is waited for."""
+
+    def call(*operands: Any) -> Any:
+        result = getattr(interlace, op)(*operands, algorithm="fused", async_op=async_op, **options)
+        return result.wait() if async_op else result
+
+    return call
 
 
-def gather_and_keep(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused", return_gathered=True)
+GATHER, SCATTER, PRODUCT = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+gather, product = fused(GATHER), fused(PRODUCT)
+Tensors = list[torch.Tensor]
 
 
-def gather_for_two(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, [w, w.T.contiguous().T], algorithm="fused")
+def gathered(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [torch.cat(xs) @ w]
 
 
-def gather_transposed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w.T.contiguous().T, algorithm="fused")
+def summed(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [torch.stack(xs).sum(0) @ w]
 
 
-def scatter(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
-
-
-def product(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_all_reduce(x, w, algorithm="fused")
-
-
-def _normed(op: str, *operands: torch.Tensor, **how: Any) -> Any:
-    norm = interlace.RMSNorm(torch.full((COLUMNS,), 2.0), eps=0.5)
-    return getattr(interlace, op)(*operands, norm=norm, algorithm="fused", **how)
-
-
-def scatter_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    rows = ROWS // interlace.get_world_size()
-    residual = torch.ones(rows, COLUMNS)
-    return _normed("matmul_reduce_scatter", x, w, residual=residual, gather_normed=True)
-
-
-def product_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return _normed("matmul_all_reduce", x, w)
-
-
-def rows_quantized(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return _normed("all_reduce_norm", x @ w, quantize="fp8")
-
-
-def normed(rows: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(rows, (COLUMNS,), torch.full((COLUMNS,), 2.0), 0.5)
+def scattered(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [own_rows(*summed(xs, w))]
 
 
 def own_rows(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(interlace.get_world_size())[interlace.get_rank()]
 
 
-def gather_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True).wait()
-
-
-def scatter_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused", async_op=True).wait()
-
-
-OPS: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
-    gather: lambda xs, w: [torch.cat(xs) @ w],
-    gather_and_keep: lambda xs, w: [torch.cat(xs), torch.cat(xs) @ w],
-    gather_for_two: lambda xs, w: [torch.cat(xs) @ w] * 2,
-    gather_transposed: lambda xs, w: [torch.cat(xs) @ w],
-    scatter: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
-    gather_asynchronously: lambda xs, w: [torch.cat(xs) @ w],
-    scatter_asynchronously: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
-    product: lambda xs, w: [torch.stack(xs).sum(0) @ w],
+OPS: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], Tensors]]] = {
+    "gather": (gather, gathered),
+    "gather_and_keep": (
+        fused(GATHER, return_gathered=True),
+        lambda xs, w: [torch.cat(xs), torch.cat(xs) @ w],
+    ),
+    "gather_for_two": (
+        lambda x, w: gather(x, [w, w.T.contiguous().T]),
+        lambda xs, w: gathered(xs, w) * 2,
+    ),
+    "gather_transposed": (lambda x, w: gather(x, w.T.contiguous().T), gathered),
+    "scatter": (fused(SCATTER), scattered),
+    "gather_asynchronously": (fused(GATHER, async_op=True), gathered),
+    "scatter_asynchronously": (fused(SCATTER, async_op=True), scattered),
+    "product": (product, summed),
 }
-NORMED: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
-    scatter_normed: lambda xs, w: [
-        normed(torch.stack(xs).sum(0) @ w + 1),
-        own_rows(torch.stack(xs).sum(0) @ w + 1),
-    ],
-    product_normed: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
-    rows_quantized: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
+
+
+def normed(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(rows, (COLUMNS,), torch.full((COLUMNS,), 2.0), 0.5)
+
+
+def with_norm(op: str, *operands: torch.Tensor, **options: Any) -> Any:
+    norm = interlace.RMSNorm(torch.full((COLUMNS,), 2.0), eps=0.5)
+    return getattr(interlace, op)(*operands, norm=norm, algorithm="fused", **options)
+
+
+def scattered_and_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    residual = torch.ones(ROWS // interlace.get_world_size(), COLUMNS)
+    return with_norm(SCATTER, x, w, residual=residual, gather_normed=True)
+
+
+def normed_of(xs: Tensors, w: torch.Tensor) -> Tensors:
+    (total,) = summed(xs, w)
+    return [normed(total), total]
+
+
+NORMED: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], Tensors]]] = {
+    "scatter": (
+        scattered_and_normed,
+        lambda xs, w: [normed(summed(xs, w)[0] + 1), own_rows(summed(xs, w)[0] + 1)],
+    ),
+    "product": (lambda x, w: with_norm(PRODUCT, x, w), normed_of),
+    "quantized": (lambda x, w: with_norm("all_reduce_norm", x @ w, quantize="fp8"), normed_of),
 }
 
 
@@ -115,44 +114,46 @@ def flat(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_repeated_calls_are_right(op: Any, world_size: int) -> None:
+def test_repeated_calls_are_right(op: str, world_size: int) -> None:
     repeated_calls(op, world_size)
 
 
-def repeated_calls(op: Any, world_size: int, *faults: Replacement) -> None:
+def repeated_calls(op: str, world_size: int, *faults: Replacement) -> None:
     """Each is right; all but the first two, which make the plans of both workspaces, are planned."""
     calls = 9
     # alone, the copy engine sends, and is not planned
-    planned = calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0
+    planned = calls - 2 if world_size > 1 or "gather" not in op else 0
+    call_op, right_results = OPS[op]
 
     def on_rank() -> None:
         for call in range(calls):
             w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
-            results = flat(op(xs[interlace.get_rank()], w))
+            results = flat(call_op(xs[interlace.get_rank()], w))
             end_current_stream()
-            for result, right in zip(results, OPS[op](xs, w), strict=True):
+            for result, right in zip(results, right_results(xs, w), strict=True):
                 assert torch.equal(result, right), call
         assert own_plans().hits == planned
 
     fake_host.run(on_rank, world_size, FakeGpu(3), *faults)
 
 
-@pytest.mark.parametrize("op", NORMED, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", NORMED)
 @gpu_ranks(2, seed=3)
-def test_repeated_norms_are_right(op: Any) -> None:
+def test_repeated_norms_are_right(op: str) -> None:
     """Of sums that are exact; fp8 keeps 4 bits."""
+    call_op, right_results = NORMED[op]
     for call in range(7):
         w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
-        made, total = op(xs[interlace.get_rank()], w)
+        rows, total = call_op(xs[interlace.get_rank()], w)
         end_current_stream()
-        if op is rows_quantized:
-            made = made[0].float() * made[1]
-        right, sums = NORMED[op](xs, w)
+        close = 2.0**-20
+        if op == "quantized":
+            rows, close = rows[0].float() * rows[1], 2.0**-4
+        right, sums = right_results(xs, w)
         assert torch.equal(total, sums), call
-        close = 2.0**-4 if op is rows_quantized else 2.0**-20
-        torch.testing.assert_close(made, right, rtol=close, atol=close / 4)
+        torch.testing.assert_close(rows, right, rtol=close, atol=close / 4)
     assert own_plans().hits == 5
 
 
@@ -299,7 +300,7 @@ def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
 
 def test_an_address_that_stays_is_found() -> None:
     with pytest.raises((AssertionError, interlace.InterlaceError, RuntimeError)):
-        repeated_calls(gather, 2, (_Where, "_address", _no_patch))
+        repeated_calls("gather", 2, (_Where, "_address", _no_patch))
 
 
 @gpu_ranks(2, (gpu_plans, "MOST_PLANS", 8), seed=3, eager=1.0)

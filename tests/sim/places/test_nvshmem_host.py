@@ -241,30 +241,23 @@ def test_what_makes_no_nodes_is_refused(mapped: list[str]) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def _no_binding(fake: FakeTorch) -> None:
-    fake.available = None
-
-
-def _no_library(fake: FakeTorch) -> None:
-    fake.available = lambda: False
-
-
-def _other_backend(fake: FakeTorch) -> None:
-    fake.fixed = True
-
-
 @pytest.mark.parametrize(
-    ("spoil", "text"),
+    ("name", "value", "text"),
     [
-        (_no_binding, "built without NVSHMEM; install one for CUDA"),
-        (_no_library, "finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13"),
-        (_other_backend, "is of backend 'CUDA' in this process and stays so: Backend can not"),
+        ("available", None, "built without NVSHMEM; install one for CUDA"),
+        (
+            "available",
+            lambda: False,
+            "finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13",
+        ),
+        ("fixed", True, "is of backend 'CUDA' in this process and stays so: Backend can not"),
     ],
+    ids=["no binding", "no library", "another backend"],
 )
 def test_the_error_says_what_a_rank_lacks(
-    fake: FakeTorch, spoil: Callable[[FakeTorch], None], text: str
+    fake: FakeTorch, name: str, value: Any, text: str
 ) -> None:
-    spoil(fake)
+    setattr(fake, name, value)
     with pytest.raises(PlaceUnavailableError, match="rank 0 cannot use it: .*" + text):
         on_hosts(place_of, 4)
 
@@ -301,24 +294,19 @@ def compiled(module: int, *libraries: str) -> Any:
 
 
 def test_a_linked_module_gets_its_state_once(fake: FakeTorch) -> None:
-    place: Any = SimpleNamespace(_modules=set())
-    for loaded in (
-        compiled(5, "libdevice", "libnvshmem_device"),
-        compiled(5, "libdevice", "libnvshmem_device"),
-        compiled(6, "libdevice"),
-        SimpleNamespace(module=7, metadata=SimpleNamespace()),
-        compiled(8, "libnvshmem_device"),
-    ):
-        NvshmemPlace._loaded(place, loaded)
-    assert fake.initialised == [5, 8]
-
-
-def test_the_place_tells_of_kernels_that_it_has_loaded(fake: FakeTorch) -> None:
     def on_rank(host: ThreadHost) -> None:
-        place_of(host)._loaded(compiled(100 + host.rank, "libnvshmem_device"))
+        place, first = place_of(host), 100 * host.rank
+        for loaded in (
+            compiled(first + 5, "libdevice", "libnvshmem_device"),
+            compiled(first + 5, "libdevice", "libnvshmem_device"),
+            compiled(first + 6, "libdevice"),
+            SimpleNamespace(module=first + 7, metadata=SimpleNamespace()),
+            compiled(first + 8, "libnvshmem_device"),
+        ):
+            place._loaded(loaded)
 
     on_hosts(on_rank, 4)
-    assert sorted(fake.initialised) == [100, 101, 102, 103]
+    assert sorted(fake.initialised) == [5, 8, 105, 108, 205, 208, 305, 308]
 
 
 class Recorder:
