@@ -1,7 +1,6 @@
 """Lookup of configurations, the cache file, and ``python -m interlace tune`` in the simulator."""
 
 import io
-import json
 import multiprocessing
 import os
 import pathlib
@@ -198,61 +197,6 @@ def test_rows_come_back(tmp_path: pathlib.Path) -> None:
     assert list(cache.rows_for(HERE, file)) == [newer, second]
     assert cache.digest(found) == cache.digest(found[::-1]) != cache.digest([newer])
     assert sorted(p.name for p in file.parent.iterdir()) == ["tune.json", "tune.json.lock"]
-
-
-GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
-DAMAGED: dict[str, Any] = {
-    "empty": "",
-    "cut off": json.dumps(GOOD)[:-3],
-    "no object": "[1, 2]",
-    "somebody else's": json.dumps({"format": "other"}),
-    "older": json.dumps({**GOOD, "version": 0}),
-    "newer": json.dumps({**GOOD, "version": 99}),
-    "no machines": json.dumps({"format": cache.FORMAT, "version": cache.VERSION}),
-    "machines are a number": json.dumps({**GOOD, "machines": 3}),
-    "bytes": b"\xff\xfe\x00",
-}
-
-
-def with_row(**changes: Any) -> str:
-    """A file whose one row is changed so."""
-    fields = {**cache.asdict(row(chunks=3)), **changes}
-    machine = {**vars(HERE), "rows": [fields]}
-    return json.dumps({**GOOD, "machines": [machine]})
-
-
-DAMAGED["algorithm"] = with_row(algorithm="magic")
-DAMAGED["unknown field"] = with_row(values={"fused": {"block_q": 3}})
-DAMAGED["text for a number"] = with_row(values={"fused": {"chunks": "3"}})
-DAMAGED["negative"] = with_row(values={"fused": {"chunks": -1}})
-DAMAGED["rows"] = with_row(rows=0)
-DAMAGED["unknown column"] = with_row(colour="red")
-DAMAGED["deep"] = "[" * 100_000
-DAMAGED["a device that is a list"] = json.dumps(
-    {**GOOD, "machines": [{**vars(HERE), "device": ["a"], "rows": []}]}
-)
-for name, wrong in {
-    "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3, "columns": 1 << 70,
-    "inner": True, "algorithm": ["fused"], "shape": [1, "2"], "ranks": -1, "default_us": float("nan"),
-    "microseconds": {"fused": "1"},
-}.items():  # fmt: skip
-    DAMAGED[f"{name} is {wrong}"] = with_row(**{name: wrong})
-DAMAGED["a value that no configuration has"] = with_row(values={"fused": {"block_m": 48}})
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_file_that_cannot_be_used_is_named_once(what: str, tmp_path: pathlib.Path) -> None:
-    file, text = tmp_path / "tune.json", DAMAGED[what]
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.warns(RuntimeWarning, match="tuning cache not used") as said:
-        assert cache.rows_for(HERE, file) == ()
-    assert len(said) == 1 and str(file) in str(said[0].message)
-
-
-def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "tune.json"
-    file.write_text(with_row())
-    assert list(cache.rows_for(HERE, file)) == [row(chunks=3)]
 
 
 def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:

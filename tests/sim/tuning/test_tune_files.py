@@ -29,18 +29,46 @@ ROW = CacheRow(
     "all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}}
 )
 GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
+
+
+def with_row(**changes: Any) -> str:
+    """A file whose one row is changed so."""
+    return with_machine(rows=[{**cache.asdict(ROW), **changes}])
+
+
+def with_machine(**changes: Any) -> str:
+    return json.dumps({**GOOD, "machines": [{**vars(HERE), "rows": [], **changes}]})
+
+
 FOREIGN = {
     "empty": "",
     "text": "hello",
     "text with the name of the format": 'see "interlace tuning" in the docs',
     "JSON of somebody else": json.dumps({"format": "other"}),
+    "no object": "[1, 2]",
     "an older version": json.dumps({**GOOD, "version": 0}),
     "a newer version": json.dumps({**GOOD, "version": 99}),
-    "damaged": json.dumps({**GOOD, "machines": 3}),
+    "no machines": json.dumps({"format": cache.FORMAT, "version": cache.VERSION}),
+    "machines are a number": json.dumps({**GOOD, "machines": 3}),
     "cut off": json.dumps(GOOD)[:-3],
     "deep": "[" * 100_000,
     "no text": "\udcff\udcfe",
-}
+    "a device that is a list": with_machine(device=["a"]),
+    "unknown column": with_row(colour="red"),
+    "unknown algorithm": with_row(algorithm="magic"),
+    **{
+        f"{name} is {wrong}": with_row(**{name: wrong})
+        for name, wrong in {
+            "rows": 0, "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3,
+            "columns": 1 << 70, "inner": True, "algorithm": ["fused"], "shape": [1, "2"],
+            "ranks": -1, "default_us": float("nan"), "microseconds": {"fused": "1"},
+        }.items()
+    },
+    **{
+        f"{name} is {wrong}": with_row(values={"fused": {name: wrong}})
+        for name, wrong in {"block_q": 3, "chunks": "3", "num_stages": -1, "block_m": 48}.items()
+    },
+}  # fmt: skip
 
 
 def tune(file: pathlib.Path, out: io.StringIO | None = None) -> int:
@@ -63,15 +91,26 @@ def unmeasured() -> Iterator[None]:
 
 @pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_cache_of_this_format_is_named_once_and_stays(
+    what: str, tmp_path: pathlib.Path
+) -> None:
     file = tmp_path / "notes.json"
     held = FOREIGN[what].encode(errors="surrogateescape")
     file.write_bytes(held)
+    with pytest.warns(RuntimeWarning, match="tuning cache not used") as warned:
+        assert cache.rows_for(HERE, file) == ()
+    assert len(warned) == 1 and str(file) in str(warned[0].message)
     for write in (lambda: cache.add(HERE, [ROW], file), lambda: tune(file)):
         with pytest.raises(NotOursError, match="left as it is") as said:
             write()
         assert str(file) in str(said.value)
     assert file.read_bytes() == held
+
+
+def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(with_row())
+    assert list(cache.rows_for(HERE, file)) == [ROW]
 
 
 def is_refused(file: pathlib.Path, why: str) -> None:
