@@ -13,12 +13,11 @@ import torch
 from interlace.ops.collectives import node_moves
 from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.gpu.memory import agreed, value
 from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.tools.catalogue.absent_group import AbsentGroup, meta
 from stand_ins.fake_host import ThreadHost, on_hosts
 from stand_ins.replaced import replaced
 
@@ -309,53 +308,20 @@ def test_a_linked_module_gets_its_state_once(fake: FakeTorch) -> None:
     assert sorted(fake.initialised) == [5, 8, 105, 108, 205, 208, 305, 308]
 
 
-class Recorder:
-    """A stream and a communicator that only note what is launched."""
-
-    def __init__(self, nodes: Nodes, rank: int) -> None:
-        self.rank, self.world_size = rank, len(nodes.of)
-        self.compute = self.copying = self
-        self.nodes = nodes
-        self.place = SimpleNamespace(program_limit=131, nodes=nodes, interpreted=True)
-        self.launches: list[KernelLaunch] = []
-
-    def launch(self, launch: KernelLaunch) -> None:
-        self.launches.append(launch)
-
-    def record(self) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None: ...
-    def call(self, function: Any, label: str) -> None: ...
-    def copy(self, to: Any, source: Any, label: str) -> None: ...
-    def wait(self, workspace: Any, source: int, slot: int) -> None: ...
-
-    def table(self, key: Any, rows: Any) -> torch.Tensor:
-        return torch.tensor([number for row in rows() for number in row], dtype=torch.int64)
-
-    def enqueue(self, op: str, layout: Any, body: Any) -> Any:
-        words = torch.zeros(layout.nbytes + 8 * layout.slots + 4096, dtype=torch.uint8)
-        parts = [words if r == self.rank else words[:0] for r in range(self.world_size)]
-        buffer = SymmetricBuffer(self.rank, words.numel(), torch.zeros(8), parts)
-        body(Workspace(0, buffer, 2048, 2048 + 8 * layout.slots, self.world_size, op))
-        return op
-
-
 @pytest.mark.parametrize("put", ["nvshmem", "stores"])
 def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
     """And every kernel gets exactly the arguments that it has."""
-    options = {"extern_libs": (("libnvshmem_device", "x.bc"),)}
-    nodes = Nodes((0, 0, 1, 1), put, options if put == "nvshmem" else {})
-    recorder: Any = Recorder(nodes, 2)
+    options = {"extern_libs": (("libnvshmem_device", "x.bc"),)} if put == "nvshmem" else {}
+    group: Any = AbsentGroup(4, put=put)
+    group.nodes = group.place.nodes = Nodes((0, 0, 1, 1), put, options)
     config = Configuration(copiers=4, chunks=2)
-    part, whole = torch.zeros(1000, dtype=torch.uint8), torch.zeros(4000, dtype=torch.uint8)
-    node_moves.all_gather(recorder, part, whole, [1000] * 4, config)
+    part, whole = meta(1000, dtype=torch.uint8), meta(4000, dtype=torch.uint8)
+    node_moves.all_gather(group, part, whole, [1000] * 4, config)
     sizes = [[10] * 4] * 4
-    node_moves.exchange(recorder, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
-    node_moves.reduce_scatter(
-        recorder, torch.zeros(400), torch.zeros(100), [100] * 4, config, average=False
-    )
-    names = {launch.name for launch in recorder.launches}
+    node_moves.exchange(group, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
+    sums = meta(400, dtype=torch.float32)
+    node_moves.reduce_scatter(group, sums, sums[:100], [100] * 4, config, average=False)
+    names = {launch.name for launch in group.launches}
     assert names == {
         "move_kernel",
         "all_gather_kernel",
@@ -363,10 +329,10 @@ def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
         "quiet_kernel",
         "put_credits_kernel",
     }
-    for launch in recorder.launches:
+    for launch in group.launches:
         puts = "PUT" in launch.arguments
         assert puts == (launch.name != "all_gather_kernel")
         assert launch.arguments.get("PUT", put) == put
-        assert launch.options == (options if puts and put == "nvshmem" else {})
+        assert launch.options == (options if puts else {})
         assert set(launch.arguments) == set(launch.kernel.arg_names), launch.name
         assert launch.num_warps == (1 if "quiet" in launch.name or "credit" in launch.name else 8)
