@@ -26,6 +26,7 @@ from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import MOST_PASSING_TABLES
 from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.places.gpu.stream import DeviceStream
 from stand_ins import fake_host
 from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, capturing, gpu as fake_gpu
@@ -99,6 +100,12 @@ OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
 }
 
 
+NOT_PLANNED = (
+    pipelined_gather, unfused_gather, pipelined_scatter, all_reduce_copy, all_to_all,
+    exchange_grouped, gather_grouped,
+)  # fmt: skip
+
+
 def right(output: torch.Tensor, expected: list[float]) -> bool:
     return all(
         bool((part == value).all())
@@ -107,7 +114,10 @@ def right(output: torch.Tensor, expected: list[float]) -> bool:
 
 
 def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
-    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right."""
+    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right.
+
+    It is captured from its plan, if it has one.
+    """
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -131,8 +141,12 @@ def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable
 
         good = all(checked(number, lambda: op(x, weight)) for number in range(warm_up))
         torch.cuda.synchronize()
+        plans = default_group().plans
+        before = plans.hits if isinstance(plans, Plans) else 0
         with capturing() as graph:
             output = op(x, weight)
+        if isinstance(plans, Plans):  # virtual ranks have none
+            good &= plans.hits == before + (op not in NOT_PLANNED)
 
         def replay() -> torch.Tensor:
             graph.replay()

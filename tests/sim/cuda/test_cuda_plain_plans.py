@@ -13,7 +13,7 @@ from interlace.runtime.places.gpu.plans import Signalled
 from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.tuning import auto
 from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu, capturing, end_current_stream, gpu as fake_gpu
+from stand_ins.fake_cuda import FakeGpu, end_current_stream
 from stand_ins.fake_host import gpu_ranks, own_plans
 from stand_ins.replaced import Replacement
 
@@ -202,35 +202,6 @@ def test_lists_that_are_not_one_memory_are_right() -> None:
             interlace.all_gather(parts, of_rank(call, rank))
             end_current_stream()
             assert torch.equal(torch.cat(parts), torch.cat(all_of(call)))
-
-
-@gpu_ranks(2, IN_WORKSPACES, seed=3)
-def test_plain_plans_are_captured_and_replayed() -> None:
-    rank, size = interlace.get_rank(), interlace.get_world_size()
-    x, y = torch.zeros(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
-    out = torch.zeros(size * LENGTH)
-
-    def calls() -> None:
-        interlace.all_gather(out, x)
-        interlace.broadcast(y, 0)
-
-    for _ in range(4):
-        calls()
-    torch.cuda.synchronize()
-    before = own_plans().hits
-    with capturing() as graph:
-        calls()
-    assert own_plans().hits == before + 2
-    for call in range(12):
-        fake_gpu().do(lambda call=call: x.copy_(of_rank(call, rank)))
-        fake_gpu().do(lambda call=call: y.copy_(of_rank(call, rank).long()))
-        if call % 3:
-            graph.replay()
-        else:
-            calls()
-        end_current_stream()
-        assert torch.equal(out, torch.cat(all_of(call)))
-        assert torch.equal(y, of_rank(call, 0).long())
 
 
 def test_a_signal_that_is_not_repeated_is_found() -> None:
