@@ -1,6 +1,7 @@
-"""Every method of ``StreamEngine`` in ``sim``: uneven and empty parts, in place, refusals, messages.
+"""``StreamEngine`` in ``sim``: every algorithm and form of memory, and refusals.
 
-Each op runs twice in a run with another payload, so that the second finds the memory of the first.
+Each op runs twice in a run with another payload, so that the second finds the memory of the first. All
+methods with every dtype, uneven and empty parts: ``sim/api/test_api_operations.py``.
 """
 
 import functools
@@ -13,13 +14,11 @@ import pytest
 import torch
 
 import interlace
-from cases.support_table import MOVED_DTYPES, defined
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.stream_engine import StreamEngine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError
-from interlace.runtime.numerics.reductions import DTYPES, REDUCE_OPS, fold
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from tiers import few
@@ -138,19 +137,6 @@ def test_all_gather_whose_input_lies_in_the_part_of_another(algorithm: str) -> N
         check(output, payload(4, source), source)
 
 
-@cases
-@on_ranks()
-def test_all_to_all(world: int, kind: str) -> None:
-    table = [lengths_of(world, kind)[r:] + lengths_of(world, kind)[:r] for r in range(world)]
-    rank = interlace.get_rank()
-    for number in range(ROUNDS):
-        inputs = [payload(table[rank][peer], rank, peer, number) for peer in range(world)]
-        outputs = [poisoned(table[source][rank]) for source in range(world)]
-        run_op("all_to_all", lambda e, c, o=outputs, i=inputs: e.all_to_all(c, o, i))
-        for source, output in enumerate(outputs):
-            check(output, payload(table[source][rank], source, rank, number), source)
-
-
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
 @on_ranks()
 def test_all_to_all_in_place(world: int) -> None:
@@ -162,26 +148,14 @@ def test_all_to_all_in_place(world: int) -> None:
             check(part, payload(3, source, rank, number), source)
 
 
-@pytest.mark.parametrize("length", [0, 1, 11])
-@pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
-@on_ranks()
-def test_broadcast(world: int, length: int) -> None:
-    for root in range(world):
-        own = interlace.get_rank() == root
-        tensor = payload(length, root, 3) if own else poisoned(length)
-        run_op("broadcast", lambda e, c, t=tensor, r=root: e.broadcast(c, t, r))
-        check(tensor, payload(length, root, 3), root)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
 @cases
 @on_ranks()
-def test_gather(world: int, kind: str, in_place: bool) -> None:
+def test_gather_in_place(world: int, kind: str) -> None:
     lengths, rank = lengths_of(world, kind), interlace.get_rank()
     for root in range(world):
         input = payload(lengths[rank], rank, root)
         outputs = [poisoned(length) for length in lengths] if rank == root else None
-        if outputs is not None and in_place:
+        if outputs is not None:
             outputs[rank] = input
         run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
         for source, output in enumerate(outputs or []):
@@ -189,41 +163,15 @@ def test_gather(world: int, kind: str, in_place: bool) -> None:
         check(input, payload(lengths[rank], rank, root))
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @cases
 @on_ranks()
-def test_scatter(world: int, kind: str, in_place: bool) -> None:
+def test_scatter_in_place(world: int, kind: str) -> None:
     lengths, rank = lengths_of(world, kind), interlace.get_rank()
     for root in range(world):
         inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
-        output = poisoned(lengths[rank])
-        if inputs is not None and in_place:
-            output = inputs[rank]
+        output = poisoned(lengths[rank]) if inputs is None else inputs[rank]
         run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
         check(output, payload(lengths[rank], rank, root), root)
-
-
-@on_ranks(seeds=1)
-def test_any_dtype_is_moved() -> None:
-    for number, dtype in enumerate(MOVED_DTYPES):
-        is_moved(dtype, number)
-
-
-def is_moved(dtype: torch.dtype, first: int) -> None:
-    rank, size = interlace.get_rank(), 3 * dtype.itemsize
-
-    def bits(rank: int) -> torch.Tensor:
-        line = torch.arange(size, dtype=torch.uint8) + first + 100 * rank
-        return (line % 2 if dtype == torch.bool else line).view(dtype)
-
-    outputs = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
-    run_op("all_gather", lambda e, c: e.all_gather(c, outputs, bits(rank)), "copy")
-    inputs = [bits(rank), bits(rank + 2)]
-    exchanged = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
-    run_op("all_to_all", lambda e, c: e.all_to_all(c, exchanged, inputs))
-    for source in range(2):
-        check(outputs[source].view(torch.uint8), bits(source).view(torch.uint8))
-        check(exchanged[source].view(torch.uint8), bits(source + 2 * rank).view(torch.uint8))
 
 
 # -- reducing ----------------------------------------------------------------------------------
@@ -278,47 +226,6 @@ def test_all_reduce(world: int, length: int, algorithm: str) -> None:
         tensor = payload(length, interlace.get_rank(), number)
         run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
         check(tensor, summed(op, [payload(length, source, number) for source in range(world)]), op)
-
-
-@pytest.mark.parametrize("length", [0, 1, 13])
-@pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
-@on_ranks()
-def test_reduce(world: int, length: int) -> None:
-    rank = interlace.get_rank()
-    for root in range(world):
-        tensor = payload(length, rank, root)
-        run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce_to(c, t, r, "max"))
-        parts = [payload(length, source, root) for source in range(world)]
-        check(tensor, torch.stack(parts).amax(0) if rank == root else parts[rank], root)
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("op", REDUCE_OPS)
-@on_ranks(3, seeds=1)
-def test_every_reduction_of_every_dtype(op: str) -> None:
-    """Against ``fold`` of the same numbers, which has tests of its own."""
-    rank, world, length = interlace.get_rank(), 3, 7
-
-    def numbers(dtype: torch.dtype, rank: int) -> torch.Tensor:
-        return (torch.arange(length * world) % 5 + rank).to(dtype)
-
-    for dtype in DTYPES:
-        if not defined(op, dtype):
-            continue
-        parts = [numbers(dtype, source) for source in range(world)]
-        expected = torch.empty_like(parts[0])
-        fold(op, parts, expected)
-        everywhere, on_root = numbers(dtype, rank), numbers(dtype, rank)
-        output = torch.empty(length, dtype=dtype)
-        pieces = list(numbers(dtype, rank).split(length))
-        run_op("all_reduce", lambda e, c, t=everywhere: e.all_reduce(c, t, op))
-        run_op("reduce", lambda e, c, t=on_root: e.reduce_to(c, t, 1, op))
-        run_op("reduce_scatter", lambda e, c, o=output, p=pieces: e.reduce_scatter(c, o, p, op))
-        wide = torch.complex128 if dtype.is_complex else torch.float64
-        check(everywhere.to(wide), expected.to(wide), dtype)
-        if rank == 1:
-            check(on_root.to(wide), expected.to(wide), dtype)
-        check(output.to(wide), expected.split(length)[rank].to(wide), dtype)
 
 
 # -- agreement ---------------------------------------------------------------------------------
