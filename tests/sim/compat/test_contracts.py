@@ -10,6 +10,7 @@ import inspect
 import operator
 import pathlib
 import platform
+import re
 import sysconfig
 from dataclasses import fields
 from typing import Any
@@ -61,9 +62,14 @@ INTERNALS = (
 )
 
 
+LIKELY = re.compile(r"^ *(from|import) (triton(\.(?!language)| import)|torch\._C)", re.MULTILINE)
+
+
 def reached_into(text: str) -> list[str]:
     """The modules of ``INTERNALS`` that a source imports."""
-    found = []
+    found: list[str] = []
+    if not LIKELY.search(text):
+        return found
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):
