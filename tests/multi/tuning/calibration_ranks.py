@@ -1,4 +1,4 @@
-"""What was measured, for tests of what is made of it: a calibration, and a file that a rank reads."""
+"""Measurements for tests: a calibration, and a file of them that a rank reads."""
 
 import pathlib
 import warnings
