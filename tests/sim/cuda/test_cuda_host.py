@@ -101,16 +101,6 @@ def test_every_op_ends_with_the_credit(log: Log) -> None:
     assert launches.count("finish_kernel") == 4 and launches[-1] == "finish_kernel"
 
 
-def test_an_error_is_raised_and_names_the_rank(log: Log) -> None:
-    def fails() -> None:
-        if interlace.get_rank() == 1:
-            raise KeyError("lost")
-        call_ops()
-
-    with pytest.raises(KeyError, match="rank 1"):
-        interlace.run(fails, 3, place="cuda")
-
-
 def test_a_wait_that_gave_up_is_reported() -> None:
     header = [6, 1, 100, 1, 2, 1064, 7, 6, 3]
     error = watchdog.signal_report(0, header)
