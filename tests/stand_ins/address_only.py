@@ -8,10 +8,8 @@ first and last steps only.
 
 import builtins
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from interlace.runtime.core.accesses import Atomic
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import program_function, session
+from stand_ins.replaced import replaced
 
 MODULES = (
     all_gather_matmul,
@@ -163,15 +162,12 @@ def run_programs(memory: Memory, launch: KernelLaunch, tiles: int) -> Checker:
 
     arguments = {name: faked(value) for name, value in arguments.items()}
     programs = tiles + outside(arguments).get("COPIERS", 0)
-    with ExitStack() as stack:
-        for module in MODULES:
-            stack.enter_context(mock.patch.object(module, "range", typed_range, create=True))
-        builder = stack.enter_context(session(checker, shortcuts=False))
-        stack.enter_context(mock.patch.object(tl, "range", typed_range))
+    ranges = [(vars(module), "range", typed_range) for module in (*MODULES, tl)]
+    with replaced(*ranges[:-1]), session(checker, shortcuts=False) as builder:
         wrapped = checker.wrapping(builder.binary_op)
-        stack.enter_context(mock.patch.object(builder, "binary_op", wrapped))
-        body = program_function(launch.kernel, arguments)
-        for program in sorted({0, 1, programs // 2, programs - 2, programs - 1}):
-            builder.grid_dim, builder.grid_idx = (programs, 1, 1), (program, 0, 0)
-            body()
+        with replaced(ranges[-1], (builder, "binary_op", wrapped)):
+            body = program_function(launch.kernel, arguments)
+            for program in sorted({0, 1, programs // 2, programs - 2, programs - 1}):
+                builder.grid_dim, builder.grid_idx = (programs, 1, 1), (program, 0, 0)
+                body()
     return checker

@@ -59,7 +59,8 @@ from stand_ins.models import fake_attention_kernels, fake_expert_kernels
 # Seconds, and turns of the hosts: on a busy machine some host may not get its turn for a while.
 MOST_IDLE, MOST_IDLE_TURNS = 0.7, 300
 CPU = torch.device("cpu")
-
+MODELS = fake_kernels, fake_expert_kernels, fake_attention_kernels
+"""Modules with a function for each kernel, of its name."""
 
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -68,6 +69,12 @@ class FakeStream:
     def __init__(self, device: Any = None, priority: int = 0, handle: int | None = None) -> None:
         self.cuda_stream = gpu().pooled_stream(priority) if handle is None else handle
         self.priority = priority
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return self.cuda_stream
 
     def synchronize(self) -> None:
         gpu().synchronize(self.cuda_stream)
@@ -124,6 +131,15 @@ class FakeGraph:
         gpu().replay(self._capture)
 
 
+@contextlib.contextmanager
+def capturing() -> Iterator[FakeGraph]:
+    """A graph of what is called in the block; an error leaves the capture open, as in torch."""
+    graph = FakeGraph()
+    graph.capture_begin()
+    yield graph
+    graph.capture_end()
+
+
 installed: FakeGpu | None = None
 
 
@@ -131,6 +147,11 @@ def gpu() -> FakeGpu:
     """The one that is installed."""
     assert installed is not None
     return installed
+
+
+def end_current_stream() -> None:
+    """Wait until all that is enqueued on the current stream is over."""
+    gpu().synchronize(gpu().current)
 
 
 class FakeGpu:
@@ -482,8 +503,8 @@ class FakeGpu:
             if form is not None
         }
         lease, tensor = self.lease(handle, forms)
-        models = fake_kernels.MODELS | fake_expert_kernels.MODELS | fake_attention_kernels.MODELS
-        model, captured = models[name], self.capture_of(handle) is not None
+        model = next(getattr(module, name) for module in MODELS if hasattr(module, name))
+        captured = self.capture_of(handle) is not None
         given = {**arguments, "grid": programs}
 
         def steps() -> Iterator[Callable[[], bool]]:

@@ -1,6 +1,11 @@
-"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher."""
+"""Puts the fake GPU of ``fake_cuda`` in the place of the driver, ``torch.cuda`` and Triton's launcher.
+
+Whatever else a test replaces goes the same way: as an argument of :func:`installed`.
+"""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +21,7 @@ from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.processes import recorder
 from stand_ins import fake_cuda
 from stand_ins.fake_cuda import CPU, FakeEvent, FakeGpu, FakeGraph, FakeStream
+from stand_ins.replaced import Replacement, replaced
 
 MULTIPROCESSORS = 132
 ORIGINALS = LaunchCache.prepare, PreparedLaunch.again, PreparedLaunch.run
@@ -53,15 +59,34 @@ class FakeWords:
         fake_cuda.gpu().write_word(stream, address, value)
 
 
+@contextmanager
+def installed(gpu: FakeGpu, *replacements: Replacement) -> Iterator[FakeGpu]:
+    """``gpu`` is there, and the values of ``replacements``, until the block ends."""
+    with replaced(*_of(gpu)), replaced(*replacements):
+        yield gpu
+
+
 def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
-    """Pretend that ``gpu`` is there."""
+    """``gpu`` is there until ``monkeypatch`` ends."""
+    for owner, name, value in _of(gpu):
+        monkeypatch.setattr(owner, name, value)
+    return gpu
+
+
+def _of(gpu: FakeGpu) -> list[Replacement]:
+    """What ``gpu`` stands in the place of; it is the one that streams and events ask."""
     fake_cuda.installed = gpu
+    cuda_stream._external.cache_clear()
+    recorder._inside.cache_clear()  # no call site is here
 
     def capture_number(handle: int) -> int:
         capture = gpu.capture_of(handle)
         return 0 if capture is None else capture.number
 
-    for name, value in {
+    properties = SimpleNamespace(
+        multi_processor_count=gpu.multiprocessors or MULTIPROCESSORS, uuid="fake"
+    )
+    of_torch = {
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
@@ -75,28 +100,29 @@ def install(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> FakeGpu:
         "CUDAGraph": FakeGraph,
         "is_current_stream_capturing": lambda: gpu.capture_of(gpu.current) is not None,
         "get_device_capability": lambda device: (9, 0),
-        "get_device_properties": lambda device: SimpleNamespace(
-            multi_processor_count=gpu.multiprocessors or MULTIPROCESSORS, uuid="fake"
-        ),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    words = FakeWords() if gpu._has_words else None
-    monkeypatch.setattr(driver, "stream_words", lambda device: words)
-    monkeypatch.setattr(driver, "alarm_stream", lambda device: gpu.alarm_stream())
-    monkeypatch.setattr(driver, "current_stream", lambda device: gpu.current)
-    monkeypatch.setattr(driver, "capture_of", capture_number)
-    monkeypatch.setattr(driver, "leave_captures_alone", lambda: None)
-    monkeypatch.setattr(driver, "pinned", lambda words: torch.tensor(words, dtype=torch.int64))
-    monkeypatch.setattr(cuda_stream, "run_on", gpu.torch_code)
-    cuda_stream._external.cache_clear()
-    monkeypatch.setattr(virtual_place, "current_device", lambda: CPU)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(KernelLaunch, "compiled", lambda launch: FakeKernel(launch))
-    _note_launches(monkeypatch, gpu)
-    return gpu
+        "get_device_properties": lambda device: properties,
+    }
+    of_driver = {
+        "stream_words": lambda device: FakeWords() if gpu._has_words else None,
+        "alarm_stream": lambda device: gpu.alarm_stream(),
+        "current_stream": lambda device: gpu.current,
+        "capture_of": capture_number,
+        "leave_captures_alone": lambda: None,
+        "pinned": lambda words: torch.tensor(words, dtype=torch.int64),
+    }
+    return [
+        *[(torch.cuda, name, value) for name, value in of_torch.items()],
+        *[(driver, name, value) for name, value in of_driver.items()],
+        (cuda_stream, "run_on", gpu.torch_code),
+        (virtual_place, "current_device", lambda: CPU),
+        (triton.knobs.runtime, "interpret", False),
+        (KernelLaunch, "compiled", lambda launch: FakeKernel(launch)),
+        (recorder, "_INSIDE", (*recorder._INSIDE, "stand_ins")),
+        *_noting_launches(gpu),
+    ]
 
 
-def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
+def _noting_launches(gpu: FakeGpu) -> list[Replacement]:
     """Let ``gpu`` know what the addresses of a launch stand for."""
     prepare, again, run = ORIGINALS
 
@@ -128,12 +154,11 @@ def _note_launches(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu) -> None:
     def repeating(self: Plans, step: Any, bases: Any, arguments: Any, results: Any) -> None:
         for tensor in (*arguments, *results, *self.lasting_tensors()):
             gpu.know(tensor)
-        repeat(self, step, bases, arguments, results)
+        REPEAT(self, step, bases, arguments, results)
 
-    repeat = REPEAT
-    monkeypatch.setattr(LaunchCache, "prepare", preparing)
-    monkeypatch.setattr(PreparedLaunch, "again", running_again)
-    monkeypatch.setattr(PreparedLaunch, "run", running)
-    monkeypatch.setattr(Plans, "_repeat", repeating)
-    monkeypatch.setattr(recorder, "_INSIDE", (*recorder._INSIDE, "stand_ins"))
-    recorder._inside.cache_clear()  # no call site is here
+    return [
+        (LaunchCache, "prepare", preparing),
+        (PreparedLaunch, "again", running_again),
+        (PreparedLaunch, "run", running),
+        (Plans, "_repeat", repeating),
+    ]

@@ -1,7 +1,8 @@
 """Ranks that are processes with a GPU each, played by threads that take turns on the fake GPU.
 
-``run(function, world_size)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place, on a
-host that is threads, with memory that is the CPU's, and a watchdog that looks when it is told to.
+``run(function, world_size, gpu)`` is ``interlace.run(..., place="cuda", processes=True)``: the same place,
+on a host that is threads, with memory that is the CPU's, and a watchdog that looks when it is told to.
+Under ``@gpu_ranks(world_size)`` the body of a test is what runs on every rank.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+import interlace
 from interlace.groups import groups
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
 from interlace.runtime.places.gpu.residency import Residency, residency
 from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
@@ -26,6 +30,9 @@ from interlace.runtime.processes import dump as record
 from interlace.runtime.processes.control import CONTROL_BYTES, Control
 from interlace.runtime.processes.segment import Identity, SharedSegment
 from stand_ins import fake_cuda
+from stand_ins.fake_cuda import FakeGpu
+from stand_ins.fake_driver import installed
+from stand_ins.replaced import Replacement
 
 CPU = torch.device("cpu")
 
@@ -101,6 +108,14 @@ class ThreadHost:
         self.closed = True
 
 
+def on_hosts(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
+    """Run ``function`` with the host of every rank, without a place; what it returned, by rank."""
+    turns = Turns(world_size, 300.0)
+    return run_threads(
+        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
+    )
+
+
 class ThreadPlace(DeviceProcessPlace):
     name = "cuda"
     processes: Any
@@ -128,14 +143,30 @@ def own_place() -> DeviceProcessPlace:
     return place
 
 
+def own_plans() -> Plans:
+    """The plans of the rank that asks."""
+    plans = default_group().plans
+    assert isinstance(plans, Plans)
+    return plans
+
+
 def look() -> None:
     """Let the watchdog of this rank look."""
     place = own_place()
     place._watched().look(place)
 
 
-def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0) -> list[Any]:
-    """Run ``function`` on every rank; what it returned, by rank."""
+def run(
+    function: Callable[[], Any],
+    world_size: int,
+    gpu: FakeGpu | None = None,
+    *replacements: Replacement,
+    timeout: float = 300.0,
+) -> list[Any]:
+    """Run ``function`` on every rank of ``gpu``, or of what is installed; what it returned, by rank."""
+    if gpu is not None:
+        with installed(gpu, *replacements):
+            return run(function, world_size, timeout=timeout)
     turns = Turns(world_size, timeout)
     fake_cuda.gpu().let_hosts_run = lambda: let_others_run(turns)
     headers = [Identity(bytes(16), rank, world_size, CONTROL_BYTES) for rank in range(world_size)]
@@ -160,3 +191,37 @@ def run(function: Callable[[], Any], world_size: int, *, timeout: float = 300.0)
     finally:
         for host in hosts:
             host.control = None  # whatever still keeps the host
+
+
+def run_virtual(
+    function: Callable[[], Any],
+    world_size: int,
+    gpu: FakeGpu | None = None,
+    *replacements: Replacement,
+) -> list[Any]:
+    """The same on ranks that share a process."""
+    with nullcontext() if gpu is None else installed(gpu, *replacements):
+        return interlace.run(function, world_size, place="cuda")
+
+
+def gpu_ranks(
+    world_size: int = 1,
+    *replacements: Replacement,
+    raises: AbstractContextManager[Any] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test's body on every rank of a ``FakeGpu(**options)``; it asserts there.
+
+    ``raises`` is what ``pytest.raises`` returned, of the error that the run has to end with.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            count = given.get("world_size", world_size)
+            with raises or nullcontext():
+                run(lambda: body(**given), count, FakeGpu(**options), *replacements)
+
+        return test
+
+    return decorate

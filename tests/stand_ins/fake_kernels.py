@@ -387,29 +387,3 @@ def low_latency_all_reduce_kernel(a: Arguments) -> Steps:
     if a.AVERAGE:
         total /= a.world_size
     _message(a, "output_ptr").copy_(total.to(dtype).view(torch.uint8))
-
-
-MODELS: dict[str, Callable[[Arguments], Steps]] = {
-    model.__name__: model
-    for model in (
-        publish_kernel,
-        wait_kernel,
-        wait_credits_kernel,
-        finish_kernel,
-        all_gather_kernel,
-        all_gather_matmul_kernel,
-        grouped_matmul_kernel,
-        all_reduce_kernel,
-        reduce_scatter_kernel,
-        matmul_reduce_scatter_kernel,
-        matmul_reduce_scatter_roles_kernel,
-        sum_tiles_kernel,
-        matmul_all_reduce_kernel,
-        matmul_reduce_scatter_norm_kernel,
-        matmul_all_reduce_norm_kernel,
-        reduce_norm_kernel,
-        low_latency_all_gather_kernel,
-        low_latency_broadcast_kernel,
-        low_latency_all_reduce_kernel,
-    )
-}

@@ -15,9 +15,7 @@ from typing import Any
 
 POOL = 32
 PRIORITIES = 4  # that torch makes streams for, each in turn
-CONNECTIONS = (
-    0  # of a fake GPU that is made without a number; 0: each stream has a queue of its own
-)
+CONNECTIONS = 0  # of a fake GPU that says none; 0: each stream has a queue of its own
 
 
 class HardwareQueues:

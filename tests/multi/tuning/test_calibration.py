@@ -1,14 +1,10 @@
 """``python -m interlace calibrate``, and what a calibration decides on ranks that are processes."""
 
-import contextlib
 import itertools
 import json
-import os
 import pathlib
-import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +15,9 @@ from interlace.cli.commands import calibrate as command
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import calibration, tuning
 from interlace.tensor.calibration import CalibrationRequest, NoisyTimesError, measured, on_rank
-from multi.tuning.calibration_ranks import measurement
+from multi.tuning.calibration_ranks import measurement, reading
 from ranks import ranks
+from stand_ins.replaced import replaced
 from support import under_torchrun
 from tiers import thorough
 
@@ -28,21 +25,14 @@ SLOW, FAST = 1e6, 1.0
 ROWS, INNER, COLUMNS = 64, 64, 8
 
 
-@contextlib.contextmanager
-def with_file_of_rank(folder: pathlib.Path, latency: float | None) -> Iterator[list[str]]:
-    """A calibration of this rank, None: there is none; the warnings about calibrations meanwhile."""
-    file, texts = folder / f"{interlace.get_rank()}.json", list[str]()
+def reading_calibration(
+    folder: pathlib.Path, latency: float | None
+) -> AbstractContextManager[list[str]]:
+    """A calibration of this rank; None: there is none."""
+    file = folder / f"{interlace.get_rank()}.json"
     if latency is not None:
         calibration.add(measurement(latency), file)
-    environment = mock.patch.dict(os.environ, {calibration.VARIABLE: str(file)})
-    with environment, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        tuning.forget()
-        try:
-            yield texts
-        finally:
-            tuning.forget()
-            texts += [str(each.message) for each in said if "calibration" in str(each.message)]
+    return reading(calibration.VARIABLE, file, "calibration")
 
 
 def chosen() -> tuning.Choice:
@@ -62,7 +52,7 @@ def test_slow_links_are_worth_hiding_and_rank_0_counts(
 ) -> None:
     """The same call, 16 KiB received: its algorithm is what the file of rank 0 says of the links."""
     rank = interlace.get_rank()
-    with with_file_of_rank(tmp_path, latencies[rank]) as said:
+    with reading_calibration(tmp_path, latencies[rank]) as said:
         choice = chosen()
         out = interlace.all_gather_matmul(
             torch.full((ROWS, INNER), rank + 1.0), torch.ones(INNER, COLUMNS)
@@ -84,7 +74,7 @@ def test_slow_links_are_worth_hiding_and_rank_0_counts(
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
     """The negative control: each rank goes by its own file."""
     rank, group = interlace.get_rank(), default_group()
-    with with_file_of_rank(tmp_path, (SLOW, FAST)[rank]):
+    with reading_calibration(tmp_path, (SLOW, FAST)[rank]):
         own = tuning.own_gather(group.place)
         tuning._groups[group] = tuning._Agreed(None, (), asks=False, gather=own)
         assert chosen().algorithm == ("pipelined", "unfused")[rank]
@@ -94,7 +84,7 @@ def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> Non
 def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "calibration.json"
     said = "python -m interlace calibrate --mesh 2x2"
-    with mock.patch.object(command, "PATIENCE", 600.0):  # until it is not all noise
+    with replaced((command, "PATIENCE", 600.0)):  # until it is not all noise
         assert main.run([*said.split()[3:], "--repetitions", "3", "--cache", str(file)]) == 0
     (found,) = calibration.read(file=file)
     assert (found.backend, found.mesh, found.processes) == ("interlace", (2, 2), "shm")
@@ -134,19 +124,19 @@ def test_times_that_are_noise_are_added_to() -> None:
 
 @pytest.mark.parametrize(("tries", "patience"), [(2, 0.0), (1, 600.0)])
 def test_what_stays_noise_is_refused_after_tries_and_time(tries: int, patience: float) -> None:
-    made: list[int] = []
+    attempts: list[int] = []
 
     def attempt(number: int) -> list[Any]:
-        made.append(number)
+        attempts.append(number)
         return [{"case": [1.0, number]}]
 
-    with mock.patch.multiple(command, TRIES=tries, PATIENCE=patience):
+    with replaced((command, "TRIES", tries), (command, "PATIENCE", patience)):
         if patience:  # enough of tries, but not of time
             assert command._without_noise(attempt, of_noise)
         else:
             with pytest.raises(NoisyTimesError, match="nothing is written"):
                 command._without_noise(attempt, of_noise)
-    assert len(made) == (3 if patience else tries)
+    assert len(attempts) == (3 if patience else tries)
 
 
 @thorough

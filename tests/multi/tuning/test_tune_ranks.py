@@ -1,13 +1,9 @@
 """Ranks that are processes choose alike, whatever their tuning caches say; the command in shm."""
 
-import contextlib
 import io
-import os
 import pathlib
-import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.machine import Problem
+from multi.tuning.calibration_ranks import reading
 from ranks import ranks
 from tiers import thorough
 
@@ -31,25 +28,16 @@ def cache_of(folder: pathlib.Path, rank: int) -> pathlib.Path:
     return folder / f"rank-{rank}.json"
 
 
-@contextlib.contextmanager
-def with_cache_of_rank(folder: pathlib.Path, found: Found) -> Iterator[list[str]]:
-    """A tuning cache of this rank, with an algorithm and its programs; the warnings about caches."""
-    file, texts = cache_of(folder, interlace.get_rank()), list[str]()
+def reading_cache(folder: pathlib.Path, found: Found) -> AbstractContextManager[list[str]]:
+    """A tuning cache of this rank, with an algorithm and its programs."""
+    file = cache_of(folder, interlace.get_rank())
     if found:
         algorithm, programs = found
         values = {"block_m": 16, "chunks": CHUNKS, "programs": programs}
         about = PROBLEM.op, "float32", "even", *tuning.bucket_of(PROBLEM)
         row = cache.CacheRow(*about, algorithm, {algorithm: values})
         cache.add(cache.machine("shm", torch.device("cpu")), [row], file)
-    environment = mock.patch.dict(os.environ, {cache.VARIABLE: str(file)})
-    with environment, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        tuning.forget()
-        try:
-            yield texts
-        finally:
-            tuning.forget()
-            texts += [str(each.message) for each in said if "tuning cache" in str(each.message)]
+    return reading(cache.VARIABLE, file, "tuning cache")
 
 
 def chosen() -> tuple[str, int, int]:
@@ -71,7 +59,7 @@ def chosen() -> tuple[str, int, int]:
 @ranks(WORLD)
 def test_rank_0_counts_and_the_op_is_right(tmp_path: pathlib.Path, caches: list[Found]) -> None:
     rank = interlace.get_rank()
-    with with_cache_of_rank(tmp_path, caches[rank]) as said:
+    with reading_cache(tmp_path, caches[rank]) as said:
         choice = chosen()
         x, rows = torch.full((64, 64), rank + 1.0), torch.arange(1.0, WORLD + 1)
         for algorithm in ("auto", "pipelined", "fused"):
@@ -94,7 +82,7 @@ def test_rank_0_counts_and_the_op_is_right(tmp_path: pathlib.Path, caches: list[
 def test_without_the_agreement_ranks_would_differ(tmp_path: pathlib.Path) -> None:
     """The negative control: ranks do not exchange what they have."""
     rank, group = interlace.get_rank(), default_group()
-    with with_cache_of_rank(tmp_path, [("pipelined", 2), ("unfused", 4), None][rank]):
+    with reading_cache(tmp_path, [("pipelined", 2), ("unfused", 4), None][rank]):
         tuning._groups[group] = tuning._Agreed(None, tuning.own_rows(group.place), asks=False)
         choice = chosen()
     choices: list[Any] = [None] * WORLD

@@ -1,4 +1,4 @@
-"""The model's modules for its tests: benchmarks/ is no package, so they are imported from that folder."""
+"""Modules of benchmarks/ for their tests, and the model's shapes, machines and predictions."""
 
 import dataclasses
 import importlib

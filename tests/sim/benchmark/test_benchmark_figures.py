@@ -3,7 +3,6 @@
 import pathlib
 import types
 from typing import Any
-from unittest import mock
 
 import hypothesis
 import numpy
@@ -16,6 +15,7 @@ import interlace.benchmark
 from interlace.benchmark import baselines, figures, kernel, payload, protocol
 from interlace.benchmark.figures import Spread
 from interlace.benchmark.requests import FUSED, OPS
+from stand_ins.replaced import replaced
 
 CPU = torch.device("cpu")
 
@@ -164,18 +164,18 @@ def test_payloads_are_exact_and_differ(dtype: torch.dtype) -> None:
             assert key == other or same < 0.05, (key, other)
 
 
-def test_pieces_and_rows_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_rows_are_those_of_the_whole() -> None:
     whole = payload.vector(0, 1000, 1, 2, torch.float32, CPU)
-    monkeypatch.setattr(payload, "PIECE", 64)
-    assert torch.equal(payload.vector(0, 1000, 1, 2, torch.float32, CPU), whole)
-    assert torch.equal(payload.vector(300, 100, 1, 2, torch.float32, CPU), whole[300:400])
-    rows = payload.some_rows(torch.tensor([3, 7]), 20, 1, 2, torch.float32)
-    assert torch.equal(rows, whole.view(50, 20)[[3, 7]])
-    assert payload.error_of_copy(whole, 0, 1, 2) == 0.0
-    for index in (0, 63, 64, 999):  # whichever piece it is in
-        broken = whole.clone()
-        broken[index] = torch.nan
-        assert payload.error_of_copy(broken, 0, 1, 2) == float("inf")
+    with replaced((payload, "PIECE", 64)):
+        assert torch.equal(payload.vector(0, 1000, 1, 2, torch.float32, CPU), whole)
+        assert torch.equal(payload.vector(300, 100, 1, 2, torch.float32, CPU), whole[300:400])
+        rows = payload.some_rows(torch.tensor([3, 7]), 20, 1, 2, torch.float32)
+        assert torch.equal(rows, whole.view(50, 20)[[3, 7]])
+        assert payload.error_of_copy(whole, 0, 1, 2) == 0.0
+        for index in (0, 63, 64, 999):  # whichever piece it is in
+            broken = whole.clone()
+            broken[index] = torch.nan
+            assert payload.error_of_copy(broken, 0, 1, 2) == float("inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
@@ -312,10 +312,10 @@ def test_candidates_alternate_block_by_block(virtual: bool) -> None:
         assert "".join(calls) == "aabb" * 4 and len(ticks) == 6
 
 
-def test_a_slow_first_call_does_not_shorten_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_first_call_does_not_shorten_blocks() -> None:
     taken = iter([1.0, 2e-4, 1e-4, 3e-4])
-    monkeypatch.setattr(protocol, "block", lambda *_, **__: next(taken))
-    assert protocol.calls_per_block(lambda: None) == protocol.BLOCK_SECONDS / 1e-4
+    with replaced((protocol, "block", lambda *_, **__: next(taken))):
+        assert protocol.calls_per_block(lambda: None) == protocol.BLOCK_SECONDS / 1e-4
 
 
 def _block(order: list[str]) -> None:
@@ -324,9 +324,9 @@ def _block(order: list[str]) -> None:
 
 def test_virtual_ranks_all_launch_before_one_waits_for_the_device() -> None:
     order: list[str] = []
-    with (
-        mock.patch.object(interlace, "device", lambda: torch.device("cuda")),
-        mock.patch.object(torch.cuda, "synchronize", lambda: order.append("wait")),
+    with replaced(
+        (interlace, "device", lambda: torch.device("cuda")),
+        (torch.cuda, "synchronize", lambda: order.append("wait")),
     ):
         interlace.run(_block, 3, order)
     assert order == ["launch"] * 3 + ["wait"] * 3

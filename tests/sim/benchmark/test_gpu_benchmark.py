@@ -1,6 +1,5 @@
 """The GPU benchmark, on simulated ranks: what it measures is right, and it would notice if it were not."""
 
-import importlib
 import importlib.util
 import json
 import signal
@@ -15,25 +14,24 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import interlace
-from stand_ins.fake_cuda import FakeEvent, FakeGpu, FakeStream
-from stand_ins.fake_driver import install
+from sim.benchmark.model_support import ROOT, module
+from stand_ins.fake_cuda import FakeEvent, FakeGpu
+from stand_ins.fake_driver import installed
+from stand_ins.fake_host import run_virtual
+from stand_ins.replaced import replaced
 from tiers import thorough
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: run benchmarks/gpu.py itself"
+)
 
 
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: run benchmarks/gpu.py itself")
-
-
-def module(name: str) -> Any:
-    if name != "gpu":
-        return importlib.import_module(name)
+def gpu_module() -> Any:
+    """benchmarks/gpu.py; "gpu" is a folder of tests as well."""
     spec = importlib.util.spec_from_file_location("benchmarks_gpu", BENCHMARKS / "gpu.py")
-    assert spec is not None and spec.loader is not None  # "gpu" is a folder of tests as well
+    assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
@@ -43,43 +41,39 @@ def module(name: str) -> Any:
     "part", ["matmul", "variants", "ops", "virtual", "slow-link", "small", "host"]
 )
 def test_a_dry_run_gets_right_results(part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert module("gpu").main(["--dry-run", "--part", part]) == 0
+    assert gpu_module().main(["--dry-run", "--part", part]) == 0
     printed = capsys.readouterr().out
     assert "wrong" not in printed and "FAILED" not in printed and "not written" in printed
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert module("gpu").main([]) == 2
+    assert gpu_module().main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().out
 
 
-def test_a_wrong_result_has_no_times_and_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lone = module("gpu_parts.lone_rank")
-    send = lone.LoneRank.copy_engine
+def test_a_wrong_result_has_no_times_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    lone = module("gpu_parts.lone_rank").LoneRank
+    send = lone.copy_engine
 
     def shifted(self: Any, host: torch.Tensor) -> Any:  # every row is its neighbour's
         return send(self, host.roll(1, 0))
 
-    monkeypatch.setattr(lone.LoneRank, "copy_engine", shifted)
-    assert module("gpu").main(["--dry-run", "--part", "slow-link"]) == 1
+    with replaced((lone, "copy_engine", shifted)):
+        assert gpu_module().main(["--dry-run", "--part", "slow-link"]) == 1
     assert "wrong results" in capsys.readouterr().out
 
 
-def test_a_case_that_fails_is_told_and_the_next_begins(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lone = module("gpu_parts.lone_rank")
-    consumer = lone.LoneRank.consumer
+def test_a_case_that_fails_is_told_and_the_next_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    lone = module("gpu_parts.lone_rank").LoneRank
+    consumer = lone.consumer
 
     def too_large(self: Any, *given: Any, **named: Any) -> Any:
         if self.configuration.num_stages == 4:
             raise MemoryError("out of shared memory")
         return consumer(self, *given, **named)
 
-    monkeypatch.setattr(lone.LoneRank, "consumer", too_large)
-    assert module("gpu").main(["--dry-run", "--part", "variants"]) == 1
+    with replaced((lone, "consumer", too_large)):
+        assert gpu_module().main(["--dry-run", "--part", "variants"]) == 1
     printed = capsys.readouterr().out
     assert "rank 0: MemoryError: out of shared memory" in printed and "wrong" not in printed
     assert "1 of 6 cases failed" in printed and printed.count("fraction_of_torch") == 5
@@ -137,14 +131,14 @@ def test_spread() -> None:
     assert timing.Time.of([5.0, 1.0, 2.0, 4.0, 3.0]) == timing.Time(3.0, 2.0, 4.0)
 
 
-def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_rank_has_the_chunks_of_a_rank_among_eight() -> None:
     lone_rank = module("gpu_parts.lone_rank")
-    monkeypatch.setattr(lone_rank.configuration, "capability_of", lambda place: 90)
 
     def chunks() -> int:
         return int(lone_rank.LoneRank(8, 1024, 2048, 4096, torch.bfloat16).configuration.chunks)
 
-    assert interlace.run(chunks, 1) == [1]
+    with replaced((lone_rank.configuration, "capability_of", lambda place: 90)):
+        assert interlace.run(chunks, 1) == [1]
 
 
 class OnCpu(TorchFunctionMode):
@@ -160,14 +154,16 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class TimedEvent(FakeEvent):
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 150.0
+
+
 @pytest.mark.parametrize("connections", [1, 8])
 def test_the_probe_sees_which_streams_share_a_queue(
-    connections: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    connections: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
-        monkeypatch.delenv(name, raising=False)
-    gpu = install(monkeypatch, FakeGpu(connections=connections))
-    probe, timing = module("gpu_probe"), module("gpu_parts.timing")
+    gpu, probe = FakeGpu(connections=connections), module("gpu_probe")
     clock = [0.0]  # of its own: a busy machine changes nothing
 
     def tick() -> float:
@@ -179,18 +175,18 @@ def test_the_probe_sees_which_streams_share_a_queue(
         gpu.enqueue(gpu.current, "sleep", lambda: iter([lambda: clock[0] > end]))
 
     gpu.let_hosts_run = tick  # what is enqueued may take a while
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=tick))
-
-    for name, value in {"init": None, "caching_allocator_alloc": 1 << 40}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *given, value=value: value)
-    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", lambda memory: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-    monkeypatch.setattr(FakeEvent, "elapsed_time", lambda event, end: 150.0, raising=False)
-    monkeypatch.setattr(FakeStream, "__hash__", lambda stream: stream.cuda_stream)
-    monkeypatch.setattr(timing, "launch_now", lambda launch, stream: None)
-    monkeypatch.setattr(sys, "argv", ["gpu_probe.py"])
-    with OnCpu():
+    played = (
+        (probe, "time", SimpleNamespace(perf_counter=tick)),
+        (torch.cuda, "init", lambda: None),
+        (torch.cuda, "caching_allocator_alloc", lambda *given: 1 << 40),
+        (torch.cuda, "caching_allocator_delete", lambda memory: None),
+        (torch.cuda, "_sleep", sleep),
+        (torch.cuda, "Event", TimedEvent),
+        (vars(torch._C), "_host_emptyCache", lambda: None),
+        (module("gpu_parts.timing"), "launch_now", lambda launch, stream: None),
+        (sys, "argv", ["gpu_probe.py"]),
+    )
+    with installed(gpu, *played), OnCpu():
         assert probe.main() == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not [each for each in found.values() if isinstance(each, str) and each]  # errors
@@ -199,21 +195,24 @@ def test_the_probe_sees_which_streams_share_a_queue(
     assert found["low stream 0 shares its queue with low"] == [*range(step, 32, step)]
 
 
-def test_torchs_algorithms_do_not_stop_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_algorithms_do_not_stop_the_host() -> None:
     """What stops it between steps would be timed, and be to our favour."""
-    gpu = install(monkeypatch, FakeGpu())
-    stops: list[int] = []
-    synchronize = gpu.synchronize
-    monkeypatch.setattr(
-        gpu, "synchronize", lambda *handle: (stops.append(1), synchronize(*handle))[1]
-    )
     pipelined = module("gpu_parts.torch_pipelined")
 
-    def on_rank() -> tuple[int, int]:
-        ops, before = pipelined.TorchPipelined(), len(stops)
-        ops.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
-        during = len(stops)
-        torch.cuda.synchronize()
-        return during - before, len(stops) - during
+    class Counting(FakeGpu):
+        stops = 0
 
-    assert interlace.run(on_rank, 1, place="cuda") == [(0, 1)]
+        def synchronize(self, handle: int | None = None) -> None:
+            self.stops += 1
+            super().synchronize(handle)
+
+    gpu = Counting()
+
+    def on_rank() -> tuple[int, int]:
+        ops, before = pipelined.TorchPipelined(), gpu.stops
+        ops.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
+        during = gpu.stops
+        torch.cuda.synchronize()
+        return during - before, gpu.stops - during
+
+    assert run_virtual(on_rank, 1, gpu) == [(0, 1)]

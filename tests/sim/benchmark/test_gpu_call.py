@@ -81,11 +81,6 @@ def test_a_dry_run_has_time_where_the_machine_is_slow(tmp_path: pathlib.Path) ->
     assert min(map(int, limits)) == 4 * 30
 
 
-def test_virtual_ranks_are_not_timed() -> None:
-    text = SCRIPT.read_text()
-    assert "--part matmul" in text and "--part ops" in text and "--part virtual" not in text
-
-
 def test_a_step_that_fails_is_told_and_the_next_begins(tmp_path: pathlib.Path) -> None:
     done = run("2", tmp_path, PY="false")
     assert done.returncode == 1, done.stdout

@@ -23,6 +23,7 @@ from sim.benchmark.model_support import (
     predict,
     shape,
 )
+from stand_ins.replaced import replaced
 
 # -- the event loop ----------------------------------------------------------------------------------
 
@@ -110,16 +111,16 @@ def test_nothing_is_busier_than_always(op: str, algorithm: str, name: str, every
     assert usage.links["sends"] > 0
 
 
-def test_a_link_that_is_used_twice_at_once_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_is_used_twice_at_once_would_be_seen() -> None:
     engine = module("model.simulation.engine")
 
     def without_queue(self: Any, now: float, nbytes: float) -> float:
         self.busy += nbytes / self.rate
         return now + nbytes / self.rate
 
-    monkeypatch.setattr(engine.Link, "reserve", without_queue)
     slow = machine().with_values("assumed: test", link_gbs=2.0)
-    usage = predict(slow, shape(SCATTER, 1024, 1024, 2048, 4)).usage
+    with replaced((engine.Link, "reserve", without_queue)):
+        usage = predict(slow, shape(SCATTER, 1024, 1024, 2048, 4)).usage
     assert usage.links["sends"] > 1.5
 
 
@@ -239,7 +240,7 @@ def test_nobody_reads_before_it_is_there(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", BOTH)
-def test_without_waits_that_would_be_seen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_waits_that_would_be_seen(op: str) -> None:
     cluster, engine = module("model.simulation.cluster"), module("model.simulation.engine")
 
     def always(self: Any, *names: Any) -> Any:
@@ -247,8 +248,8 @@ def test_without_waits_that_would_be_seen(op: str, monkeypatch: pytest.MonkeyPat
         signal.is_set = True
         return signal
 
-    monkeypatch.setattr(cluster.Cluster, "flag", always)
-    assert early_reads(op)
+    with replaced((cluster.Cluster, "flag", always)):
+        assert early_reads(op)
 
 
 def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
@@ -287,14 +288,14 @@ def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
         assert sum(map(len, real.values())) > 3 * 12
 
 
-def test_orders_come_from_the_kernels_and_not_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_come_from_the_kernels_and_not_from_here() -> None:
     formulas = module("interlace.kernels.launch_formulas")
     slow = machine("h200-pcie")  # where the link is the limit, to take the last chunk first costs
     case = shape(GATHER, 8192)
     before = predict(slow, case).microseconds
     order = formulas.arrival_order
-    monkeypatch.setattr(formulas, "arrival_order", lambda *a: order(*a)[::-1])
-    assert predict(slow, case).microseconds > 1.05 * before
+    with replaced((formulas, "arrival_order", lambda *a: order(*a)[::-1])):
+        assert predict(slow, case).microseconds > 1.05 * before
 
 
 @pytest.mark.parametrize(

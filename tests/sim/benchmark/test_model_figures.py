@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sim.benchmark.model_support import machine, module
+from stand_ins.replaced import replaced
 from tiers import thorough
 
 
@@ -157,9 +158,9 @@ def test_plots(tmp_path: Path, compared: list[Any]) -> None:
     assert all(path.stat().st_size > 10_000 for path in drawn) and len(said) == len(drawn)
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'interlace\[plot\]'"):
+def test_without_matplotlib_it_says_what_to_install() -> None:
+    missing = replaced((sys.modules, "matplotlib.figure", None))
+    with missing, pytest.raises(ValueError, match=r"pip install 'interlace\[plot\]'"):
         module("predict").main(["--plot", "nowhere"])
 
 

@@ -1,20 +1,17 @@
 """Tables of ``python benchmarks/run.py``, as they are printed."""
 
-import importlib
 import io
-import pathlib
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks"
+from sim.benchmark.model_support import module
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("run")
+def runner() -> Any:
+    return module("run")
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def test_control_on_a_terminal_a_table_is_as_wide_as_that(runner: Any, wide: Any
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_every_message_that_is_sent_is_received(runner: Any, world_size: int) -> None:
-    cells = importlib.import_module("cpu.message_cells").cells(world_size, [1, 1 << 30], 16 << 30)
+    cells = module("cpu.message_cells").cells(world_size, [1, 1 << 30], 16 << 30)
     assert {cell.op for cell in cells} >= {"exchange", "send", "ping-pong", "batch"}
     assert all(world_size * (1 + cell.in_flight) * cell.nbytes <= 16 << 30 for cell in cells)
     assert any(cell.nbytes == 1 << 30 for cell in cells) and any(

@@ -9,6 +9,9 @@ import importlib
 import inspect
 import operator
 import pathlib
+import platform
+import re
+import sysconfig
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +32,7 @@ from interlace.runtime.compat import (
     triton_launcher,
 )
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
+from stand_ins.replaced import Replacement, environment, replaced
 
 TRITON = releases.release(releases.installed("Triton"))
 POLICY = tuple(f"policy {number}" for number in range(len(NO_POLICY)))
@@ -58,9 +62,14 @@ INTERNALS = (
 )
 
 
+LIKELY = re.compile(r"^ *(from|import) (triton(\.(?!language)| import)|torch\._C)", re.MULTILINE)
+
+
 def reached_into(text: str) -> list[str]:
     """The modules of ``INTERNALS`` that a source imports."""
-    found = []
+    found: list[str] = []
+    if not LIKELY.search(text):
+        return found
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -254,41 +263,54 @@ def test_what_is_missing_is_named_with_the_releases_that_have_it() -> None:
         builder.binary_op  # noqa: B018
 
 
-def test_newer_releases_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(releases.SAID, raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    newer = {"Python": "3.13.0", "torch": "2.16.0a0+git", "Triton": "3.10.1"}
-    monkeypatch.setattr(releases, "installed", newer.__getitem__)
-    with pytest.warns(UserWarning, match=r"torch 2\.16.*Triton 3\.10\.1") as seen:
-        releases.warn_of_untried()
-        releases.warn_of_untried()
+def releases_of(**versions: str) -> Replacement:
+    """These are installed; and nothing was said yet, by the process that says it."""
+    return releases, "installed", versions.__getitem__
+
+
+FIRST: dict[str, str | None] = {releases.SAID: None, "RANK": None}
+
+
+def test_newer_releases_are_named_once() -> None:
+    newer = releases_of(Python="3.13.0", torch="2.16.0a0+git", Triton="3.10.1")
+    with environment(**FIRST), replaced(newer):
+        with pytest.warns(UserWarning, match=r"torch 2\.16.*Triton 3\.10\.1") as seen:
+            releases.warn_of_untried()
+            releases.warn_of_untried()
+        assert not releases.was_tried("torch") and releases.was_tried("Python")
     assert len(seen) == 1 and "Python" not in str(seen[0].message)
-    assert not releases.was_tried("torch") and releases.was_tried("Python")
 
 
-def test_nothing_is_said_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = {"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}
-    monkeypatch.setattr(releases, "installed", tried.__getitem__)
-    assert releases.untried() == ""
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"Python": "3.10.1", "torch": "2.15.3+cpu", "Triton": "3.6.0"}, ""),
+        *[
+            (
+                {"Python": "3.11.7", "torch": version, "Triton": "3.7.1"},
+                f"torch {version} (tried: 2.11 to 2.15)",
+            )
+            for version in ("2.10.0", "3", "unknown")
+        ],
+    ],
+)
+def test_what_is_older_or_odd_is_named(versions: dict[str, str], said: str) -> None:
+    with replaced(releases_of(**versions)):
+        assert releases.untried() == said
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "3", "unknown"])
-def test_what_is_older_or_odd_is_named(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    known = {"Python": "3.11.7", "torch": version, "Triton": "3.7.1"}
-    monkeypatch.setattr(releases, "installed", known.__getitem__)
-    assert releases.untried() == f"torch {version} (tried: 2.11 to 2.15)"
-
-
-def test_a_python_without_a_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("locked", [None, 0, 1])
+def test_a_python_without_a_lock_is_named(locked: int | None) -> None:
     """A free-threaded build has the version of the other, with which everything was tried."""
-    monkeypatch.delenv(releases.SAID, raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(releases, "installed", releases.installed.__wrapped__)
-    monkeypatch.setattr("platform.python_version", lambda: "3.14.2")
-    for locked in (None, 0):
-        monkeypatch.setattr("sysconfig.get_config_var", {"Py_GIL_DISABLED": locked}.get)
-        assert releases.untried() == ""
-    monkeypatch.setattr("sysconfig.get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    build = (
+        (releases, "installed", releases.installed.__wrapped__),
+        (platform, "python_version", lambda: "3.14.2"),
+        (sysconfig, "get_config_var", {"Py_GIL_DISABLED": locked}.get),
+    )
     said = r"not tried with Python 3\.14\.2 free-threaded \(tried: 3\.10 to 3\.14, with a GIL\)"
-    with pytest.warns(UserWarning, match=said):
-        releases.warn_of_untried()
+    with environment(**FIRST), replaced(*build):
+        if not locked:
+            assert releases.untried() == ""
+            return
+        with pytest.warns(UserWarning, match=said):
+            releases.warn_of_untried()

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 import interlace
 from interlace.runtime.places.sim import user_code
 from interlace_verify import shims
+from stand_ins.replaced import replaced
 
 
-def test_the_host_does_not_wait_for_an_op_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_does_not_wait_for_an_op_of_torch() -> None:
     """Its shape is known by meta tensors, which torch's own code in Python takes, so a stream runs it."""
     found, stock = [], user_code._allocated
 
@@ -21,8 +21,7 @@ def test_the_host_does_not_wait_for_an_op_of_torch(monkeypatch: pytest.MonkeyPat
     def on_rank() -> list[float]:
         return (torch.ones(2, device="cuda") * 3 + 1.0).tolist()
 
-    monkeypatch.setattr(user_code, "_allocated", allocated)
-    with shims.installed("torch"):
+    with shims.installed("torch"), replaced((user_code, "_allocated", allocated)):
         assert interlace.run(on_rank, 1) == [[4.0, 4.0]]
     results = dict(found)
     assert results["aten::mul.Tensor"] is not None and results["aten::add.Tensor"] is not None

@@ -13,6 +13,7 @@ import torch
 
 import interlace
 from interlace.runtime.compat.environment import SWITCHES, VARIABLES, check_environment, write_log
+from stand_ins.replaced import environment
 from tiers import few
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -45,41 +46,37 @@ def test_every_variable_that_is_read_is_known() -> None:
     ("slip", "meant"),
     [("INTERLACE_MACHINCODE", "INTERLACE_MACHINE_CODE"), ("INTERLACE_RECORDS", "INTERLACE_RECORD")],
 )
-def test_a_slip_is_named_with_what_was_meant(
-    slip: str, meant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(slip, "0")
-    with pytest.raises(ValueError, match=rf"^{slip} in the environment .* did you mean {meant}"):
+def test_a_slip_is_named_with_what_was_meant(slip: str, meant: str) -> None:
+    said = rf"^{slip} in the environment .* did you mean {meant}"
+    with environment(**{slip: "0"}), pytest.raises(ValueError, match=said):
         check_environment()
 
 
 @pytest.mark.parametrize("value", ["2", "true", "no"])
-def test_a_switch_is_0_or_1(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SWITCHES:
-        monkeypatch.setenv(name, "1")
-    check_environment()
-    monkeypatch.setenv("INTERLACE_MACHINE_CODE", value)
-    with pytest.raises(ValueError, match=f"INTERLACE_MACHINE_CODE .* 0 or 1, got '{value}'"):
+def test_a_switch_is_0_or_1(value: str) -> None:
+    with environment(**dict.fromkeys(SWITCHES, "1")):
+        check_environment()
+    said = f"INTERLACE_MACHINE_CODE .* 0 or 1, got '{value}'"
+    with environment(INTERLACE_MACHINE_CODE=value), pytest.raises(ValueError, match=said):
         check_environment()
 
 
-def test_a_service_of_kubernetes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_443_TCP_ADDR"):
-        monkeypatch.setenv(f"INTERLACE_{name}", "10.0.0.1")
-        monkeypatch.setenv(f"INTERLACE_JOB_{name}", "10.0.0.1")
-    check_environment()
+def test_a_service_of_kubernetes_passes() -> None:
+    names = ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_443_TCP_ADDR")
+    for job in ("INTERLACE", "INTERLACE_JOB"):
+        with environment(**{f"{job}_{name}": "10.0.0.1" for name in names}):
+            check_environment()
 
 
-def test_variables_of_a_job_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_job_are_one_warning() -> None:
     """From rank 0, and not again from its child processes, which inherit its environment."""
     job = {"INTERLACE_RESTART": "5", "INTERLACE_CACHE": "x"}  # not quite TUNE_CACHE
-    monkeypatch.setattr(os, "environ", {**job, "RANK": "1"})
-    with warnings.catch_warnings():
+    with environment(**job, RANK="1", INTERLACE_UNKNOWN=None), warnings.catch_warnings():
         warnings.simplefilter("error")
         check_environment()
-    monkeypatch.setattr(os, "environ", dict(job))
     names = r"INTERLACE_RESTART, INTERLACE_CACHE \(did you mean INTERLACE_TUNE_CACHE\?\)"
-    with pytest.warns(match=rf"ignores {names} in .*; docs/operations.md lists") as seen:
+    said = rf"ignores {names} in .*; docs/operations.md lists"
+    with environment(**job, RANK=None, INTERLACE_UNKNOWN=None), pytest.warns(match=said) as seen:
         check_environment()
         check_environment()
     assert len(seen) == 1
@@ -92,11 +89,9 @@ def test_import_raises_it() -> None:
     assert done.returncode == 1 and done.stderr.endswith("did you mean INTERLACE_TUNE_CACHE?\n")
 
 
-def test_a_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INTERLACE_DEBUG", "verbose")
-    with pytest.raises(
-        ValueError, match="INTERLACE_DEBUG must be one of warning, info, debug, got 'verb"
-    ):
+def test_a_level_that_is_none() -> None:
+    said = "INTERLACE_DEBUG must be one of warning, info, debug, got 'verb"
+    with environment(INTERLACE_DEBUG="verbose"), pytest.raises(ValueError, match=said):
         write_log()
 
 

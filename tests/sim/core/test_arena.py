@@ -1,7 +1,6 @@
 """Workspaces: what a lease holds, when memory is allocated, and that slots and data never overlap."""
 
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from interlace.groups.groups import default_group
 from interlace.kernels.signal import CREDIT_WORDS, EPOCH_WORD, HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD, Arena, Layout, SymmetricBuffer
 from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.tuning import auto
+from ranks import ranks
+from stand_ins.replaced import replaced
 
 SIZES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300_000)), min_size=1, max_size=12)
 
@@ -69,21 +69,13 @@ def one_of_each() -> None:
     rank, world = interlace.get_rank(), interlace.get_world_size()
     interlace.all_gather_matmul(torch.ones(rank + 1, 8), torch.ones(8, 4))
     interlace.matmul_reduce_scatter(torch.ones(5, 8), torch.ones(8, 4))
-    interlace.all_gather(torch.empty(world * 3), torch.ones(3))
+    interlace.all_gather(torch.empty(world * 3), torch.ones(3), algorithm="kernel")
     interlace.all_gather(torch.empty(world * 3), torch.ones(3), algorithm="copy")
-    interlace.all_reduce(torch.ones(7))
+    interlace.all_reduce(torch.ones(7), algorithm="kernel")
 
 
-@pytest.fixture
-def channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small messages, too, through workspaces."""
-    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)
-
-
-@pytest.mark.usefixtures("channels")
 def test_no_allocation_and_no_zeroing_after_the_first_calls() -> None:
     calls: Counter[str] = Counter()
-    allocate_, zeros, zero_ = SimPlace.allocate, torch.zeros, torch.Tensor.zero_
 
     def counted(name: str, function: object) -> object:
         def wrapper(*args: object, **kwargs: object) -> object:
@@ -107,57 +99,44 @@ def test_no_allocation_and_no_zeroing_after_the_first_calls() -> None:
         interlace.barrier()
         return [before, sum(calls.values())]
 
-    with (
-        mock.patch.object(SimPlace, "allocate", counted("allocate", allocate_)),
-        mock.patch.object(torch, "zeros", counted("zeros", zeros)),
-        mock.patch.object(torch.Tensor, "zero_", counted("zero_", zero_)),
-    ):
+    places = ((SimPlace, "allocate"), (torch, "zeros"), (torch.Tensor, "zero_"))
+    counting = [(owner, name, counted(name, getattr(owner, name))) for owner, name in places]
+    with replaced(*counting):
         results = interlace.run(on_rank, 2)
     assert calls["allocate"] == 4, "two channels on each of two ranks"
     for before, after in results:
         assert before == after == sum(calls.values())
 
 
+@ranks(2, place="sim")
 def test_a_larger_shape_grows_both_channels_once() -> None:
-    def on_rank() -> list[int]:
-        held = []
-        for elements in (10, 10, 100_000, 100_000, 10, 100_000):
-            interlace.all_reduce(torch.ones(elements), algorithm="copy")
-            held.append(default_group().workspace_bytes)
-        return held
-
-    for held in interlace.run(on_rank, 2):
-        assert held == sorted(held)
-        assert held[3] > held[1]
-        assert held[3] == held[5]
+    held = []
+    for elements in (10, 10, 100_000, 100_000, 10, 100_000):
+        interlace.all_reduce(torch.ones(elements), algorithm="copy")
+        held.append(default_group().workspace_bytes)
+    assert held == sorted(held)
+    assert held[1] < held[3] == held[5]
 
 
-@pytest.mark.usefixtures("channels")
+@ranks(3, place="sim")
 def test_epochs_only_grow_and_credits_follow() -> None:
-    def on_rank() -> list[list[int]]:
-        group, seen = default_group(), []
-        for _ in range(6):
-            interlace.all_reduce(torch.ones(3))
-            headers = [b.view(b.rank, 0, (HEADER_WORDS,), torch.int64) for b in
-                       group.arena.buffers()]  # fmt: skip
-            seen.append([int(header[EPOCH_WORD]) for header in headers])
-        interlace.barrier()
-        for header in headers:
-            credits = header[CREDIT_WORDS : CREDIT_WORDS + 3].tolist()
-            assert credits == [3, 3, 3]
-        return seen
-
-    for seen in interlace.run(on_rank, 3):
-        assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
+    group, seen = default_group(), []
+    for _ in range(6):
+        interlace.all_reduce(torch.ones(3), algorithm="kernel")
+        buffers = group.arena.buffers()
+        headers = [each.view(each.rank, 0, (HEADER_WORDS,), torch.int64) for each in buffers]
+        seen.append([int(header[EPOCH_WORD]) for header in headers])
+    interlace.barrier()
+    for header in headers:
+        assert header[CREDIT_WORDS : CREDIT_WORDS + 3].tolist() == [3, 3, 3]
+    assert seen == [[1], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
 
 
+@ranks(2, place="sim")
 def test_a_closed_group_refuses() -> None:
-    def on_rank() -> None:
-        group = interlace.new_group()
-        assert group is not None
-        group.close()
-        group.close()
-        with pytest.raises(interlace.InterlaceError, match=r"rank \d: all_reduce .*closed"):
-            interlace.all_reduce(torch.ones(1), group=group)
-
-    interlace.run(on_rank, 2)
+    group = interlace.new_group()
+    assert group is not None
+    group.close()
+    group.close()
+    with pytest.raises(interlace.InterlaceError, match=r"rank \d: all_reduce .*closed"):
+        interlace.all_reduce(torch.ones(1), group=group)

@@ -12,6 +12,7 @@ import torch
 from interlace.runtime.core.call import MessageEnd
 from interlace.runtime.core.stream import Continued, Outcome
 from interlace.runtime.core.work import Work
+from stand_ins.replaced import replaced
 
 
 def test_what_a_peer_has_refused_of_an_earlier_message_is_raised() -> None:
@@ -88,9 +89,7 @@ def test_an_end_wakes_threads_that_wait_for_it() -> None:
     assert [outcome.result for outcome in found] == [7, 7, 7]
 
 
-def test_a_future_is_done_though_an_exception_comes_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_future_is_done_though_an_exception_comes_meanwhile() -> None:
     """As of a signal's handler, while what waits for the message tells its end."""
     message = MessageEnd()
     message.refused = deque()
@@ -104,7 +103,7 @@ def test_a_future_is_done_though_an_exception_comes_meanwhile(
         set_result(self, value)
 
     set_result = torch.futures.Future.set_result
-    monkeypatch.setattr(torch.futures.Future, "set_result", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    signal = replaced((torch.futures.Future, "set_result", interrupted))
+    with signal, pytest.raises(KeyboardInterrupt):
         message.set_result(Outcome(None, None))
     assert future.done() and future.value() == []

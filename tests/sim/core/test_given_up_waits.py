@@ -9,7 +9,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from interlace.runtime.places.sim.place import SimPlace, SimStream
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.runtime.tuning.configuration import override
 from mutants.mutations import Edit, Mutant, mutated
+from stand_ins.replaced import replaced
 from support import POISON_BYTE, noise, run_alone
 
 TILES = {f"block_{axis}": 16 for axis in "mnk"} | {"block_elements": 16, "programs": 2}
@@ -37,72 +38,49 @@ NUMBERS = noise(0, 0, (32, 16))
 WEIGHT = noise(0, 1, (16, 24))
 
 
-def all_gather() -> None:
-    interlace.all_gather(torch.empty(64, 16), NUMBERS, algorithm="kernel")
+class Case(NamedTuple):
+    """An op, the file whose stores have to wait, and how that asks for credit."""
+
+    call: Callable[[], object]
+    file: str
+    credit: str
 
 
-def reduce_scatter() -> None:
-    interlace.reduce_scatter(torch.empty(16, 16), NUMBERS, algorithm="kernel")
+def collective(name: str, rows: int | None, algorithm: str) -> Callable[[], object]:
+    """``rows``: of the output; None: in place."""
+    function = getattr(interlace, name)
+    if rows is None:
+        return lambda: function(NUMBERS.clone(), algorithm=algorithm)
+    return lambda: function(torch.empty(rows, 16), NUMBERS, algorithm=algorithm)
 
 
-def all_reduce() -> None:
-    interlace.all_reduce(NUMBERS.clone(), algorithm="kernel")
-
-
-def multimem_all_gather() -> None:
-    interlace.all_gather(torch.empty(64, 16), NUMBERS, algorithm="multimem")
-
-
-def multimem_reduce_scatter() -> None:
-    interlace.reduce_scatter(torch.empty(16, 16), NUMBERS, algorithm="multimem")
-
-
-def multimem_all_reduce() -> None:
-    interlace.all_reduce(NUMBERS.clone(), algorithm="multimem")
-
-
-def all_gather_matmul() -> None:
-    interlace.all_gather_matmul(NUMBERS, WEIGHT, algorithm="fused")
-
-
-def matmul_reduce_scatter() -> None:
-    interlace.matmul_reduce_scatter(NUMBERS, WEIGHT, algorithm="fused")
-
-
-def matmul_all_reduce() -> None:
-    interlace.matmul_all_reduce(NUMBERS, WEIGHT, algorithm="fused")
-
-
-def matmul_reduce_scatter_norm() -> None:
-    how = {"norm": interlace.RMSNorm(), "gather_normed": True, "algorithm": "fused"}
-    interlace.matmul_reduce_scatter(NUMBERS, WEIGHT, **how)  # type: ignore[call-overload]
-
-
-def matmul_all_reduce_norm() -> None:
-    norm = interlace.RMSNorm()
-    interlace.matmul_all_reduce(NUMBERS, WEIGHT, norm=norm, algorithm="fused")
-
-
-def reduce_norm() -> None:
-    norm = interlace.RMSNorm()
-    interlace.reduce_scatter_norm(NUMBERS, norm=norm, gather_normed=True, algorithm="fused")
+def fused(name: str, *operands: torch.Tensor, **options: Any) -> Callable[[], object]:
+    return lambda: getattr(interlace, name)(*operands, algorithm="fused", **options)
 
 
 OF_ONE, OF_ALL = "epoch) >= epoch - 1", "wait_credits(workspace, epoch) == 0"
-# Each with the file whose stores have to wait, and how that asks for credit.
-OPS: dict[Callable[[], None], tuple[str, str]] = {
-    all_gather: ("transfer", OF_ONE),
-    reduce_scatter: ("collectives/reduction", OF_ONE),
-    all_reduce: ("collectives/reduction", OF_ALL),
-    multimem_all_gather: ("collectives/multimem", OF_ALL),
-    multimem_reduce_scatter: ("collectives/multimem", OF_ALL),
-    multimem_all_reduce: ("collectives/multimem", OF_ALL),
-    all_gather_matmul: ("transfer", OF_ONE),
-    matmul_reduce_scatter: ("matmul/matmul_reduce_scatter", OF_ONE),
-    matmul_all_reduce: ("matmul/matmul_all_reduce", OF_ALL),
-    matmul_reduce_scatter_norm: ("matmul/matmul_reduce_scatter", OF_ONE),
-    matmul_all_reduce_norm: ("matmul/matmul_all_reduce", OF_ALL),
-    reduce_norm: ("matmul/reduce_norm", OF_ONE),
+REDUCTION, MULTIMEM = "collectives/reduction", "collectives/multimem"
+SCATTER, REDUCE = "matmul/matmul_reduce_scatter", "matmul/matmul_all_reduce"
+NORM = {"norm": interlace.RMSNorm()}
+NORMED = {**NORM, "gather_normed": True}
+PRODUCT = NUMBERS, WEIGHT
+OPS = {
+    "all_gather": Case(collective("all_gather", 64, "kernel"), "transfer", OF_ONE),
+    "reduce_scatter": Case(collective("reduce_scatter", 16, "kernel"), REDUCTION, OF_ONE),
+    "all_reduce": Case(collective("all_reduce", None, "kernel"), REDUCTION, OF_ALL),
+    "multimem_all_gather": Case(collective("all_gather", 64, "multimem"), MULTIMEM, OF_ALL),
+    "multimem_reduce_scatter": Case(collective("reduce_scatter", 16, "multimem"), MULTIMEM, OF_ALL),
+    "multimem_all_reduce": Case(collective("all_reduce", None, "multimem"), MULTIMEM, OF_ALL),
+    "all_gather_matmul": Case(fused("all_gather_matmul", *PRODUCT), "transfer", OF_ONE),
+    "matmul_reduce_scatter": Case(fused("matmul_reduce_scatter", *PRODUCT), SCATTER, OF_ONE),
+    "matmul_all_reduce": Case(fused("matmul_all_reduce", *PRODUCT), REDUCE, OF_ALL),
+    "matmul_reduce_scatter_norm": Case(
+        fused("matmul_reduce_scatter", *PRODUCT, **NORMED), SCATTER, OF_ONE
+    ),
+    "matmul_all_reduce_norm": Case(fused("matmul_all_reduce", *PRODUCT, **NORM), REDUCE, OF_ALL),
+    "reduce_norm": Case(
+        fused("reduce_scatter_norm", NUMBERS, **NORMED), "matmul/reduce_norm", OF_ONE
+    ),
 }
 
 
@@ -121,7 +99,7 @@ class Seen:
 
 
 @functools.cache
-def seen(op: Callable[[], None]) -> Seen:
+def seen(op: str) -> Seen:
     """``op`` by two ranks. A test of a mutant calls this before, so that the kernel is interlace's own."""
     launch, allocate = SimStream.launch, SimPlace.allocate
     launches, buffers = list[KernelLaunch](), list[SymmetricBuffer]()
@@ -137,18 +115,15 @@ def seen(op: Callable[[], None]) -> Seen:
             buffers.append(buffer)
         return buffer
 
-    with (
-        override(**TILES),
-        mock.patch.object(SimStream, "launch", noting_launch),
-        mock.patch.object(SimPlace, "allocate", noting_allocate),
-    ):
-        interlace.run(op, 2)
+    noting = (SimStream, "launch", noting_launch), (SimPlace, "allocate", noting_allocate)
+    with override(**TILES), replaced(*noting):
+        interlace.run(OPS[op].call, 2)
     (made,), (buffer,) = launches, buffers
     return Seen(made, buffer, [part.clone() for part in buffer.peer_bytes])
 
 
 def run_again(
-    op: Callable[[], None], *, credit: int, void: bool = False, gathered: bool = False
+    op: str, *, credit: int, void: bool = False, gathered: bool = False
 ) -> tuple[bool, bool]:
     """Whether rank 1's memory has changed, and whether rank 0 has told that it gave up.
 
@@ -172,30 +147,28 @@ def run_again(
     return not bool((theirs == POISON_BYTE).all()), bool(told)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_without_credit_nothing_is_stored(op: Callable[[], None]) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_without_credit_nothing_is_stored(op: str) -> None:
     assert run_again(op, credit=0) == (False, True)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_with_credit_it_is_stored(op: Callable[[], None]) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_with_credit_it_is_stored(op: str) -> None:
     """Rank 0 gives up here too, but only on the data of rank 1, which does not run."""
     assert run_again(op, credit=1) == (True, True)
 
 
-@pytest.mark.parametrize("op", [matmul_reduce_scatter_norm, reduce_norm])
-def test_rows_without_a_contribution_are_not_sent(
-    op: Callable[[], None], tmp_path: pathlib.Path
-) -> None:
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter_norm", "reduce_norm"])
+def test_rows_without_a_contribution_are_not_sent(op: str, tmp_path: pathlib.Path) -> None:
     """That rank 1's tiles have come is how rank 0 knows that it has read what was there before."""
     assert run_again(op, credit=1, gathered=True) == (False, True)
     edit = Edit("free = missing == 0", "free = missing >= 0")
-    with mutated(Mutant(f"sends {op.__name__}", "kernels/matmul/row_norms.py", (edit,)), tmp_path):
+    with mutated(Mutant(f"sends {op}", "kernels/matmul/row_norms.py", (edit,)), tmp_path):
         assert run_again(op, credit=1, gathered=True) == (True, True)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_in_a_void_channel_nothing_is_stored(op: Callable[[], None]) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_in_a_void_channel_nothing_is_stored(op: str) -> None:
     """What an earlier kernel or a stream's wait gave up holds back the kernels behind it, too."""
     assert run_again(op, credit=1, void=True) == (False, False)
 
@@ -267,7 +240,7 @@ def polls_for_credit(credit: int, *, void: bool = False) -> int:
             polls += 1
             super().give_way()
 
-    with mock.patch.dict(run_alone.__globals__, {"Scheduler": Counting}):
+    with replaced((run_alone.__globals__, "Scheduler", Counting)):
         header.run("wait_credits_kernel")
     assert bool(header.theirs[ABORT_WORD]) == (credit < 6 and not void)
     return polls
@@ -284,9 +257,9 @@ def test_a_stream_stays_with_a_credit_that_it_gave_up(tmp_path: pathlib.Path) ->
         assert polls_for_credit(5) < neither - 90
 
 
-@pytest.mark.parametrize(("file", "credit"), sorted(set(OPS.values())))
+@pytest.mark.parametrize(("file", "credit"), sorted({case[1:] for case in OPS.values()}))
 def test_a_kernel_that_goes_on_is_seen(file: str, credit: str, tmp_path: pathlib.Path) -> None:
-    ops = [op for op in OPS if OPS[op] == (file, credit)]
+    ops = [op for op in OPS if OPS[op][1:] == (file, credit)]
     assert {run_again(op, credit=0) for op in ops} == {(False, True)}
     edit = Edit(credit, credit.replace("epoch - 1", "epoch - 9").replace("==", ">="))
     with mutated(Mutant(f"goes on {file}", f"kernels/{file}.py", (edit,)), tmp_path):
@@ -297,4 +270,4 @@ def test_a_kernel_that_goes_on_is_seen(file: str, credit: str, tmp_path: pathlib
 def test_the_names_of_arguments_are_not_made_up() -> None:
     """The kernels that ran are those of the ops."""
     for op in OPS:
-        assert seen(op).launch.name == f"{op.__name__}_kernel"
+        assert seen(op).launch.name == f"{op}_kernel"

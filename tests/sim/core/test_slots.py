@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.runtime.tuning.configuration import override
+from stand_ins.replaced import replaced
 from support import run_alone
 
 SLOT_BYTE = tl.constexpr(HEADER_WORDS * WORD)
@@ -45,10 +45,7 @@ def counted() -> Iterator[Counter[tuple[str, str]]]:
         note(scheduler, "barriers")
         barrier(scheduler, threads)
 
-    with (
-        mock.patch.object(Scheduler, "atomic", noting_atomic),
-        mock.patch.object(Scheduler, "barrier", noting_barrier),
-    ):
+    with replaced((Scheduler, "atomic", noting_atomic), (Scheduler, "barrier", noting_barrier)):
         yield found
 
 
@@ -137,48 +134,47 @@ SIZE = 16
 SMALL = {f"block_{axis}": SIZE for axis in "mnk"} | {"block_elements": SIZE, "programs": 1}
 
 
-def matmul_reduce_scatter(ranks: int, tiles: int) -> None:
-    x = torch.ones(ranks * tiles * SIZE, SIZE)
-    interlace.matmul_reduce_scatter(x, torch.ones(SIZE, SIZE), algorithm="fused")
+def numbers(tiles: int) -> torch.Tensor:
+    return torch.ones(tiles * SIZE)
 
 
-def matmul_all_reduce(ranks: int, tiles: int) -> None:
-    x = torch.ones(tiles * SIZE, SIZE)
-    interlace.matmul_all_reduce(x, torch.ones(SIZE, SIZE), algorithm="fused")
+def product(op: str, tiles: int) -> None:
+    getattr(interlace, op)(
+        torch.ones(tiles * SIZE, SIZE), torch.ones(SIZE, SIZE), algorithm="fused"
+    )
 
 
-def reduce_scatter(ranks: int, tiles: int) -> None:
-    numbers = torch.ones(ranks * tiles * SIZE)
-    interlace.reduce_scatter(torch.empty(tiles * SIZE), numbers, algorithm="kernel")
+OPS: dict[str, Callable[[int, int], object]] = {
+    "matmul_reduce_scatter": lambda ranks, tiles: product("matmul_reduce_scatter", ranks * tiles),
+    "matmul_all_reduce": lambda ranks, tiles: product("matmul_all_reduce", tiles),
+    "reduce_scatter": lambda ranks, tiles: interlace.reduce_scatter(
+        numbers(tiles), numbers(ranks * tiles), algorithm="kernel"
+    ),
+    "all_reduce": lambda ranks, tiles: interlace.all_reduce(numbers(tiles), algorithm="kernel"),
+    "multimem_all_gather": lambda ranks, tiles: interlace.all_gather(
+        numbers(ranks * tiles), numbers(tiles), algorithm="multimem"
+    ),
+    "multimem_reduce_scatter": lambda ranks, tiles: interlace.reduce_scatter(
+        numbers(tiles), numbers(ranks * tiles), algorithm="multimem"
+    ),
+}
 
 
-def all_reduce(ranks: int, tiles: int) -> None:
-    interlace.all_reduce(torch.ones(tiles * SIZE), algorithm="kernel")
-
-
-def multimem_all_gather(ranks: int, tiles: int) -> None:
-    numbers = torch.ones(tiles * SIZE)
-    interlace.all_gather(torch.empty(ranks * tiles * SIZE), numbers, algorithm="multimem")
-
-
-def multimem_reduce_scatter(ranks: int, tiles: int) -> None:
-    numbers = torch.ones(ranks * tiles * SIZE)
-    interlace.reduce_scatter(torch.empty(tiles * SIZE), numbers, algorithm="multimem")
-
-
-def releases(op: Callable[[int, int], None], ranks: int, tiles: int) -> int:
+def releases(op: str, ranks: int, tiles: int) -> int:
     with override(**SMALL), counted() as counts:
-        interlace.run(lambda: op(ranks, tiles), ranks)
-    return counts[f"{op.__name__}_kernel", "releases"]
+        interlace.run(lambda: OPS[op](ranks, tiles), ranks)
+    return counts[f"{op}_kernel", "releases"]
 
 
-@pytest.mark.parametrize("op", [matmul_reduce_scatter, reduce_scatter, multimem_reduce_scatter])
-def test_tiles_of_an_owner_share_a_release(op: Callable[[int, int], None]) -> None:
+@pytest.mark.parametrize(
+    "op", ["matmul_reduce_scatter", "reduce_scatter", "multimem_reduce_scatter"]
+)
+def test_tiles_of_an_owner_share_a_release(op: str) -> None:
     found = {(ranks, tiles): releases(op, ranks, tiles) for ranks in (2, 3) for tiles in (1, 5)}
     assert found == {(ranks, tiles): ranks for ranks, tiles in found}
 
 
-@pytest.mark.parametrize("op", [matmul_all_reduce, all_reduce, multimem_all_gather])
-def test_all_ranks_are_told_by_one_release(op: Callable[[int, int], None]) -> None:
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce", "multimem_all_gather"])
+def test_all_ranks_are_told_by_one_release(op: str) -> None:
     found = {(ranks, tiles): releases(op, ranks, tiles) for ranks in (2, 3) for tiles in (1, 3)}
     assert found == {(ranks, tiles): tiles for ranks, tiles in found}

@@ -1,13 +1,16 @@
 """A fixture: the number of the fake GPU's hardware queues, for tests that hold with any number."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from stand_ins import fake_queues
+from stand_ins.replaced import replaced
 from tiers import few
 
 
 @pytest.fixture(params=few([0, 1, 8, 32], 0, 1))
-def connections(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def connections(request: pytest.FixtureRequest) -> Iterator[int]:
     """The number of queues of every fake GPU which the test makes without saying one."""
-    monkeypatch.setattr(fake_queues, "CONNECTIONS", request.param)
-    return int(request.param)
+    with replaced((fake_queues, "CONNECTIONS", request.param)):
+        yield request.param

@@ -13,9 +13,7 @@ from interlace.groups.groups import default_group
 from interlace.process_group import group as process_group
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning import auto
-from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_host import gpu_ranks
 
 
 class Asked(Exception):
@@ -92,25 +90,25 @@ def test_where_a_value_lies() -> None:
     assert kinds == ["cpu", "cpu", "cuda", "cuda", "", "", ""]
 
 
-def test_they_compute_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_length(values: Any) -> str:
+    return "cuda" if values[0].numel() == 8 else "cpu"
+
+
+@gpu_ranks(
+    2,
+    (auto, "LARGEST_LOW_LATENCY_BYTES", 0),  # only ops in workspaces are counted
+    (process_group, "kind_of", _by_length),
+    seed=3,
+)
+def test_they_compute_there() -> None:
     """Both communicators on the fake GPU; whatever has 8 elements counts as being on it."""
-    gpu = install(monkeypatch, FakeGpu(3))
-    monkeypatch.setattr(auto, "LARGEST_LOW_LATENCY_BYTES", 0)  # only ops in workspaces are counted
-    monkeypatch.setattr(
-        process_group, "kind_of", lambda values: "cuda" if values[0].numel() == 8 else "cpu"
-    )
-
-    def on_rank() -> list[int]:
-        whole, rank = default_group(), interlace.get_rank()
-        second = Communicator(whole.place.subgroup((0, 1), 1), whole.ranks)
-        both = SimpleNamespace(device_communicator=second)
-        group = process_group.OnTwoDevices(whole.place, whole.ranks, both)
-        for length in (4, 8, 8, 8):
-            x = torch.full((length,), rank + 1.0)
-            interlace.all_reduce(x, group=group)
-            interlace.barrier(group)
-            assert x.tolist() == [3.0] * length  # the barrier has waited for what was enqueued
-        return [group.arena.turn, second.arena.turn]
-
-    assert fake_host.run(on_rank, 2) == [[1, 3]] * 2
-    assert gpu.launches
+    whole, rank = default_group(), interlace.get_rank()
+    second = Communicator(whole.place.subgroup((0, 1), 1), whole.ranks)
+    both = SimpleNamespace(device_communicator=second)
+    group = process_group.OnTwoDevices(whole.place, whole.ranks, both)
+    for length in (4, 8, 8, 8):
+        x = torch.full((length,), rank + 1.0)
+        interlace.all_reduce(x, group=group)
+        interlace.barrier(group)
+        assert x.tolist() == [3.0] * length  # the barrier has waited for what was enqueued
+    assert (group.arena.turn, second.arena.turn) == (1, 3)

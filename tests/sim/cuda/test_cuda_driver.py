@@ -12,6 +12,7 @@ import torch
 
 from interlace.runtime.places.gpu import driver as cuda_driver
 from interlace.runtime.places.gpu.driver import APART, CAN_USE_WORDS, FENCED, RELAXED, Driver
+from stand_ins.replaced import replaced
 
 SOURCE = """
 typedef unsigned long long word;
@@ -59,23 +60,22 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     assert ctypes.CDLL(str(made)).exchanged() == 1
 
 
-def test_the_alarm_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_alarm_has_a_stream_of_its_own() -> None:
     """Not one of torch's pool, which soon is some group's copy stream; and one for all groups."""
     made: list[int] = []
+    library = SimpleNamespace(new_stream=lambda priority: made.append(priority) or 77)
     context = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(
-        cuda_driver, "_loaded", lambda: SimpleNamespace(new_stream=lambda p: made.append(p) or 77)
-    )
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: context)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: ("external", handle))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda **how: ("of the pool", how))
     cuda_driver.alarm_stream.cache_clear()
-    try:
+    with replaced(
+        (cuda_driver, "_loaded", lambda: library),
+        (torch.cuda, "device", contextlib.nullcontext),
+        (torch.cuda, "current_stream", lambda: context),
+        (torch.cuda, "ExternalStream", lambda handle: ("external", handle)),
+        (torch.cuda, "Stream", lambda **how: ("of the pool", how)),
+    ):
         assert [cuda_driver.alarm_stream(0) for _ in range(2)] == [("external", 77)] * 2
-        assert made == [-1]
-    finally:
-        cuda_driver.alarm_stream.cache_clear()
+    cuda_driver.alarm_stream.cache_clear()
+    assert made == [-1]
 
 
 def test_an_old_driver_is_none() -> None:

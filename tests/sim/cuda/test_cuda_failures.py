@@ -4,10 +4,12 @@ On the fake GPU; the watchdog looks when it is told to.
 """
 
 import contextlib
+import gc
 import itertools
 import pathlib
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +27,14 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
 )
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
+from interlace.runtime.core.memory import Layout
 from interlace.runtime.places.gpu import driver
 from interlace.runtime.places.gpu.stream import DeviceStream
 from interlace.runtime.places.gpu.watchdog import Watchdog
 from stand_ins import fake_host, fake_kernels, fake_queues
 from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
-from stand_ins.fake_driver import install
-from stand_ins.fake_host import look, own_place
+from stand_ins.fake_host import gpu_ranks, look, own_place
+from stand_ins.replaced import Replacement, replaced
 
 pytestmark = pytest.mark.usefixtures("connections")
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/gpu.md"
@@ -42,24 +45,18 @@ def warm_up() -> None:
     torch.cuda.synchronize()
 
 
-def failing(function: Any) -> Exception:
-    with pytest.raises(interlace.InterlaceError) as caught:
-        function()
-    return caught.value
-
-
 def _limit_where_no_alarm_comes() -> None:
     """In one queue it stands behind what follows a wait; the wait is bounded all the same."""
     if fake_queues.CONNECTIONS == 1:
         _limit(20)
 
 
-def _run(on_rank: Any) -> None:
+def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
     """On two ranks; where no alarm comes, the wait says so in the end."""
     with contextlib.ExitStack() as stack:
         if fake_queues.CONNECTIONS == 1:
             stack.enter_context(pytest.raises(CollectiveTimeoutError, match="gave up waiting for"))
-        fake_host.run(on_rank, 2)
+        fake_host.run(on_rank, 2, gpu, *faults)
 
 
 def _limit(polls: int) -> None:
@@ -69,31 +66,37 @@ def _limit(polls: int) -> None:
         place.header(buffer, place.rank)[SPIN_LIMIT_WORD] = polls
 
 
-def test_a_wait_of_a_stream_is_bounded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def _layout(*, data: bool = False) -> Layout:
+    layout = Layout()
+    layout.add_slots(8)
+    if data:
+        layout.add_data(64)
+    return layout
+
+
+GAVE_UP = pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte")
+
+
+@gpu_ranks(2, raises=GAVE_UP, eager=0.0)
+def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
     """Also where the alarm would stand behind the wait, in the one hardware queue that there is."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> Any:
-        warm_up()
-        place = own_place()
-        if place.rank == 1:
-            return None  # does not come
-        _limit(100)
-        workspace = default_group().arena.lease(_layout(), "an op")
-        default_group().compute.wait(workspace, 1, 3)
-        assert place.failure is None
-        torch.cuda.synchronize()
-        look()  # brings the header over
-        torch.cuda.synchronize()
-        look()
-        return failing(lambda: interlace.all_reduce(torch.ones(4)))
-
-    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte"):
-        fake_host.run(on_rank, 2)
+    warm_up()
+    place = own_place()
+    if place.rank == 1:
+        return  # does not come
+    _limit(100)
+    workspace = default_group().arena.lease(_layout(), "an op")
+    default_group().compute.wait(workspace, 1, 3)
+    assert place.failure is None
+    torch.cuda.synchronize()
+    look()  # brings the header over
+    torch.cuda.synchronize()
+    look()
+    interlace.all_reduce(torch.ones(4))
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["fast polls", "slow polls"])
-def test_the_bound_is_the_timeout_times_a_poll(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
     """Between the factors that docs/gpu.md says, of its estimate of a poll; here of 100 us."""
     text = " ".join(DOCUMENT.read_text().split())
     said = re.search(
@@ -101,7 +104,6 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int, monkeypatch: pytest.M
     )
     assert said is not None
     poll, minutes = float(said[1 + which]), float(said[3 + which])
-    install(monkeypatch, FakeGpu(eager=0.0))
     passed = [0.0]
 
     def polls(start: int) -> Iterator[int]:
@@ -118,106 +120,75 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int, monkeypatch: pytest.M
             default_group().compute.wait(workspace, 1, 3)
             torch.cuda.synchronize()
 
-    monkeypatch.setattr(fake_kernels, "itertools", SimpleNamespace(count=polls))
+    counted = (fake_kernels, "itertools", SimpleNamespace(count=polls))
     with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
-        fake_host.run(on_rank, 2)
+        fake_host.run(on_rank, 2, FakeGpu(eager=0.0), counted)
     assert passed[0] == pytest.approx(100 * minutes / 10, rel=0.02)
 
 
-def test_a_new_timeout_bounds_waits_in_channels_that_are_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def on_rank() -> int:
-        warm_up()
-        place = own_place()
-        place.set_timeout(2.0)
-        return int(place.header(place.workspaces()[0], place.rank)[SPIN_LIMIT_WORD])
-
-    assert fake_host.run(on_rank, 1) == [2_000_000]
+@gpu_ranks()
+def test_a_new_timeout_bounds_waits_in_channels_that_are_there() -> None:
+    warm_up()
+    place = own_place()
+    place.set_timeout(2.0)
+    assert int(place.header(place.workspaces()[0], place.rank)[SPIN_LIMIT_WORD]) == 2_000_000
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_the_alarm_is_no_stream_of_another_group(
-    pooled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_alarm_is_no_stream_of_another_group(pooled: bool) -> None:
     """torch's pool has 32 streams of a priority, so that some group's would be it soon: the control."""
-    gpu = install(monkeypatch, FakeGpu(eager=0.0, connections=32))
-    if pooled:
-        monkeypatch.setattr(driver, "alarm_stream", lambda device: FakeStream(priority=-1))
 
-    def on_rank() -> bool:
+    def on_rank() -> None:
         groups = [interlace.new_group([0]) for _ in range(40)]
         streams = {group.copying._own.cuda_stream for group in groups}  # type: ignore[union-attr]
-        return own_place().alarm_stream().cuda_stream in streams
+        assert (own_place().alarm_stream().cuda_stream in streams) == pooled
 
-    assert fake_host.run(on_rank, 1) == [pooled]
+    gpu = FakeGpu(eager=0.0, connections=32)
+    of_the_pool = (driver, "alarm_stream", lambda device: FakeStream(priority=-1))
+    fake_host.run(on_rank, 1, gpu, *[of_the_pool] * pooled)
     assert gpu.words_written == 0
 
 
-def _layout(*, data: bool = False) -> Any:
-    from interlace.runtime.core.memory import Layout
-
-    layout = Layout()
-    layout.add_slots(8)
-    if data:
-        layout.add_data(64)
-    return layout
-
-
-def test_a_kernel_that_gave_up_is_found_in_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def on_rank() -> None:
-        warm_up()
-        place = own_place()
-        if place.rank == 0:
-            header = place.header(place.workspaces()[0], 0)
-            header[CLAIMED_WORD : CLAIMED_WORD + 6] = torch.tensor([1, 1, 1064, 7, 6, 3])
-        place.processes.exchange(b"", "a meeting")
-        look()
-        look()
-        place.check()
-
-    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte"):
-        fake_host.run(on_rank, 2)
+@gpu_ranks(2, raises=GAVE_UP)
+def test_a_kernel_that_gave_up_is_found_in_its_header() -> None:
+    warm_up()
+    place = own_place()
+    if place.rank == 0:
+        header = place.header(place.workspaces()[0], 0)
+        header[CLAIMED_WORD : CLAIMED_WORD + 6] = torch.tensor([1, 1, 1064, 7, 6, 3])
+    place.processes.exchange(b"", "a meeting")
+    look()
+    look()
+    place.check()
 
 
-def test_a_rank_learns_that_a_kernel_of_another_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def on_rank() -> str:
-        warm_up()
-        place = own_place()
-        place.header(place.workspaces()[0], place.rank)[ABORT_WORD] = 7
-        look()
-        look()
-        return str(failing(lambda: interlace.all_reduce(torch.ones(4))))
-
-    with pytest.raises(AbortedError, match="a kernel of another rank of the group has given up"):
-        fake_host.run(on_rank, 1)
+OF_ANOTHER = pytest.raises(AbortedError, match="a kernel of another rank of the group has given up")
 
 
-def test_a_dead_peer_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def on_rank() -> None:
-        warm_up()
-        place = own_place()
-        place.processes.dead = PeerDiedError(1, 4711, "work on the GPU")
-        look()
-        torch.cuda.synchronize()
-        for buffer in place.workspaces():
-            assert int(place.header(buffer, 0)[ABORT_WORD]) == 1
-        interlace.all_reduce(torch.ones(4))
-
-    with pytest.raises(PeerDiedError, match=r"rank 1 \(pid 4711\) died"):
-        fake_host.run(on_rank, 1)
+@gpu_ranks(raises=OF_ANOTHER)
+def test_a_rank_learns_that_a_kernel_of_another_gave_up() -> None:
+    warm_up()
+    place = own_place()
+    place.header(place.workspaces()[0], place.rank)[ABORT_WORD] = 7
+    look()
+    look()
+    interlace.all_reduce(torch.ones(4))
 
 
-def test_the_thread_looks_by_itself_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
+@gpu_ranks(raises=pytest.raises(PeerDiedError, match=r"rank 1 \(pid 4711\) died"))
+def test_a_dead_peer_ends_what_waits_for_it() -> None:
+    warm_up()
+    place = own_place()
+    place.processes.dead = PeerDiedError(1, 4711, "work on the GPU")
+    look()
+    torch.cuda.synchronize()
+    for buffer in place.workspaces():
+        assert int(place.header(buffer, 0)[ABORT_WORD]) == 1
+    interlace.all_reduce(torch.ones(4))
+
+
+@gpu_ranks()
+def test_the_thread_looks_by_itself_and_ends() -> None:
     looks = threading.Semaphore(0)
     look_once = Watchdog.look
 
@@ -225,50 +196,34 @@ def test_the_thread_looks_by_itself_and_ends(monkeypatch: pytest.MonkeyPatch) ->
         looks.release()
         look_once(self, place)
 
-    monkeypatch.setattr(Watchdog, "look", looking)
-
-    def on_rank() -> bool:
-        warm_up()
-        place = own_place()
-        watchdog = Watchdog(place)
+    warm_up()
+    watchdog = Watchdog(own_place())
+    with replaced((Watchdog, "look", looking)):
         watchdog.look_after()
-        seen = all(looks.acquire() for _ in range(2))
+        assert all(looks.acquire() for _ in range(2))
         thread = watchdog._thread
         watchdog.stop()
-        assert thread is not None and not thread.is_alive()
-        return seen
-
-    assert fake_host.run(on_rank, 1) == [True]
+    assert thread is not None and not thread.is_alive()
 
 
-def test_a_watchdog_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-    import weakref
-
-    install(monkeypatch, FakeGpu())
-
+def test_a_watchdog_does_not_keep_its_place() -> None:
     def on_rank() -> Any:
         warm_up()
         place = own_place()
         assert place._watchdog is not None
         return weakref.ref(place)
 
-    reference = fake_host.run(on_rank, 1)[0]
+    reference = fake_host.run(on_rank, 1, FakeGpu())[0]
     gc.collect()
     assert reference() is None
 
 
-def test_the_first_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def on_rank() -> None:
-        place = own_place()
-        place.fail(CollectiveTimeoutError("the first"))
-        place.fail(CollectiveTimeoutError("the second"))
-        place.check()
-
-    with pytest.raises(CollectiveTimeoutError, match="the first"):
-        fake_host.run(on_rank, 1)
+@gpu_ranks(raises=pytest.raises(CollectiveTimeoutError, match="the first"))
+def test_the_first_failure_is_kept() -> None:
+    place = own_place()
+    place.fail(CollectiveTimeoutError("the first"))
+    place.fail(CollectiveTimeoutError("the second"))
+    place.check()
 
 
 def _let_run(gpu: FakeGpu, turns: int) -> None:
@@ -277,9 +232,16 @@ def _let_run(gpu: FakeGpu, turns: int) -> None:
         gpu.run_some(1)
 
 
-def _copied_in_time(monkeypatch: pytest.MonkeyPatch, credit: int, turns: int) -> bool:
-    """Whether rank 0 copies into rank 1's memory ``turns`` after the abort; rank 1 then says ``credit``."""
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+@pytest.mark.parametrize(
+    ("credit", "linger", "copied"),
+    [(-7, fake_kernels.LINGER_POLLS, True), (6, fake_kernels.LINGER_POLLS, False), (6, 0, True)],
+    ids=["given", "missing", "late"],
+)
+def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
+    credit: int, linger: int, copied: bool
+) -> None:
+    """After an abort, until the peer is through, or has had its time: copies cannot look whether to run."""
+    gpu = FakeGpu(eager=0.0)
     seen: list[bool] = []
 
     def on_rank() -> None:
@@ -297,38 +259,34 @@ def _copied_in_time(monkeypatch: pytest.MonkeyPatch, credit: int, turns: int) ->
             place.wake_kernels()
             _let_run(gpu, 30)
             header[CREDIT_WORDS + 1] = credit
-            _let_run(gpu, turns)
+            _let_run(gpu, 50)
             seen.append(bool(theirs[0] == 1))
             gpu.run_until(lambda: not any(gpu._queues.values()))
         place.processes.exchange(b"", "a meeting")
 
-    _run(on_rank)
-    return seen[0]
+    _run(on_rank, gpu, (fake_kernels, "LINGER_POLLS", linger))
+    assert seen == [copied]
 
 
-def test_a_copy_into_memory_that_a_peer_may_read_is_held_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Until the peer is through, or has had its time: copies cannot look whether to run."""
-    assert _copied_in_time(monkeypatch, -7, 50)
-    assert not _copied_in_time(monkeypatch, 6, 50)
-    monkeypatch.setattr(fake_kernels, "LINGER_POLLS", 0)
-    assert _copied_in_time(monkeypatch, 6, 50)
+def _forgetful(wait: Any) -> Any:
+    """The stream does not note that what follows depends on what it waits for."""
+
+    def waiting(self: DeviceStream, *args: Any) -> None:
+        wait(self, *args)
+        self._depends = None
+
+    return waiting
 
 
 @pytest.mark.parametrize("stream_words", [True, False], ids=["words", "kernels"])
 @pytest.mark.parametrize("looks", [True, False], ids=["kernels signal", "streams signal"])
-def test_what_was_not_received_is_not_passed_on(
-    stream_words: bool, looks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_received_is_not_passed_on(stream_words: bool, looks: bool) -> None:
     """A signal, the credit and the epoch behind a wait for data that was given up.
 
     A stream that signals by itself cannot look; that it is seen to is the negative control.
     """
-    gpu = install(monkeypatch, FakeGpu(eager=0.0, stream_words=stream_words))
-    if not looks:
-        monkeypatch.setattr(DeviceStream, "_depends", None, raising=False)
-        monkeypatch.setattr(DeviceStream, "__setattr__", _forgetful, raising=False)
+    gpu = FakeGpu(eager=0.0, stream_words=stream_words)
+    fault = (DeviceStream, "wait", _forgetful(DeviceStream.wait))
 
     def on_rank() -> None:
         warm_up()
@@ -349,40 +307,30 @@ def test_what_was_not_received_is_not_passed_on(
         seen[place.rank] = slot, credit - epoch, now - epoch
 
     seen: dict[int, Any] = {}
-    _run(on_rank)
+    _run(on_rank, gpu, *[fault] * (not looks))
     gave_up, other = seen[0], seen[1]
     assert gave_up[2] == 0 and other[1] < 0
     assert (other[0] == 0) == (looks or not stream_words)
 
 
-def _forgetful(self: Any, name: str, value: Any) -> None:
-    if name != "_depends":
-        object.__setattr__(self, name, value)
-
-
-def test_an_alarm_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A future of an op that hangs holds a stream of the group's; not the one that ends the hang."""
-    _alarm_beside(monkeypatch, "a kernel that waits")
-
-
-@pytest.mark.parametrize("labels", [["wait for a word"], ["a kernel that waits", "what follows"]])
-def test_in_one_hardware_queue_an_alarm_stands_behind(
-    labels: list[str], connections: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("labels", "stands_behind"),
+    [
+        (["a kernel that waits"], False),
+        (["wait for a word"], True),
+        (["a kernel that waits", "what follows"], True),
+    ],
+    ids=["a kernel", "a wait", "what follows a kernel"],
+)
+def test_an_alarm_waits_for_nothing_but_a_queue(
+    labels: list[str], stands_behind: bool, connections: int
 ) -> None:
-    """The control: CUDA's own waits stand in the queue until they are over, kernels until they begin.
+    """A future of an op that hangs holds a stream of the group's; not the one that ends the hang.
 
-    So what waits is a kernel, and has a bound.
+    The control is one hardware queue. CUDA's own waits stand in it until they are over, kernels until
+    they begin. So what waits is a kernel, and has a bound.
     """
-    if connections == 1:
-        with pytest.raises(DeviceHang, match=labels[0]):
-            _alarm_beside(monkeypatch, *labels)
-    else:
-        _alarm_beside(monkeypatch, *labels)
-
-
-def _alarm_beside(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
-    """What never ends in a stream of the group's, and behind it an alarm, which has to arrive."""
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
+    gpu = FakeGpu(eager=0.0)
 
     def on_rank() -> None:
         warm_up()
@@ -396,4 +344,6 @@ def _alarm_beside(monkeypatch: pytest.MonkeyPatch, *labels: str) -> None:
         gpu._queues[place.side_stream().cuda_stream].clear()
         header[ABORT_WORD] = 0
 
-    fake_host.run(on_rank, 1)
+    hangs = connections == 1 and stands_behind
+    with pytest.raises(DeviceHang, match=labels[0]) if hangs else contextlib.nullcontext():
+        fake_host.run(on_rank, 1, gpu)

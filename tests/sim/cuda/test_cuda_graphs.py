@@ -26,10 +26,11 @@ from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.memory import MOST_PASSING_TABLES
 from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.places.gpu.stream import DeviceStream
 from stand_ins import fake_host
-from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, capturing, gpu as fake_gpu
+from stand_ins.fake_host import gpu_ranks, run_virtual
 
 REPLAYS = 100
 ROWS, INNER = 24, 8
@@ -37,55 +38,32 @@ ROWS, INNER = 24, 8
 ANY_NUMBER_OF_QUEUES = pytest.mark.usefixtures("connections")
 
 
-def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
-    return interlace.run(function, world_size, place="cuda")
+def in_place(name: str, *rest: Any, **options: Any) -> Callable[..., torch.Tensor]:
+    """A plain collective on a copy of ``x``; so few bytes take words with their flag by themselves."""
+
+    def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        fake_gpu().do(lambda: out.copy_(x))
+        work = getattr(interlace, name)(out, *rest, **options)
+        if work is not None:
+            work.wait()
+        return out
+
+    op.__name__ = "_".join([name, options.get("algorithm", "low_latency")])
+    return op
 
 
-def all_reduce(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    fake_gpu().do(lambda: out.copy_(x))
-    interlace.all_reduce(out, algorithm="kernel")
-    return out
+def gathering(**options: Any) -> Callable[..., torch.Tensor]:
+    def op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(interlace.get_world_size() * ROWS, INNER)
+        interlace.all_gather(out, x, **options)
+        return out
+
+    op.__name__ = "_".join(["all_gather", options.get("algorithm", "low_latency")])
+    return op
 
 
-def all_reduce_low_latency(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    fake_gpu().do(lambda: out.copy_(x))
-    interlace.all_reduce(out)  # so few bytes go that way by themselves
-    return out
-
-
-def all_reduce_copy(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    fake_gpu().do(lambda: out.copy_(x))
-    interlace.all_reduce(out, algorithm="copy", async_op=True).wait()
-    return out
-
-
-def all_gather(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(interlace.get_world_size() * ROWS, INNER)
-    interlace.all_gather(out, x, algorithm="kernel")
-    return out
-
-
-def all_gather_low_latency(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(interlace.get_world_size() * ROWS, INNER)
-    interlace.all_gather(out, x)
-    return out
-
-
-def broadcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    fake_gpu().do(lambda: out.copy_(x))
-    interlace.broadcast(out, 1, algorithm="copy")
-    return out
-
-
-def broadcast_low_latency(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x)
-    fake_gpu().do(lambda: out.copy_(x))
-    interlace.broadcast(out, 1, async_op=True).wait()
-    return out
+all_reduce_copy = in_place("all_reduce", algorithm="copy", async_op=True)
 
 
 def exchange_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -100,12 +78,6 @@ def gather_grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return interlace.all_gather_grouped_matmul(x, each, [ROWS], algorithm="pipelined")[0]
 
 
-def fake_gpu() -> FakeGpu:
-    from stand_ins import fake_cuda
-
-    return fake_cuda.gpu()
-
-
 # what the whole output is, where every rank's input is filled with its value
 OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
     fused_gather: lambda values, rank: values,
@@ -115,17 +87,23 @@ OPS: dict[Any, Callable[[list[float], int], list[float]]] = {
     fused_scatter: lambda values, rank: [sum(values)],
     pipelined_scatter: lambda values, rank: [sum(values)],
     reduced_product: lambda values, rank: [sum(values)],
-    all_reduce: lambda values, rank: [sum(values)],
+    in_place("all_reduce", algorithm="kernel"): lambda values, rank: [sum(values)],
     all_reduce_copy: lambda values, rank: [sum(values)],
-    all_gather: lambda values, rank: values,
+    gathering(algorithm="kernel"): lambda values, rank: values,
     all_to_all: lambda values, rank: values,
-    broadcast: lambda values, rank: [values[1]],
+    in_place("broadcast", 1, algorithm="copy"): lambda values, rank: [values[1]],
     exchange_grouped: lambda values, rank: values,
     gather_grouped: lambda values, rank: values,
-    all_reduce_low_latency: lambda values, rank: [sum(values)],
-    all_gather_low_latency: lambda values, rank: values,
-    broadcast_low_latency: lambda values, rank: [values[1]],
+    in_place("all_reduce"): lambda values, rank: [sum(values)],
+    gathering(): lambda values, rank: values,
+    in_place("broadcast", 1, async_op=True): lambda values, rank: [values[1]],
 }
+
+
+NOT_PLANNED = (
+    pipelined_gather, unfused_gather, pipelined_scatter, all_reduce_copy, all_to_all,
+    exchange_grouped, gather_grouped,
+)  # fmt: skip
 
 
 def right(output: torch.Tensor, expected: list[float]) -> bool:
@@ -136,7 +114,10 @@ def right(output: torch.Tensor, expected: list[float]) -> bool:
 
 
 def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable[[], bool]:
-    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right."""
+    """A graph of ``op``, replayed with other inputs, eager calls in between; whether all was right.
+
+    It is captured from its plan, if it has one.
+    """
 
     def on_rank() -> bool:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
@@ -159,11 +140,13 @@ def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable
             return right(copy, OPS[op](values(number), rank))
 
         good = all(checked(number, lambda: op(x, weight)) for number in range(warm_up))
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        graph.capture_begin()
-        output = op(x, weight)
-        graph.capture_end()
+        plans = default_group().plans
+        before = plans.hits if isinstance(plans, Plans) else 0
+        with capturing() as graph:
+            output = op(x, weight)
+        if isinstance(plans, Plans):  # virtual ranks have none
+            good &= plans.hits == before + (op not in NOT_PLANNED)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -180,52 +163,45 @@ def replaying(gpu: FakeGpu, op: Any, replays: int, warm_up: int = 2) -> Callable
 
 @ANY_NUMBER_OF_QUEUES
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_replays_with_other_inputs(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(5))
-    assert all(fake_host.run(replaying(gpu, op, REPLAYS), 2))
+def test_replays_with_other_inputs(op: Any) -> None:
+    gpu = FakeGpu(5)
+    assert all(fake_host.run(replaying(gpu, op, REPLAYS), 2, gpu))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
-def test_replays_of_virtual_ranks(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(5))
-    assert all(virtual(replaying(gpu, op, REPLAYS), 2))
+def test_replays_of_virtual_ranks(op: Any) -> None:
+    gpu = FakeGpu(5)
+    assert all(run_virtual(replaying(gpu, op, REPLAYS), 2, gpu))
 
 
-def test_virtual_ranks_replay_in_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_ranks_replay_in_queues_of_their_own() -> None:
     """A graph goes to the GPU whole, and not in step: the limit that docs/gpu.md tells of."""
-    gpu = install(monkeypatch, FakeGpu(5, connections=1))
+    gpu = FakeGpu(5, connections=1)
     with pytest.raises(DeviceHang):
-        virtual(replaying(gpu, fused_gather, 1), 2)
+        run_virtual(replaying(gpu, fused_gather, 1), 2, gpu)
 
 
 @ANY_NUMBER_OF_QUEUES
-def test_two_graphs_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(2))
-
-    def on_rank() -> bool:
-        rank, world_size = interlace.get_rank(), interlace.get_world_size()
-        x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
-        graphs, outputs, ops = [], [], (fused_gather, all_reduce_copy, fused_scatter)
-        for op in ops:
-            op(x, weight)
-        for op in ops:
-            graphs.append(torch.cuda.CUDAGraph())
-            torch.cuda.synchronize()
-            graphs[-1].capture_begin()
+@gpu_ranks(3, seed=2)
+def test_two_graphs_in_turn() -> None:
+    rank, world_size = interlace.get_rank(), interlace.get_world_size()
+    x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
+    graphs, outputs, ops = [], [], (fused_gather, all_reduce_copy, fused_scatter)
+    for op in ops:
+        op(x, weight)
+    for op in ops:
+        torch.cuda.synchronize()
+        with capturing() as graph:
             outputs.append([op(x, weight), op(x, weight), op(x, weight)])
-            graphs[-1].capture_end()
-        good = True
-        for number in range(30):
-            value = float(number + rank)
-            gpu.do(lambda value=value: x.fill_(value))
-            which = number % 3
-            graphs[which].replay()
-            torch.cuda.synchronize()
-            values = [float(number + r) for r in range(world_size)]
-            good &= all(right(out, OPS[ops[which]](values, rank)) for out in outputs[which])
-        return good
-
-    assert all(fake_host.run(on_rank, 3))
+        graphs.append(graph)
+    for number in range(30):
+        value = float(number + rank)
+        fake_gpu().do(lambda value=value: x.fill_(value))
+        which = number % 3
+        graphs[which].replay()
+        torch.cuda.synchronize()
+        values = [float(number + r) for r in range(world_size)]
+        assert all(right(out, OPS[ops[which]](values, rank)) for out in outputs[which])
 
 
 def _baked(self: DevicePlace, workspace: Any) -> Any:
@@ -234,24 +210,19 @@ def _baked(self: DevicePlace, workspace: Any) -> Any:
     return self._stream_words(), finished + 1
 
 
-def test_an_epoch_of_the_host_in_a_graph_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(5))
-    monkeypatch.setattr(DevicePlace, "words_for", _baked)
+def test_an_epoch_of_the_host_in_a_graph_is_found() -> None:
+    gpu, fault = FakeGpu(5), (DevicePlace, "words_for", _baked)
     with contextlib.suppress(DeviceHang):
-        assert not all(fake_host.run(replaying(gpu, all_to_all, 10), 2))
+        assert not all(fake_host.run(replaying(gpu, all_to_all, 10), 2, gpu, fault))
 
 
-def test_the_host_stops_counting_after_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_stops_counting_after_a_capture() -> None:
     """Eager ops after a replay signal by kernels, which read the epoch where the replay left it."""
-    gpu = install(monkeypatch, FakeGpu(5))
-
-    def on_rank() -> None:
-        replaying(gpu, all_to_all, 3)()
-
-    fake_host.run(on_rank, 2)
+    gpu = FakeGpu(5)
+    fake_host.run(replaying(gpu, all_to_all, 3), 2, gpu)
     written = gpu.words_written
     assert written
-    fake_host.run(lambda: all_to_all(torch.ones(ROWS, INNER), torch.eye(INNER)), 2)
+    fake_host.run(lambda: all_to_all(torch.ones(ROWS, INNER), torch.eye(INNER)), 2, gpu)
     assert gpu.words_written > written  # a group of which nothing was captured
 
 
@@ -260,23 +231,18 @@ def _waits_for_everything(self: DeviceStream, point: Any) -> None:
     self._waiting[(point.target[0], self.target()[1])] = point
 
 
-def test_an_event_from_outside_the_capture_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(5))
-
+def test_an_event_from_outside_the_capture_is_found() -> None:
     def on_rank() -> None:
         x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
         all_reduce_copy(x, weight)
         all_reduce_copy(x, weight)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        all_to_all(x, weight)
-        graph.capture_end()
+        with capturing():
+            all_to_all(x, weight)
 
-    fake_host.run(on_rank, 2)
-    monkeypatch.setattr(DeviceStream, "follow", _waits_for_everything)
+    fake_host.run(on_rank, 2, FakeGpu(5))
     with pytest.raises(CudaError, match="uncaptured work"):
-        fake_host.run(on_rank, 2)
+        fake_host.run(on_rank, 2, FakeGpu(5), (DeviceStream, "follow", _waits_for_everything))
 
 
 @pytest.mark.parametrize(
@@ -288,77 +254,49 @@ def test_an_event_from_outside_the_capture_is_found(monkeypatch: pytest.MonkeyPa
     ],
     ids=["nothing", "the same", "something smaller"],
 )
-def test_what_was_never_called_cannot_be_captured(
-    warm_up: tuple[int, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, FakeGpu(5))
-
+def test_what_was_never_called_cannot_be_captured(warm_up: tuple[int, ...], message: str) -> None:
     def on_rank() -> None:
         weight = torch.eye(INNER)
         if warm_up:
             fused_gather(torch.ones(ROWS, INNER), weight)
         rows = warm_up[0] if warm_up else ROWS
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        fused_gather(torch.ones(rows, INNER), weight)
-        graph.capture_end()
+        with capturing():
+            fused_gather(torch.ones(rows, INNER), weight)
 
-    if not message:
-        fake_host.run(on_rank, 2)
-        return
-    with pytest.raises(InterlaceError, match=message):
-        fake_host.run(on_rank, 2)
+    with pytest.raises(InterlaceError, match=message) if message else contextlib.nullcontext():
+        fake_host.run(on_rank, 2, FakeGpu(5))
 
 
-def test_tables_of_a_graph_outlive_those_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(5))
-
-    def on_rank() -> list[bool]:
-        group = default_group()
-        captured = group.table("captured", lambda: [[1, 2]], passing=True)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+@gpu_ranks()
+def test_tables_of_a_graph_outlive_those_that_pass() -> None:
+    group = default_group()
+    captured = group.table("captured", lambda: [[1, 2]], passing=True)
+    with capturing():
         group.table("captured", lambda: [[1, 2]], passing=True)
-        graph.capture_end()
-        group.table("only seen", lambda: [[1, 2]], passing=True)
-        for number in range(2 * MOST_PASSING_TABLES):
-            group.table(number, lambda number=number: [[number]], passing=True)
-        return [
-            group.table("captured", lambda: [[0]], passing=True) is captured,
-            group.table("only seen", lambda: [[0]], passing=True).tolist() == [0],
-        ]
-
-    assert fake_host.run(on_rank, 1) == [[True, True]]
+    group.table("only seen", lambda: [[1, 2]], passing=True)
+    for number in range(2 * MOST_PASSING_TABLES):
+        group.table(number, lambda number=number: [[number]], passing=True)
+    assert group.table("captured", lambda: [[0]], passing=True) is captured
+    assert group.table("only seen", lambda: [[0]], passing=True).tolist() == [0]
 
 
-def test_a_table_is_not_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(5))
-
-    def on_rank() -> None:
-        group = default_group()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        group.table(("never", "seen"), lambda: [[1, 2]])
-
-    with pytest.raises(InterlaceError, match="once with tensors like these before the capture"):
-        fake_host.run(on_rank, 1)
+MAKE_IT_BEFORE = pytest.raises(
+    InterlaceError, match="once with tensors like these before the capture"
+)
 
 
-def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@gpu_ranks(raises=MAKE_IT_BEFORE)
+def test_a_table_is_not_made_during_a_capture() -> None:
+    with capturing():
+        default_group().table(("never", "seen"), lambda: [[1, 2]])
+
+
+@gpu_ranks(2, raises=pytest.raises(CudaError, match="unjoined work"), seed=5)
+def test_an_asynchronous_op_that_is_not_waited_for_ends_the_capture() -> None:
     """As with torch's own: CUDA refuses to end a capture with work that never joined."""
-    install(monkeypatch, FakeGpu(5))
-
-    def on_rank() -> None:
-        x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
-        asynchronous_gather(x, weight)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+    x, weight = torch.ones(ROWS, INNER), torch.eye(INNER)
+    asynchronous_gather(x, weight)
+    torch.cuda.synchronize()
+    with capturing():
         interlace.all_gather_matmul(x, weight, algorithm="fused", async_op=True)
-        graph.capture_end()
-
-    with pytest.raises(CudaError, match="unjoined work"):
-        fake_host.run(on_rank, 2)

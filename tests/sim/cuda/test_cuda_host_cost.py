@@ -3,28 +3,28 @@
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import interlace
+from interlace.groups.groups import default_group
+from sim.benchmark.model_support import module
+from stand_ins.replaced import replaced
 from tiers import thorough
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CALLS = 10_000
 
 
 @pytest.fixture
-def host_cost(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def host_cost() -> Iterator[Any]:
     """The benchmark, with its stub in place of the driver; this is rank 0 of two."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     if torch.cuda.is_available():
         pytest.skip("the stub is for machines without a GPU")
-    import host_cost
-
-    with host_cost.stubbed(2, peers=False):
-        yield host_cost
+    benchmark = module("host_cost")
+    with benchmark.stubbed(2, peers=False):
+        yield benchmark
 
 
 def blocks() -> int:
@@ -49,22 +49,16 @@ def test_ten_thousand_calls_keep_no_memory(host_cost: Any) -> None:
 
 
 def test_works_that_nobody_waits_for_keep_no_memory(host_cost: Any) -> None:
-    import interlace
-
     x = torch.zeros(64)
     assert kept_by(lambda: interlace.all_reduce(x, async_op=True), CALLS) < CALLS // 20
 
 
 def test_a_leak_is_found(host_cost: Any) -> None:
-    import interlace
-
     x, kept = torch.zeros(64), []
     assert kept_by(lambda: kept.append(interlace.all_reduce(x, async_op=True)), 500) > 500
 
 
-def test_events_are_used_again(host_cost: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import interlace
-
+def test_events_are_used_again(host_cost: Any) -> None:
     made = 0
 
     class Counted(host_cost._Event):  # type: ignore[misc, name-defined]
@@ -72,16 +66,14 @@ def test_events_are_used_again(host_cost: Any, monkeypatch: pytest.MonkeyPatch) 
             nonlocal made
             made += 1
 
-    monkeypatch.setattr(torch.cuda, "Event", Counted)
     x = torch.zeros(64)
-    for _ in range(100):
-        interlace.all_reduce(x, async_op=True).wait()
+    with replaced((torch.cuda, "Event", Counted)):
+        for _ in range(100):
+            interlace.all_reduce(x, async_op=True).wait()
     assert 0 < made < 10
 
 
 def test_every_call_is_planned_and_asks_the_driver_for_little(host_cost: Any) -> None:
-    from interlace.groups.groups import default_group
-
     for name, call in host_cost.candidates(torch.device("cpu")).items():
         for _ in range(4):
             call()

@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +24,12 @@ from interlace.runtime.places.gpu.memory import (
     together,
 )
 from interlace.runtime.places.gpu.process_place import CudaPlace
-from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
-from stand_ins.fake_host import ThreadHost
+from stand_ins.fake_host import ThreadHost, on_hosts
+from stand_ins.replaced import replaced
 from tiers import thorough
 
 CPU = torch.device("cpu")
 _c10d: Any = c10d
-
-
-def on_ranks(function: Callable[[ThreadHost], Any], world_size: int) -> list[Any]:
-    turns = Turns(world_size, 300.0)
-    return run_threads(
-        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
-    )
 
 
 # -- torch's rendezvous --------------------------------------------------------------------------
@@ -81,10 +74,10 @@ def test_the_store_does_what_torch_asks_of_one(all_gather: Any) -> None:
         return seen
 
     expected = [[f"{number} of {r}".encode() for r in range(3)] for number in range(3)]
-    assert on_ranks(on_rank, 3) == [expected] * 3
+    assert on_hosts(on_rank, 3) == [expected] * 3
 
 
-def test_a_bare_process_group_finds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bare_process_group_finds_the_store() -> None:
     """What torch resolves by name has the group's rank and size; it is gone after ``close``."""
 
     def on_rank(host: ThreadHost) -> tuple[int, int]:
@@ -98,28 +91,27 @@ def test_a_bare_process_group_finds_the_store(monkeypatch: pytest.MonkeyPatch) -
             _c10d._resolve_process_group(name)
         return answer
 
-    assert on_ranks(on_rank, 2) == [(0, 2), (1, 2)]
+    assert on_hosts(on_rank, 2) == [(0, 2), (1, 2)]
 
 
 class FakeSymmetricMemory:
     """torch's, by threads: the rounds of its rendezvous, and memory that all of them see."""
 
-    made: ClassVar[dict[int, Any]] = {}
-    failing: ClassVar[set[int]] = set()
-    environment: ClassVar[list[str | None]] = []
+    def __init__(self) -> None:
+        self.stores: dict[int, Any] = {}
+        self.failing: set[int] = set()
+        self.environment: set[str | None] = set()
 
-    @staticmethod
-    def empty_strided_p2p(size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
         return torch.ones(size, dtype=dtype)
 
-    @classmethod
-    def rendezvous(cls, tensor: torch.Tensor, name: str) -> Any:
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> Any:
         group = _c10d._resolve_process_group(name)
         rank, size = group.rank(), group.size()
-        cls.environment.append(os.environ.get(cuda_memory.OVERLAPPING))
-        store = cls.made[rank]
+        self.environment.add(os.environ.get(cuda_memory.OVERLAPPING))
+        store = self.stores[rank]
         addresses = torch_213_all_gather(store, 7, rank, size, str(tensor.data_ptr()).encode())
-        if rank in cls.failing:
+        if rank in self.failing:
             raise RuntimeError("CUDA driver error: operation not supported")
         torch_213_all_gather(store, 8, rank, size, b"barrier")
 
@@ -130,26 +122,23 @@ class FakeSymmetricMemory:
 
 
 @pytest.fixture
-def symmetric(monkeypatch: pytest.MonkeyPatch) -> type[FakeSymmetricMemory]:
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
-    )
-    monkeypatch.setattr(_c10d, "_SymmetricMemory", FakeSymmetricMemory)
-    monkeypatch.setattr(FakeSymmetricMemory, "made", {})
-    monkeypatch.setattr(FakeSymmetricMemory, "failing", set())
-    monkeypatch.setattr(FakeSymmetricMemory, "environment", [])
-    make = TorchMemory.__init__
+def symmetric() -> Iterator[FakeSymmetricMemory]:
+    fake, make = FakeSymmetricMemory(), TorchMemory.__init__
 
     def making(self: TorchMemory, rank: int, *rest: Any, **options: Any) -> None:
         make(self, rank, *rest, **options)
-        FakeSymmetricMemory.made[rank] = self._store
+        fake.stores[rank] = self._store
 
-    monkeypatch.setattr(TorchMemory, "__init__", making)
-    # the lock is for threads of a process, of which these play several; so is the environment
-    monkeypatch.setenv(cuda_memory.OVERLAPPING, "")
-    monkeypatch.delenv(cuda_memory.OVERLAPPING)
-    monkeypatch.setattr(cuda_memory, "_lock", threading.Semaphore(64))
-    return FakeSymmetricMemory
+    stream = SimpleNamespace(synchronize=lambda: None)
+    with replaced(
+        (torch.cuda, "current_stream", lambda: stream),
+        (_c10d, "_SymmetricMemory", fake),
+        (TorchMemory, "__init__", making),
+        # the lock is for threads of a process, of which these play several; so is the environment
+        (cuda_memory, "_lock", threading.Semaphore(64)),
+    ):
+        yield fake
+    os.environ.pop(cuda_memory.OVERLAPPING, None)
 
 
 def write_to_peers(buffer: Any, host: ThreadHost) -> list[list[int]]:
@@ -161,7 +150,9 @@ def write_to_peers(buffer: Any, host: ThreadHost) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
-def test_torch_memory_is_zeroed_and_shared(symmetric: Any, overlapping: bool) -> None:
+def test_torch_memory_is_zeroed_and_shared(
+    symmetric: FakeSymmetricMemory, overlapping: bool
+) -> None:
     def on_rank(host: ThreadHost) -> Any:
         memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
         buffer = memory.allocate(256, overlapping=overlapping)
@@ -169,25 +160,25 @@ def test_torch_memory_is_zeroed_and_shared(symmetric: Any, overlapping: bool) ->
         assert buffer.addresses == [part.data_ptr() for part in buffer.peer_bytes]
         return write_to_peers(buffer, host)
 
-    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
-    assert set(symmetric.environment) == ({"1"} if overlapping else {None})
+    assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert symmetric.environment == ({"1"} if overlapping else {None})
 
 
-def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_as_before() -> None:
     name = cuda_memory.OVERLAPPING
     with pytest.raises(KeyError), cuda_memory._environment(name, "1"):
+        with cuda_memory._environment(name, "0"):
+            assert os.environ[name] == "0"
         assert os.environ[name] == "1"
         raise KeyError
     assert name not in os.environ
-    monkeypatch.setenv(name, "0")
-    with cuda_memory._environment(name, "1"):
-        pass
-    assert os.environ[name] == "0"
 
 
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 1, 2}])
-def test_what_one_rank_cannot_have_nobody_has(symmetric: Any, failing: set[int]) -> None:
-    symmetric.failing |= failing
+def test_what_one_rank_cannot_have_nobody_has(
+    symmetric: FakeSymmetricMemory, failing: set[int]
+) -> None:
+    symmetric.failing = failing
 
     def on_rank(host: ThreadHost) -> bool:
         memory = TorchMemory(host.rank, host.world_size, CPU, host.exchange)
@@ -196,7 +187,7 @@ def test_what_one_rank_cannot_have_nobody_has(symmetric: Any, failing: set[int])
         host.exchange(b"", "in step")
         return True
 
-    assert on_ranks(on_rank, 3) == [True] * 3
+    assert on_hosts(on_rank, 3) == [True] * 3
 
 
 def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
@@ -208,7 +199,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
                 cuda_memory.agreed(host.exchange, cuda_memory.value(b""))
         return host.exchange(b"in step", "afterwards")
 
-    assert on_ranks(on_rank, 3) == [[b"in step"] * 3] * 3
+    assert on_hosts(on_rank, 3) == [[b"in step"] * 3] * 3
 
 
 # -- CUDA IPC ------------------------------------------------------------------------------------
@@ -266,11 +257,10 @@ class FakeDevice:
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+def cupy() -> Iterator[FakeCupy]:
     fake = FakeCupy()
-    monkeypatch.setitem(sys.modules, "cupy", fake)
-    monkeypatch.setattr(cuda_memory, "_given_up", [])
-    return fake
+    with replaced((sys.modules, "cupy", fake), (cuda_memory, "_given_up", [])):
+        yield fake
 
 
 def ipc_memory(host: ThreadHost) -> IpcMemory:
@@ -282,7 +272,7 @@ def test_ipc_memory_is_zeroed_and_shared(cupy: FakeCupy) -> None:
         memory = ipc_memory(host)
         return write_to_peers(memory.allocate(256, overlapping=True), host)
 
-    assert on_ranks(on_rank, 3) == [[10, 11, 12, 0]] * 3
+    assert on_hosts(on_rank, 3) == [[10, 11, 12, 0]] * 3
     assert len(cupy.memory) == 3 and len(cupy.opened) == 6
 
 
@@ -298,7 +288,7 @@ def test_memory_is_freed_after_the_last_peer_has_closed_it(cupy: FakeCupy) -> No
                 assert not cupy.freed or rank == host.world_size - 1
             host.exchange(b"", "left")
 
-    on_ranks(on_rank, 3)
+    on_hosts(on_rank, 3)
     cuda_memory.sweep()
     assert not cupy.opened and not cupy.closed_late
     assert sorted(cupy.freed) == sorted(cupy.memory)
@@ -311,19 +301,18 @@ def test_what_a_killed_rank_had_open_is_not_freed(cupy: FakeCupy) -> None:
         if host.rank:
             memory.close()
 
-    on_ranks(on_rank, 2)
+    on_hosts(on_rank, 2)
     cuda_memory.sweep()
     assert not cupy.freed and len(cuda_memory._given_up) == 1
 
 
-def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-
+def test_without_cupy_the_error_says_what_to_install() -> None:
     def on_rank(host: ThreadHost) -> None:
         ipc_memory(host).allocate(64, overlapping=True)
 
-    with pytest.raises(MemoryRefused, match="install cupy-cuda13x, or cupy-cuda12x"):
-        on_ranks(on_rank, 2)
+    message = "install cupy-cuda13x, or cupy-cuda12x"
+    with replaced((sys.modules, "cupy", None)), pytest.raises(MemoryRefused, match=message):
+        on_hosts(on_rank, 2)
     assert issubclass(PlaceUnavailableError, RuntimeError)
 
 
@@ -331,14 +320,15 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def devices() -> Iterator[list[str]]:
+    """Of each rank, the GPU that it has."""
     uuids = ["a", "b"]
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(uuid=uuids[int(threading.current_thread().name[-1])]),
-    )
-    return uuids
+
+    def properties(device: Any) -> SimpleNamespace:
+        return SimpleNamespace(uuid=uuids[int(threading.current_thread().name[-1])])
+
+    with replaced((torch.cuda, "get_device_properties", properties)):
+        yield uuids
 
 
 def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
@@ -351,17 +341,17 @@ def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
 
 
 def test_the_first_memory_that_all_can_have(
-    symmetric: Any, cupy: FakeCupy, devices: list[str]
+    symmetric: FakeSymmetricMemory, cupy: FakeCupy, devices: list[str]
 ) -> None:
-    assert on_ranks(allocation, 2) == [("torch symmetric memory", False, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("torch symmetric memory", False, [10, 11, 0])] * 2
     devices[1] = "a"
-    assert on_ranks(allocation, 2) == [("torch symmetric memory", True, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("torch symmetric memory", True, [10, 11, 0])] * 2
     symmetric.failing |= {1}
-    assert on_ranks(allocation, 2) == [("CUDA IPC", True, [10, 11, 0])] * 2
+    assert on_hosts(allocation, 2) == [("CUDA IPC", True, [10, 11, 0])] * 2
 
 
 def test_no_memory_at_all_says_why_on_every_rank(
-    symmetric: Any, cupy: FakeCupy, devices: list[str]
+    symmetric: FakeSymmetricMemory, cupy: FakeCupy, devices: list[str]
 ) -> None:
     symmetric.failing |= {0}
     cupy.refuses = True
@@ -372,7 +362,7 @@ def test_no_memory_at_all_says_why_on_every_rank(
         host.exchange(b"", "in step")
         return str(caught.value)
 
-    for text in on_ranks(on_rank, 2):
+    for text in on_hosts(on_rank, 2):
         assert "torch symmetric memory: " in text and "operation not supported" in text
         assert "CUDA IPC: " in text and "cudaErrorNotSupported" in text
 

@@ -10,21 +10,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.runtime.places.gpu.plans import MOST_PLANS, Plans, _Where
+from interlace.runtime.places.gpu import plans as gpu_plans
+from interlace.runtime.places.gpu.plans import _Where
 from interlace.runtime.tuning import configuration
 from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_cuda import FakeGpu, end_current_stream
+from stand_ins.fake_host import gpu_ranks, own_plans
+from stand_ins.replaced import Replacement
 
 ROWS, INNER, COLUMNS = 24, 16, 8
 
 pytestmark = pytest.mark.usefixtures("connections")
-
-
-def plans() -> Plans:
-    found = default_group().plans
-    assert isinstance(found, Plans)
-    return found
 
 
 def data(seed: int, *shape: int) -> torch.Tensor:
@@ -36,82 +32,81 @@ def inputs(call: int) -> list[torch.Tensor]:
     return [data(1000 * call + r, ROWS, INNER) for r in range(interlace.get_world_size())]
 
 
-def gather(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
+def fused(op: str, *, async_op: bool = False, **options: Any) -> Callable[..., Any]:
+    """The op by its kernel; what it gives, once it is waited for."""
+
+    def call(*operands: Any) -> Any:
+        result = getattr(interlace, op)(*operands, algorithm="fused", async_op=async_op, **options)
+        return result.wait() if async_op else result
+
+    return call
 
 
-def gather_and_keep(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused", return_gathered=True)
+GATHER, SCATTER, PRODUCT = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+gather, product = fused(GATHER), fused(PRODUCT)
+Tensors = list[torch.Tensor]
 
 
-def gather_for_two(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, [w, w.T.contiguous().T], algorithm="fused")
+def gathered(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [torch.cat(xs) @ w]
 
 
-def gather_transposed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w.T.contiguous().T, algorithm="fused")
+def summed(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [torch.stack(xs).sum(0) @ w]
 
 
-def scatter(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
-
-
-def product(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_all_reduce(x, w, algorithm="fused")
-
-
-def _normed(op: str, *operands: torch.Tensor, **how: Any) -> Any:
-    norm = interlace.RMSNorm(torch.full((COLUMNS,), 2.0), eps=0.5)
-    return getattr(interlace, op)(*operands, norm=norm, algorithm="fused", **how)
-
-
-def scatter_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    rows = ROWS // interlace.get_world_size()
-    residual = torch.ones(rows, COLUMNS)
-    return _normed("matmul_reduce_scatter", x, w, residual=residual, gather_normed=True)
-
-
-def product_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return _normed("matmul_all_reduce", x, w)
-
-
-def rows_quantized(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return _normed("all_reduce_norm", x @ w, quantize="fp8")
-
-
-def normed(rows: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(rows, (COLUMNS,), torch.full((COLUMNS,), 2.0), 0.5)
+def scattered(xs: Tensors, w: torch.Tensor) -> Tensors:
+    return [own_rows(*summed(xs, w))]
 
 
 def own_rows(whole: torch.Tensor) -> torch.Tensor:
     return whole.chunk(interlace.get_world_size())[interlace.get_rank()]
 
 
-def gather_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.all_gather_matmul(x, w, algorithm="fused", async_op=True).wait()
-
-
-def scatter_asynchronously(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused", async_op=True).wait()
-
-
-OPS: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
-    gather: lambda xs, w: [torch.cat(xs) @ w],
-    gather_and_keep: lambda xs, w: [torch.cat(xs), torch.cat(xs) @ w],
-    gather_for_two: lambda xs, w: [torch.cat(xs) @ w] * 2,
-    gather_transposed: lambda xs, w: [torch.cat(xs) @ w],
-    scatter: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
-    gather_asynchronously: lambda xs, w: [torch.cat(xs) @ w],
-    scatter_asynchronously: lambda xs, w: [own_rows(torch.stack(xs).sum(0) @ w)],
-    product: lambda xs, w: [torch.stack(xs).sum(0) @ w],
+OPS: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], Tensors]]] = {
+    "gather": (gather, gathered),
+    "gather_and_keep": (
+        fused(GATHER, return_gathered=True),
+        lambda xs, w: [torch.cat(xs), torch.cat(xs) @ w],
+    ),
+    "gather_for_two": (
+        lambda x, w: gather(x, [w, w.T.contiguous().T]),
+        lambda xs, w: gathered(xs, w) * 2,
+    ),
+    "gather_transposed": (lambda x, w: gather(x, w.T.contiguous().T), gathered),
+    "scatter": (fused(SCATTER), scattered),
+    "gather_asynchronously": (fused(GATHER, async_op=True), gathered),
+    "scatter_asynchronously": (fused(SCATTER, async_op=True), scattered),
+    "product": (product, summed),
 }
-NORMED: dict[Any, Callable[[list[torch.Tensor], torch.Tensor], list[torch.Tensor]]] = {
-    scatter_normed: lambda xs, w: [
-        normed(torch.stack(xs).sum(0) @ w + 1),
-        own_rows(torch.stack(xs).sum(0) @ w + 1),
-    ],
-    product_normed: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
-    rows_quantized: lambda xs, w: [normed(torch.stack(xs).sum(0) @ w), torch.stack(xs).sum(0) @ w],
+
+
+def normed(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(rows, (COLUMNS,), torch.full((COLUMNS,), 2.0), 0.5)
+
+
+def with_norm(op: str, *operands: torch.Tensor, **options: Any) -> Any:
+    norm = interlace.RMSNorm(torch.full((COLUMNS,), 2.0), eps=0.5)
+    return getattr(interlace, op)(*operands, norm=norm, algorithm="fused", **options)
+
+
+def scattered_and_normed(x: torch.Tensor, w: torch.Tensor) -> Any:
+    residual = torch.ones(ROWS // interlace.get_world_size(), COLUMNS)
+    return with_norm(SCATTER, x, w, residual=residual, gather_normed=True)
+
+
+def normed_of(xs: Tensors, w: torch.Tensor) -> Tensors:
+    (total,) = summed(xs, w)
+    return [normed(total), total]
+
+
+NORMED: dict[str, tuple[Callable[..., Any], Callable[[Tensors, torch.Tensor], Tensors]]] = {
+    "scatter": (
+        scattered_and_normed,
+        lambda xs, w: [normed(summed(xs, w)[0] + 1), own_rows(summed(xs, w)[0] + 1)],
+    ),
+    "product": (lambda x, w: with_norm(PRODUCT, x, w), normed_of),
+    "quantized": (lambda x, w: with_norm("all_reduce_norm", x @ w, quantize="fp8"), normed_of),
 }
 
 
@@ -119,225 +114,162 @@ def flat(result: Any) -> list[torch.Tensor]:
     return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_repeated_calls_are_right(
-    op: Any, world_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-    calls = 9
+def test_repeated_calls_are_right(op: str, world_size: int) -> None:
+    repeated_calls(op, world_size)
 
-    def on_rank() -> int:
+
+def repeated_calls(op: str, world_size: int, *faults: Replacement) -> None:
+    """Each is right; all but the first two, which make the plans of both workspaces, are planned."""
+    calls = 9
+    # alone, the copy engine sends, and is not planned
+    planned = calls - 2 if world_size > 1 or "gather" not in op else 0
+    call_op, right_results = OPS[op]
+
+    def on_rank() -> None:
         for call in range(calls):
             w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
-            results = flat(op(xs[interlace.get_rank()], w))
-            gpu.synchronize(gpu.current)
-            expected = OPS[op](xs, w)
-            assert len(results) == len(expected)
-            for result, right in zip(results, expected, strict=True):
+            results = flat(call_op(xs[interlace.get_rank()], w))
+            end_current_stream()
+            for result, right in zip(results, right_results(xs, w), strict=True):
                 assert torch.equal(result, right), call
-        return plans().hits
+        assert own_plans().hits == planned
 
-    hits = fake_host.run(on_rank, world_size)
-    # the first two make the plans of both workspaces; alone, the copy engine sends, and is not planned
-    assert hits == [calls - 2 if world_size > 1 or "gather" not in op.__name__ else 0] * world_size
+    fake_host.run(on_rank, world_size, FakeGpu(3), *faults)
 
 
-@pytest.mark.parametrize("op", NORMED, ids=lambda op: op.__name__)
-def test_repeated_norms_are_right(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", NORMED)
+@gpu_ranks(2, seed=3)
+def test_repeated_norms_are_right(op: str) -> None:
     """Of sums that are exact; fp8 keeps 4 bits."""
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        for call in range(7):
-            w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
-            made, total = op(xs[interlace.get_rank()], w)
-            gpu.synchronize(gpu.current)
-            if op is rows_quantized:
-                made = made[0].float() * made[1]
-            right, sums = NORMED[op](xs, w)
-            assert torch.equal(total, sums), call
-            close = 2.0**-4 if op is rows_quantized else 2.0**-20
-            torch.testing.assert_close(made, right, rtol=close, atol=close / 4)
-        return plans().hits
-
-    assert fake_host.run(on_rank, 2) == [5, 5]
+    call_op, right_results = NORMED[op]
+    for call in range(7):
+        w, xs = data(7 + call, INNER, COLUMNS), inputs(call)
+        rows, total = call_op(xs[interlace.get_rank()], w)
+        end_current_stream()
+        close = 2.0**-20
+        if op == "quantized":
+            rows, close = rows[0].float() * rows[1], 2.0**-4
+        right, sums = right_results(xs, w)
+        assert torch.equal(total, sums), call
+        torch.testing.assert_close(rows, right, rtol=close, atol=close / 4)
+    assert own_plans().hits == 5
 
 
-def test_results_are_new_and_nothing_of_the_callers_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> bool:
-        w = data(7, INNER, COLUMNS)
-        seen = []
-        for call in range(6):
-            x = inputs(call)[interlace.get_rank()]
-            out = gather(x, w)
-            seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
-            before = out.data_ptr()
-            assert gather(x, w).data_ptr() != before
-            gpu.synchronize(gpu.current)
-            del x, out
-        gc.collect()
-        return plans().hits > 6 and all(reference.expired() for reference in seen)
-
-    assert fake_host.run(on_rank, 2) == [True, True]
-
-
-def test_another_kind_of_call_is_not_taken_for_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> None:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        xs = inputs(1)
-        whole = torch.cat(xs) @ w
-        bias = data(9, COLUMNS)
-        for _ in range(3):
-            gather(xs[rank], w)
-        known = plans().hits
-        variants: list[tuple[Callable[[], Any], torch.Tensor]] = [
-            (lambda: gather(xs[rank][: ROWS // 2], w), torch.cat([x[: ROWS // 2] for x in xs]) @ w),
-            (lambda: gather(xs[rank], w[:, :4].contiguous()), whole[:, :4]),
-            (lambda: gather(xs[rank].double().float(), w.T.contiguous().T), whole),
-            (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
-            (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
-        ]
-        for call, right in variants:
-            result = call()
-            gpu.synchronize(gpu.current)
-            assert torch.equal(result, right)
-        assert plans().hits == known
-
-    # the model of the kernel adds no bias
-    fake_host.run(on_rank, 2)
-
-
-def test_arguments_that_share_memory_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        squares = [data(50 + r, INNER, INNER) for r in range(2)]
-        other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
-        for _ in range(3):
-            out = gather(squares[rank], squares[rank])
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(squares) @ squares[rank])
-            out = gather(squares[rank], other)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(squares) @ other)
-        for first, second in ((0, 1), (0, 3), (5, 2), (2, 5), (4, 4), (1, 0)):
-            x, w = (pool[at * INNER : (at + 1) * INNER] for at in (first, second))
-            out = gather(x, w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat([x, x]) @ w)
-
-    fake_host.run(on_rank, 2)
-
-
-def test_a_configuration_of_the_callers_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> tuple[int, int]:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            gather(x, w)
-        before = plans().hits
-        with configuration.override(block_m=16):
-            gather(x, w)
-        return before, plans().hits
-
-    assert fake_host.run(on_rank, 2) == [(2, 2)] * 2
-
-
-def test_plans_go_when_workspaces_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> list[int]:
-        rank, w, hits = interlace.get_rank(), data(7, INNER, COLUMNS), []
-        for rows in (ROWS, ROWS, ROWS, 4096, ROWS, ROWS, ROWS, ROWS):
-            xs = [data(rows + r, rows, INNER) for r in range(2)]
-            out = gather(xs[rank], w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(xs) @ w)
-            hits.append(plans().hits)
-        return hits
-
-    assert fake_host.run(on_rank, 2) == [[0, 0, 1, 1, 1, 1, 2, 3]] * 2
-
-
-def test_what_cannot_be_repeated_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
-    install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            interlace.all_gather_matmul(x, w, algorithm="pipelined")
-            interlace.all_gather_matmul(x, w, algorithm="unfused")
-            gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
-            interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
-        return len(plans()._plans)
-
-    planned = fake_host.run(on_rank, 2)
-    assert max(planned) <= 4
-
-
-def test_plans_are_captured_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(3))
-
-    def on_rank() -> int:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        x = torch.zeros(ROWS, INNER)
-        for _ in range(4):
-            gather(x, w)
-        torch.cuda.synchronize()
-        before = plans().hits
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
+@gpu_ranks(2, seed=3)
+def test_results_are_new_and_nothing_of_the_callers_is_kept() -> None:
+    w = data(7, INNER, COLUMNS)
+    seen = []
+    for call in range(6):
+        x = inputs(call)[interlace.get_rank()]
         out = gather(x, w)
-        graph.capture_end()
-        captured = plans().hits - before
-        for call in range(20):
-            xs = inputs(call)
-            gpu.do(lambda xs=xs: x.copy_(xs[rank]))
-            graph.replay()
-            eager = gather(x, w)
-            gpu.synchronize(gpu.current)
-            assert torch.equal(out, torch.cat(xs) @ w)
-            assert torch.equal(eager, torch.cat(xs) @ w)
-        return captured
-
-    assert fake_host.run(on_rank, 2) == [1, 1]
+        seen += [StorageWeakRef(x.untyped_storage()), StorageWeakRef(out.untyped_storage())]
+        before = out.data_ptr()
+        assert gather(x, w).data_ptr() != before
+        end_current_stream()
+        del x, out
+    gc.collect()
+    assert own_plans().hits > 6 and all(reference.expired() for reference in seen)
 
 
-def test_plans_after_pulled_ops_wait_for_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+@gpu_ranks(2, seed=3)
+def test_another_kind_of_call_is_not_taken_for_a_known_one() -> None:
+    rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+    xs = inputs(1)
+    whole = torch.cat(xs) @ w
+    bias = data(9, COLUMNS)
+    for _ in range(3):
+        gather(xs[rank], w)
+    known = own_plans().hits
+    variants: list[tuple[Callable[[], Any], torch.Tensor]] = [
+        (lambda: gather(xs[rank][: ROWS // 2], w), torch.cat([x[: ROWS // 2] for x in xs]) @ w),
+        (lambda: gather(xs[rank], w[:, :4].contiguous()), whole[:, :4]),
+        (lambda: gather(xs[rank].double().float(), w.T.contiguous().T), whole),
+        (lambda: interlace.all_gather_matmul(xs[rank], w, algorithm="unfused"), whole),
+        # the model of the kernel adds no bias
+        (lambda: interlace.all_gather_matmul(xs[rank], w, bias=bias, algorithm="fused"), whole),
+    ]
+    for call, right in variants:
+        result = call()
+        end_current_stream()
+        assert torch.equal(result, right)
+    assert own_plans().hits == known
+
+
+@gpu_ranks(2, seed=3)
+def test_arguments_that_share_memory_are_told_apart() -> None:
+    """A call with the same tensor twice says nothing about one with two; views of one storage may move."""
+    rank = interlace.get_rank()
+    squares = [data(50 + r, INNER, INNER) for r in range(2)]
+    other, pool = data(60, INNER, INNER), data(61, 8 * INNER, INNER)
+    for _ in range(3):
+        for w in (squares[rank], other):
+            out = gather(squares[rank], w)
+            end_current_stream()
+            assert torch.equal(out, torch.cat(squares) @ w)
+    for first, second in ((0, 1), (0, 3), (5, 2), (2, 5), (4, 4), (1, 0)):
+        x, w = (pool[at * INNER : (at + 1) * INNER] for at in (first, second))
+        out = gather(x, w)
+        end_current_stream()
+        assert torch.equal(out, torch.cat([x, x]) @ w)
+
+
+@gpu_ranks(2, seed=3)
+def test_a_configuration_of_the_callers_is_heeded() -> None:
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        gather(x, w)
+    assert own_plans().hits == 2
+    with configuration.override(block_m=16):
+        gather(x, w)
+    assert own_plans().hits == 2
+
+
+@gpu_ranks(2, seed=3)
+def test_plans_go_when_workspaces_grow() -> None:
+    rank, w, hits = interlace.get_rank(), data(7, INNER, COLUMNS), []
+    for rows in (ROWS, ROWS, ROWS, 4096, ROWS, ROWS, ROWS, ROWS):
+        xs = [data(rows + r, rows, INNER) for r in range(2)]
+        out = gather(xs[rank], w)
+        end_current_stream()
+        assert torch.equal(out, torch.cat(xs) @ w)
+        hits.append(own_plans().hits)
+    assert hits == [0, 0, 1, 1, 1, 1, 2, 3]
+
+
+@gpu_ranks(2, seed=3)
+def test_what_cannot_be_repeated_is_not_planned() -> None:
+    """Torch code on the streams, copies of arguments, and shards that are transposed on the way."""
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        interlace.all_gather_matmul(x, w, algorithm="pipelined")
+        interlace.all_gather_matmul(x, w, algorithm="unfused")
+        gather(x.T.contiguous().T[:, ::1].t().t()[::2], w)
+        interlace.matmul_reduce_scatter(x.expand(2, ROWS, INNER), w, scatter_dim=1)
+    assert len(own_plans()._plans) <= 4
+
+
+def test_plans_after_pulled_ops_wait_for_all_readers() -> None:
     """A workspace that peers may still read is not pushed into, planned or not."""
 
-    def holds(seed: int) -> bool:
-        gpu = install(monkeypatch, FakeGpu(seed, eager=0.05))
+    def on_rank() -> None:
+        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+        for call in range(8):
+            xs = inputs(call)
+            out = gather(xs[rank], w)
+            parts = torch.empty(3 * ROWS, INNER)
+            interlace.all_gather(parts, xs[rank], algorithm="copy")
+            again = gather(xs[rank], w)
+            last = torch.empty(3 * ROWS, INNER)
+            interlace.all_gather(last, xs[rank], algorithm="copy")
+            end_current_stream()
+            assert torch.equal(out, torch.cat(xs) @ w) and torch.equal(again, out)
+            assert torch.equal(parts, torch.cat(xs)) and torch.equal(last, parts)
+        assert own_plans().hits > 0
 
-        def on_rank() -> bool:
-            rank, w, good = interlace.get_rank(), data(7, INNER, COLUMNS), True
-            for call in range(8):
-                xs = inputs(call)
-                out = gather(xs[rank], w)
-                parts = torch.empty(3 * ROWS, INNER)
-                interlace.all_gather(parts, xs[rank], algorithm="copy")
-                again = gather(xs[rank], w)
-                last = torch.empty(3 * ROWS, INNER)
-                interlace.all_gather(last, xs[rank], algorithm="copy")
-                gpu.synchronize(gpu.current)
-                good &= torch.equal(out, torch.cat(xs) @ w) and torch.equal(again, out)
-                good &= torch.equal(parts, torch.cat(xs)) and torch.equal(last, parts)
-            return good and plans().hits > 0
-
-        return all(fake_host.run(on_rank, 3))
-
-    assert all(holds(seed) for seed in range(6))
+    for seed in range(6):
+        fake_host.run(on_rank, 3, FakeGpu(seed, eager=0.05))
 
 
 def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
@@ -345,37 +277,26 @@ def _no_patch(self: _Where, tensor: torch.Tensor) -> Any:
     return None
 
 
-def test_an_address_that_stays_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Where, "_address", _no_patch)
+def test_an_address_that_stays_is_found() -> None:
     with pytest.raises((AssertionError, interlace.InterlaceError, RuntimeError)):
-        test_repeated_calls_are_right(gather, 2, monkeypatch)
+        repeated_calls("gather", 2, (_Where, "_address", _no_patch))
 
 
-def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3, eager=1.0))
-    monkeypatch.setattr("interlace.runtime.places.gpu.plans.MOST_PLANS", 8)
-    assert MOST_PLANS > 8
-
-    def on_rank() -> int:
-        rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
-        for rows in range(1, 30):
-            product(data(rank, rows, INNER), w)
-        return len(plans()._plans)
-
-    assert all(0 < count <= 8 for count in fake_host.run(on_rank, 2))
+@gpu_ranks(2, (gpu_plans, "MOST_PLANS", 8), seed=3, eager=1.0)
+def test_the_number_of_plans_is_bounded() -> None:
+    rank, w = interlace.get_rank(), data(7, INNER, COLUMNS)
+    for rows in range(1, 30):
+        product(data(rank, rows, INNER), w)
+    assert 0 < len(own_plans()._plans) <= 8
 
 
-def test_a_closed_group_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(3, eager=1.0))
-
-    def on_rank() -> None:
-        x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
-        for _ in range(4):
-            product(x, w)
-        torch.cuda.synchronize()
-        default_group().place.exchange(b"", "all are here")
-        default_group().close()
-        with pytest.raises(interlace.InterlaceError, match="on a group that was closed"):
-            product(x, w)
-
-    fake_host.run(on_rank, 1)
+@gpu_ranks(seed=3, eager=1.0)
+def test_a_closed_group_says_so() -> None:
+    x, w = inputs(1)[interlace.get_rank()], data(7, INNER, COLUMNS)
+    for _ in range(4):
+        product(x, w)
+    torch.cuda.synchronize()
+    default_group().place.exchange(b"", "all are here")
+    default_group().close()
+    with pytest.raises(interlace.InterlaceError, match="on a group that was closed"):
+        product(x, w)

@@ -4,13 +4,12 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 import interlace
 from cases import device_ranks as ranks
-from interlace.runtime.places.gpu import driver
 from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_cuda import FakeGpu, end_current_stream
 
 
 class Synchronized:
@@ -33,21 +32,23 @@ class Synchronized:
 
 
 @pytest.mark.parametrize("name", sorted(ranks.OPS))
-def test_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations(name: str) -> None:
     """Torch code of theirs runs at once, so the device does too: after every call, and at the end."""
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setattr(driver, "stream_words", driver.stream_words)
-    monkeypatch.setattr(ranks, "interlace", Synchronized(gpu))
-    op = ranks.OPS[name]
+    gpu, op = FakeGpu(eager=0.0), ranks.OPS[name]
 
-    def synchronized(x, w):  # type: ignore[no-untyped-def]
+    def synchronized(x: torch.Tensor, w: torch.Tensor) -> Any:
         output = op(x, w)
-        gpu.synchronize(gpu.current)
+        end_current_stream()
         return output
 
-    monkeypatch.setitem(ranks.OPS, name, synchronized)
+    at_once = [
+        (ranks, "interlace", Synchronized(gpu)),
+        (ranks, "OPS", {**ranks.OPS, name: synchronized}),
+    ]
     for world_size in (2, 4):
-        wrong = fake_host.run(lambda: ranks.operations([name], 2, True, True), world_size)
+        wrong = fake_host.run(
+            lambda: ranks.operations([name], 2, True, True), world_size, gpu, *at_once
+        )
         assert wrong == [[]] * world_size
 
 

@@ -15,23 +15,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import interlace
 from interlace.groups.groups import default_group
 from interlace.kernels.matmul import matmul_reduce_scatter, matmul_reduce_scatter_roles
+from interlace.runtime.core.memory import Layout
 from interlace.runtime.places.gpu import stream
 from interlace.runtime.places.gpu.device_place import DevicePlace
 from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from stand_ins import fake_host
-from stand_ins.fake_cuda import CudaError, DeviceHang, FakeGpu, UseAfterFree, gpu as fake_gpu
-from stand_ins.fake_driver import install
+from stand_ins.fake_cuda import (
+    CudaError,
+    DeviceHang,
+    FakeGpu,
+    UseAfterFree,
+    capturing,
+    gpu as fake_gpu,
+)
+from stand_ins.fake_host import gpu_ranks, run_virtual
+from stand_ins.replaced import Replacement
 from tiers import few
 
 SEEDS = range(12)
+RUNS = pytest.mark.parametrize("run", [run_virtual, fake_host.run], ids=["virtual", "processes"])
 
 
-def virtual(function: Callable[[], Any], world_size: int) -> list[Any]:
-    return interlace.run(function, world_size, place="cuda")
-
-
-RUNS = pytest.mark.parametrize("run", [virtual, fake_host.run], ids=["virtual", "processes"])
+def seeded(seed: int) -> FakeGpu:
+    """One that hurries, or one that does not."""
+    return FakeGpu(seed, eager=0.5 if seed % 2 else 0.05)
 
 
 def filled(gpu: FakeGpu, value: float, *shape: int) -> torch.Tensor:
@@ -90,10 +98,10 @@ def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
     return on_rank
 
 
-def holds(run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, world_size: int = 3) -> bool:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+def holds(seed: int, *faults: Replacement) -> bool:
+    gpu = seeded(seed)
     try:
-        return all(run(exercise(gpu), world_size))
+        return all(fake_host.run(exercise(gpu), 3, gpu, *faults))
     except (CudaError, DeviceHang, UseAfterFree):
         return False
 
@@ -131,19 +139,17 @@ def grouped(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
 
 @RUNS
 @pytest.mark.parametrize("seed", range(4))
-def test_grouped_matmuls(run: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
-    assert all(run(grouped(gpu), 3))
+def test_grouped_matmuls(run: Any, seed: int) -> None:
+    gpu = seeded(seed)
+    assert all(run(grouped(gpu), 3, gpu))
     assert gpu.launches.count("grouped_matmul_kernel") == 18
 
 
 @RUNS
 @pytest.mark.parametrize("seed", SEEDS)
-def test_results_are_right_whatever_runs_first(
-    run: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
-    assert all(run(exercise(gpu), 3))
+def test_results_are_right_whatever_runs_first(run: Any, seed: int) -> None:
+    gpu = seeded(seed)
+    assert all(run(exercise(gpu), 3, gpu))
     if run is fake_host.run:
         assert gpu.words_written
 
@@ -151,13 +157,11 @@ def test_results_are_right_whatever_runs_first(
 @RUNS
 @pytest.mark.parametrize("world_size", few([2, 4, 7, 8], 4))
 @pytest.mark.parametrize("connections", [1, 8, 32])
-def test_streams_that_share_hardware_queues(
-    run: Any, world_size: int, connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_that_share_hardware_queues(run: Any, world_size: int, connections: int) -> None:
     """Whatever stands in front of them there; and first uses wait for all that was enqueued."""
-    gpu = install(monkeypatch, FakeGpu(world_size, connections=connections))
-    assert all(run(exercise(gpu), world_size))
-    assert all(run(grouped(gpu), world_size))
+    gpu = FakeGpu(world_size, connections=connections)
+    assert all(run(exercise(gpu), world_size, gpu))
+    assert all(run(grouped(gpu), world_size, gpu))
 
 
 def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
@@ -180,11 +184,9 @@ def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
 
 @RUNS
 @pytest.mark.parametrize("connections", [1, 8, 32])
-def test_products_and_sums_in_two_kernels(
-    run: Any, connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(connections, connections=connections))
-    assert all(run(in_two_kernels(gpu), 4))
+def test_products_and_sums_in_two_kernels(run: Any, connections: int) -> None:
+    gpu = FakeGpu(connections, connections=connections)
+    assert all(run(in_two_kernels(gpu), 4, gpu))
     products = matmul_reduce_scatter_roles.matmul_reduce_scatter_roles_kernel
     for kernel in (products, matmul_reduce_scatter.sum_tiles_kernel):
         assert gpu.launches.count(kernel.__name__) == 16
@@ -217,21 +219,17 @@ def _rank_by_rank(self: VirtualRankPlace) -> Iterator[None]:
     ],
 )
 def test_ranks_that_do_not_launch_in_step_would_hang(
-    ops: Any, connections: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+    ops: Any, connections: int, world_size: int
 ) -> None:
-    monkeypatch.setattr(VirtualRankPlace, "launching", _rank_by_rank)
-    gpu = install(monkeypatch, FakeGpu(0, connections=connections))
+    gpu = FakeGpu(0, connections=connections)
     with pytest.raises(DeviceHang):
-        virtual(ops(gpu), world_size)
+        run_virtual(ops(gpu), world_size, gpu, (VirtualRankPlace, "launching", _rank_by_rank))
 
 
-@pytest.mark.parametrize("stream_words", [False, True])
-def test_with_and_without_stream_memory_operations(
-    stream_words: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(1, stream_words=stream_words))
-    assert all(fake_host.run(exercise(gpu), 2))
-    assert bool(gpu.words_written) == stream_words
+def test_without_stream_memory_operations() -> None:
+    gpu = FakeGpu(1, stream_words=False)
+    assert all(fake_host.run(exercise(gpu), 2, gpu))
+    assert not gpu.words_written
 
 
 def _no_move(self: DeviceStream, point: Any) -> None:
@@ -261,14 +259,9 @@ FAULTS = [
 ]  # that nobody keeps memory: test_what_the_host_dropped_is_not_used_later
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"), FAULTS, ids=[fault.__name__ for _, _, fault in FAULTS]
-)
-def test_a_fault_in_the_order_is_found(
-    owner: type, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    assert not all(holds(fake_host.run, monkeypatch, seed) for seed in SEEDS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[2].__name__)
+def test_a_fault_in_the_order_is_found(fault: Replacement) -> None:
+    assert not all(holds(seed, fault) for seed in SEEDS)
 
 
 def _last_word(self: DeviceStream, point: Any) -> None:
@@ -276,7 +269,8 @@ def _last_word(self: DeviceStream, point: Any) -> None:
     self._waiting[point.target] = point
 
 
-def test_of_two_points_in_a_stream_the_later_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("faults", [[], [(DeviceStream, "follow", _last_word)]], ids=["", "fault"])
+def test_of_two_points_in_a_stream_the_later_one_counts(faults: list[Replacement]) -> None:
     def ops() -> bool:
         gpu, place = fake_gpu(), default_group().place
         copying, x, y = place.new_stream("copy"), torch.zeros(8), torch.zeros(8)
@@ -291,49 +285,32 @@ def test_of_two_points_in_a_stream_the_later_one_counts(monkeypatch: pytest.Monk
         torch.cuda.synchronize()
         return bool((y == 1).all())
 
-    def all_right() -> bool:
-        runs = []
-        for seed in SEEDS:
-            install(monkeypatch, FakeGpu(seed, eager=0.0))
-            runs += fake_host.run(ops, 1)
-        return all(runs)
-
-    assert all_right()
-    monkeypatch.setattr(DeviceStream, "follow", _last_word)
-    assert not all_right()
+    right = [fake_host.run(ops, 1, FakeGpu(seed, eager=0.0), *faults)[0] for seed in SEEDS]
+    assert all(right) == (not faults)
 
 
-def test_the_order_of_eager_ops_is_kept_across_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_order_of_eager_ops_is_kept_across_a_capture(seed: int) -> None:
     """The op after a capture comes after the one before it, though that was on another stream."""
 
-    def ops() -> bool:
-        gpu, group = fake_gpu(), default_group()
-        x, y = torch.zeros(8), torch.zeros(8)
+    def ops() -> None:
+        group, x, y = default_group(), torch.zeros(8), torch.zeros(8)
         with torch.cuda.stream(torch.cuda.Stream()):
             group.compute.copy(x, torch.ones(8), "before")
-        with torch.cuda.stream(torch.cuda.Stream()):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
+        with torch.cuda.stream(torch.cuda.Stream()), capturing():
             group.compute.copy(torch.zeros(8), torch.ones(8), "captured")
-            graph.capture_end()
         group.compute.copy(y, x, "after")
         torch.cuda.synchronize()
-        del gpu
-        return bool((y == 1).all())
+        assert bool((y == 1).all())
 
-    for seed in SEEDS:
-        install(monkeypatch, FakeGpu(seed, eager=0.0))
-        assert fake_host.run(ops, 1) == [True]
+    fake_host.run(ops, 1, FakeGpu(seed, eager=0.0))
 
 
-def test_a_start_that_is_recorded_late_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_is_recorded_late_would_hang() -> None:
     """The copy stream would wait for a kernel that waits for the peers' copy streams."""
 
-    def ops() -> float:
-        group = default_group()
-        from interlace.runtime.core.memory import Layout
-
-        layout = Layout()
+    def ops() -> None:
+        group, layout = default_group(), Layout()
         slot = layout.add_slots(1)
 
         def body(workspace: Any) -> None:
@@ -342,45 +319,24 @@ def test_a_start_that_is_recorded_late_would_hang(monkeypatch: pytest.MonkeyPatc
 
         group.enqueue("exchange", layout, body)
         torch.cuda.synchronize()
-        return 1.0
 
-    install(monkeypatch, FakeGpu(3))
-    assert fake_host.run(ops, 2) == [1.0, 1.0]
-    monkeypatch.setattr(DevicePlace, "about_to_use", _late_start)
-    install(monkeypatch, FakeGpu(3))
+    fake_host.run(ops, 2, FakeGpu(3))
     with pytest.raises(DeviceHang):
-        fake_host.run(ops, 2)
+        fake_host.run(ops, 2, FakeGpu(3), (DevicePlace, "about_to_use", _late_start))
 
 
 @RUNS
-def test_a_synchronous_op_needs_one_event(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu())
+def test_a_synchronous_op_needs_one_event(run: Any) -> None:
+    gpu = FakeGpu()
 
     def ops() -> None:
         x, weight = torch.ones(64, 16), torch.ones(16, 16)
         for _ in range(10):
             interlace.all_gather_matmul(x, weight, algorithm="fused")
 
-    run(ops, 2)
+    run(ops, 2, gpu)
     assert gpu.events_recorded <= 20
     assert gpu.launches.count("all_gather_matmul_kernel") == 20
-
-
-def test_wait_never_blocks_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
-
-    def ops() -> tuple[bool, bool, bool]:
-        x = torch.ones(64, 16)
-        work = interlace.all_gather_matmul(x, torch.eye(16), algorithm="fused", async_op=True)
-        before = work.is_completed()
-        out = work.wait()
-        blocked = not out.isnan().any() and bool((out == 1).all())
-        torch.cuda.synchronize()
-        return before, blocked, work.is_completed()
-
-    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
-    assert fake_host.run(ops, 2) == [(False, False, True)] * 2
-    assert gpu.launches
 
 
 def _poisoned(make: Any) -> Any:
@@ -391,23 +347,30 @@ def _poisoned(make: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("eager", [0.0, 0.3, 1.0])
-def test_memory_is_given_up_when_the_op_was_waited_for(
-    eager: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, FakeGpu(eager=eager))
+@gpu_ranks(2, (torch, "empty", _poisoned(torch.empty)), eager=0.0)
+def test_wait_never_blocks_the_host() -> None:
+    x = torch.ones(64, 16)
+    work = interlace.all_gather_matmul(x, torch.eye(16), algorithm="fused", async_op=True)
+    assert not work.is_completed()
+    out = work.wait()
+    assert bool(out.isnan().any()) or not bool((out == 1).all())
+    torch.cuda.synchronize()
+    assert work.is_completed() and fake_gpu().launches
 
-    def ops() -> tuple[bool, bool, bool]:
+
+@pytest.mark.parametrize("eager", [0.0, 0.3, 1.0])
+def test_memory_is_given_up_when_the_op_was_waited_for(eager: float) -> None:
+    def ops() -> None:
         x = torch.ones(64, 16)
         memory = StorageWeakRef(x.untyped_storage())
         work = interlace.all_gather_matmul(x, torch.eye(16), algorithm="fused", async_op=True)
         del x
         gc.collect()
-        held = not memory.expired()
+        assert not memory.expired()
         work.wait()
         torch.cuda.synchronize()
         gc.collect()
-        waited = memory.expired()
+        assert memory.expired()
         # of one that nobody waits for: when it has ended, at the next
         y = torch.ones(64, 16)
         memory = StorageWeakRef(y.untyped_storage())
@@ -416,43 +379,36 @@ def test_memory_is_given_up_when_the_op_was_waited_for(
         torch.cuda.synchronize()
         interlace.all_reduce(torch.ones(4), async_op=True)
         gc.collect()
-        return held, waited, memory.expired()
+        assert memory.expired()
 
-    assert fake_host.run(ops, 2) == [(True, True, True)] * 2
+    fake_host.run(ops, 2, FakeGpu(eager=eager))
 
 
-def test_what_the_host_dropped_is_not_used_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@gpu_ranks(
+    1,
+    (DevicePlace, "keep", _kept_nowhere),
+    raises=pytest.raises(UseAfterFree, match="freed before its use"),
+    eager=0.0,
+)
+def test_what_the_host_dropped_is_not_used_later() -> None:
     """The fake allocator's own control: memory of another stream that nobody holds."""
-    gpu = install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setattr(DevicePlace, "keep", _kept_nowhere)
-
-    def ops() -> None:
-        interlace.all_gather_matmul(
-            torch.ones(64, 16), torch.eye(16), algorithm="fused", async_op=True
-        )
-        gc.collect()
-        gpu.synchronize()
-
-    with pytest.raises(UseAfterFree, match="freed before its use"):
-        fake_host.run(ops, 1)
+    interlace.all_gather_matmul(torch.ones(64, 16), torch.eye(16), algorithm="fused", async_op=True)
+    gc.collect()
+    fake_gpu().synchronize()
 
 
-def test_streams_of_the_group_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
-
-    def ops() -> tuple[int, int, int]:
-        place = default_group().place
-        assert isinstance(place, DevicePlace)
-        normal = place.new_stream("compute")._own.priority  # type: ignore[attr-defined]
-        copying = place.new_stream("copy", priority=True)._own.priority  # type: ignore[attr-defined]
-        place.high_priority = True
-        group = default_group().split([0])
-        assert group is not None
-        return normal, copying, group.compute._own.priority  # type: ignore[attr-defined]
-
-    assert fake_host.run(ops, 1) == [(0, -1, -1)]
+@gpu_ranks()
+def test_streams_of_the_group_have_priority() -> None:
+    place = default_group().place
+    assert isinstance(place, DevicePlace)
+    assert place.new_stream("compute")._own.priority == 0  # type: ignore[attr-defined]
+    assert place.new_stream("copy", priority=True)._own.priority == -1  # type: ignore[attr-defined]
+    place.high_priority = True
+    group = default_group().split([0])
+    assert group is not None
+    assert group.compute._own.priority == -1  # type: ignore[attr-defined]
 
 
-def test_the_default_stream_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu())
+@gpu_ranks()
+def test_the_default_stream_is_not_taken_for_a_new_one() -> None:
     assert stream.stream_of(0).cuda_stream == 0

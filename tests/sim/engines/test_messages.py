@@ -11,7 +11,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.work import Work
 from interlace.verify import races
-from sim.engines.test_stream_engine import POISON, WORLDS, check, payload, poisoned
+from sim.engines.test_stream_engine import POISON, WORLDS, check, on_ranks, payload, poisoned
 
 
 def send(tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
@@ -25,61 +25,50 @@ def recv(tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@on_ranks(seeds=6)
 def test_a_ring_of_messages_in_any_order_of_calls(world: int) -> None:
     """To itself in a world of one."""
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        after, before = (rank + 1) % world, (rank - 1) % world
-        received = [poisoned(length) for length in (0, 1, 9)]
-        if rank % 2:
-            works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
-        sent = [payload(length, rank, length) for length in (0, 1, 9)]
-        for tag in (2, 0, 1):
-            assert send(sent[tag], after, tag).wait() is True
-            sent[tag].fill_(POISON)  # it may be used again
-        if not rank % 2:
-            works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
-        for work, tensor in reversed(list(zip(works, received, strict=True))):
-            assert work.wait() is True and work.source_rank() == before and work.is_success()
-            check(tensor, payload(len(tensor), before, len(tensor)))
-
-    for seed in range(6):
-        interlace.run(on_rank, world, seed=seed)
+    rank = interlace.get_rank()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    received = [poisoned(length) for length in (0, 1, 9)]
+    if rank % 2:
+        works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
+    sent = [payload(length, rank, length) for length in (0, 1, 9)]
+    for tag in (2, 0, 1):
+        assert send(sent[tag], after, tag).wait() is True
+        sent[tag].fill_(POISON)  # it may be used again
+    if not rank % 2:
+        works = [recv(tensor, before, tag) for tag, tensor in enumerate(received)]
+    for work, tensor in reversed(list(zip(works, received, strict=True))):
+        assert work.wait() is True and work.source_rank() == before and work.is_success()
+        check(tensor, payload(len(tensor), before, len(tensor)))
 
 
+@on_ranks(seeds=6)
 def test_messages_of_one_tag_arrive_in_the_order_they_were_sent() -> None:
-    def on_rank() -> None:
-        if interlace.get_rank() == 0:
-            for number in range(4):
-                send(payload(2, number), 1)
-        else:
-            received = [poisoned(2) for _ in range(4)]
-            works = [recv(tensor, 0) for tensor in received]
-            for number in (3, 1, 0, 2):
-                works[number].wait()
-                check(received[number], payload(2, number), number)
-
-    for seed in range(6):
-        interlace.run(on_rank, 2, seed=seed)
+    if interlace.get_rank() == 0:
+        for number in range(4):
+            send(payload(2, number), 1)
+        return
+    received = [poisoned(2) for _ in range(4)]
+    works = [recv(tensor, 0) for tensor in received]
+    for number in (3, 1, 0, 2):
+        works[number].wait()
+        check(received[number], payload(2, number), number)
 
 
+@on_ranks(4, seeds=4)
 def test_from_any_rank() -> None:
-    def on_rank() -> set[int]:
-        rank, sources = interlace.get_rank(), set()
-        if rank:
-            send(payload(3, rank), 0, 5)
-            return set()
-        for _ in range(3):
-            tensor = poisoned(3)
-            work = recv(tensor, None, 5)
-            source = work.source_rank()
-            check(tensor, payload(3, source))
-            sources.add(source)
-        return sources
-
-    for seed in range(4):
-        assert interlace.run(on_rank, 4, seed=seed)[0] == {1, 2, 3}
+    if rank := interlace.get_rank():
+        send(payload(3, rank), 0, 5)
+        return
+    sources = set()
+    for _ in range(3):
+        tensor = poisoned(3)
+        source = recv(tensor, None, 5).source_rank()
+        check(tensor, payload(3, source))
+        sources.add(source)
+    assert sources == {1, 2, 3}
 
 
 def said_at_ends(*works: Work) -> list[str]:
@@ -94,80 +83,73 @@ def said_at_ends(*works: Work) -> list[str]:
     return said
 
 
+MISFITS = [
+    "ValueError: recv: number of elements differs between ranks: 3 were sent by rank 0, 2 are "
+    "received on rank 1 (tag 4)",
+    "TypeError: recv: dtype of tensor differs between ranks: torch.int32 was sent by rank 0, "
+    "torch.float32 is received on rank 1 (tag 4)",
+]
+
+
+@on_ranks(seeds=4)
 def test_a_receive_that_does_not_fit_fails_on_both_ranks() -> None:
     """On the sender at one of its next ends: the message had left it before."""
-
-    def on_rank() -> list[str]:
-        if interlace.get_rank() == 0:
-            works = [send(torch.ones(3), 1, 4), send(torch.ones(3, dtype=torch.int32), 1, 4)]
-            works.append(send(payload(2, 1), 1, 4))
-            return said_at_ends(*works, recv(poisoned(1), 1, 5), recv(poisoned(1), 1, 5))
-        said = []
-        for _ in range(2):
-            tensor = poisoned(2)
-            work = recv(tensor, 0, 4)
-            with pytest.raises((TypeError, ValueError)) as caught:
-                work.wait()
-            assert work.exception() is caught.value and not work.is_success()
-            said.append(f"{type(caught.value).__name__}: {caught.value}")
-            check(tensor, poisoned(2))
-        recv(tensor, 0, 4).wait()
-        check(tensor, payload(2, 1))
-        for _ in range(2):
-            send(payload(1, 1), 0, 5)
-        return said
-
-    for seed in range(4):
-        assert interlace.run(on_rank, 2, seed=seed) == 2 * [
-            [
-                "ValueError: recv: number of elements differs between ranks: 3 were sent by rank 0, 2 are "
-                "received on rank 1 (tag 4)",
-                "TypeError: recv: dtype of tensor differs between ranks: torch.int32 was sent by rank 0, "
-                "torch.float32 is received on rank 1 (tag 4)",
-            ]
-        ]
+    if interlace.get_rank() == 0:
+        works = [send(torch.ones(3), 1, 4), send(torch.ones(3, dtype=torch.int32), 1, 4)]
+        works.append(send(payload(2, 1), 1, 4))
+        assert said_at_ends(*works, recv(poisoned(1), 1, 5), recv(poisoned(1), 1, 5)) == MISFITS
+        return
+    for said in MISFITS:
+        tensor = poisoned(2)
+        work = recv(tensor, 0, 4)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            work.wait()
+        assert work.exception() is caught.value and not work.is_success()
+        assert f"{type(caught.value).__name__}: {caught.value}" == said
+        check(tensor, poisoned(2))
+    recv(tensor, 0, 4).wait()
+    check(tensor, payload(2, 1))
+    for _ in range(2):
+        send(payload(1, 1), 0, 5)
 
 
+@on_ranks(1)
 def test_a_message_to_oneself_that_does_not_fit_is_said_once() -> None:
-    def on_rank() -> list[str]:
-        works = [send(torch.ones(3), 0, 4), recv(poisoned(2), 0, 4)]
-        return said_at_ends(*works, send(torch.ones(1), 0, 4), recv(poisoned(1), 0, 4))
-
-    assert len(interlace.run(on_rank, 1)[0]) == 1
+    works = [send(torch.ones(3), 0, 4), recv(poisoned(2), 0, 4)]
+    assert len(said_at_ends(*works, send(torch.ones(1), 0, 4), recv(poisoned(1), 0, 4))) == 1
 
 
-def test_a_receive_without_a_message_is_a_deadlock_with_a_name() -> None:
-    def on_rank(peer: int | None) -> None:
+@pytest.mark.parametrize(
+    ("peer", "told"),
+    [
+        (0, r"rank 1 user code waits for a message from rank 0 with tag 3 at test_messages\.py:"),
+        (None, "a message from any rank with tag 3"),
+    ],
+)
+def test_a_receive_without_a_message_is_a_deadlock_with_a_name(peer: int | None, told: str) -> None:
+    def on_rank() -> None:
         if interlace.get_rank() == 1:
             recv(poisoned(2), peer, 3).wait()
 
-    told = r"rank 1 user code waits for a message from rank 0 with tag 3 at test_messages\.py:"
     with pytest.raises(interlace.DeadlockError, match=told):
-        interlace.run(on_rank, 2, 0)
-    with pytest.raises(interlace.DeadlockError, match="a message from any rank with tag 3"):
-        interlace.run(on_rank, 2, None)
+        interlace.run(on_rank, 2)
 
 
+@on_ranks(seeds=1)
 def test_a_receive_that_nobody_waits_for_may_stay_open() -> None:
-    def on_rank() -> bool:
-        return recv(poisoned(2), 0, 3).is_completed()
-
-    assert interlace.run(on_rank, 2) == [False, False]
+    assert not recv(poisoned(2), 0, 3).is_completed()
 
 
+@on_ranks(seeds=4)
 def test_a_callback_of_a_receive_runs_as_the_receiver() -> None:
-    def on_rank() -> list[int]:
-        rank, ran = interlace.get_rank(), []
-        if rank == 1:
-            future: Future[Outcome] = default_group().engine.recv(Call("recv"), poisoned(1), 0, 0)
-            future.add_done_callback(lambda _: ran.append(interlace.get_rank()))
-            future.result()
-        else:
-            send(torch.ones(1), 1)
-        return ran
-
-    for seed in range(4):
-        assert interlace.run(on_rank, 2, seed=seed) == [[], [1]]
+    if interlace.get_rank() == 0:
+        send(torch.ones(1), 1)
+        return
+    ran: list[int] = []
+    future: Future[Outcome] = default_group().engine.recv(Call("recv"), poisoned(1), 0, 0)
+    future.add_done_callback(lambda _: ran.append(interlace.get_rank()))
+    future.result()
+    assert ran == [1]
 
 
 def a_message(waits: bool) -> None:

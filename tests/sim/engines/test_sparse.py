@@ -92,9 +92,3 @@ def test_entries_are_reduced_as_dense_tensors_are(op: str, dtype: torch.dtype) -
     expected = torch.empty_like(parts[0])
     reductions.fold(op, parts, expected)
     assert on_ranks(op, *parts).tolist() == expected.tolist()
-
-
-def test_averages_of_large_whole_numbers() -> None:
-    large = torch.tensor([2**40 + 1])
-    assert on_ranks("avg", large, large).tolist() == [2**40 + 1]
-    assert on_ranks("avg", *[torch.tensor([200], dtype=torch.uint8)] * 3).tolist() == [200]

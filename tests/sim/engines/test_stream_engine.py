@@ -1,9 +1,12 @@
-"""Every method of ``StreamEngine`` in ``sim``: uneven and empty parts, in place, refusals, messages.
+"""``StreamEngine`` in ``sim``: every algorithm and form of memory, and refusals.
 
-Each op runs twice in a run with another payload, so that the second finds the memory of the first.
+Each op runs twice in a run with another payload, so that the second finds the memory of the first. All
+methods with every dtype, uneven and empty parts: ``sim/api/test_api_operations.py``.
 """
 
+import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +14,11 @@ import pytest
 import torch
 
 import interlace
-from cases.support_table import MOVED_DTYPES, defined
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.stream_engine import StreamEngine
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.numerics.reductions import DTYPES, REDUCE_OPS, fold
+from interlace.runtime.core.errors import DifferentOpsError
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from tiers import few
@@ -86,8 +88,22 @@ cases = pytest.mark.parametrize(
 )
 
 
-def seeds(world: int) -> Sequence[int]:
-    return range(1 if world == 1 else 2)
+def on_ranks(world: int = 2, seeds: int = 2) -> Callable[[Callable[..., None]], Any]:
+    """The body of a test runs on the ranks of a world, in so many orders of their steps.
+
+    A parameter of the test named ``world`` counts instead.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            size = given.get("world", world)
+            for seed in range(1 if size == 1 else seeds):
+                interlace.run(lambda: body(**given), size, seed=seed)
+
+        return test
+
+    return decorate
 
 
 # -- moving ------------------------------------------------------------------------------------
@@ -95,274 +111,133 @@ def seeds(world: int) -> Sequence[int]:
 
 @forms("apart", "neighbours", "in place")
 @cases
+@on_ranks()
 def test_all_gather(world: int, kind: str, form: str, algorithm: str) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            outputs = [poisoned(length) for length in lengths]
-            if form != "apart":
-                outputs = list(poisoned(sum(lengths)).split(lengths))
-            input = payload(lengths[rank], rank, number)
-            if form == "in place":
-                input = outputs[rank].copy_(input)
-            run_op("all_gather", lambda e, c, o=outputs, i=input: e.all_gather(c, o, i), algorithm)
-            for source, output in enumerate(outputs):
-                check(output, payload(lengths[source], source, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for number in range(ROUNDS):
+        outputs = [poisoned(length) for length in lengths]
+        if form != "apart":
+            outputs = list(poisoned(sum(lengths)).split(lengths))
+        input = payload(lengths[rank], rank, number)
+        if form == "in place":
+            input = outputs[rank].copy_(input)
+        run_op("all_gather", lambda e, c, o=outputs, i=input: e.all_gather(c, o, i), algorithm)
+        for source, output in enumerate(outputs):
+            check(output, payload(lengths[source], source, number), source)
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
+@on_ranks(3, seeds=4)
 def test_all_gather_whose_input_lies_in_the_part_of_another(algorithm: str) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        whole = poisoned(12)
-        outputs = list(whole.split(4))
-        input = whole[2:6].copy_(payload(4, rank))
-        run_op("all_gather", lambda e, c: e.all_gather(c, outputs, input), algorithm)
-        for source, output in enumerate(outputs):
-            check(output, payload(4, source), source)
-
-    for seed in range(4):
-        interlace.run(on_rank, 3, seed=seed)
-
-
-@cases
-def test_all_to_all(world: int, kind: str) -> None:
-    table = [lengths_of(world, kind)[r:] + lengths_of(world, kind)[:r] for r in range(world)]
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            inputs = [payload(table[rank][peer], rank, peer, number) for peer in range(world)]
-            outputs = [poisoned(table[source][rank]) for source in range(world)]
-            run_op("all_to_all", lambda e, c, o=outputs, i=inputs: e.all_to_all(c, o, i))
-            for source, output in enumerate(outputs):
-                check(output, payload(table[source][rank], source, rank, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    rank, whole = interlace.get_rank(), poisoned(12)
+    outputs = list(whole.split(4))
+    input = whole[2:6].copy_(payload(4, rank))
+    run_op("all_gather", lambda e, c: e.all_gather(c, outputs, input), algorithm)
+    for source, output in enumerate(outputs):
+        check(output, payload(4, source), source)
 
 
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks()
 def test_all_to_all_in_place(world: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number in range(ROUNDS):
-            parts = [payload(3, rank, peer, number) for peer in range(world)]
-            run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
-            for source, part in enumerate(parts):
-                check(part, payload(3, source, rank, number), source)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    rank = interlace.get_rank()
+    for number in range(ROUNDS):
+        parts = [payload(3, rank, peer, number) for peer in range(world)]
+        run_op("all_to_all", lambda e, c, p=parts: e.all_to_all(c, p, p))
+        for source, part in enumerate(parts):
+            check(part, payload(3, source, rank, number), source)
 
 
-@pytest.mark.parametrize("length", [0, 1, 11])
-@pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
-def test_broadcast(world: int, length: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            tensor = payload(length, root, 3) if rank == root else poisoned(length)
-            run_op("broadcast", lambda e, c, t=tensor, r=root: e.broadcast(c, t, r))
-            check(tensor, payload(length, root, 3), root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
 @cases
-def test_gather(world: int, kind: str, in_place: bool) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            input = payload(lengths[rank], rank, root)
-            outputs = [poisoned(length) for length in lengths] if rank == root else None
-            if outputs is not None and in_place:
-                outputs[rank] = input
-            run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
-            for source, output in enumerate(outputs or []):
-                check(output, payload(lengths[source], source, root), source)
-            check(input, payload(lengths[rank], rank, root))
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+@on_ranks()
+def test_gather_in_place(world: int, kind: str) -> None:
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for root in range(world):
+        input = payload(lengths[rank], rank, root)
+        outputs = [poisoned(length) for length in lengths] if rank == root else None
+        if outputs is not None:
+            outputs[rank] = input
+        run_op("gather", lambda e, c, o=outputs, i=input, r=root: e.gather(c, o, i, r))
+        for source, output in enumerate(outputs or []):
+            check(output, payload(lengths[source], source, root), source)
+        check(input, payload(lengths[rank], rank, root))
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @cases
-def test_scatter(world: int, kind: str, in_place: bool) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
-            output = poisoned(lengths[rank])
-            if inputs is not None and in_place:
-                output = inputs[rank]
-            run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
-            check(output, payload(lengths[rank], rank, root), root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
-
-
-def test_any_dtype_is_moved() -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for number, dtype in enumerate(MOVED_DTYPES):
-            size = 3 * dtype.itemsize
-
-            def bits(rank: int, dtype: torch.dtype = dtype, first: int = number) -> torch.Tensor:
-                line = torch.arange(3 * dtype.itemsize, dtype=torch.uint8) + first + 100 * rank
-                return (line % 2 if dtype == torch.bool else line).view(dtype)
-
-            outputs = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
-            mine = bits(rank)
-            run_op("all_gather", lambda e, c, o=outputs, i=mine: e.all_gather(c, o, i), "copy")
-            inputs = [bits(rank), bits(rank + 2)]
-            exchanged = [torch.zeros(size, dtype=torch.uint8).view(dtype) for _ in range(2)]
-            run_op("all_to_all", lambda e, c, o=exchanged, i=inputs: e.all_to_all(c, o, i))
-            for source in range(2):
-                check(outputs[source].view(torch.uint8), bits(source).view(torch.uint8), dtype)
-                expected = bits(source + 2 * rank)
-                check(exchanged[source].view(torch.uint8), expected.view(torch.uint8), dtype)
-
-    interlace.run(on_rank, 2)
+@on_ranks()
+def test_scatter_in_place(world: int, kind: str) -> None:
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for root in range(world):
+        inputs = [payload(n, r, root) for r, n in enumerate(lengths)] if rank == root else None
+        output = poisoned(lengths[rank]) if inputs is None else inputs[rank]
+        run_op("scatter", lambda e, c, o=output, i=inputs, r=root: e.scatter(c, o, i, r))
+        check(output, payload(lengths[rank], rank, root), root)
 
 
 # -- reducing ----------------------------------------------------------------------------------
 
 
+def summed(op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(parts).sum(0) / (len(parts) if op == "avg" else 1)
+
+
 @forms("apart", "neighbours", "in place", "in another part")
 @cases
+@on_ranks()
 def test_reduce_scatter(world: int, kind: str, form: str, algorithm: str) -> None:
-    lengths = lengths_of(world, kind)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for op in ("sum", "avg"):
-            inputs = [payload(n, owner, rank) for owner, n in enumerate(lengths)]
-            if form != "apart":
-                inputs = list(torch.cat(inputs).split(lengths))
-            output = poisoned(lengths[rank])
-            if form == "in place":
-                output = inputs[rank]
-            elif form == "in another part":
-                other = inputs[(rank + 1) % world]
-                output = other[: lengths[rank]] if other.numel() >= lengths[rank] else output
-            run_op(
-                "reduce_scatter",
-                lambda e, c, o=output, i=inputs, op=op: e.reduce_scatter(c, o, i, op),
-                algorithm,
-            )
-            parts = [payload(lengths[rank], rank, source) for source in range(world)]
-            expected = torch.stack(parts).sum(0) / (world if op == "avg" else 1)
-            check(output, expected, op)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
+    lengths, rank = lengths_of(world, kind), interlace.get_rank()
+    for op in ("sum", "avg"):
+        inputs = [payload(n, owner, rank) for owner, n in enumerate(lengths)]
+        if form != "apart":
+            inputs = list(torch.cat(inputs).split(lengths))
+        output = poisoned(lengths[rank])
+        if form == "in place":
+            output = inputs[rank]
+        elif form == "in another part":
+            other = inputs[(rank + 1) % world]
+            output = other[: lengths[rank]] if other.numel() >= lengths[rank] else output
+        run_op(
+            "reduce_scatter",
+            lambda e, c, o=output, i=inputs, op=op: e.reduce_scatter(c, o, i, op),
+            algorithm,
+        )
+        parts = [payload(lengths[rank], rank, source) for source in range(world)]
+        check(output, summed(op, parts), op)
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "kernel"])
+@on_ranks(3, seeds=6)
 def test_reduce_scatter_whose_output_lies_in_a_part_that_is_sent_late(algorithm: str) -> None:
     """Several programs: one may sum a block before another has sent what lies there."""
-    world = 3
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        inputs = list(torch.cat([payload(16, owner, rank) for owner in range(world)]).split(16))
-        output = inputs[rank - 1]
-        run_op("reduce_scatter", lambda e, c: e.reduce_scatter(c, output, inputs, "sum"), algorithm)
-        check(output, torch.stack([payload(16, rank, source) for source in range(world)]).sum(0))
-
+    rank = interlace.get_rank()
+    inputs = list(torch.cat([payload(16, owner, rank) for owner in range(3)]).split(16))
+    output = inputs[rank - 1]
     with override(block_elements=4):
-        for seed in range(6):
-            interlace.run(on_rank, world, seed=seed)
+        run_op("reduce_scatter", lambda e, c: e.reduce_scatter(c, output, inputs, "sum"), algorithm)
+    check(output, summed("sum", [payload(16, rank, source) for source in range(3)]))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("length", [0, 1, 13])
 @pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
+@on_ranks()
 def test_all_reduce(world: int, length: int, algorithm: str) -> None:
-    def on_rank() -> None:
-        for number, op in enumerate(("sum", "avg")):
-            tensor = payload(length, interlace.get_rank(), number)
-            run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
-            parts = [payload(length, source, number) for source in range(world)]
-            check(tensor, torch.stack(parts).sum(0) / (world if op == "avg" else 1), op)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
-
-
-@pytest.mark.parametrize("length", [0, 1, 13])
-@pytest.mark.parametrize("world", few(WORLDS, 1, 3, 5))
-def test_reduce(world: int, length: int) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for root in range(world):
-            tensor = payload(length, rank, root)
-            run_op("reduce", lambda e, c, t=tensor, r=root: e.reduce_to(c, t, r, "max"))
-            parts = [payload(length, source, root) for source in range(world)]
-            expected = torch.stack(parts).amax(0) if rank == root else parts[rank]
-            check(tensor, expected, root)
-
-    for seed in seeds(world):
-        interlace.run(on_rank, world, seed=seed)
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("op", REDUCE_OPS)
-def test_every_reduction_of_every_dtype(op: str) -> None:
-    """Against ``fold`` of the same numbers, which has tests of its own."""
-    world, length = 3, 7
-
-    def numbers(dtype: torch.dtype, rank: int) -> torch.Tensor:
-        return (torch.arange(length * world) % 5 + rank).to(dtype)
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        for dtype in DTYPES:
-            if not defined(op, dtype):
-                continue
-            parts = [numbers(dtype, source) for source in range(world)]
-            expected = torch.empty_like(parts[0])
-            fold(op, parts, expected)
-            everywhere, on_root = numbers(dtype, rank), numbers(dtype, rank)
-            output = torch.empty(length, dtype=dtype)
-            pieces = list(numbers(dtype, rank).split(length))
-            run_op("all_reduce", lambda e, c, t=everywhere: e.all_reduce(c, t, op))
-            run_op("reduce", lambda e, c, t=on_root: e.reduce_to(c, t, 1, op))
-            run_op("reduce_scatter", lambda e, c, o=output, p=pieces: e.reduce_scatter(c, o, p, op))
-            wide = torch.complex128 if dtype.is_complex else torch.float64
-            check(everywhere.to(wide), expected.to(wide), dtype)
-            if rank == 1:
-                check(on_root.to(wide), expected.to(wide), dtype)
-            check(output.to(wide), expected.split(length)[rank].to(wide), dtype)
-
-    interlace.run(on_rank, world)
+    for number, op in enumerate(("sum", "avg")):
+        tensor = payload(length, interlace.get_rank(), number)
+        run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
+        check(tensor, summed(op, [payload(length, source, number) for source in range(world)]), op)
 
 
 # -- agreement ---------------------------------------------------------------------------------
 
 
-def test_parts_and_barrier() -> None:
-    def on_rank() -> list[Any]:
-        engine, rank = default_group().engine, interlace.get_rank()
-        assert engine.barrier(Call("barrier")) is None
-        return engine.agree(Call("talk", (("topic", 1),), part={"rank": rank}))
-
-    for world in WORLDS:
-        assert interlace.run(on_rank, world) == [[{"rank": r} for r in range(world)]] * world
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks(seeds=1)
+def test_parts_and_barrier(world: int) -> None:
+    engine, rank = default_group().engine, interlace.get_rank()
+    assert engine.barrier(Call("barrier")) is None
+    parts = engine.agree(Call("talk", (("topic", 1),), part={"rank": rank}))
+    assert parts == [{"rank": each} for each in range(world)]
 
 
 OPS: dict[str, Callable[[Engine, Call, torch.Tensor], Any]] = {
@@ -380,48 +255,34 @@ OPS: dict[str, Callable[[Engine, Call, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("op", OPS)
+@on_ranks(seeds=1)
 def test_what_does_not_agree_is_refused_on_all_ranks_before_anything_moves(op: str) -> None:
     def refuse(parts: Sequence[Any]) -> None:
         if parts[0] != parts[1]:
             raise ValueError(f"parts {parts} do not fit")
 
-    def on_rank() -> list[str]:
-        communicator, rank = default_group(), interlace.get_rank()
-        said = []
-        for call in (
-            Call(op, (("dtype of tensor", rank),)),
-            Call(op, part=rank, match=refuse),
-            Call(f"{op} {rank}"),
-        ):
-            tensor = payload(3, rank)
-            try:
-                OPS[op](communicator.engine, call, tensor)
-            except (TypeError, ValueError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-            check(tensor, payload(3, rank))
-        OPS[op](communicator.engine, Call(op), torch.zeros(3))  # the group goes on
-        return said
-
-    first, second = interlace.run(on_rank, 2)
-    assert first == second
-    assert first == [
-        f"TypeError: {op}: dtype of tensor differs between ranks: 0 on rank 0, 1 on rank 1",
-        "ValueError: parts [0, 1] do not fit",
-        f"DifferentOpsError: ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls "
-        f"{op} 1",
-    ]
+    communicator, rank = default_group(), interlace.get_rank()
+    dtypes = f"{op}: dtype of tensor differs between ranks: 0 on rank 0, 1 on rank 1"
+    ops = f"ranks call different ops at the same time: rank 0 calls {op} 0, rank 1 calls {op} 1"
+    for call, error, said in (
+        (Call(op, (("dtype of tensor", rank),)), TypeError, dtypes),
+        (Call(op, part=rank, match=refuse), ValueError, "parts [0, 1] do not fit"),
+        (Call(f"{op} {rank}"), DifferentOpsError, ops),
+    ):
+        tensor = payload(3, rank)
+        with pytest.raises(error, match=f"^{re.escape(said)}$"):
+            OPS[op](communicator.engine, call, tensor)
+        check(tensor, payload(3, rank))
+    OPS[op](communicator.engine, Call(op), torch.zeros(3))  # the group goes on
 
 
-def test_no_kernel_for_what_kernels_cannot_do() -> None:
-    def on_rank(dtype: torch.dtype, op: str) -> None:
-        tensor = torch.ones(3, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "op"), [(torch.int32, "sum"), (torch.float32, "max")])
+@on_ranks(seeds=1)
+def test_no_kernel_for_what_kernels_cannot_do(dtype: torch.dtype, op: str) -> None:
+    tensor = torch.ones(3, dtype=dtype)
+    said = f'algorithm="kernel" does sum .* not op "{op}" of {dtype}'
+    with pytest.raises(TypeError, match=said):
         run_op("all_reduce", lambda e, c: e.all_reduce(c, tensor, op), "kernel")
-
-    for dtype, op in ((torch.int32, "sum"), (torch.float32, "max")):
-        with pytest.raises(
-            TypeError, match=f'algorithm="kernel" does sum .* not op "{op}" of {dtype}'
-        ):
-            interlace.run(on_rank, 2, dtype, op)
 
 
 # -- races -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 On the fake GPU; the watchdog looks when it is told to.
 """
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from interlace.runtime.processes import dump
 from interlace.runtime.processes.recorder import RankRecord, read_file
 from multi.record.test_record import analysed, shown
 from stand_ins import fake_host
-from stand_ins.fake_cuda import FakeGpu
-from stand_ins.fake_driver import install
-from stand_ins.fake_host import look, own_place
+from stand_ins.fake_cuda import FakeGpu, capturing
+from stand_ins.fake_host import gpu_ranks, look, own_place
 
 
 def own_record() -> RankRecord:
@@ -43,10 +43,7 @@ def looked() -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("algorithm", ["copy", "kernel", "low_latency"])
-def test_an_op_ends_when_the_device_says_so(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, FakeGpu(eager=0.0))
+def test_an_op_ends_when_the_device_says_so(algorithm: str) -> None:
     text = f"all_reduce (4,) float32 sum {algorithm}"
 
     def on_rank() -> RankRecord:
@@ -65,40 +62,35 @@ def test_an_op_ends_when_the_device_says_so(
         assert looked() == [(text, True)] * 4 + [("barrier", True)]
         return own_record()
 
-    one, other = fake_host.run(on_rank, 2)
+    one, other = fake_host.run(on_rank, 2, FakeGpu(eager=0.0))
     assert one.whole == other.whole == (0, 1)
     assert {op.site[:2] for op in one.collectives} == {("on_rank", __file__)}
     for mine, theirs in zip(one.collectives, other.collectives, strict=True):
         assert (mine.number, str(mine), mine.site) == (theirs.number, str(theirs), theirs.site)
 
 
-def test_an_op_of_several_parts_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> bool:
-        place: Any = own_place()
-        kept = place._agreement.ops
-        kept.begins("an op of two parts")
-        kept.enqueued(1, 5)
-        kept.reached({1: 5})
-        assert ops() == [("an op of two parts", False)], "the host is not through"
-        kept.enqueued(2, 7)
-        kept.launched()
-        kept.reached({1: 6, 2: 6})
-        assert ops() == [("an op of two parts", False)]
-        kept.reached({1: 6, 2: 7})
-        return ops() == [("an op of two parts", True)]
-
-    assert fake_host.run(on_rank, 1) == [True]
+@gpu_ranks(eager=0.0)
+def test_an_op_of_several_parts_ends_with_the_last() -> None:
+    place: Any = own_place()
+    kept = place._agreement.ops
+    kept.begins("an op of two parts")
+    kept.enqueued(1, 5)
+    kept.reached({1: 5})
+    assert ops() == [("an op of two parts", False)], "the host is not through"
+    kept.enqueued(2, 7)
+    kept.launched()
+    kept.reached({1: 6, 2: 6})
+    assert ops() == [("an op of two parts", False)]
+    kept.reached({1: 6, 2: 7})
+    assert ops() == [("an op of two parts", True)]
 
 
-def test_who_does_not_come_is_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_come_is_in_the_files(tmp_path: Path) -> None:
     """The wait gives up on the device, and its record says for whom."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(
-        dump, "_groups", weakref.WeakSet()
-    )  # without those that other tests have left
+    recorded = (
+        (os.environ, dump.VARIABLE, str(tmp_path)),
+        (dump, "_groups", weakref.WeakSet()),  # without those that other tests have left
+    )
 
     def on_rank() -> None:
         vector = torch.ones(4)
@@ -116,7 +108,7 @@ def test_who_does_not_come_is_in_the_files(tmp_path: Path, monkeypatch: pytest.M
         own_place().check()
 
     with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
-        fake_host.run(on_rank, 3)
+        fake_host.run(on_rank, 3, FakeGpu(eager=0.0), *recorded)
     found = {int(path.name[-1]): read_file(str(path))[-1] for path in tmp_path.iterdir()}
     last = {rank: record.collectives[-1] for rank, record in found.items()}
     assert [*sorted(last)] == [0, 1, 2], "rank 1 is blamed, and writes nothing itself"
@@ -127,23 +119,17 @@ def test_who_does_not_come_is_in_the_files(tmp_path: Path, monkeypatch: pytest.M
     assert shown(tmp_path)[1] == "  waited for: rank 1"
 
 
-def test_after_a_capture_no_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@gpu_ranks(2, eager=0.0)
+def test_after_a_capture_no_end_is_told() -> None:
     """For a replay counts epochs up of which the host does not know."""
-    install(monkeypatch, FakeGpu(eager=0.0))
-
-    def on_rank() -> list[bool]:
-        vector = torch.ones(4)
+    vector = torch.ones(4)
+    interlace.all_reduce(vector, algorithm="copy")
+    torch.cuda.synchronize()
+    looked()
+    with capturing() as graph:
         interlace.all_reduce(vector, algorithm="copy")
-        torch.cuda.synchronize()
-        looked()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        interlace.all_reduce(vector, algorithm="copy")
-        graph.capture_end()
-        for _ in range(3):
-            graph.replay()
-        interlace.all_reduce(vector, algorithm="copy")
-        torch.cuda.synchronize()
-        return [ended for _, ended in looked()]
-
-    assert fake_host.run(on_rank, 2) == [[True, False, False]] * 2
+    for _ in range(3):
+        graph.replay()
+    interlace.all_reduce(vector, algorithm="copy")
+    torch.cuda.synchronize()
+    assert [ended for _, ended in looked()] == [True, False, False]

@@ -15,6 +15,7 @@ import pytest
 
 from interlace.runtime.core.errors import DeadlockError
 from interlace.runtime.processes import deadlock
+from stand_ins.replaced import replaced
 
 GROUPS = ((0, 1), (1, 2), (0, 2), (0, 1, 2))
 RANKS = range(3)
@@ -158,13 +159,14 @@ def right(seed: int, module: Any) -> bool:
     return not missed and all(true for _, true in ranks.found)
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> Any:
+def loaded(old: str = "", new: str = "") -> Any:
     """The module with one change, for whose waits time flies."""
     source = Path(deadlock.__file__).read_text()
     assert not old or source.count(old) == 1
     module = types.ModuleType("deadlock_of_test")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source.replace(old, new) if old else source, "deadlock", "exec"), vars(module))
+    code = compile(source.replace(old, new) if old else source, "deadlock", "exec")
+    with replaced((sys.modules, module.__name__, module)):
+        exec(code, vars(module))
     clock = iter(range(1 << 40))
     vars(module).update(
         alone=lambda: True,
@@ -174,13 +176,13 @@ def loaded(monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> Any
     return module
 
 
-def test_deadlocks_are_found_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = loaded(monkeypatch)
+def test_deadlocks_are_found_and_nothing_else() -> None:
+    module = loaded()
     assert [seed for seed in range(SEEDS) if not right(seed, module)] == []
     assert any(ranks_of(seed, module).found for seed in range(SEEDS))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_protocol_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = loaded(monkeypatch, *FAULTS[fault])
+def test_a_fault_of_the_protocol_is_found(fault: str) -> None:
+    module = loaded(*FAULTS[fault])
     assert not all(right(seed, module) for seed in range(SEEDS))

@@ -1,8 +1,9 @@
 """The host's part of the place ``nvshmem``, without a GPU: memory, nodes, modules, linking, refusals."""
 
+import os
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,13 @@ import torch
 from interlace.ops.collectives import node_moves
 from interlace.runtime.compat import torch_symmetric_memory as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.gpu import nvshmem as place_nvshmem
 from interlace.runtime.places.gpu.memory import agreed, value
 from interlace.runtime.places.gpu.nvshmem import NvshmemMemory, NvshmemPlace, nodes_of
-from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from interlace.runtime.tuning.configuration import Configuration
-from stand_ins.fake_host import ThreadHost
+from interlace.tools.catalogue.absent_group import AbsentGroup, meta
+from stand_ins.fake_host import ThreadHost, on_hosts
+from stand_ins.replaced import replaced
 
 CPU = torch.device("cpu")
 
@@ -116,24 +115,18 @@ class FakeTorch:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> FakeTorch:
+def fake(tmp_path: pathlib.Path) -> Iterator[FakeTorch]:
     """Four ranks on two nodes, with all that is needed."""
-    made = FakeTorch([0, 0, 1, 1])
-    monkeypatch.setattr(symmetric, "c10d", made)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    bindings, stream = FakeTorch([0, 0, 1, 1]), SimpleNamespace(synchronize=lambda: None)
     (tmp_path / "libnvshmem_device.bc").write_bytes(b"BC")
-    monkeypatch.setenv("NVSHMEM_LIB_DIR", str(tmp_path))
-    return made
-
-
-def on_ranks(function: Callable[[ThreadHost], Any], world_size: int = 4) -> list[Any]:
-    turns = Turns(world_size, 300.0)
-    return run_threads(
-        lambda rank: function(ThreadHost(turns, rank, world_size)), world_size, turns
-    )
+    with replaced(
+        (symmetric, "c10d", bindings),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "current_stream", lambda: stream),
+        (os.environ, "NVSHMEM_LIB_DIR", str(tmp_path)),
+    ):
+        yield bindings
 
 
 def place_of(host: ThreadHost) -> NvshmemPlace:
@@ -168,7 +161,7 @@ def test_near_memory_is_mapped_and_far_memory_is_a_number(
 
     nodes = (0, 0, 2, 2)
     expected = [(nodes, [10, 11, 0, 0, 0])] * 2 + [(nodes, [0, 0, 12, 13, 0])] * 2
-    assert on_ranks(on_rank) == expected
+    assert on_hosts(on_rank, 4) == expected
 
 
 def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
@@ -180,27 +173,27 @@ def test_where_all_is_mapped_nothing_is_put(fake: FakeTorch) -> None:
         buffer = place._allocate(64)
         return place.nodes, all(buffer.addresses), buffer.multicast
 
-    assert on_ranks(on_rank) == [(None, True, 4096)] * 4
+    assert on_hosts(on_rank, 4) == [(None, True, 4096)] * 4
 
 
 def test_numbers_are_those_of_all_processes(fake: FakeTorch) -> None:
     """torch.distributed may have numbered the processes in another order than this group."""
     fake.everyone = lambda rank: FakeGroup(None, 3 - rank, 4)
-    tables = on_ranks(lambda host: place_of(host)._allocate(64).peers.tolist()[4:])
+    tables = on_hosts(lambda host: place_of(host)._allocate(64).peers.tolist()[4:], 4)
     assert tables == [[3, 2, 1, 0]] * 4
 
 
 def test_a_group_of_some_processes_is_refused(fake: FakeTorch) -> None:
     fake.everyone = lambda rank: FakeGroup(None, rank, 8)
     with pytest.raises(PlaceUnavailableError, match="made by all 8 processes together, and this"):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
     fake.everyone = None
 
     def splits(host: ThreadHost) -> None:
         place_of(host).subgroup((0, 1), 1)
 
     with pytest.raises(PlaceUnavailableError, match=r"a group of 2 of them, \[0, 1\], cannot"):
-        on_ranks(splits)
+        on_hosts(splits, 4)
 
 
 def test_what_one_rank_cannot_have_nobody_has(fake: FakeTorch) -> None:
@@ -212,7 +205,7 @@ def test_what_one_rank_cannot_have_nobody_has(fake: FakeTorch) -> None:
             place._allocate(1 << 20)
         host.exchange(b"", "still in step")
 
-    on_ranks(on_rank)
+    on_hosts(on_rank, 4)
 
 
 def test_closing_forgets_the_group(fake: FakeTorch) -> None:
@@ -222,7 +215,7 @@ def test_closing_forgets_the_group(fake: FakeTorch) -> None:
         memory.close()
         return list(fake.groups)
 
-    assert on_ranks(on_rank) == [["0"]] * 4
+    assert on_hosts(on_rank, 4) == [["0"]] * 4
 
 
 @pytest.mark.parametrize(
@@ -247,44 +240,35 @@ def test_what_makes_no_nodes_is_refused(mapped: list[str]) -> None:
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def _no_binding(fake: FakeTorch) -> None:
-    fake.available = None
-
-
-def _no_library(fake: FakeTorch) -> None:
-    fake.available = lambda: False
-
-
-def _other_backend(fake: FakeTorch) -> None:
-    fake.fixed = True
-
-
 @pytest.mark.parametrize(
-    ("spoil", "text"),
+    ("name", "value", "text"),
     [
-        (_no_binding, "built without NVSHMEM; install one for CUDA"),
-        (_no_library, "finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13"),
-        (_other_backend, "is of backend 'CUDA' in this process and stays so: Backend can not"),
+        ("available", None, "built without NVSHMEM; install one for CUDA"),
+        (
+            "available",
+            lambda: False,
+            "finds no libnvshmem_host.so; install nvidia-nvshmem-cu12 or -cu13",
+        ),
+        ("fixed", True, "is of backend 'CUDA' in this process and stays so: Backend can not"),
     ],
+    ids=["no binding", "no library", "another backend"],
 )
 def test_the_error_says_what_a_rank_lacks(
-    fake: FakeTorch, spoil: Callable[[FakeTorch], None], text: str
+    fake: FakeTorch, name: str, value: Any, text: str
 ) -> None:
-    spoil(fake)
+    setattr(fake, name, value)
     with pytest.raises(PlaceUnavailableError, match="rank 0 cannot use it: .*" + text):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
 
 
-def test_without_a_gpu_or_the_device_library(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    """What one rank lacks fails on all ranks, which say the same."""
+def test_without_the_device_library(fake: FakeTorch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "libnvshmem_device.bc").unlink()
     with pytest.raises(PlaceUnavailableError, match="device library for sm_90"):
-        on_ranks(place_of)
+        on_hosts(place_of, 4)
+
+
+def test_without_a_gpu_on_one_rank_all_say_the_same(fake: FakeTorch) -> None:
     process, errors = threading.local(), []
-    monkeypatch.setattr(place_nvshmem, "device_library", lambda arch: f"for sm_{arch}")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: process.rank != 2)
 
     def on_rank(host: ThreadHost) -> None:
         process.rank = host.rank
@@ -293,7 +277,8 @@ def test_without_a_gpu_or_the_device_library(
         except PlaceUnavailableError as error:
             errors.append(str(error))
 
-    on_ranks(on_rank)
+    with replaced((torch.cuda, "is_available", lambda: process.rank != 2)):
+        on_hosts(on_rank, 4)
     assert len(errors) == 4 and len(set(errors)) == 1
     assert "several nodes, and rank 2 cannot use it: torch sees no CUDA device" in errors[0]
 
@@ -308,73 +293,35 @@ def compiled(module: int, *libraries: str) -> Any:
 
 
 def test_a_linked_module_gets_its_state_once(fake: FakeTorch) -> None:
-    place: Any = SimpleNamespace(_modules=set())
-    for loaded in (
-        compiled(5, "libdevice", "libnvshmem_device"),
-        compiled(5, "libdevice", "libnvshmem_device"),
-        compiled(6, "libdevice"),
-        SimpleNamespace(module=7, metadata=SimpleNamespace()),
-        compiled(8, "libnvshmem_device"),
-    ):
-        NvshmemPlace._loaded(place, loaded)
-    assert fake.initialised == [5, 8]
-
-
-def test_the_place_tells_of_kernels_that_it_has_loaded(fake: FakeTorch) -> None:
     def on_rank(host: ThreadHost) -> None:
-        place_of(host)._loaded(compiled(100 + host.rank, "libnvshmem_device"))
+        place, first = place_of(host), 100 * host.rank
+        for loaded in (
+            compiled(first + 5, "libdevice", "libnvshmem_device"),
+            compiled(first + 5, "libdevice", "libnvshmem_device"),
+            compiled(first + 6, "libdevice"),
+            SimpleNamespace(module=first + 7, metadata=SimpleNamespace()),
+            compiled(first + 8, "libnvshmem_device"),
+        ):
+            place._loaded(loaded)
 
-    on_ranks(on_rank)
-    assert sorted(fake.initialised) == [100, 101, 102, 103]
-
-
-class Recorder:
-    """A stream and a communicator that only note what is launched."""
-
-    def __init__(self, nodes: Nodes, rank: int) -> None:
-        self.rank, self.world_size = rank, len(nodes.of)
-        self.compute = self.copying = self
-        self.nodes = nodes
-        self.place = SimpleNamespace(program_limit=131, nodes=nodes, interpreted=True)
-        self.launches: list[KernelLaunch] = []
-
-    def launch(self, launch: KernelLaunch) -> None:
-        self.launches.append(launch)
-
-    def record(self) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None: ...
-    def call(self, function: Any, label: str) -> None: ...
-    def copy(self, to: Any, source: Any, label: str) -> None: ...
-    def wait(self, workspace: Any, source: int, slot: int) -> None: ...
-
-    def table(self, key: Any, rows: Any) -> torch.Tensor:
-        return torch.tensor([number for row in rows() for number in row], dtype=torch.int64)
-
-    def enqueue(self, op: str, layout: Any, body: Any) -> Any:
-        words = torch.zeros(layout.nbytes + 8 * layout.slots + 4096, dtype=torch.uint8)
-        parts = [words if r == self.rank else words[:0] for r in range(self.world_size)]
-        buffer = SymmetricBuffer(self.rank, words.numel(), torch.zeros(8), parts)
-        body(Workspace(0, buffer, 2048, 2048 + 8 * layout.slots, self.world_size, op))
-        return op
+    on_hosts(on_rank, 4)
+    assert sorted(fake.initialised) == [5, 8, 105, 108, 205, 208, 305, 308]
 
 
 @pytest.mark.parametrize("put", ["nvshmem", "stores"])
 def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
     """And every kernel gets exactly the arguments that it has."""
-    options = {"extern_libs": (("libnvshmem_device", "x.bc"),)}
-    nodes = Nodes((0, 0, 1, 1), put, options if put == "nvshmem" else {})
-    recorder: Any = Recorder(nodes, 2)
+    options = {"extern_libs": (("libnvshmem_device", "x.bc"),)} if put == "nvshmem" else {}
+    group: Any = AbsentGroup(4, put=put)
+    group.nodes = group.place.nodes = Nodes((0, 0, 1, 1), put, options)
     config = Configuration(copiers=4, chunks=2)
-    part, whole = torch.zeros(1000, dtype=torch.uint8), torch.zeros(4000, dtype=torch.uint8)
-    node_moves.all_gather(recorder, part, whole, [1000] * 4, config)
+    part, whole = meta(1000, dtype=torch.uint8), meta(4000, dtype=torch.uint8)
+    node_moves.all_gather(group, part, whole, [1000] * 4, config)
     sizes = [[10] * 4] * 4
-    node_moves.exchange(recorder, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
-    node_moves.reduce_scatter(
-        recorder, torch.zeros(400), torch.zeros(100), [100] * 4, config, average=False
-    )
-    names = {launch.name for launch in recorder.launches}
+    node_moves.exchange(group, "all_to_all", part[:40], [part[:10]] * 4, sizes, config)
+    sums = meta(400, dtype=torch.float32)
+    node_moves.reduce_scatter(group, sums, sums[:100], [100] * 4, config, average=False)
+    names = {launch.name for launch in group.launches}
     assert names == {
         "move_kernel",
         "all_gather_kernel",
@@ -382,10 +329,10 @@ def test_what_puts_is_linked_and_nothing_else(put: str) -> None:
         "quiet_kernel",
         "put_credits_kernel",
     }
-    for launch in recorder.launches:
+    for launch in group.launches:
         puts = "PUT" in launch.arguments
         assert puts == (launch.name != "all_gather_kernel")
         assert launch.arguments.get("PUT", put) == put
-        assert launch.options == (options if puts and put == "nvshmem" else {})
+        assert launch.options == (options if puts else {})
         assert set(launch.arguments) == set(launch.kernel.arg_names), launch.name
         assert launch.num_warps == (1 if "quiet" in launch.name or "credit" in launch.name else 8)

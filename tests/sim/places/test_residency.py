@@ -1,6 +1,5 @@
 """Kernels of two groups on one GPU: side by side if they fit, else in the order of the calls."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from interlace.groups.new import new_group
 from interlace.runtime.places.gpu.residency import Residency
 from stand_ins import fake_host
 from stand_ins.fake_cuda import DeviceHang, FakeGpu
-from stand_ins.fake_driver import install
+from stand_ins.replaced import Replacement
 
 A, B, C = 1, 2, 3
 
@@ -67,44 +66,39 @@ def test_a_closed_group_is_forgotten() -> None:
 # -- on the fake GPU ---------------------------------------------------------------------------------
 
 
-def two_groups(gpu: FakeGpu) -> Callable[[], bool]:
+def two_groups() -> bool:
     """Asynchronous ops of two groups of the same ranks, all in flight together, known kinds too."""
-
-    def on_rank() -> bool:
-        rank, other = interlace.get_rank(), new_group([0, 1])
-        seen = []
-        for number in range(4):
-            x = torch.full((64, 16), 10.0 * number + rank + 1)
-            works = [
-                interlace.matmul_reduce_scatter(
-                    x, torch.eye(16), group=group, algorithm="fused", async_op=True
-                )
-                for group in (None, other)
-            ]
-            seen += [(work, 20.0 * number + 3) for work in works]
-        results = [(work.wait(), value) for work, value in seen]
-        torch.cuda.current_stream().synchronize()
-        return all(bool((out == value).all()) for out, value in results)
-
-    return on_rank
+    rank, other = interlace.get_rank(), new_group([0, 1])
+    seen = []
+    for number in range(4):
+        x = torch.full((64, 16), 10.0 * number + rank + 1)
+        works = [
+            interlace.matmul_reduce_scatter(
+                x, torch.eye(16), group=group, algorithm="fused", async_op=True
+            )
+            for group in (None, other)
+        ]
+        seen += [(work, 20.0 * number + 3) for work in works]
+    results = [(work.wait(), value) for work, value in seen]
+    torch.cuda.current_stream().synchronize()
+    return all(bool((out == value).all()) for out, value in results)
 
 
-def holds(monkeypatch: pytest.MonkeyPatch, seed: int) -> bool:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.05, multiprocessors=3))
+def holds(seed: int, *faults: Replacement) -> bool:
     try:
-        return all(fake_host.run(two_groups(gpu), 2))
+        gpu = FakeGpu(seed, eager=0.05, multiprocessors=3)
+        return all(fake_host.run(two_groups, 2, gpu, *faults))
     except DeviceHang:
         return False
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_two_groups_do_not_block(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert holds(monkeypatch, seed)
+def test_two_groups_do_not_block(seed: int) -> None:
+    assert holds(seed)
 
 
-def test_without_an_order_they_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_order_they_block() -> None:
     def nothing(self: Residency, group: int, programs: int, where: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr(Residency, "admit", nothing)
-    assert not all(holds(monkeypatch, seed) for seed in range(8))
+    assert not all(holds(seed, (Residency, "admit", nothing)) for seed in range(8))

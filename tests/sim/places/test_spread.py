@@ -1,12 +1,16 @@
 """Moves of ranks that share cores unevenly; they stay free to run anywhere."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from interlace.runtime.processes import control as spread
 from interlace.runtime.processes.control import CoreSpread, move
+from stand_ins.replaced import replaced
 
 
 @pytest.mark.parametrize(
@@ -44,53 +48,54 @@ def test_moving_makes_it_even(cores: list[int], allowed: set[int]) -> None:
     assert max(counts) - min(counts) < 2
 
 
+@contextmanager
 def crowded(
-    monkeypatch: pytest.MonkeyPatch, said: list[int]
-) -> tuple[CoreSpread, list[tuple[int, ...]]]:
+    said: list[int], *, between: float = 1e6, refuses: bool = False
+) -> Iterator[tuple[CoreSpread, list[tuple[int, ...]]]]:
     """The last rank of four, where cores 0 and 1 are allowed; and what its affinity is set to."""
     bound: list[tuple[int, ...]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(tuple(cores)))
-    monkeypatch.setattr(spread, "_core", lambda: 0)
+
+    def bind(_: int, cores: Any) -> None:
+        bound.append(tuple(cores))
+        if refuses:
+            raise PermissionError("not permitted")
+
     words = [memoryview(bytearray(8)).cast("q") for _ in said]
     for word, core in zip(words, said, strict=True):
         word[0] = 1 + core
-    return CoreSpread(words, len(said) - 1), bound
+    with replaced(
+        (os, "sched_getaffinity", lambda _: {0, 1}),
+        (os, "sched_setaffinity", bind),
+        (spread, "_core", lambda: 0),
+        (spread, "SECONDS_BETWEEN", between),
+    ):
+        yield CoreSpread(words, len(said) - 1), bound
 
 
-def test_a_move_leaves_the_affinity_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, bound = crowded(monkeypatch, [0, 0, 1, 0])
-    monkeypatch.setattr(spread, "SECONDS_BETWEEN", 1e6)
-    ranks.say()
-    ranks.look()
-    assert bound == [(1,), (0, 1)]
-    ranks.say()
-    ranks.look()  # at once: the operating system may have its way first
-    assert len(bound) == 2
+def test_a_move_leaves_the_affinity_as_it_was() -> None:
+    with crowded([0, 0, 1, 0]) as (ranks, bound):
+        ranks.say()
+        ranks.look()
+        assert bound == [(1,), (0, 1)]
+        ranks.say()
+        ranks.look()  # at once: the operating system may have its way first
+        assert len(bound) == 2
 
 
-def test_nobody_moves_before_all_have_said_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, bound = crowded(monkeypatch, [-1, -1, -1, -1])
-    ranks.look()
-    ranks.say()
-    ranks.look()
+def test_nobody_moves_before_all_have_said_where_they_are() -> None:
+    with crowded([-1, -1, -1, -1], between=0.0) as (ranks, bound):
+        ranks.look()
+        ranks.say()
+        ranks.look()
     assert not bound
 
 
-def test_who_may_not_move_does_not_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, _ = crowded(monkeypatch, [0, 0, 0, 0])
-    tries = []
-
-    def refused(_: int, cores: object) -> None:
-        tries.append(cores)
-        raise PermissionError("not permitted")
-
-    monkeypatch.setattr(os, "sched_setaffinity", refused)
-    monkeypatch.setattr(spread, "SECONDS_BETWEEN", 0.0)
-    for _ in range(3):
-        ranks.say()
-        ranks.look()
-    assert tries == [(1,)]
+def test_who_may_not_move_does_not_try_again() -> None:
+    with crowded([0, 0, 0, 0], between=0.0, refuses=True) as (ranks, bound):
+        for _ in range(3):
+            ranks.say()
+            ranks.look()
+    assert bound == [(1,)]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

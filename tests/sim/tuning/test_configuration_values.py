@@ -13,6 +13,7 @@ from interlace.runtime.core.context import current
 from interlace.runtime.tuning import table
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.runtime.tuning.table import GROUPED, INTERPRETED, SHAPES, TILES
+from ranks import ranks
 
 FIELDS = asdict(Configuration())
 NUMBERS = [name for name, value in FIELDS.items() if type(value) is int]
@@ -71,34 +72,29 @@ def test_a_name_that_is_none() -> None:
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather_matmul"])
+@ranks(2, place="sim")
 def test_nothing_moves_with_a_value_that_cannot_be(op: str) -> None:
-    def on_rank() -> torch.Tensor:
-        with interlace.configured(chunks=-1):
-            x = torch.ones(4, 16)
-            if op == "all_reduce":
-                interlace.all_reduce(x)
-            return interlace.all_gather_matmul(x, x.T)
-
-    with pytest.raises(ValueError, match=r"chunks is -1; it must be within 1\.\."):
-        interlace.run(on_rank, 2)
+    x, said = torch.ones(4, 16), r"chunks is -1; it must be within 1\.\."
+    with pytest.raises(ValueError, match=said), interlace.configured(chunks=-1):
+        if op == "all_reduce":
+            interlace.all_reduce(x)
+        else:
+            interlace.all_gather_matmul(x, x.T)
+    assert torch.equal(x, torch.ones(4, 16))
 
 
 @pytest.mark.parametrize("name", NUMBERS)
+@ranks(2, place="sim")
 def test_the_smallest_value_is_right(name: str) -> None:
     """The bound says what the kernels take: they do take it, and one below is refused above."""
-
-    def on_rank() -> bool:
-        rank = interlace.get_rank()
-        x, w = torch.ones(5, 19) * (rank + 1), torch.ones(19, 33)
-        with interlace.configured(**{name: SMALLEST[name]}):
-            gathered = interlace.all_gather_matmul(x, w, algorithm="fused")
-            scattered = interlace.matmul_reduce_scatter(torch.ones(4, 19), w, algorithm="fused")
-            summed = torch.ones(50)
-            interlace.all_reduce(summed, algorithm="kernel")
-        expected = torch.tensor([19.0, 38.0]).repeat_interleave(5)[:, None].expand(10, 33)
-        return bool(gathered.eq(expected).all() and scattered.eq(38).all() and summed.eq(2).all())
-
-    assert interlace.run(on_rank, 2) == [True, True]
+    x, w = torch.ones(5, 19) * (interlace.get_rank() + 1), torch.ones(19, 33)
+    summed = torch.ones(50)
+    with interlace.configured(**{name: SMALLEST[name]}):
+        gathered = interlace.all_gather_matmul(x, w, algorithm="fused")
+        scattered = interlace.matmul_reduce_scatter(torch.ones(4, 19), w, algorithm="fused")
+        interlace.all_reduce(summed, algorithm="kernel")
+    expected = torch.tensor([19.0, 38.0]).repeat_interleave(5)[:, None].expand(10, 33)
+    assert gathered.eq(expected).all() and scattered.eq(38).all() and summed.eq(2).all()
 
 
 def test_the_table_has_only_values_that_can_be() -> None:

@@ -1,7 +1,6 @@
 """Lookup of configurations, the cache file, and ``python -m interlace tune`` in the simulator."""
 
 import io
-import json
 import multiprocessing
 import os
 import pathlib
@@ -30,10 +29,12 @@ from interlace.benchmark.tune import (
 )
 from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
-from interlace.runtime.tuning import cache, configuration, tuning
+from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow, TunedMachine
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.tuning import Problem, decide
+from ranks import ranks
+from stand_ins.replaced import environment, replaced
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
 GATHER = Problem("all_gather_matmul", torch.bfloat16, 1024, 3584, 8192, 8)
@@ -129,72 +130,53 @@ def test_several_nodes_and_a_world_of_one_take_defaults() -> None:
     assert decide(90, lone, (row(chunks=3), 0)).configuration == default
 
 
+@ranks(2, place="sim")
 def test_columns_of_all_ranks_count() -> None:
-    def on_rank() -> tuple[int, str]:
-        columns = (64, 96) if interlace.get_rank() else (96, 64)
-        size = interlace.get_world_size()
-        found = tuning.gather_problem(size, torch.float32, 32, (*columns, 33), 64)
-        return found.columns, found.extents
-
-    assert interlace.run(on_rank, 2) == [(96, "odd N")] * 2
+    columns = (64, 96) if interlace.get_rank() else (96, 64)
+    found = tuning.gather_problem(2, torch.float32, 32, (*columns, 33), 64)
+    assert (found.columns, found.extents) == (96, "odd N")
 
 
 # -- explicit ----------------------------------------------------------------------------------------
 
 
-def gather(values: dict[str, Any]) -> Callable[[], Any]:
-    def on_rank() -> torch.Tensor:
-        mine = values if interlace.get_rank() else {}
-        with configuration.override(**mine):
-            return interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
-
-    return on_rank
+SMALL = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
 
 
-def test_ranks_with_different_explicit_configurations_are_told() -> None:
-    with pytest.raises(ValueError, match="configuration differs between ranks"):
-        interlace.run(gather({"block_m": 64}), 2)
+def chosen(problem: Problem = SMALL) -> Any:
+    return tuning.choose(interlace.groups.groups.default_group(), problem)
 
 
-def test_an_explicit_configuration_wins(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_explicit_configuration_wins(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "cache.json"
-    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
     machine = cache.machine("sim", torch.device("cpu"))
-    cache.add(machine, [row(problem, block_m=32, programs=2)], file)
-    monkeypatch.setenv(cache.VARIABLE, str(file))
+    cache.add(machine, [row(SMALL, block_m=32, programs=2)], file)
 
-    def on_rank() -> list[Any]:
-        communicator, found = interlace.groups.groups.default_group(), []
-        for values in ({}, {"block_m": 64}):
+    def on_rank() -> None:
+        for values, block_m, source in (
+            ({}, 32, "exact row of the cache"),
+            ({"block_m": 64}, 64, "explicit"),
+        ):
             with interlace.configured(**values):
-                choice = tuning.choose(communicator, problem)
-                made = choice.configuration
-                found.append((made.block_m, made.programs, choice.source.split(",")[0]))
-        return found
+                choice = chosen()
+            assert choice.configuration.block_m == block_m and choice.configuration.programs == 2
+            assert choice.source.split(",")[0] == source
 
-    expected = [(32, 2, "exact row of the cache"), (64, 2, "explicit")]
-    assert interlace.run(on_rank, 2) == [expected] * 2
+    with environment(**{cache.VARIABLE: str(file)}):
+        interlace.run(on_rank, 2)
 
 
-def test_the_simulator_reads_no_cache_unless_one_is_named(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = Problem("all_gather_matmul", torch.float32, 4, 4, 8, 2)
-    monkeypatch.delenv(cache.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = tmp_path / "interlace" / "tune.json"
-    assert cache.path() == file
-    cache.add(cache.machine("sim", torch.device("cpu")), [row(problem, programs=2)], file)
-
+def test_the_simulator_reads_no_cache_unless_one_is_named(tmp_path: pathlib.Path) -> None:
     def on_rank() -> int:
-        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
-        return choice.configuration.programs
+        return int(chosen().configuration.programs)
 
-    assert interlace.run(on_rank, 2) == [3, 3]
-    monkeypatch.setenv(cache.VARIABLE, str(file))
-    assert interlace.run(on_rank, 2) == [2, 2]
+    with environment(**{cache.VARIABLE: None, "XDG_CACHE_HOME": str(tmp_path)}):
+        file = tmp_path / "interlace" / "tune.json"
+        assert cache.path() == file
+        cache.add(cache.machine("sim", torch.device("cpu")), [row(SMALL, programs=2)], file)
+        assert interlace.run(on_rank, 2) == [3, 3]
+    with environment(**{cache.VARIABLE: str(file)}):
+        assert interlace.run(on_rank, 2) == [2, 2]
 
 
 # -- the cache file ----------------------------------------------------------------------------------
@@ -217,65 +199,6 @@ def test_rows_come_back(tmp_path: pathlib.Path) -> None:
     assert sorted(p.name for p in file.parent.iterdir()) == ["tune.json", "tune.json.lock"]
 
 
-GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
-DAMAGED: dict[str, Any] = {
-    "empty": "",
-    "cut off": json.dumps(GOOD)[:-3],
-    "no object": "[1, 2]",
-    "somebody else's": json.dumps({"format": "other"}),
-    "older": json.dumps({**GOOD, "version": 0}),
-    "newer": json.dumps({**GOOD, "version": 99}),
-    "no machines": json.dumps({"format": cache.FORMAT, "version": cache.VERSION}),
-    "machines are a number": json.dumps({**GOOD, "machines": 3}),
-    "bytes": b"\xff\xfe\x00",
-}
-
-
-def with_row(**changes: Any) -> str:
-    """A file whose one row is changed so."""
-    fields = {**cache.asdict(row(chunks=3)), **changes}
-    machine = {**vars(HERE), "rows": [fields]}
-    return json.dumps({**GOOD, "machines": [machine]})
-
-
-DAMAGED["algorithm"] = with_row(algorithm="magic")
-DAMAGED["unknown field"] = with_row(values={"fused": {"block_q": 3}})
-DAMAGED["text for a number"] = with_row(values={"fused": {"chunks": "3"}})
-DAMAGED["negative"] = with_row(values={"fused": {"chunks": -1}})
-DAMAGED["rows"] = with_row(rows=0)
-DAMAGED["unknown column"] = with_row(colour="red")
-DAMAGED["deep"] = "[" * 100_000
-DAMAGED["a device that is a list"] = json.dumps(
-    {**GOOD, "machines": [{**vars(HERE), "device": ["a"], "rows": []}]}
-)
-for name, wrong in {
-    "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3, "columns": 1 << 70,
-    "inner": True, "algorithm": ["fused"], "shape": [1, "2"], "ranks": -1, "default_us": float("nan"),
-    "microseconds": {"fused": "1"},
-}.items():  # fmt: skip
-    DAMAGED[f"{name} is {wrong}"] = with_row(**{name: wrong})
-for name, wrong in {
-    "block_m": 48, "block_n": -16, "chunks": 0, "copy_rows": 0, "copy_columns": -512, "num_warps": 3,
-    "epilogue_subtile": 3, "programs": -1, "flatten": 1, "group_m": 8.0, "num_stages": None,
-}.items():  # fmt: skip
-    DAMAGED[f"{name} is {wrong}"] = with_row(values={"fused": {name: wrong}})
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_file_that_cannot_be_used_is_named_once(what: str, tmp_path: pathlib.Path) -> None:
-    file, text = tmp_path / "tune.json", DAMAGED[what]
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.warns(RuntimeWarning, match="tuning cache not used") as said:
-        assert cache.rows_for(HERE, file) == ()
-    assert len(said) == 1 and str(file) in str(said[0].message)
-
-
-def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "tune.json"
-    file.write_text(with_row())
-    assert list(cache.rows_for(HERE, file)) == [row(chunks=3)]
-
-
 def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     cache.add(replace(HERE, triton="3.5.0"), [row()], file)
@@ -283,15 +206,16 @@ def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
         assert cache.rows_for(HERE, file) == ()
 
 
-def test_a_damaged_cache_does_not_stop_an_op(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def gather() -> None:
+    assert interlace.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4)).eq(8).all()
+
+
+def test_a_damaged_cache_does_not_stop_an_op(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text("{")
-    monkeypatch.setenv(cache.VARIABLE, str(file))
-    with pytest.warns(RuntimeWarning) as said:
+    with environment(**{cache.VARIABLE: str(file)}), pytest.warns(RuntimeWarning) as said:
         for _ in range(2):
-            assert interlace.run(gather({}), 2)[0].eq(8).all()
+            interlace.run(gather, 2)
     assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
 
 
@@ -313,16 +237,22 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
     assert len(cache.rows_for(HERE, file)) == 3 * count
 
 
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("variables", "file"),
+    [
+        ({cache.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
+        (
+            {cache.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
+            "/home/.cache/interlace/tune.json",
+        ),
+        ({cache.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
+    ],
+    ids=["cache", "home", "named"],
+)
+def test_where_the_file_is(variables: dict[str, str | None], file: str) -> None:
     assert cache.path() is None  # conftest.py
-    monkeypatch.delenv(cache.VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.path() == tmp_path / "interlace" / "tune.json"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.path() == tmp_path / ".cache" / "interlace" / "tune.json"
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "x.json"))
-    assert cache.path() == tmp_path / "x.json"
+    with environment(**variables):
+        assert cache.path() == pathlib.Path(file)
 
 
 # -- candidates and the search -----------------------------------------------------------------------
@@ -391,9 +321,7 @@ def run_tune(**options: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def test_the_command_in_the_simulator(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
     """From measuring to the next call that finds what was measured."""
     file = tmp_path / "tune.json"
     sizes = {"m": "16", "n": "16", "k": "16"}
@@ -406,23 +334,21 @@ def test_the_command_in_the_simulator(
     (found,) = cache.rows_for(machine, file)
     assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
     assert found.algorithm == "fused" and found.shape == (16, 16, 16) and found.default_us > 0
-    monkeypatch.setenv(cache.VARIABLE, str(file))
 
-    def on_rank() -> tuple[bool, str, dict[str, Any]]:
+    def on_rank() -> None:
         x, w = torch.ones(8, 16), torch.ones(16, 16)
-        right = bool(interlace.all_gather_matmul(x, w).eq(16).all())
-        problem = TUNED["all_gather_matmul"].problem(torch.float32, (16, 16, 16), 2)
-        choice = tuning.choose(interlace.groups.groups.default_group(), problem)
-        return right, choice.source, vars(choice.configuration)
+        assert interlace.all_gather_matmul(x, w).eq(16).all()
+        choice = chosen(TUNED["all_gather_matmul"].problem(torch.float32, (16, 16, 16), 2))
+        assert choice.source.startswith("exact row of the cache")
+        assert vars(choice.configuration) == found.values["fused"]
 
-    for right, source, values in interlace.run(on_rank, 2):
-        assert right and source.startswith("exact row of the cache")
-        assert values == found.values["fused"]
-    code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
+    with environment(**{cache.VARIABLE: str(file)}):
+        interlace.run(on_rank, 2)
+        code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
     assert code == 0 and "now: fused, by exact row of the cache" in text
 
 
-def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
     """The negative control of the check: an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
     right = op.ours
@@ -431,11 +357,12 @@ def test_wrong_results_are_seen(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
         run = right(self, algorithm)
         return lambda *inputs: run(*inputs) + 1
 
-    monkeypatch.setattr(op, "ours", wrong)
     file = tmp_path / "tune.json"
-    code, text = run_tune(
-        op=("all_gather_matmul",), place="sim", budget=0.5, cache=str(file), m="16", n="16", k="16"
-    )
+    sizes = {"m": "16", "n": "16", "k": "16"}
+    with replaced((op, "ours", wrong)):
+        code, text = run_tune(
+            op=("all_gather_matmul",), place="sim", budget=0.5, cache=str(file), **sizes
+        )
     assert code == 1 and "WRONG" in text and not file.exists()
 
 

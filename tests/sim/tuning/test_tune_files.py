@@ -21,6 +21,7 @@ from interlace.runtime.tuning import cache, calibration, files
 from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.files import MeasuredFile, NotOursError
+from stand_ins.replaced import replaced
 from tiers import thorough
 
 HERE = TunedMachine("a GPU", "cuda", "3.7.1", "0.1.0")
@@ -28,44 +29,77 @@ ROW = CacheRow(
     "all_gather_matmul", "float32", "even", 2, 8, 16, 16, "fused", {"fused": {"chunks": 3}}
 )
 GOOD = {"format": cache.FORMAT, "version": cache.VERSION, "machines": []}
+
+
+def with_row(**changes: Any) -> str:
+    """A file whose one row is changed so."""
+    return with_machine(rows=[{**cache.asdict(ROW), **changes}])
+
+
+def with_machine(**changes: Any) -> str:
+    return json.dumps({**GOOD, "machines": [{**vars(HERE), "rows": [], **changes}]})
+
+
 FOREIGN = {
     "empty": "",
     "text": "hello",
     "text with the name of the format": 'see "interlace tuning" in the docs',
     "JSON of somebody else": json.dumps({"format": "other"}),
+    "no object": "[1, 2]",
     "an older version": json.dumps({**GOOD, "version": 0}),
     "a newer version": json.dumps({**GOOD, "version": 99}),
-    "damaged": json.dumps({**GOOD, "machines": 3}),
+    "no machines": json.dumps({"format": cache.FORMAT, "version": cache.VERSION}),
+    "machines are a number": json.dumps({**GOOD, "machines": 3}),
     "cut off": json.dumps(GOOD)[:-3],
     "deep": "[" * 100_000,
     "no text": "\udcff\udcfe",
-}
+    "a device that is a list": with_machine(device=["a"]),
+    "unknown column": with_row(colour="red"),
+    "unknown algorithm": with_row(algorithm="magic"),
+    **{
+        f"{name} is {wrong}": with_row(**{name: wrong})
+        for name, wrong in {
+            "rows": 0, "op": 3, "dtype": None, "extents": ["even"], "date": 2026, "world": 3,
+            "columns": 1 << 70, "inner": True, "algorithm": ["fused"], "shape": [1, "2"],
+            "ranks": -1, "default_us": float("nan"), "microseconds": {"fused": "1"},
+        }.items()
+    },
+    **{
+        f"{name} is {wrong}": with_row(values={"fused": {name: wrong}})
+        for name, wrong in {"block_q": 3, "chunks": "3", "num_stages": -1, "block_m": 48}.items()
+    },
+}  # fmt: skip
 
 
-def tune(file: pathlib.Path) -> tuple[int, str]:
-    out = io.StringIO()
+def tune(file: pathlib.Path, out: io.StringIO | None = None) -> int:
     options = TuneOptions(
         op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2, cache=str(file)
     )
-    return command.tune(Console(file=out, width=250), options), out.getvalue()
+    return command.tune(Console(file=out or io.StringIO(), width=250), options)
 
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+def unmeasured() -> Iterator[None]:
     """A measurement fails the test."""
 
     def fail(*arguments: Any) -> Any:
         pytest.fail("measured, though nothing can be written")
 
-    monkeypatch.setattr(command, "_measured", fail)
+    with replaced((command, "_measured", fail)):
+        yield
 
 
 @pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_no_cache_of_this_format_is_named_once_and_stays(
+    what: str, tmp_path: pathlib.Path
+) -> None:
     file = tmp_path / "notes.json"
     held = FOREIGN[what].encode(errors="surrogateescape")
     file.write_bytes(held)
+    with pytest.warns(RuntimeWarning, match="tuning cache not used") as warned:
+        assert cache.rows_for(HERE, file) == ()
+    assert len(warned) == 1 and str(file) in str(warned[0].message)
     for write in (lambda: cache.add(HERE, [ROW], file), lambda: tune(file)):
         with pytest.raises(NotOursError, match="left as it is") as said:
             write()
@@ -73,22 +107,29 @@ def test_what_is_no_cache_of_this_format_stays(what: str, tmp_path: pathlib.Path
     assert file.read_bytes() == held
 
 
+def test_the_row_that_damage_is_done_to_is_good(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "tune.json"
+    file.write_text(with_row())
+    assert list(cache.rows_for(HERE, file)) == [ROW]
+
+
+def is_refused(file: pathlib.Path, why: str) -> None:
+    with pytest.raises(NotOursError, match=why):
+        tune(file)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert cache.rows_for(HERE, file) == ()
+
+
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_no_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_file(tmp_path: pathlib.Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for file in (tmp_path, pipe, pathlib.Path("/dev/full")):
-        with pytest.raises(NotOursError, match="is no regular file"):
-            tune(file)
-        with pytest.warns(RuntimeWarning, match="is no regular file"):
-            assert cache.rows_for(HERE, file) == ()
+        is_refused(file, "is no regular file")
     large = tmp_path / "large.json"
     cache.add(HERE, [ROW], large)
-    monkeypatch.setattr(files, "MOST_BYTES", 100)
-    with pytest.raises(NotOursError, match="more than 100"):
-        tune(large)
-    with pytest.warns(RuntimeWarning, match="more than 100"):
-        assert cache.rows_for(HERE, large) == ()
+    with replaced((files, "MOST_BYTES", 100)):
+        is_refused(large, "more than 100")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -102,39 +143,31 @@ def test_a_place_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_file_or_folder_without_permission(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By what the system says, for root may write everything."""
     file = tmp_path / "tune.json"
     cache.add(HERE, [ROW], file)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(OSError, match="cannot be written: it is read-only"):
-            tune(file)
+    read_only = replaced((os, "access", lambda path, mode: False))
+    with read_only, pytest.raises(OSError, match="cannot be written: it is read-only"):
+        tune(file)
 
     def refuse(*arguments: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(os, "open", refuse)
-    arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
-    assert main.run(arguments) == 2
+    with replaced((os, "open", refuse)):
+        arguments = ["tune", "all_gather_matmul", "--place", "sim", "--cache", str(file)]
+        assert main.run(arguments) == 2
     assert "cannot be written" in " ".join(capsys.readouterr().err.split())
 
 
-def test_figures_are_printed_though_they_cannot_be_written(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_printed_though_they_cannot_be_written(tmp_path: pathlib.Path) -> None:
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "add", full)
     out = io.StringIO()
-    options = TuneOptions(
-        op=("all_gather_matmul",), m="16", n="16", k="16", place="sim", budget=0.2,
-        cache=f"{tmp_path}/tune.json",
-    )  # fmt: skip
-    with pytest.raises(OSError, match="No space left"):
-        command.tune(Console(file=out, width=250), options)
+    with replaced((cache, "add", full)), pytest.raises(OSError, match="No space left"):
+        tune(tmp_path / "tune.json", out)
     assert "default" in out.getvalue() and "candidates tried" in out.getvalue()
     assert "written" not in out.getvalue()
 

@@ -19,6 +19,7 @@ from interlace.runtime.tuning import (
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.machine import Problem
 from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
+from stand_ins.replaced import environment
 
 ROOT = pathlib.Path(__file__).parents[3]
 ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8": 1, "fp8 exact": 1, "fp8 fast": 1, "": 4}
@@ -130,22 +131,6 @@ def test_candidates_are_all_valid_and_contain_the_default() -> None:
         assert {why_not(each, capability, dtype.itemsize) for each in found} == {""}
 
 
-def test_thresholds_are_read_from_the_table() -> None:
-    from interlace.ops.matmul import (
-        launch_gather as gather_matmul,
-        launch_reduce as matmul_reduce,
-        reduce,
-    )
-    from interlace.runtime.tuning import auto
-
-    assert table.threshold("smallest_fused_rows") == auto.SMALLEST_FUSED_ROWS
-    assert table.threshold("smallest_pipelined_bytes") == auto.SMALLEST_PIPELINED_BYTES
-    assert table.threshold("one_shot_bytes") == reduce.ONE_SHOT_BYTES
-    assert table.threshold("largest_low_latency_bytes") == auto.LARGEST_LOW_LATENCY_BYTES
-    assert table.threshold("engine_gather_bytes") == gather_matmul.SMALL_BYTES
-    assert table.threshold("engine_reduce_bytes") == matmul_reduce.SMALL_BYTES
-
-
 def test_an_unknown_chip_gets_what_fits_any() -> None:
     for capability in (70, 75, 110, 999):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -178,25 +163,17 @@ def test_the_model_has_the_links_that_were_calibrated() -> None:
     assert slow.source == "default: the table's tiles for sm_90"
 
 
-def test_calibrations_of_gpus_count_for_processes(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibrations_of_gpus_count_for_processes(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "calibration.json"
-    monkeypatch.setenv(calibration.VARIABLE, str(file))
     line = (calibration.LinkProtocol(0, 10.0, 100.0),)
     links = tuple(calibration.Link(0, 4, op, line) for op in calibration.OPS)
     mesh = calibration.MeasuredMesh(
         calibration.OWN, (4,), "2026-11-22", "2.13.0", "0.1.0", "cuda", links
     )
     calibration.add(mesh, file)
-    facts = {
-        "world_size": 4,
-        "device": torch.device("cpu"),
-        "nodes": None,
-        "virtual": False,
-        "simulated": False,
-    }
-    assert tuning.own_gather(SimpleNamespace(**facts)) == _calibrated(100.0)  # type: ignore[arg-type]
-    assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
-    nodes = {**facts, "nodes": object()}
-    assert tuning.own_gather(SimpleNamespace(**nodes)) is None  # type: ignore[arg-type]
+    here = {"world_size": 4, "device": torch.device("cpu"), "virtual": False, "simulated": False}
+    process, of_nodes = (SimpleNamespace(**here, nodes=nodes) for nodes in (None, object()))
+    with environment(**{calibration.VARIABLE: str(file)}):
+        assert tuning.own_gather(process) == _calibrated(100.0)  # type: ignore[arg-type]
+        assert tuning.own_gather(object.__new__(VirtualRankPlace)) is None  # they have no links
+        assert tuning.own_gather(of_nodes) is None  # type: ignore[arg-type]

@@ -135,15 +135,3 @@ def attention_keys_backward_kernel(a: Arguments) -> Steps:
             packed.append(total.permute(2, 0, 1, 3).flatten(1))
         _of_line(a, line, "output_ptr").copy_(torch.cat(packed, 1))
     return iter(())
-
-
-MODELS = {
-    model.__name__: model
-    for model in (
-        attention_kernel,
-        all_gather_attention_kernel,
-        merge_attention_kernel,
-        attention_queries_backward_kernel,
-        attention_keys_backward_kernel,
-    )
-}

@@ -164,15 +164,3 @@ def counted_grouped_matmul_kernel(a: Arguments) -> Steps:
                     yield a.arrived(first + chunk, a.epoch)
                 part = a.data(a.rank, there * a.K, rows * a.K, input.dtype).view(-1, a.K)
             output[begin : begin + rows] = (part.float() @ weight[expert].float()).to(output.dtype)
-
-
-MODELS = {
-    model.__name__: model
-    for model in (
-        dispatch_send_kernel,
-        dispatch_receive_kernel,
-        combine_kernel,
-        grouped_matmul_combine_kernel,
-        counted_grouped_matmul_kernel,
-    )
-}
