@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import interlace
-from cases import refused_calls
 from interlace.arguments import reduce_ops
 from support import failure
 
@@ -140,10 +139,6 @@ def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
     for theirs, own in zip(first, second, strict=True):
         assert "rank 1 cannot take part" in theirs
         assert own.endswith(" (on rank 1)") and own.removesuffix(" (on rank 1)") in theirs
-
-
-def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
-    interlace.run(refused_calls.refused_by_rank_1, 2)
 
 
 @pytest.mark.parametrize(
