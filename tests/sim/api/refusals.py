@@ -15,6 +15,11 @@ class ByRank(NamedTuple):
     second: Any
 
 
+def both(value: Any) -> ByRank:
+    """An argument that is the same on both ranks."""
+    return ByRank(value, value)
+
+
 def changed(right: dict[str, Any], changes: dict[str, Any], wrong_rank: int = 1) -> dict[str, Any]:
     """The arguments of this rank: those that are right, but for the changes of ``wrong_rank``."""
     rank, arguments = interlace.get_rank(), dict(right)
