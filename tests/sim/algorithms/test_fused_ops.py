@@ -452,6 +452,6 @@ def test_as_many_activations_as_weights() -> None:
     right = {"input": torch.eye(4), "weight": [torch.eye(4)] * 2, "activation": None}
     for wrong, text in (
         (["relu"], "activation has 1 entries, weight has 2"),
-        (7, "sequence like weight"),
+        (7, "TypeError: sequence like weight"),
     ):
         check_refused(interlace.all_gather_matmul, right, {"activation": wrong}, text)

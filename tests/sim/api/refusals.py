@@ -33,11 +33,15 @@ def changed(right: dict[str, Any], changes: dict[str, Any], wrong_rank: int = 1)
 
 def check_refused(
     call: Callable[..., Any], right: dict[str, Any], changes: dict[str, Any], text: str
-) -> Exception:
-    """``call`` raises on this rank, with ``text`` and a rank's number; a right call works afterwards."""
+) -> None:
+    """``call`` raises on this rank, with ``text`` and a rank's number; a right call works afterwards.
+
+    The error is a ValueError, or what ``text`` begins with: "TypeError: ".
+    """
+    kind = TypeError if text.startswith("TypeError: ") else ValueError
     with pytest.raises((TypeError, ValueError)) as caught:
         call(**changed(right, changes))
-    assert text in str(caught.value), caught.value
+    assert isinstance(caught.value, kind), repr(caught.value)
+    assert text.removeprefix("TypeError: ") in str(caught.value), caught.value
     assert "rank" in str(caught.value), caught.value
     call(**right)
-    return caught.value

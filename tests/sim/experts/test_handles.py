@@ -150,7 +150,7 @@ def test_processes_on_gpus_are_told_though_nobody_waited(
 CHANGED = {
     "topk_idx of token 0 is [1, 0], in the dispatch it was [0, 1]": OTHERS,
     "topk_idx has shape (1, 2), the dispatch's (2, 2)": CHOSEN[:1],
-    "topk_idx must be a tensor, got NoneType": None,
+    "TypeError: topk_idx must be a tensor, got NoneType": None,
 }
 
 

@@ -24,20 +24,20 @@ def arguments(op: str) -> dict[str, Any]:
 MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
     (SCATTER, {"residual": torch.ones(2, 8), "norm": None}, "for a call with norm, which is None"),
     (REDUCE, {"quantize": "fp8", "norm": None}, "for a call with norm, which is None"),
-    (SCATTER, {"norm": torch.nn.RMSNorm(8)}, "norm must be an interlace.RMSNorm or"),
-    (ROWS, {"norm": None}, "norm must be an interlace.RMSNorm or"),
+    (SCATTER, {"norm": torch.nn.RMSNorm(8)}, "TypeError: norm must be an interlace.RMSNorm or"),
+    (ROWS, {"norm": None}, "TypeError: norm must be an interlace.RMSNorm or"),
     (SCATTER, {"scatter_dim": 1}, "is the last dimension"),
     (PARTS, {"scatter_dim": -1}, "is the last dimension"),
     (SCATTER, {"residual": torch.ones(4, 8)}, "(2, 8), got (4, 8)"),
     (REDUCE, {"residual": torch.ones(2, 8)}, "(4, 8), got (2, 8)"),
-    (ROWS, {"residual": torch.ones(4, 8).half()}, "residual is torch.float16"),
+    (ROWS, {"residual": torch.ones(4, 8).half()}, "TypeError: residual is torch.float16"),
     (ROWS, {"norm": interlace.RMSNorm(torch.ones(7))}, "(8,), got (7,)"),
-    (ROWS, {"norm": interlace.RMSNorm(torch.ones(8).half())}, "weight of norm is torch.float16"),
+    (ROWS, {"norm": interlace.RMSNorm(torch.ones(8).half())}, "TypeError: weight of norm is torch.float16"),
     (ROWS, {"norm": interlace.LayerNorm(None, torch.ones(7))}, "bias of norm"),
     (ROWS, {"norm": interlace.RMSNorm(None, -1.0)}, "eps of norm must be 0 or more"),
-    (ROWS, {"norm": interlace.RMSNorm(None, None)}, "eps of norm must be a number"),  # type: ignore[arg-type]
+    (ROWS, {"norm": interlace.RMSNorm(None, None)}, "TypeError: eps of norm must be a number"),  # type: ignore[arg-type]
     (ROWS, {"quantize": "int8"}, "None or one of fp8, fp8_static, got 'int8'"),
-    (SCATTER, {"gather_normed": 1}, "gather_normed must be a bool, got 1"),
+    (SCATTER, {"gather_normed": 1}, "TypeError: gather_normed must be a bool, got 1"),
     (ROWS, {"algorithm": "kernel"}, "algorithm must be one of auto, fused"),
     (PARTS, {"algorithm": "low_latency"}, "use all_reduce_norm"),
     (ROWS, {"bias": torch.ones(4)}, "bias must have shape (8,)"),
@@ -46,13 +46,15 @@ MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
     (ROWS, {"input": both(torch.ones(65, 16)), "norm": both(interlace.RMSNorm()),
             "algorithm": both("low_latency")}, "each row in whole blocks of 1024, got 66560"),
     (ROWS, {"input": both(torch.ones(1, 8).double()), "norm": both(interlace.RMSNorm()),
-            "algorithm": both("fused")}, "supports float32, float16 and bfloat16"),
+            "algorithm": both("fused")}, "TypeError: supports float32, float16 and bfloat16"),
     *(
-        (op, changes, "differs between ranks")
+        (op, changes, text)
         for op in (SCATTER, REDUCE, PARTS, ROWS)
-        for changes in (
-            {"norm": interlace.LayerNorm(torch.ones(8))}, {"norm": interlace.RMSNorm(torch.ones(8), 0.5)},
-            {"norm": interlace.RMSNorm(None)}, {"quantize": "fp8"},
+        for changes, text in (
+            ({"norm": interlace.LayerNorm(torch.ones(8))}, "differs between ranks"),
+            ({"norm": interlace.RMSNorm(torch.ones(8), 0.5)}, "eps of norm differs between ranks"),
+            ({"norm": interlace.RMSNorm(None)}, "TypeError: weight of norm differs between ranks"),
+            ({"quantize": "fp8"}, "quantize differs between ranks: None on rank 0, fp8 on rank 1"),
         )
     ),
 )  # fmt: skip
