@@ -135,28 +135,6 @@ def test_monitored_barrier_names_who_is_missing() -> None:
     interlace.barrier()
 
 
-@ranks(4)
-def test_objects_and_groups_of_ranks() -> None:
-    rank, world = interlace.get_rank(), interlace.get_world_size()
-    for size in (1, 200_000):
-        got: list[Any] = [None] * world
-        interlace.all_gather_object(got, b"x" * size * (rank + 1))
-        assert [len(each) for each in got] == [size * (r + 1) for r in range(world)]
-        if rank == 0:
-            interlace.send_object_list([size], 1)
-        elif rank == 1:
-            box = [None]
-            assert interlace.recv_object_list(box) == 0 and box == [size]
-    pairs = [[0, 2], [3, 1]]
-    pair = pairs[0] if rank in pairs[0] else pairs[1]
-    local = interlace.new_group(pair, use_local_synchronization=True, timeout=300.0)
-    for group in (pair, pairs, local):
-        x = torch.tensor([10.0**rank])
-        interlace.all_reduce(x, group=group)
-        assert x.item() == sum(10.0**r for r in pair)
-        assert interlace.get_rank(group) == pair.index(rank)
-
-
 @ranks(2)
 def test_what_one_rank_refuses_all_refuse() -> None:
     """Rank 1 passes something wrong; everyone hears of it, and the group goes on."""

@@ -17,6 +17,7 @@ from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import Edit, Mutant, mutated
+from ranks import ranks
 from sim.algorithms.node_support import TILES, TWO, check_in_flight, on_nodes
 from support import noise, payload, poisoned
 from tiers import few, thorough
@@ -110,19 +111,17 @@ def test_results(of: tuple[int, ...], put: str, dtype: torch.dtype) -> None:
         interlace.run(on_rank, world)
 
 
+@ranks(4, place="sim")
 def test_torch_matmuls_between_nodes_activate_too() -> None:
-    def on_rank() -> None:
-        group = on_nodes(TWO)
-        x, weight = payload(group.rank, 0, (8, 4)) - 20, torch.eye(4)
-        total = sum(payload(rank, 0, (8, 4)) - 20 for rank in range(4))
-        for algorithm in ("pipelined", "unfused"):
-            out = interlace.matmul_reduce_scatter(
-                x, weight, activation="relu", group=group, algorithm=algorithm
-            )
-            right = total[2 * group.rank : 2 * group.rank + 2].relu()
-            assert torch.equal(out, right) and not torch.equal(right, total[:2])
-
-    interlace.run(on_rank, 4)
+    group = on_nodes(TWO)
+    x, weight = payload(group.rank, 0, (8, 4)) - 20, torch.eye(4)
+    total = sum(payload(rank, 0, (8, 4)) - 20 for rank in range(4))
+    for algorithm in ("pipelined", "unfused"):
+        out = interlace.matmul_reduce_scatter(
+            x, weight, activation="relu", group=group, algorithm=algorithm
+        )
+        right = total[2 * group.rank : 2 * group.rank + 2].relu()
+        assert torch.equal(out, right) and not torch.equal(right, total[:2])
 
 
 def test_scaled_operands() -> None:
