@@ -1,12 +1,17 @@
-"""Attention over a sharded sequence in processes: every method, graphs, decoding."""
+"""Attention over a sharded sequence in processes: every method, the layer, graphs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import interlace
-from cases.attention_cases import METHODS, AttentionCase, ratios
-from cases.head_exchange_cases import ALGORITHMS, ExchangeCase, worst
-from multi.attention import attention_ranks as ranks
+from cases.attention_cases import METHODS, AttentionCase, check
+from cases.head_exchange_cases import layered
+from interlace import nn
+from ranks import ranks
+from tiers import thorough
 
 CASES = {
     "fused": AttentionCase((18, 5), size=16, batch=1, heads=(2, 1)),
@@ -25,35 +30,44 @@ CASES = {
     ],
 )
 def test_agrees_with_the_whole_sequence(algorithm: str, method: str) -> None:
-    case = CASES[algorithm]
-    given = case, method, algorithm
-    found = interlace.run(ranks.attended, len(case.lengths), *given, place="shm")
-    assert max(ratios(case, found).values()) <= 1
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_heads_are_exchanged(algorithm: str) -> None:
-    case = ExchangeCase((20, 0, 7), others=(2,))
-    found = interlace.run(ranks.projected, 3, case, algorithm, place="shm")
-    assert max(worst(case, found).values()) <= 1
+    check(CASES[algorithm], method, algorithm, place="shm")
 
 
 def test_the_layer_with_projections() -> None:
     case = (7, 4), (4, 2), "auto", "bshd", "zigzag"
-    assert max(interlace.run(ranks.in_layer, 2, *case, place="shm")) < 1e-5
+    assert max(interlace.run(layered, 2, *case, place="shm")) < 1e-5
 
 
+def attended(*tensors: torch.Tensor) -> torch.Tensor:
+    options: dict[str, Any] = {"causal": True, "window": (5, -1), "layout": "sbhd"}
+    return nn.functional.context_parallel_attention(*tensors, **options)
+
+
+def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return interlace.functional.distributed_decode(q * 2, (k, v))[0] + 1
+
+
+def check_graph(
+    call: Callable[..., Any], shapes: Sequence[tuple[int, ...]], parameters: Any = ()
+) -> None:
+    """A graph that breaks nowhere gives the bits of the eager call, and those of its gradients."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    found = []
+    for form in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        leaves = [each.clone().requires_grad_(call is not decoded) for each in inputs]
+        output = form(*leaves)
+        found.append([output.detach()])
+        if output.requires_grad:
+            found[-1] += torch.autograd.grad(output.square().sum(), [*leaves, *parameters])
+    assert all(map(torch.equal, *found))
+
+
+@thorough
+@ranks(2)
 def test_graphs_have_it() -> None:
-    assert interlace.run(ranks.traced, 2, place="shm") == [[], []]
-    assert interlace.run(ranks.compiled, 2, place="shm") == [[], []]
-    assert interlace.run(ranks.compiled_layer, 2, place="shm") == [[], []]
-
-
-def test_gradients_of_gradients_are_refused() -> None:
-    for text in interlace.run(ranks.differentiated_twice, 2, place="shm"):
-        assert "context_parallel_attention_backward has no gradients" in text
-
-
-def test_decoding() -> None:
-    assert interlace.run(ranks.decoded_in_graphs, 2, place="shm") == [[], []]
-    assert interlace.run(ranks.decoded, 3, place="shm") == [True] * 3
+    check_graph(attended, [(10, 1, 4, 8), (10, 1, 2, 8), (10, 1, 2, 6)])
+    torch.manual_seed(0)
+    layer = nn.UlyssesAttention(16, 4, 2, 8, True, causal=True)
+    check_graph(layer, [(2, 6, 16)], list(layer.parameters()))
+    check_graph(decoded, [(2, 4, 8), (2, 5, 2, 8), (2, 5, 2, 6)])

@@ -1,54 +1,178 @@
 """The API across processes: the table, large messages, real asynchrony, monitored barriers, misuse."""
 
+import contextlib
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import interlace
-from cases import refused_calls
-from multi.ops import api_ranks
+from cases import api_cases, refused_calls, support_table
+from ranks import ranks
 from tiers import few
+
+FEW = (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("world_size", few([2, 3], 3))
+@ranks()
 def test_every_operation(world_size: int) -> None:
-    counts = interlace.run(api_ranks.every_operation, world_size, place="shm")
-    assert min(counts) > 200
+    """All of the table for a few dtypes."""
+    served = [
+        api_cases.serve(each.name, FEW, False, True)
+        for each in support_table.OPERATIONS
+        if each.payload in (support_table.ANY, support_table.REDUCED)
+    ]
+    assert sum(served) > 200
 
 
+@ranks(3)
 def test_every_reduction() -> None:
-    assert min(interlace.run(api_ranks.every_reduction, 3, place="shm")) > 100
+    """All ops and dtypes; an element count for which the ranks cut the work unevenly."""
+    assert api_cases.serve("all_reduce", support_table.REDUCED_DTYPES, False) > 100
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@ranks()
 def test_large(world_size: int) -> None:
-    interlace.run(api_ranks.large, world_size, 300_001, place="shm")
+    """Messages of many pieces, in each direction, and bitwise equality of a sum that rounds."""
+    rank, elements, world = interlace.get_rank(), 300_001, world_size
+
+    def noise(of: int) -> torch.Tensor:
+        return torch.randn(elements, generator=torch.Generator().manual_seed(of))
+
+    terms = [noise(r) for r in range(world)]
+    x = terms[rank].clone()
+    interlace.all_reduce(x, "sum")
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    api_cases.check(x, total, "a large sum in rank order")
+    out = torch.empty(world, elements)
+    out[rank] = terms[rank]
+    interlace.all_gather(out, out[rank])
+    api_cases.check(out, torch.stack(terms), "a large all_gather in place")
+    part = torch.empty(elements // world)
+    interlace.reduce_scatter(part, terms[rank][: elements // world * world])
+    api_cases.check(
+        part, total[: elements // world * world].view(world, -1)[rank], "reduce_scatter"
+    )
+    right, left = (rank + 1) % world, (rank - 1) % world
+    y = torch.empty(2 * elements)[::2]  # a stand-in is received into
+    sent = interlace.isend(terms[rank], right)
+    received = interlace.irecv(y, left)
+    assert received.wait() is True and sent.wait() is True
+    api_cases.check(y, terms[left], "a large message")
 
 
-def test_async_ops_return_before_the_others_have_called(tmp_path: Path) -> None:
-    fifo = str(tmp_path / "fifo")
-    os.mkfifo(fifo)
-    assert interlace.run(api_ranks.held_back, 2, fifo, place="shm") == [12, 12]
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path
 
 
+@ranks(2)
+def test_async_ops_return_before_the_others_have_called(fifo: str) -> None:
+    """Rank 0 starts each op and goes on; only then does rank 1 call it. A call that blocks never ends."""
+    rank = interlace.get_rank()
+    ones = torch.ones(4)
+    out, two = torch.empty(8), torch.empty(2)
+    lists = [torch.empty(4), torch.empty(4)]
+    starts: list[Callable[[], Any]] = [
+        lambda: interlace.all_reduce(ones.clone(), async_op=True),
+        lambda: interlace.all_gather(out, ones, async_op=True),
+        lambda: interlace.all_gather_v(out, ones, [4, 4], async_op=True),
+        lambda: interlace.reduce_scatter(two, ones, async_op=True),
+        lambda: interlace.broadcast(ones.clone(), 1, async_op=True),
+        lambda: interlace.reduce(ones.clone(), 0, async_op=True),
+        lambda: interlace.gather(ones, lists if rank == 0 else None, 0, async_op=True),
+        lambda: interlace.scatter(ones.clone(), [ones, ones] if rank == 1 else None, 1, async_op=True),
+        lambda: interlace.all_to_all(list(two.split(1)), list(ones[:2].split(1)), async_op=True),
+        lambda: interlace.all_to_all_single(ones.clone(), ones, async_op=True),
+        lambda: interlace.all_reduce_coalesced([ones.clone(), two], async_op=True),
+        lambda: interlace.barrier(async_op=True),
+    ]  # fmt: skip
+    interlace.barrier()
+    with open(fifo, "wb" if rank == 0 else "rb", buffering=0) as pipe:
+        for start in starts:
+            if rank == 0:
+                work = start()
+                assert not work.is_completed()
+                busy = torch.ones(8, 8) @ torch.ones(8, 8)  # the caller computes meanwhile
+                assert bool((busy == 8).all())
+                pipe.write(b"x")
+            else:
+                assert pipe.read(1) == b"x"
+                work = start()
+            assert work.wait() is True and work.is_completed()
+
+
+@ranks(3)
 def test_monitored_barrier_names_who_is_missing() -> None:
-    interlace.run(api_ranks.monitored, 3, place="shm")
+    """Rank 1 stays out: rank 0 names it, rank 2 says that it was not its own fault."""
+    rank = interlace.get_rank()
+    interlace.monitored_barrier(timeout=timedelta(seconds=300))
+    for wait_all in (False, True):
+        if rank == 0:
+            text = "Ranks 1 failed" if wait_all else "Rank 1 failed"
+            with pytest.raises(interlace.CollectiveTimeoutError, match=text) as caught:
+                interlace.monitored_barrier(timeout=60, wait_all_ranks=wait_all)
+            assert "failed to pass monitoredBarrier in 60000 ms" in str(caught.value)
+            assert caught.value.waited_for == (1,)
+        elif rank == 2:
+            with pytest.raises(RuntimeError, match="Rank 2 successfully reached monitoredBarrier"):
+                interlace.monitored_barrier(timeout=60, wait_all_ranks=wait_all)
+        interlace.barrier()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
+            interlace.monitored_barrier(timeout=timedelta(0))
+    interlace.barrier()
 
 
-def test_objects_and_groups_of_ranks() -> None:
-    interlace.run(api_ranks.objects_and_groups, 4, place="shm")
-
-
+@ranks(2)
 def test_what_one_rank_refuses_all_refuse() -> None:
-    texts = interlace.run(api_ranks.refused, 2, place="shm")
-    assert all("op must be one of sum, avg" in text for text in texts)
-    assert "rank 1 cannot take part" in texts[0]
+    """Rank 1 passes something wrong; everyone hears of it, and the group goes on."""
+    rank = interlace.get_rank()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        interlace.all_reduce(torch.ones(2), "mean" if rank == 1 else "sum")
+    assert "op must be one of sum, avg" in str(caught.value)
+    assert rank == 1 or "rank 1 cannot take part" in str(caught.value)
+    x = torch.ones(2)
+    with pytest.raises(ValueError, match="algorithm differs between ranks: auto on rank 0"):
+        interlace.all_reduce(x, algorithm="copy" if rank == 1 else "auto")
+    assert x.tolist() == [1, 1]
+    work = interlace.all_reduce(torch.ones(2 + rank), async_op=True)
+    assert work is not None
+    with pytest.raises(ValueError, match="shape of tensor differs"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    interlace.all_reduce(x, dist.ReduceOp.SUM)
+    assert x.tolist() == [2, 2]
 
 
-def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
-    interlace.run(refused_calls.refused_by_rank_1, 2, place="shm")
-
-
+@ranks(2)
 def test_a_message_of_another_length_or_dtype() -> None:
-    interlace.run(api_ranks.wrong_message, 2, place="shm")
+    """What a receiver expects is not what was sent. The sender may hear of it before its send ends."""
+    rank = interlace.get_rank()
+    if rank == 0:
+        for _ in range(2):
+            with contextlib.suppress(TypeError, ValueError):
+                interlace.send(torch.ones(3), 1)
+    else:
+        for tensor in (torch.ones(4), torch.ones(3, dtype=torch.int32)):
+            with pytest.raises((TypeError, ValueError), match=r"rank \d"):
+                interlace.recv(tensor, 0)
+    interlace.barrier()
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(2)
+def test_a_misuse_of_any_kind_is_raised_on_all_ranks(place: str) -> None:
+    refused_calls.refused_by_rank_1()

@@ -4,15 +4,29 @@ No timeout of these runs is ever reached: what is raised was seen.
 """
 
 import _thread
-from collections.abc import Callable
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed import FileStore
 
 import interlace
 from guard import MOST as LONG
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
-from multi.ops import deadlock_ranks as ranks
+from interlace.runtime.processes.blame import Blame
+from ranks import ranks
+
+FEW = 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,66 +35,193 @@ def no_threads_of_other_tests() -> None:
     default_pool.close()
 
 
+def summed(*groups: Any) -> str:
+    """The error of an all_reduce of each of these groups, one after another; empty if there is none."""
+    try:
+        for group in groups:
+            interlace.all_reduce(torch.ones(FEW), group=group)
+    except interlace.InterlaceError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def two_orders(groups: list[Any]) -> str:
+    """The last rank calls the ops of two groups in another order than the others, and then leaves them."""
+    last = interlace.get_rank() == interlace.get_world_size() - 1
+    try:
+        return summed(*groups[:: -1 if last else 1])
+    finally:
+        if last:
+            for group in groups:
+                group.close()
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
+@ranks(timeout=LONG)
 def test_ops_of_groups_in_another_order(world_size: int) -> None:
-    errors = interlace.run(ranks.two_orders, world_size, place="shm", timeout=LONG)
-    for rank, error in enumerate(errors):
-        assert "deadlock: ranks wait for each other" in error, errors
-        assert f"waits for ranks [{world_size - 1}] in all_reduce of group" in error
-        assert "waits for ranks [0] in all_reduce of group" in error
-        assert error.startswith("DeadlockError" if rank in (0, world_size - 1) else "AbortedError")
+    error = two_orders([interlace.new_group(), interlace.new_group()])
+    assert "deadlock: ranks wait for each other" in error
+    assert f"waits for ranks [{world_size - 1}] in all_reduce of group" in error
+    assert "waits for ranks [0] in all_reduce of group" in error
+    in_the_circle = interlace.get_rank() in (0, world_size - 1)
+    assert error.startswith("DeadlockError" if in_the_circle else "AbortedError")
 
 
+@ranks(4, timeout=LONG)
 def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
-    """Though they leave as soon as they have found it."""
-    errors = interlace.run(ranks.two_orders_and_a_slow_rank, 4, place="shm", timeout=LONG)
-    assert all("deadlock: ranks wait for each other" in error for error in errors), errors
+    """Though they leave as soon as they have found it: the first tells late that its wait has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        if interlace.get_rank() == 0:
+            ended = Blame.ended
+
+            def late(self: Blame, error: interlace.InterlaceError) -> None:
+                time.sleep(1)
+                ended(self, error)
+
+            patch.setattr(Blame, "ended", late)
+        error = two_orders([interlace.new_group(), interlace.new_group()])
+    assert "deadlock: ranks wait for each other" in error
 
 
+@ranks(4, timeout=LONG)
 def test_a_circle_through_four_groups() -> None:
-    errors = interlace.run(ranks.mesh, 4, place="shm", timeout=LONG)
-    for error in errors:
-        assert all(f"\n  rank {rank} of group" in error for rank in range(4)), errors
+    """Ranks 0 and 3 sum first over rows of two by two, 1 and 2 over columns."""
+    made = [interlace.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    row, column = (group for group in made if isinstance(group, Communicator))
+    error = summed(*[row, column][:: -1 if interlace.get_rank() in (1, 2) else 1])
+    assert all(f"\n  rank {rank} of group" in error for rank in range(4)), error
 
 
+@ranks(4, timeout=LONG)
 def test_in_a_group_of_several_hosts(tmp_path: Path) -> None:
-    path = str(tmp_path / "store")
-    errors = interlace.run(ranks.two_orders_on_a_host, 4, path, place="shm", timeout=LONG)
-    for error in errors:
-        assert "rank 2 of group" in error and "rank 3 of group" in error, errors
+    """A group of two hosts of two ranks; the last rank is the odd one."""
+    rank, count = interlace.get_rank(), interlace.get_world_size()
+    store, groups = FileStore(str(tmp_path / "store"), count), []
+    os.environ["INTERLACE_SECRET"] = "of this test"
+    try:
+        for name in ("one", "two"):
+            host = f"host {rank // 2}"
+            place = connect_place(store, rank, count, timeout=600, name=name, host=host)
+            groups.append(Communicator(place, range(count)))
+        error = two_orders(groups)
+    finally:
+        del os.environ["INTERLACE_SECRET"]
+        for group in groups:
+            group.close()
+    assert "rank 2 of group" in error and "rank 3 of group" in error, error
 
 
-@pytest.mark.parametrize("start", [ranks.start_thread, _thread.start_new_thread])
+@contextlib.contextmanager
+def logged() -> Iterator[tuple[list[str], threading.Event]]:
+    """What is logged, and whether anything was."""
+    texts: list[str] = []
+    anything = threading.Event()
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        texts.append(record.getMessage())
+        anything.set()
+
+    handler.emit = emit  # type: ignore[method-assign]
+    logging.getLogger("interlace").addHandler(handler)
+    try:
+        yield texts, anything
+    finally:
+        logging.getLogger("interlace").removeHandler(handler)
+
+
+def start_thread(function: Callable[[], None], arguments: tuple[()]) -> None:
+    threading.Thread(target=function).start()
+
+
+@pytest.mark.parametrize("start", [start_thread, _thread.start_new_thread])
+@ranks(2, timeout=LONG)
 def test_where_other_threads_may_go_on_it_is_a_warning(start: Callable[..., object]) -> None:
-    """Those that ``threading`` does not know, too."""
-    logged = interlace.run(ranks.in_threads, 2, start, place="shm", timeout=LONG)
-    assert any(logged)
-    for text in (text for each in logged for text in each):
+    """Those that ``threading`` does not know, too.
+
+    Every rank sums in two groups, in orders that differ; the second op is another thread's, which waits for
+    the warning, or the end, of the first.
+    """
+    groups = [interlace.new_group(), interlace.new_group()][:: 1 if interlace.get_rank() else -1]
+    sums = [torch.ones(FEW), torch.ones(FEW)]
+    done = threading.Event()
+    with logged() as (texts, anything):
+
+        def second() -> None:
+            assert anything.wait(600)
+            interlace.all_reduce(sums[1], group=groups[1])
+            done.set()
+
+        start(second, ())
+        interlace.all_reduce(sums[0], group=groups[0])
+        anything.set()
+        assert done.wait(600)
+    assert [float(each.sum()) for each in sums] == [2.0 * FEW] * 2
+    every: list[Any] = [None] * 2
+    interlace.all_gather_object(every, texts)
+    assert any(every)
+    for text in texts:
         assert "rank 0 of group" in text and "rank 1 of group" in text
         assert text.endswith("a deadlock, unless other threads of theirs go on")
 
 
+@ranks(2, timeout=LONG)
 def test_ranks_that_receive_before_they_send() -> None:
-    errors = interlace.run(ranks.receives_first, 2, place="shm", timeout=LONG)
-    assert all("deadlock" in error and "in recv from rank 0" in error for error in errors), errors
+    with pytest.raises(interlace.InterlaceError, match="deadlock") as caught:
+        interlace.recv(torch.ones(FEW), 1 - interlace.get_rank())
+    assert "in recv from rank 0" in str(caught.value)
 
 
+@ranks(2, timeout=LONG)
 def test_messages_under_way_are_no_deadlock() -> None:
-    assert interlace.run(ranks.under_way, 2, place="shm", timeout=LONG) == [4, 4]
-    assert interlace.run(ranks.exchanges, 2, place="shm", timeout=LONG) == [[], []]
+    """Rank 1 waits in a sum while its messages to rank 0 are still under way, which rank 0 takes slowly."""
+    rank, count = interlace.get_rank(), 1 << 20
+    for number in range(5):
+        tensors = [torch.full((count,), float(number)) for _ in range(4)]
+        if rank:
+            works = [interlace.isend(each, 0) for each in tensors]
+        else:
+            for each in tensors:
+                each.zero_()
+                interlace.recv(each, 1)
+                assert bool((each == number).all())
+        interlace.all_reduce(torch.ones(FEW))
+        if rank:
+            for work in works:
+                work.wait()
+
+
+@ranks(2, timeout=LONG)
+def test_messages_that_take_long_to_copy_are_no_deadlock() -> None:
+    own, other, peer = torch.ones(8 << 20), torch.empty(8 << 20), 1 - interlace.get_rank()
+    with logged() as (texts, _):
+        for _ in range(4):
+            work: Any = interlace.isend(own, peer)
+            interlace.recv(other, peer)
+            work.wait()
+    assert texts == []
 
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 @pytest.mark.parametrize("op", ["all_reduce", "barrier"])
+@ranks(3, timeout=LONG)
 def test_a_monitored_barrier_names_who_waits_in_another_op(op: str, wait_all_ranks: bool) -> None:
-    function = interlace.barrier if op == "barrier" else ranks.sum_of_all
-    first, odd, last = interlace.run(
-        ranks.stands_elsewhere, 3, function, wait_all_ranks, place="shm", timeout=LONG
-    )
-    assert odd == ""
-    assert first.startswith("(1,) [Rank 0]: Rank"), first
-    assert "1 failed to pass monitoredBarrier" in first
-    assert "rank 1 of group 'interlace/run" in first and f"in {op} of group" in first
-    assert last.startswith("(0,) Rank 2 successfully reached monitoredBarrier"), last
-    # it came too late to be told where rank 0 had given up before it came
-    assert "rank 1 failed to pass it" in last or f"in {op} of group" in last, last
+    """Rank 1 calls another op when the others are in the barrier; the group goes on afterwards."""
+    rank, said = interlace.get_rank(), ""
+    if rank != 1:
+        with pytest.raises(interlace.CollectiveTimeoutError) as caught:
+            interlace.monitored_barrier(None, timedelta(seconds=3000), wait_all_ranks)
+        said = f"{caught.value.waited_for} {caught.value}"
+    if op == "barrier":
+        interlace.barrier()
+    else:
+        interlace.all_reduce(torch.ones(FEW))
+    interlace.all_reduce(torch.ones(FEW))
+    if rank == 0:
+        assert said.startswith("(1,) [Rank 0]: Rank"), said
+        assert "1 failed to pass monitoredBarrier" in said
+        assert "rank 1 of group 'interlace/run" in said and f"in {op} of group" in said
+    elif rank == 2:
+        assert said.startswith("(0,) Rank 2 successfully reached monitoredBarrier"), said
+        # it came too late to be told where rank 0 had given up before it came
+        assert "rank 1 failed to pass it" in said or f"in {op} of group" in said, said

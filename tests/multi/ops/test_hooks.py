@@ -17,6 +17,7 @@ from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.core.communicator import Communicator
 from multi.process_group.backend_ranks import world
 from multi.shm.test_blame import LONG, close, members, on_hosts, run
+from ranks import ranks
 
 PLACES = ["sim", "shm", "hosts"]
 
@@ -250,17 +251,13 @@ def test_the_cause_of_an_end_is_raised_whatever_hooks_do(caplog: pytest.LogCaptu
     close(groups)
 
 
+@ranks(1, place="sim")
 def test_no_functions_and_what_is_none() -> None:
-    def on_rank() -> None:
-        group = interlace.new_group()
-        with pytest.raises(TypeError, match=r"after must be callable or None, got 5 \(on rank 0\)"):
-            group.register_hook(after=5)  # type: ignore[arg-type]
-        with pytest.raises(
-            ValueError, match="before, after and on_abort are None; one of them must"
-        ):
-            group.register_hook()
-
-    interlace.run(on_rank, 1)
+    group = interlace.new_group()
+    with pytest.raises(TypeError, match=r"after must be callable or None, got 5 \(on rank 0\)"):
+        group.register_hook(after=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="before, after and on_abort are None; one of them must"):
+        group.register_hook()
 
 
 def test_torchs_api_and_an_abort() -> None:
@@ -356,20 +353,17 @@ def complex_numbers(path: str) -> list[str]:
     return said
 
 
+@ranks(2, place="sim")
 def test_an_array_that_is_no_number_is_refused() -> None:
     """Of numpy, or whoever has ``__dlpack__``; what cannot be taken as a tensor the op refuses itself."""
-
-    def on_rank() -> None:
-        array, read_only = np.ones(3), np.ones(3)
-        array[interlace.get_rank()] = NAN
-        read_only.flags.writeable = False
-        with interlace.check_numerics():
-            with pytest.raises(ValueError, match=r"tensor of all_reduce has nan at \[[01]\]"):
-                interlace.all_reduce(array)  # type: ignore[arg-type]
-            with pytest.raises(TypeError, match="read-only"):
-                interlace.all_reduce(read_only)  # type: ignore[arg-type]
-
-    interlace.run(on_rank, 2)
+    array, read_only = np.ones(3), np.ones(3)
+    array[interlace.get_rank()] = NAN
+    read_only.flags.writeable = False
+    with interlace.check_numerics():
+        with pytest.raises(ValueError, match=r"tensor of all_reduce has nan at \[[01]\]"):
+            interlace.all_reduce(array)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="read-only"):
+            interlace.all_reduce(read_only)  # type: ignore[arg-type]
 
 
 def test_infinities_are_numbers_by_default() -> None:

@@ -18,56 +18,36 @@ from tiers import few
 
 WORLD = 2
 TILES = {
-    "block_m": 16,
-    "block_n": 16,
-    "block_k": 16,
-    "block_elements": 16,
+    **dict.fromkeys(("block_m", "block_n", "block_k", "block_elements"), 16),
     "programs": 2,
     "chunks": 1,
 }
 
 
-def all_gather_matmul(rank: int) -> torch.Tensor:
-    x, w = noise(rank, 1, (16, 8)), noise(0, 2, (8, 12))
-    return interlace.all_gather_matmul(x, w, algorithm="fused")
-
-
-def matmul_reduce_scatter(rank: int) -> torch.Tensor:
-    x, w = noise(rank, 3, (31, 8)), noise(rank, 4, (8, 12))
-    return interlace.matmul_reduce_scatter(x, w, algorithm="fused")
-
-
-def matmul_all_reduce(rank: int) -> torch.Tensor:
-    x, w = noise(rank, 5, (13, 8)), noise(rank, 6, (8, 12))
-    return interlace.matmul_all_reduce(x, w, algorithm="fused")
-
-
-def all_gather(rank: int) -> torch.Tensor:
-    out = torch.empty(WORLD * 16)
-    interlace.all_gather(out, noise(rank, 7, (16,)), algorithm="kernel")
+def of_kernel(op: Callable[..., Any], out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+    op(out, *given, algorithm="kernel")
     return out
 
 
-def reduce_scatter(rank: int) -> torch.Tensor:
-    out = torch.empty(13)
-    interlace.reduce_scatter(out, noise(rank, 8, (WORLD * 13,)), algorithm="kernel")
-    return out
-
-
-def all_reduce(rank: int) -> torch.Tensor:
-    x = noise(rank, 9, (13,))
-    interlace.all_reduce(x, algorithm="kernel")
-    return x
-
-
-KERNELS = [
-    all_gather_matmul,
-    matmul_reduce_scatter,
-    matmul_all_reduce,
-    all_gather,
-    reduce_scatter,
-    all_reduce,
-]
+FUSED: dict[str, Any] = {"algorithm": "fused"}
+KERNELS: dict[str, Callable[[int], torch.Tensor]] = {
+    "all_gather_matmul": lambda rank: interlace.all_gather_matmul(
+        noise(rank, 1, (16, 8)), noise(0, 2, (8, 12)), **FUSED
+    ),
+    "matmul_reduce_scatter": lambda rank: interlace.matmul_reduce_scatter(
+        noise(rank, 3, (31, 8)), noise(rank, 4, (8, 12)), **FUSED
+    ),
+    "matmul_all_reduce": lambda rank: interlace.matmul_all_reduce(
+        noise(rank, 5, (13, 8)), noise(rank, 6, (8, 12)), **FUSED
+    ),
+    "all_gather": lambda rank: of_kernel(
+        interlace.all_gather, torch.empty(WORLD * 16), noise(rank, 7, (16,))
+    ),
+    "reduce_scatter": lambda rank: of_kernel(
+        interlace.reduce_scatter, torch.empty(13), noise(rank, 8, (WORLD * 13,))
+    ),
+    "all_reduce": lambda rank: of_kernel(interlace.all_reduce, noise(rank, 9, (13,))),
+}
 
 
 def bits(results: list[torch.Tensor]) -> list[str]:
@@ -75,10 +55,10 @@ def bits(results: list[torch.Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("seeds", few([20, 200], 20))
-@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.__name__)
-def test_same_bits_in_every_schedule(op: Callable[[int], torch.Tensor], seeds: int) -> None:
+@pytest.mark.parametrize("op", KERNELS)
+def test_same_bits_in_every_schedule(op: str, seeds: int) -> None:
     def on_rank() -> tuple[torch.Tensor, str]:
-        result = op(interlace.get_rank())
+        result = KERNELS[op](interlace.get_rank())
         return result, schedule_digest()
 
     seen, schedules = set(), set()
@@ -89,16 +69,16 @@ def test_same_bits_in_every_schedule(op: Callable[[int], torch.Tensor], seeds: i
         schedules.add(results[0][1])
     assert len(seen) == 1
     assert len(schedules) > seeds * 0.95, "the seeds hardly changed the schedule"
-    if op in (all_reduce, matmul_all_reduce, all_gather):
+    if op in ("all_reduce", "matmul_all_reduce", "all_gather"):
         (only,) = seen
         assert len(set(only)) == 1, "ranks differ"
 
 
-@pytest.mark.parametrize("op", KERNELS, ids=lambda op: op.__name__)
+@pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("slow", range(WORLD))
-def test_same_bits_with_a_slow_rank(op: Callable[[int], torch.Tensor], slow: int) -> None:
+def test_same_bits_with_a_slow_rank(op: str, slow: int) -> None:
     def on_rank() -> list[torch.Tensor]:
-        return [op(interlace.get_rank()) for _ in range(3)]
+        return [KERNELS[op](interlace.get_rank()) for _ in range(3)]
 
     seen = set()
     for seed in range(2):
@@ -111,7 +91,7 @@ def test_same_bits_with_a_slow_rank(op: Callable[[int], torch.Tensor], slow: int
 
 def test_a_seed_is_a_schedule() -> None:
     def on_rank() -> str:
-        matmul_reduce_scatter(interlace.get_rank())
+        KERNELS["matmul_reduce_scatter"](interlace.get_rank())
         return schedule_digest()
 
     first = [interlace.run(on_rank, WORLD, seed=seed) for seed in range(8)]
@@ -143,7 +123,7 @@ def in_flight(group: Any, call: int) -> list[tuple[Any, Callable[[Any], bool]]]:
     out, reduced = torch.empty(world, 9), payload(rank, call + 2, (9,))
     part = torch.empty(8)
     options = {"group": group, "async_op": True}
-    started = [
+    return [
         (interlace.all_gather_matmul(shard, eye, **options), lambda got: got.equal(gathered)),
         (
             interlace.matmul_reduce_scatter(payload(rank, call + 1, (world, 8)), eye, **options),
@@ -163,7 +143,6 @@ def in_flight(group: Any, call: int) -> list[tuple[Any, Callable[[Any], bool]]]:
             lambda got: got.equal(gathered * 2),
         ),
     ]
-    return [(work, correct) for work, correct in started]
 
 
 @pytest.mark.parametrize("slow", few([None, 0, 1, 2], None, 1))

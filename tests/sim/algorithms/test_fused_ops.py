@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -21,7 +22,10 @@ from interlace import reference
 from interlace.kernels.matmul import all_gather_matmul as kernels
 from interlace.runtime.numerics.activations import NAMES as ACTIVATIONS
 from interlace.runtime.tuning.configuration import override
-from support import LAYOUTS, failure, laid_out, noise, poisoned
+from ranks import ranks
+from sim.api.refusals import check_refused
+from support import LAYOUTS, laid_out, noise, poisoned
+from tiers import few
 
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -269,28 +273,61 @@ def simple(world: int, **changes: Any) -> Case:
     return Case(**{**values, **changes})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])
-def test_all_gather_matmul_at_world_size(world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16])
+def test_world_sizes(world: int) -> None:
+    """Of a scatter with fewer rows than ranks: the trailing ranks get nothing."""
     check_gather(simple(world))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
-def test_matmul_reduce_scatter_at_world_size(world: int) -> None:
-    """With fewer rows than ranks: the trailing ranks get nothing."""
     check_reduce(simple(world, lengths=[max(1, world - 2)]), scatter=True)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 6, 13])
-def test_matmul_all_reduce_at_world_size(world: int) -> None:
     check_reduce(simple(world, lengths=[3]), scatter=False)
+
+
+WITHOUT: dict[str, dict[str, Any]] = {
+    "inner length": {"inner": [0]},
+    "inner length, 3-D": {"inner": [0], "others": [3]},
+    "rows": {"lengths": [0]},
+    "columns": {"columns": [0]},
+    "columns of one weight": {"columns": [0, 5]},
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("what", WITHOUT)
+def test_lengths_of_zero(what: str, algorithm: str) -> None:
+    """Each has its own way through the code; sums of nothing are zero."""
+    case = simple(2, algorithm=algorithm, **WITHOUT[what])
+    check_gather(case)
+    if len(case.columns) == 1:
+        rows = case.lengths[:1]
+        for scatter in (False, True):
+            check_reduce(dataclasses.replace(case, lengths=rows), scatter=scatter)
+        by_columns = {"dim": -1, "others": [*rows, *case.others], "lengths": case.inner}
+        check_reduce(dataclasses.replace(case, **by_columns), scatter=True)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_rank_without_inner_length(algorithm: str) -> None:
+    check_reduce(simple(3, lengths=[3], inner=[0, 2, 4], algorithm=algorithm), scatter=False)
+
+
+@pytest.mark.parametrize("algorithm", few(ALGORITHMS, "fused"))
+@ranks(3, place="sim")
+def test_a_rank_without_columns_still_sends(algorithm: Any) -> None:
+    """n may differ between ranks; one that computes nothing must send and must not fall behind."""
+    rank = interlace.get_rank()
+    for call in range(4):
+        gathered, _ = interlace.all_gather_matmul(
+            noise(rank, call, (4, 8)),
+            noise(0, 50, (8, 0 if rank == 0 else 5)),
+            algorithm=algorithm,
+            return_gathered=True,
+        )
+        assert torch.equal(gathered, torch.cat([noise(r, call, (4, 8)) for r in range(3)]))
 
 
 @pytest.mark.parametrize(
     ("chunks", "tiles"), [(1, {0: 6, 1: 6, 2: 15}), (3, {1: 3, 2: 24})], ids=["whole", "thirds"]
 )
-def test_copiers_that_have_sent_take_tiles(
-    chunks: int, tiles: dict[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copiers_that_have_sent_take_tiles(chunks: int, tiles: dict[int, int]) -> None:
     """Of the last chunks, as many as there are copiers; not of the own shard, which is there at once.
 
     Three ranks with three tiles each; programs 0 and 1 copy. Tile t of a shared chunk is program t % 3's.
@@ -302,11 +339,11 @@ def test_copiers_that_have_sent_take_tiles(
         taken.append(int(tl.program_id(0).handle.data[0]))
         return emit(*arguments)
 
-    monkeypatch.setattr(kernels, "emit_tile", noted)
     blocks = {f"block_{axis}": 16 for axis in "mnk"}
     configuration = {**blocks, "copiers": 2, "chunks": chunks, "programs": 1}
     extents = {"lengths": [48] * 3, "inner": [16], "columns": [16]}
-    check_gather(simple(3, **extents, configuration=configuration))
+    with mock.patch.object(kernels, "emit_tile", noted):
+        check_gather(simple(3, **extents, configuration=configuration))
     assert Counter(taken) == tiles
 
 
@@ -351,20 +388,17 @@ def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> Non
     check_reduce(scattered, scatter=False)
 
 
-def test_every_weight_has_an_activation_of_its_own() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
+@ranks(2, place="sim")
+def test_every_weight_has_an_activation_of_its_own(algorithm: Any) -> None:
     """As the two halves of a gated MLP have."""
     x, gate, up = noise(0, 1, (8, 16)), noise(0, 2, (16, 16)), noise(0, 3, (16, 8))
-
-    def on_rank(algorithm: str) -> list[torch.Tensor]:
-        return interlace.all_gather_matmul(
-            x, [gate, up], activation=["silu", None], algorithm=algorithm
-        )
-
-    for algorithm in ("fused", "pipelined", "unfused"):
-        (gated, plain), _ = interlace.run(on_rank, 2, algorithm)
-        whole = torch.cat([x, x])
-        torch.testing.assert_close(gated, torch.nn.functional.silu(whole @ gate))
-        torch.testing.assert_close(plain, whole @ up)
+    (gated, plain), whole = (
+        interlace.all_gather_matmul(x, [gate, up], activation=["silu", None], algorithm=algorithm),
+        torch.cat([x, x]),
+    )
+    torch.testing.assert_close(gated, torch.nn.functional.silu(whole @ gate))
+    torch.testing.assert_close(plain, whole @ up)
 
 
 def stated(activation: str, x: float) -> float:
@@ -399,38 +433,25 @@ def test_activations_of_extreme_numbers(activation: str, extreme: float) -> None
             torch.testing.assert_close(found[0], expected, equal_nan=True)
 
 
-MISUSES = [
-    (
-        {"activation": "tanh"},
-        "activation must be None or one of relu, gelu, gelu_tanh, silu, got 'tanh'",
-    ),
-    ({"activation": 3}, "activation must be None or one of"),
-    ({"activation": ["relu", "silu"]}, "activation must be None or one of"),
-]
+ACTIVATION = "activation must be None or one of relu, gelu, gelu_tanh, silu"
 
 
-@pytest.mark.parametrize(("options", "message"), MISUSES)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_wrong_activations_are_refused(op: str, options: dict[str, Any], message: str) -> None:
-    error = failure(lambda: getattr(interlace, op)(torch.eye(4), torch.eye(4), **options), 2)
-    assert isinstance(error, ValueError) and message in str(error) and "on rank" in str(error)
+@ranks(2, place="sim")
+def test_wrong_activations_are_refused(op: str) -> None:
+    right = {"input": torch.eye(4), "weight": torch.eye(4), "activation": "relu"}
+    for wrong in ("tanh", 3, ["relu", "silu"]):
+        check_refused(getattr(interlace, op), right, {"activation": wrong}, ACTIVATION)
+    if op != "all_gather_matmul":
+        differs = "activation differs between ranks: relu on rank 0, silu on rank 1"
+        check_refused(getattr(interlace, op), right, {"activation": "silu"}, differs)
 
 
+@ranks(2, place="sim")
 def test_as_many_activations_as_weights() -> None:
-    def on_rank(activation: Any) -> Any:
-        return interlace.all_gather_matmul(torch.eye(4), [torch.eye(4)] * 2, activation=activation)
-
-    error = failure(on_rank, 2, ["relu"])
-    assert isinstance(error, ValueError) and "activation has 1 entries, weight has 2" in str(error)
-    error = failure(on_rank, 2, 7)
-    assert isinstance(error, TypeError) and "sequence like weight" in str(error)
-
-
-def test_ranks_agree_on_the_activation() -> None:
-    def on_rank() -> None:
-        name = ["relu", "silu"][interlace.get_rank()]
-        interlace.matmul_all_reduce(torch.eye(4), torch.eye(4), activation=name)
-
-    error = failure(on_rank, 2)
-    assert isinstance(error, ValueError)
-    assert "activation differs between ranks: relu on rank 0, silu on rank 1" in str(error)
+    right = {"input": torch.eye(4), "weight": [torch.eye(4)] * 2, "activation": None}
+    for wrong, text in (
+        (["relu"], "activation has 1 entries, weight has 2"),
+        (7, "TypeError: sequence like weight"),
+    ):
+        check_refused(interlace.all_gather_matmul, right, {"activation": wrong}, text)

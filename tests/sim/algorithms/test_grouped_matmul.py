@@ -11,13 +11,16 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.nn.functional import silu
 
 import interlace
 from interlace import reference
 from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
-from support import LAYOUTS, failure, laid_out, noise, poisoned, slow_rank, starved
+from ranks import ranks
+from sim.api.refusals import ByRank, check_refused
+from support import LAYOUTS, laid_out, noise, poisoned, slow_rank, starved
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
@@ -183,70 +186,71 @@ def test_no_races_on_many_ranks() -> None:
     assert report.clean, str(report)
 
 
-def test_asynchronous_results_come_in_order() -> None:
-    def layer() -> list[float]:
-        rank = interlace.get_rank()
-        works = [
-            interlace.all_to_all_grouped_matmul(
-                torch.full((2, 4), float(10 * call + rank)),
-                torch.ones(1, 4, 1),
-                [1, 1],
-                async_op=True,
-            )
-            for call in range(3)
-        ]
-        return [value for work in works for value in work.wait()[0].flatten().tolist()]
+X, W = torch.ones(4, 8), torch.ones(1, 8, 3)
+MISUSE: list[tuple[str, dict[str, Any], str]] = [
+    (EXCHANGE, {"input_splits": [5, -1]}, "must not be negative, got [5, -1]"),
+    (EXCHANGE, {"input_splits": [2, 1]}, "adds up to 3, input has 4 rows"),
+    (EXCHANGE, {"input_splits": [2, 1, 1]}, "has 3 experts, which world size 2 does not divide"),
+    (EXCHANGE, {"input_splits": [1] * 4}, "has 4 entries, 2 ranks with 1 experts in weight make 2"),
+    (EXCHANGE, {"input_splits": [2.0, 2.0]}, "TypeError: must be a list of ints"),
+    (EXCHANGE, {"input_splits": torch.tensor([2.0, 2.0])},
+     "TypeError: input_splits must be a tensor of integers, got torch.float32"),
+    (EXCHANGE, {"output_splits": ByRank([2, 2], [2, 1])},
+     "output_splits[1] (expert 1 from rank 1) is 1 on rank 1, input_splits[1] is 2 on rank 1"),
+    (EXCHANGE, {"output_splits": [2, 2, 2]}, "output_splits has 3 entries, 1 experts and 2 ranks make 2"),
+    (EXCHANGE, {"input": X[0]}, "must have 2 dimensions"),
+    (EXCHANGE, {"weight": W[:, :7]}, "weight has k = 7"),
+    (EXCHANGE, {"weight": W[0]}, "weight must have 3 dimensions"),
+    (EXCHANGE, {"weight": W[:0]}, "at least one expert"),
+    (EXCHANGE, {"weight": W.half()}, "TypeError: weight is torch.float16"),
+    (EXCHANGE, {"activation": "tanh"}, "activation must be"),
+    (EXCHANGE, {"input": X.double(), "weight": W.double(), "algorithm": "fused"},
+     "TypeError: supports float32, fl"),
+    (EXCHANGE, {"algorithm": ByRank("fused", "unfused")},
+     "algorithm differs between ranks: fused on rank 0, unfused on rank 1"),
+    (EXCHANGE, {"weight": W.clone().requires_grad_()},
+     "what requires a gradient differs between ranks: None on rank 0, weight on rank 1"),
+    (GATHER, {"input": ByRank(X.clone().requires_grad_(), X)},
+     "what requires a gradient differs between ranks: input on rank 0, None on rank 1"),
+    (GATHER, {"input_splits": [3]}, "adds up to 3, input has 4 rows"),
+    (GATHER, {"bias": torch.ones(3)}, "bias must have shape (1, 3)"),
+    (GATHER, {"weight": W.repeat(2, 1, 1), "input_splits": [2, 2]},
+     "the number of experts differs between ranks: 1 on rank 0, 2 on rank 1"),
+    (GATHER, {"input": X.bfloat16(), "weight": W.bfloat16()},
+     "TypeError: dtype of input differs between ranks"),
+]  # fmt: skip
 
-    assert interlace.run(layer, 2) == [[0.0, 4.0, 40.0, 44.0, 80.0, 84.0]] * 2
 
-
-MISUSE = {
-    "does not divide": lambda op, x, w: op(x, w, [2, 1, 1]),
-    "adds up to 5, input has 4 rows (on rank": lambda op, x, w: op(x, w, [2, 3]),
-    "must not be negative": lambda op, x, w: op(x, w, [5, -1]),
-    "must be a list of ints": lambda op, x, w: op(x, w, [2.0, 2.0]),
-    "must have 2 dimensions": lambda op, x, w: op(x[0], w, [2, 2]),
-    "at least one expert": lambda op, x, w: op(x, w[:0], [2, 2]),
-    "supports float32, float16": lambda op, x, w: op(
-        x.double(), w.double(), [2, 2], algorithm="fused"
-    ),
-    "weight is torch.float16": lambda op, x, w: op(x, w.half(), [2, 2]),
-    "activation must be": lambda op, x, w: op(x, w, [2, 2], activation="tanh"),
-}
-
-
-@pytest.mark.parametrize("text", MISUSE)
-def test_misuse(text: str) -> None:
-    def call() -> None:
-        MISUSE[text](interlace.all_to_all_grouped_matmul, torch.ones(4, 8), torch.ones(1, 8, 3))
-
-    error = failure(call, 2)
-    assert text in str(error), str(error)
+@pytest.mark.parametrize(("op", "changes", "text"), MISUSE)
+@ranks(2, place="sim")
+def test_misuse_of_one_rank_is_told_to_all(op: str, changes: dict[str, Any], text: str) -> None:
+    right = {"input": X, "weight": W, "input_splits": [2, 2] if op == EXCHANGE else [4]}
+    check_refused(getattr(interlace, op), right, changes, text)
 
 
 @pytest.mark.parametrize(
-    ("op", "splits", "of_rows", "of_weight"),
-    [
-        (
-            "all_gather_grouped_matmul",
-            [2],
-            [3.0 + 4.0] * 2,
-            2 * (1.0 + 2.0),
-        ),  # columns of the expert
-        ("all_to_all_grouped_matmul", [1, 1], [3.0, 4.0], 1.0 + 2.0),  # an expert of one's own
-    ],
+    ("op", "counts"),
+    [(GATHER, [[3, 6], [4, 5]]), (EXCHANGE, [[3, 0, 2, 4], [1, 5, 0, 3]])],
 )
-def test_gradients(op: str, splits: list[int], of_rows: list[float], of_weight: float) -> None:
-    def layer() -> Any:
-        rank = interlace.get_rank()
-        rows = torch.full((2, 4), 1.0 + rank, requires_grad=True)
-        weight = torch.full((1, 4, 1), 3.0 + rank, requires_grad=True)
-        getattr(interlace, op)(rows, weight, splits)[0].sum().backward()
-        return rows.grad, weight.grad
-
-    for found in interlace.run(layer, 2):
-        assert found[0].tolist() == [[each] * 4 for each in of_rows]
-        assert found[1].flatten().tolist() == [of_weight] * 4
+@ranks(2, place="sim")
+def test_gradients(op: str, counts: list[list[int]]) -> None:
+    """Against autograd of all ranks' products in one process."""
+    rank = interlace.get_rank()
+    case = Case(op, 2, counts, 8, 5, F64, bias=True)
+    every: Any = [(case.input(r), case.weight(r), case.bias_matrix(r)) for r in range(2)]
+    leaves = [[tensor.requires_grad_() for tensor in tensors] for tensors in every]
+    parts = [leaves[source][0].split(counts[source]) for source in range(2)]
+    products = [
+        torch.cat([part[expert] for part in parts]) @ weight[index] + bias[index]
+        for r, (_, weight, bias) in enumerate(leaves)
+        for index, expert in enumerate(case.block(r))
+    ]
+    torch.stack([silu(each).square().sum() for each in products]).sum().backward()
+    rows, weight, bias = (tensor.detach().requires_grad_() for tensor in leaves[rank])
+    output = getattr(interlace, op)(rows, weight, counts[rank], bias=bias, activation="silu")[0]
+    output.square().sum().backward()
+    for mine, right in zip((rows, weight, bias), leaves[rank], strict=True):
+        torch.testing.assert_close(mine.grad, right.grad)
 
 
 # -- routes --------------------------------------------------------------------------------------------

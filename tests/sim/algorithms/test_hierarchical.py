@@ -4,27 +4,27 @@ import itertools
 import pathlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 import interlace
+from cases import api_cases
+from interlace.groups.groups import default_group, install
 from interlace.kernels import node_order as order
 from interlace.ops.collectives.stream_engine import HierarchicalEngine
-from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import Edit, Mutant, mutated
-from sim.algorithms.node_support import SMALL, TILES, TWO, on_nodes
-from support import noise, payload, poison, poisoned
+from sim.algorithms.node_support import OPS, SMALL, TILES, TWO, check_in_flight, on_nodes
+from support import noise, payload, poisoned
 from tiers import few, thorough
 
 PUTS = ("stores", "late")
-LAYOUTS = [(0, 0), (0, 1), TWO, (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 2, 0, 1), (5, 2, 2, 2, 5)]
+LAYOUTS = [(0, 0), (0, 1), TWO, (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 2, 0), (5, 2, 2, 5)]
 
 
 # -- orders ------------------------------------------------------------------------------------------
@@ -121,55 +121,10 @@ def test_orders_are_permutations_and_relations_are_mutual(nodes: list[int]) -> N
 # -- results -----------------------------------------------------------------------------------------
 
 
-def everything(group: Communicator, dtype: torch.dtype, length: int) -> list[tuple[Any, Any]]:
-    """One call of every collective: (what came out, what is right)."""
-    rank, world = group.rank, group.world_size
-    ranks, results = range(world), []
-
-    def part(source: int, call: int, *shape: int) -> torch.Tensor:
-        return payload(source, call, shape or (length,), dtype)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return poison(torch.empty(shape, dtype=dtype))
-
-    out = empty(world * length)
-    interlace.all_gather(out, part(rank, 0), group=group)
-    results.append((out, torch.cat([part(source, 0) for source in ranks])))
-    uneven = [empty(3 * source + 1) for source in ranks]
-    interlace.all_gather(uneven, part(rank, 1, 3 * rank + 1), group=group)
-    results += [(uneven[source], part(source, 1, 3 * source + 1)) for source in ranks]
-    sent, out = part(world - 1, 2), empty(length)
-    interlace.broadcast(sent if rank == world - 1 else out, world - 1, group=group)
-    results.append((sent if rank == world - 1 else out, sent))
-    out = empty(world, length)
-    interlace.all_to_all_single(out, part(rank, 3, world, length), group=group)
-    results.append((out, torch.stack([part(source, 3, world, length)[rank] for source in ranks])))
-    parts = [empty(length) for _ in ranks]
-    interlace.gather(part(rank, 4), parts if rank == 1 else None, dst=1, group=group)
-    if rank == 1:
-        results += [(parts[source], part(source, 4)) for source in ranks]
-    parts, out = list(part(0, 5, world, length).unbind(0)), empty(length)
-    interlace.scatter(out, parts if rank == 0 else None, src=0, group=group)
-    results.append((out, parts[rank]))
-    if dtype == torch.bool:
-        return results
-    summed = sum(
-        (part(source, 6, world, length) for source in ranks[1:]), part(0, 6, world, length)
-    )
-    out = empty(length)
-    interlace.reduce_scatter(out, part(rank, 6, world, length), group=group)
-    results.append((out, summed[rank]))
-    out = part(rank, 6, world, length)
-    interlace.all_reduce(out, group=group)
-    results.append((out, summed))
-    out = part(rank, 6, world, length)
-    interlace.reduce(out, dst=1, group=group)
-    results.append((out, summed if rank == 1 else part(rank, 6, world, length)))
-    out = part(rank, 6, world, length)
-    interlace.all_reduce(out, "max", group=group)
-    largest = torch.stack([part(source, 6, world, length) for source in ranks]).amax(0)
-    results.append((out, largest))
-    return results
+MOVING = (
+    "all_gather", "all_gather_v", "gather", "scatter", "broadcast", "all_to_all", "all_to_all_single",
+)  # fmt: skip
+REDUCING = "all_reduce", "reduce", "reduce_scatter"
 
 
 @pytest.mark.parametrize(
@@ -183,20 +138,23 @@ def everything(group: Communicator, dtype: torch.dtype, length: int) -> list[tup
     ids=str,
 )
 def test_collectives(nodes: tuple[int, ...], put: str) -> None:
-    def on_rank(dtype: torch.dtype, length: int) -> list[tuple[Any, Any]]:
-        group = on_nodes(nodes, put)
-        assert isinstance(group.engine, HierarchicalEngine)
-        with override(**SMALL):
-            return everything(group, dtype, length)
-
-    cases = [(torch.float32, 41), (torch.bfloat16, 1)]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     if nodes == TWO:
-        cases += [(torch.bool, 5), (torch.int64, 7), (torch.float16, 0), (torch.float64, 3)]
+        dtypes += (torch.bool, torch.int64, torch.float16, torch.float64)
+
+    def on_rank() -> None:
+        install(on_nodes(nodes, put).place)
+        assert isinstance(default_group().engine, HierarchicalEngine)
+        with override(**{**SMALL, "block_elements": 4}):
+            for dtype in dtypes:
+                for name in MOVING:
+                    getattr(api_cases, name)(dtype, False)
+                for name, op in itertools.product(REDUCING, ("sum", "max")):
+                    if dtype != torch.bool:
+                        getattr(api_cases, name)(dtype, op, False)
+
     with poisoned():
-        for dtype, length in cases:
-            for results in interlace.run(on_rank, len(nodes), dtype, length):
-                for number, (found, right) in enumerate(results):
-                    assert torch.equal(found, right), (number, dtype, found, right)
+        interlace.run(on_rank, len(nodes))
 
 
 @pytest.mark.parametrize(
@@ -289,64 +247,10 @@ def in_flight(op: str, nodes: tuple[int, ...] = TWO, put: str = "stores") -> Cal
 
     def on_rank() -> None:
         group = on_nodes(nodes, put)
-        rank, ranks, started = group.rank, range(len(nodes)), []
-        world = len(nodes)
         with override(**TILES):
-            for call in range(4):
-                if op == "all_gather":
-                    out = torch.empty(world * 40)
-                    parts = [payload(source, call, (40,)) for source in ranks]
-                    work = interlace.all_gather(out, parts[rank], group=group, async_op=True)
-                    right = torch.cat(parts)
-                elif op == "reduce_scatter":
-                    out = torch.empty(20)
-                    inputs = [payload(source, call, (world, 20)) for source in ranks]
-                    work = interlace.reduce_scatter(out, inputs[rank], group=group, async_op=True)
-                    right = sum(inputs[1:], inputs[0])[rank]
-                elif op == "all_reduce":
-                    inputs = [payload(source, call, (70,)) for source in ranks]
-                    out = inputs[rank].clone()
-                    work = interlace.all_reduce(out, group=group, async_op=True)
-                    right = sum(inputs[1:], inputs[0])
-                elif op == "all_to_all":
-                    out = torch.empty(world, 9)
-                    inputs = [payload(source, call, (world, 9)) for source in ranks]
-                    work = interlace.all_to_all_single(
-                        out, inputs[rank], group=group, async_op=True
-                    )
-                    right = torch.stack([each[rank] for each in inputs])
-                elif op == "all_gather_matmul":
-                    inputs = [payload(source, call, (20, 8)) for source in ranks]
-                    work = interlace.all_gather_matmul(
-                        inputs[rank], torch.eye(8), group=group, async_op=True, algorithm="fused"
-                    )
-                    out, right = None, torch.cat(inputs)
-                else:
-                    inputs = [payload(source, call, (17 * world, 8)) for source in ranks]
-                    work = interlace.matmul_reduce_scatter(
-                        inputs[rank], torch.eye(8), group=group, async_op=True, algorithm="fused"
-                    )
-                    out, right = None, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]
-                started.append((work, out, right))
-                # only rank 0 waits for data of this one: nobody else learns how far the others are
-                one = torch.ones(1, 4), torch.ones(4, 1)
-                interlace.matmul_reduce_scatter(*one, group=group, async_op=True, algorithm="fused")
-            for call, (work, out, right) in enumerate(started):
-                result = work.wait()
-                if not torch.equal(result if out is None else out, right):
-                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+            check_in_flight(op, group, 4)
 
     return on_rank
-
-
-OPS = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-)
 
 
 @pytest.mark.parametrize(

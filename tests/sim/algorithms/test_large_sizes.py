@@ -3,6 +3,7 @@
 The launches are real, made from tensors without memory.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -88,86 +89,81 @@ def operands(columns: int, path: tuple[str, bool, bool]) -> tuple[torch.Tensor, 
     return weight, Configuration(**values)
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
-def test_all_gather_matmul(rows: int, columns: int, path: tuple[str, bool, bool]) -> None:
-    weight, configuration = operands(columns, path)
-
-    def build(communicator: Any) -> None:
-        linear = Linear(weight, meta(columns), meta(WORLD * rows, columns))
-        gather_matmul.all_gather_matmul_fused(
-            communicator, meta(rows, 64), [linear], [rows] * WORLD, None, configuration
-        )
-
-    assert_lawful(build, WORLD * tiles_of(rows, columns))
+def launch_gather(communicator: Any, rows: int, weight: torch.Tensor, how: Configuration) -> None:
+    columns = weight.shape[1]
+    linear = Linear(weight, meta(columns), meta(WORLD * rows, columns))
+    lengths = [rows] * WORLD
+    gather_matmul.all_gather_matmul_fused(
+        communicator, meta(rows, 64), [linear], lengths, None, how
+    )
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
-@pytest.mark.parametrize("along", ["n", "m"])
-def test_matmul_reduce_scatter(
-    rows: int, columns: int, path: tuple[str, bool, bool], along: str
+def launch_scatter(
+    communicator: Any, rows: int, weight: torch.Tensor, how: Configuration, along: str = "n"
 ) -> None:
-    weight, configuration = operands(columns, path)
+    columns, parts = weight.shape[1], [(0, rows), (rows, rows)]
     bias = meta(columns if along == "n" else rows)
+    linear = Linear(weight, bias, meta(rows, columns), along, average=True)
+    matmul_reduce.matmul_reduce_scatter_fused(
+        communicator, meta(WORLD * rows, 64), linear, parts, how
+    )
 
-    def build(communicator: Any) -> None:
-        matmul_reduce.matmul_reduce_scatter_fused(
-            communicator,
-            meta(WORLD * rows, 64),
-            Linear(weight, bias, meta(rows, columns), along, average=True),
-            [(0, rows), (rows, rows)],
-            configuration,
-        )
 
-    assert_lawful(build, WORLD * tiles_of(rows, columns))
+def launch_reduce(communicator: Any, rows: int, weight: torch.Tensor, how: Configuration) -> None:
+    linear = Linear(weight, meta(weight.shape[1]), meta(rows, weight.shape[1]))
+    matmul_reduce.matmul_all_reduce_fused(communicator, meta(rows, 64), linear, how)
+
+
+MATMULS: dict[str, tuple[Callable[..., None], int]] = {
+    "all_gather_matmul": (launch_gather, WORLD),
+    "matmul_reduce_scatter": (launch_scatter, WORLD),
+    "matmul_reduce_scatter, m": (functools.partial(launch_scatter, along="m"), WORLD),
+    "matmul_all_reduce": (launch_reduce, 1),
+}
+"""By op what launches it, and how many times the tiles of a rank's rows it has."""
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path[0])
-def test_matmul_all_reduce(rows: int, columns: int, path: tuple[str, bool, bool]) -> None:
-    weight, configuration = operands(columns, path)
-
-    def build(communicator: Any) -> None:
-        linear = Linear(weight, meta(columns), meta(rows, columns))
-        matmul_reduce.matmul_all_reduce_fused(communicator, meta(rows, 64), linear, configuration)
-
-    assert_lawful(build, tiles_of(rows, columns))
+@pytest.mark.parametrize("op", MATMULS)
+def test_matmuls(op: str, rows: int, columns: int, path: tuple[str, bool, bool]) -> None:
+    (launch, times), (weight, configuration) = MATMULS[op], operands(columns, path)
+    assert_lawful(
+        lambda communicator: launch(communicator, rows, weight, configuration),
+        times * tiles_of(rows, columns),
+    )
 
 
 def flat_blocks() -> int:
     return -(-HUGE_FLAT // CONFIGURATION.block_elements)
 
 
-def test_all_gather() -> None:
-    def build(communicator: Any) -> None:
-        plain.all_gather_kernel(
-            communicator, meta(HUGE_FLAT), meta(2 * HUGE_FLAT), [HUGE_FLAT] * 2, CONFIGURATION
-        )
+FLAT = meta(HUGE_FLAT)
+COLLECTIVES: dict[str, tuple[Callable[[Any], None], int]] = {
+    "all_gather": (
+        lambda communicator: plain.all_gather_kernel(
+            communicator, FLAT, meta(2 * HUGE_FLAT), [HUGE_FLAT] * 2, CONFIGURATION
+        ),
+        4,
+    ),
+    "reduce_scatter": (
+        lambda communicator: plain.reduce_scatter_kernel(
+            communicator, meta(2 * HUGE_FLAT), FLAT, [HUGE_FLAT] * 2, CONFIGURATION, average=False
+        ),
+        WORLD * flat_blocks(),
+    ),
+    "all_reduce": (
+        lambda communicator: plain.all_reduce_kernel(
+            communicator, FLAT, FLAT, CONFIGURATION, average=False
+        ),
+        flat_blocks(),
+    ),
+}
 
-    assert_lawful(build, 4)
 
-
-def test_reduce_scatter() -> None:
-    def build(communicator: Any) -> None:
-        plain.reduce_scatter_kernel(
-            communicator,
-            meta(2 * HUGE_FLAT),
-            meta(HUGE_FLAT),
-            [HUGE_FLAT] * 2,
-            CONFIGURATION,
-            average=False,
-        )
-
-    assert_lawful(build, WORLD * flat_blocks())
-
-
-def test_all_reduce() -> None:
-    def build(communicator: Any) -> None:
-        flat = meta(HUGE_FLAT)
-        plain.all_reduce_kernel(communicator, flat, flat, CONFIGURATION, average=False)
-
-    assert_lawful(build, flat_blocks())
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_collectives(op: str) -> None:
+    assert_lawful(*COLLECTIVES[op])
 
 
 @triton.jit
@@ -203,11 +199,7 @@ def int32_tile_offsets(tile, BLOCK: tl.constexpr):
 
 def test_control_the_shipped_kernel_with_int32_tile_offsets_is_seen() -> None:
     weight, configuration = operands(96, PATHS[0])
-
-    def build(communicator: Any) -> None:
-        linear = Linear(weight, None, meta(HUGE, 96))
-        matmul_reduce.matmul_all_reduce_fused(communicator, meta(HUGE, 64), linear, configuration)
-
     with mock.patch.object(matmul, "tile_offsets", int32_tile_offsets):
-        checker = run_programs(*launched(build, 0), tiles_of(HUGE, 96))
+        launch = launched(lambda each: launch_reduce(each, HUGE, weight, configuration), 0)
+        checker = run_programs(*launch, tiles_of(HUGE, 96))
     assert any("wraps" in bad for bad in checker.bad)

@@ -17,7 +17,8 @@ from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import Edit, Mutant, mutated
-from sim.algorithms.node_support import TILES, TWO, on_nodes
+from ranks import ranks
+from sim.algorithms.node_support import TILES, TWO, check_in_flight, on_nodes
 from support import noise, payload, poisoned
 from tiers import few, thorough
 
@@ -110,19 +111,17 @@ def test_results(of: tuple[int, ...], put: str, dtype: torch.dtype) -> None:
         interlace.run(on_rank, world)
 
 
+@ranks(4, place="sim")
 def test_torch_matmuls_between_nodes_activate_too() -> None:
-    def on_rank() -> None:
-        group = on_nodes(TWO)
-        x, weight = payload(group.rank, 0, (8, 4)) - 20, torch.eye(4)
-        total = sum(payload(rank, 0, (8, 4)) - 20 for rank in range(4))
-        for algorithm in ("pipelined", "unfused"):
-            out = interlace.matmul_reduce_scatter(
-                x, weight, activation="relu", group=group, algorithm=algorithm
-            )
-            right = total[2 * group.rank : 2 * group.rank + 2].relu()
-            assert torch.equal(out, right) and not torch.equal(right, total[:2])
-
-    interlace.run(on_rank, 4)
+    group = on_nodes(TWO)
+    x, weight = payload(group.rank, 0, (8, 4)) - 20, torch.eye(4)
+    total = sum(payload(rank, 0, (8, 4)) - 20 for rank in range(4))
+    for algorithm in ("pipelined", "unfused"):
+        out = interlace.matmul_reduce_scatter(
+            x, weight, activation="relu", group=group, algorithm=algorithm
+        )
+        right = total[2 * group.rank : 2 * group.rank + 2].relu()
+        assert torch.equal(out, right) and not torch.equal(right, total[:2])
 
 
 def test_scaled_operands() -> None:
@@ -177,21 +176,10 @@ def test_bits_do_not_depend_on_timing() -> None:
 
 
 def in_flight(of: tuple[int, ...], put: str = "stores", calls: int = 4) -> Callable[[], None]:
-    """Calls in flight, so that workspaces come round again while some rank is far behind."""
-
     def on_rank() -> None:
         group = on_nodes(of, put)
-        rank, world, started = group.rank, len(of), []
         with override(**TILES):
-            for call in range(calls):
-                inputs = [payload(source, call, (17 * world, 8)) for source in range(world)]
-                work = fused(group, inputs[rank], torch.eye(8), async_op=True)
-                started.append((work, sum(inputs[1:], inputs[0])[17 * rank : 17 * rank + 17]))
-                # only rank 0 waits for data of this one: nobody else learns how far the others are
-                fused(group, torch.ones(1, 4), torch.ones(4, 1), async_op=True)
-            for call, (work, right) in enumerate(started):
-                if not torch.equal(work.wait(), right):
-                    raise AssertionError(f"wrong result on rank {rank} in call {call}")
+            check_in_flight("matmul_reduce_scatter", group, calls)
 
     return on_rank
 

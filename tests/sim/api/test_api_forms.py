@@ -15,10 +15,11 @@ import interlace
 import torch_names
 from interlace import functional
 from interlace.groups.groups import default_group
-from support import laid_out, payload
+from ranks import ranks
+from support import payload
 
 
-def ranks() -> tuple[int, int]:
+def numbers() -> tuple[int, int]:
     return interlace.get_rank(), interlace.get_world_size()
 
 
@@ -26,35 +27,33 @@ def ranks() -> tuple[int, int]:
 
 
 @pytest.mark.filterwarnings("error")
+@ranks(3, place="sim")
 def test_torch_s_names_and_keywords() -> None:
-    def on_rank() -> None:
-        rank, world = ranks()
-        x = payload(rank, 1, (2,))
-        expected = torch.cat([payload(r, 1, (2,)) for r in range(world)])
-        for function in (
-            interlace.all_gather, interlace.all_gather_into_tensor, interlace.all_gather_single,
-            interlace._all_gather_base,
-        ):  # fmt: skip
-            out = torch.zeros(2 * world)
-            function(output_tensor=out, input_tensor=x, group=None, async_op=False)
-            assert torch.equal(out, expected)
-        outs = [torch.zeros(2) for _ in range(world)]
-        interlace.all_gather(tensor_list=outs, tensor=x)
-        assert torch.equal(torch.cat(outs), expected)
-        total = sum(payload(r, 1, (2,)) for r in range(world))
-        wide = x.repeat(world)
-        for function in (
-            interlace.reduce_scatter, interlace.reduce_scatter_tensor,
-            interlace.reduce_scatter_single, interlace._reduce_scatter_base,
-        ):  # fmt: skip
-            part = torch.zeros(2)
-            function(output=part, input=wide, op=dist.ReduceOp.SUM)
-            assert torch.equal(part, total)
+    rank, world = numbers()
+    x = payload(rank, 1, (2,))
+    expected = torch.cat([payload(r, 1, (2,)) for r in range(world)])
+    for function in (
+        interlace.all_gather, interlace.all_gather_into_tensor, interlace.all_gather_single,
+        interlace._all_gather_base,
+    ):  # fmt: skip
+        out = torch.zeros(2 * world)
+        function(output_tensor=out, input_tensor=x, group=None, async_op=False)
+        assert torch.equal(out, expected)
+    outs = [torch.zeros(2) for _ in range(world)]
+    interlace.all_gather(tensor_list=outs, tensor=x)
+    assert torch.equal(torch.cat(outs), expected)
+    total = sum(payload(r, 1, (2,)) for r in range(world))
+    wide = x.repeat(world)
+    for function in (
+        interlace.reduce_scatter, interlace.reduce_scatter_tensor,
+        interlace.reduce_scatter_single, interlace._reduce_scatter_base,
+    ):  # fmt: skip
         part = torch.zeros(2)
-        interlace.reduce_scatter(part, input_list=list(wide.split(2)))
+        function(output=part, input=wide, op=dist.ReduceOp.SUM)
         assert torch.equal(part, total)
-
-    interlace.run(on_rank, 3)
+    part = torch.zeros(2)
+    interlace.reduce_scatter(part, input_list=list(wide.split(2)))
+    assert torch.equal(part, total)
 
 
 def classes_of(module: Any, model: Any) -> set[str]:
@@ -97,97 +96,53 @@ def test_arguments_missing_or_given_twice(call: Callable[[], Any], text: str) ->
 
 
 @pytest.mark.parametrize("op", list(dist.ReduceOp.RedOpType.__members__.values())[:8])
+@ranks(2, place="sim")
 def test_a_reduce_op_by_all_its_names(op: Any) -> None:
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        results = []
-        for name in (op, dist.ReduceOp(op), op.name.lower(), op.name):
-            x = torch.tensor([rank + 1, 5, 3 * rank])
-            interlace.all_reduce(x, name)
-            results.append(x.tolist())
-        assert results == [results[0]] * 4
-
-    interlace.run(on_rank, 2)
+    rank = interlace.get_rank()
+    results = []
+    for name in (op, dist.ReduceOp(op), op.name.lower(), op.name):
+        x = torch.tensor([rank + 1, 5, 3 * rank])
+        interlace.all_reduce(x, name)
+        results.append(x.tolist())
+    assert results == [results[0]] * 4
 
 
+@ranks(2, place="sim")
 def test_premul_sum_has_a_factor_of_each_kind() -> None:
-    def on_rank() -> None:
-        rank, _ = ranks()
-        for op in (
-            torch_names.premul_sum(0.5),
-            dist._make_nccl_premul_sum(0.5),
-            dist._make_nccl_premul_sum(torch.tensor([0.5])),
-        ):
-            x = torch.full((3,), 2.0 + rank)
-            interlace.all_reduce(x, op)
-            assert x.tolist() == [2.5] * 3
-        x = torch.full((3,), 2.0)
-        interlace.all_reduce(x, torch_names.premul_sum(1.0 + rank))  # each rank its own
-        assert x.tolist() == [6.0] * 3
-
-    interlace.run(on_rank, 2)
+    rank, _ = numbers()
+    for op in (
+        torch_names.premul_sum(0.5),
+        dist._make_nccl_premul_sum(0.5),
+        dist._make_nccl_premul_sum(torch.tensor([0.5])),
+    ):
+        x = torch.full((3,), 2.0 + rank)
+        interlace.all_reduce(x, op)
+        assert x.tolist() == [2.5] * 3
+    x = torch.full((3,), 2.0)
+    interlace.all_reduce(x, torch_names.premul_sum(1.0 + rank))  # each rank its own
+    assert x.tolist() == [6.0] * 3
 
 
-@pytest.mark.parametrize("layout", ["transposed", "strided", "offset"])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_any_layout(layout: str, async_op: bool) -> None:
-    """Inputs and outputs that are not contiguous, of every op; what lies between stays as it was."""
-
-    def on_rank() -> None:
-        rank, world = ranks()
-
-        def odd(call: int, *, of: int = rank) -> torch.Tensor:
-            return laid_out(payload(of, call, (3, 2)), layout)
-
-        def done(work: Any) -> None:
-            assert (work is not None) == async_op
-            if work is not None:
-                work.wait()
-
-        x = odd(1)
-        done(interlace.all_reduce(x, "max", async_op=async_op))
-        stack = torch.stack([odd(1, of=r) for r in range(world)])
-        assert torch.equal(x, stack.amax(0))
-        outs = [odd(50 + r) for r in range(world)]
-        done(interlace.all_gather(outs, odd(1), async_op=async_op))
-        assert torch.equal(torch.stack(outs), stack)
-        x = odd(1)
-        done(interlace.broadcast(x, 1, async_op=async_op))
-        assert torch.equal(x, stack[1])
-        x = odd(1)
-        done(interlace.reduce(x, 1, async_op=async_op))
-        assert torch.equal(x, stack.sum(0) if rank == 1 else stack[rank])
-        x = odd(60)
-        done(interlace.reduce_scatter(x, [odd(1)] * world, async_op=async_op))
-        assert torch.equal(x, stack.sum(0))
-        outs = [odd(50 + r) for r in range(world)]
-        done(interlace.gather(odd(1), outs if rank == 0 else None, async_op=async_op))
-        assert rank != 0 or torch.equal(torch.stack(outs), stack)
-        x = odd(60)
-        done(interlace.scatter(x, [odd(70 + r) for r in range(world)] if rank == 0 else None,
-                               async_op=async_op))  # fmt: skip
-        assert torch.equal(x, odd(70 + rank, of=0))
-        outs = [odd(50 + r) for r in range(world)]
-        done(interlace.all_to_all(outs, [odd(80 + r) for r in range(world)], async_op=async_op))
-        for source, out in enumerate(outs):
-            assert torch.equal(out, odd(80 + rank, of=source))
-        x = odd(60)
-        sent = interlace.isend(odd(90), (rank + 1) % world)
-        interlace.irecv(x, (rank - 1) % world).wait()
-        sent.wait()
-        assert torch.equal(x, odd(90, of=(rank - 1) % world))
-
-    interlace.run(on_rank, 2)
-
-
-def test_a_strided_output_leaves_the_gaps_alone() -> None:
-    def on_rank() -> None:
-        whole = torch.full((4, 6), -1.0)
-        interlace.all_gather(whole[:, ::2], torch.arange(6.0).view(2, 3))
-        assert whole[:, ::2].tolist() == [[0, 1, 2], [3, 4, 5]] * 2
+@ranks(2, place="sim")
+def test_a_strided_output_leaves_the_gaps_alone(async_op: bool) -> None:
+    """And that of an op that reduces; other ops are moved so in test_api_operations.py."""
+    rank, whole = interlace.get_rank(), torch.full((4, 6), -1.0)
+    own = torch.arange(6.0).view(2, 3)
+    calls: list[tuple[Callable[[torch.Tensor], Any], list[list[float]]]] = [
+        (lambda x: interlace.all_gather(x, own, async_op=async_op), [*own.tolist()] * 2),
+        (lambda x: interlace.all_reduce(x[:2].copy_(own), async_op=async_op), (2 * own).tolist()),
+        (lambda x: interlace.reduce(x[:2].copy_(own), 1, async_op=async_op), ((1 + rank) * own).tolist()),
+        (lambda x: interlace.reduce_scatter(x[:2], [own.T.reshape(2, 3)] * 2, async_op=async_op),
+         (2 * own.T.reshape(2, 3)).tolist()),
+    ]  # fmt: skip
+    for call, right in calls:
+        work = call(whole[:, ::2])
+        assert (work is not None) == async_op
+        if work is not None:
+            work.wait()
+        assert whole[: len(right), ::2].tolist() == right
         assert (whole[:, 1::2] == -1).all()
-
-    interlace.run(on_rank, 2)
 
 
 def test_all_to_all_into_its_own_input() -> None:
@@ -199,45 +154,40 @@ def test_all_to_all_into_its_own_input() -> None:
     assert interlace.run(on_rank, 2) == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
 
+@ranks(2, place="sim")
 def test_parts_along_another_dim() -> None:
-    def on_rank() -> None:
-        rank, world = ranks()
-        sizes = [1, 3]
-        out = torch.zeros(2, 4)
-        x = payload(rank, 1, (2, sizes[rank]))
-        interlace.all_gather_v(out, x, sizes, dim=1)
-        expected = torch.cat([payload(r, 1, (2, sizes[r])) for r in range(world)], 1)
-        assert torch.equal(out, expected)
-        part = torch.zeros(2, sizes[rank])
-        interlace.reduce_scatter_v(part, expected, sizes, dim=-1)
-        assert torch.equal(part, 2 * x)
-        part = torch.zeros(2, sizes[rank])
-        whole = expected if rank == 1 else None
-        interlace.scatter_v(part, whole, sizes if rank == 1 else None, group_src=1, dim=1)
-        assert torch.equal(part, x)
-        out = torch.zeros(2, 4) if rank == 1 else None
-        interlace.gather_v(part, out, sizes if rank == 1 else None, dst=1, dim=1)
-        assert out is None or torch.equal(out, expected)
-        out = torch.zeros(2, 2 * sizes[rank])
-        interlace.all_to_all_v(out, expected, [sizes[rank]] * 2, sizes, dim=1)
-        assert torch.equal(out, torch.cat([x, x], 1))
-
-    interlace.run(on_rank, 2)
+    rank, world = numbers()
+    sizes = [1, 3]
+    out = torch.zeros(2, 4)
+    x = payload(rank, 1, (2, sizes[rank]))
+    interlace.all_gather_v(out, x, sizes, dim=1)
+    expected = torch.cat([payload(r, 1, (2, sizes[r])) for r in range(world)], 1)
+    assert torch.equal(out, expected)
+    part = torch.zeros(2, sizes[rank])
+    interlace.reduce_scatter_v(part, expected, sizes, dim=-1)
+    assert torch.equal(part, 2 * x)
+    part = torch.zeros(2, sizes[rank])
+    whole = expected if rank == 1 else None
+    interlace.scatter_v(part, whole, sizes if rank == 1 else None, group_src=1, dim=1)
+    assert torch.equal(part, x)
+    out = torch.zeros(2, 4) if rank == 1 else None
+    interlace.gather_v(part, out, sizes if rank == 1 else None, dst=1, dim=1)
+    assert out is None or torch.equal(out, expected)
+    out = torch.zeros(2, 2 * sizes[rank])
+    interlace.all_to_all_v(out, expected, [sizes[rank]] * 2, sizes, dim=1)
+    assert torch.equal(out, torch.cat([x, x], 1))
 
 
+@ranks(2, place="sim")
 def test_outputs_that_require_gradients() -> None:
     """As in torch: written in place, nothing recorded, no error."""
-
-    def on_rank() -> None:
-        x = torch.ones(2, requires_grad=True)
-        interlace.all_reduce(x)
-        interlace.broadcast(x, 0)
-        out = torch.zeros(4, requires_grad=True)
-        interlace.all_gather(out, x)
-        assert x.tolist() == [2, 2] and out.tolist() == [2] * 4
-        assert x.grad_fn is None and out.grad_fn is None and x.requires_grad
-
-    interlace.run(on_rank, 2)
+    x = torch.ones(2, requires_grad=True)
+    interlace.all_reduce(x)
+    interlace.broadcast(x, 0)
+    out = torch.zeros(4, requires_grad=True)
+    interlace.all_gather(out, x)
+    assert x.tolist() == [2, 2] and out.tolist() == [2] * 4
+    assert x.grad_fn is None and out.grad_fn is None and x.requires_grad
 
 
 # -- groups -------------------------------------------------------------------------------------------
@@ -249,40 +199,39 @@ def _sum_in(group: Any) -> float:
     return x.item()
 
 
-def test_a_group_of_every_kind() -> None:
-    def on_rank() -> None:
-        rank, _ = ranks()
-        named = interlace.new_group([1, 3], name="odd", timeout=timedelta(seconds=50))
-        local = [1, 3] if rank % 2 else [2, 0]
-        alone = interlace.new_group(local, use_local_synchronization=True)
-        again = interlace.new_group(local, use_local_synchronization=True)
-        assert alone is not again
-        rows, names = [[0, 2], [1, 3]], ("a", "b")
-        mesh = DeviceMesh("cpu", rows, mesh_dim_names=names, _init_backend=False, _rank=rank)
-        row = 1010.0 if rank % 2 else 101.0
-        column = 11.0 if rank < 2 else 1100.0
-        assert _sum_in(None) == _sum_in("0") == _sum_in([0, 1, 2, 3]) == 1111.0
-        assert _sum_in(local) == _sum_in(alone) == _sum_in(again) == row
-        assert _sum_in([[0, 2], [1, 3]]) == row
-        assert _sum_in((mesh, "b")) == _sum_in((mesh, 1)) == _sum_in((mesh, -1)) == row
-        assert _sum_in((mesh, 0)) == column
-        flat = DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False, _rank=rank)
-        assert _sum_in(flat) == 1111.0 and interlace.get_rank(flat) == 3 - rank
-        if rank % 2:
-            assert _sum_in("odd") == _sum_in(named) == row
-            assert interlace.get_rank([3, 1]) == (0 if rank == 3 else 1)
-        else:
-            assert named == dist.GroupMember.NON_GROUP_MEMBER
-        assert interlace.groups.resolve(local) is interlace.groups.resolve(list(local))
-        mine, every = interlace.new_subgroups(2)
-        assert _sum_in(mine) == column and len(every) == 2
-        mine, every = interlace.new_subgroups_by_enumeration([[3, 0], [1]])
-        assert (mine is None) == (rank == 2) and len(every) == 2
-        assert mine is None or _sum_in(mine) == (10.0 if rank == 1 else 1001.0)
-        mine = interlace.split_group(None, [[0, 3], [2, 1]])
-        assert _sum_in(mine) == (1001.0 if rank in (0, 3) else 110.0)
-
-    interlace.run(on_rank, 4)
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(4)
+def test_a_group_of_every_kind(place: str) -> None:
+    rank, _ = numbers()
+    named = interlace.new_group([1, 3], name="odd", timeout=timedelta(seconds=50))
+    local = [1, 3] if rank % 2 else [2, 0]
+    alone = interlace.new_group(local, use_local_synchronization=True)
+    again = interlace.new_group(local, use_local_synchronization=True)
+    assert alone is not again
+    rows, names = [[0, 2], [1, 3]], ("a", "b")
+    mesh = DeviceMesh("cpu", rows, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    row = 1010.0 if rank % 2 else 101.0
+    column = 11.0 if rank < 2 else 1100.0
+    assert _sum_in(None) == _sum_in("0") == _sum_in([0, 1, 2, 3]) == 1111.0
+    assert _sum_in(local) == _sum_in(alone) == _sum_in(again) == row
+    assert _sum_in([[0, 2], [1, 3]]) == row
+    assert _sum_in((mesh, "b")) == _sum_in((mesh, 1)) == _sum_in((mesh, -1)) == row
+    assert _sum_in((mesh, 0)) == column
+    flat = DeviceMesh("cpu", [3, 2, 1, 0], _init_backend=False, _rank=rank)
+    assert _sum_in(flat) == 1111.0 and interlace.get_rank(flat) == 3 - rank
+    if rank % 2:
+        assert _sum_in("odd") == _sum_in(named) == row
+        assert interlace.get_rank([3, 1]) == (0 if rank == 3 else 1)
+    else:
+        assert named == dist.GroupMember.NON_GROUP_MEMBER
+    assert interlace.groups.resolve(local) is interlace.groups.resolve(list(local))
+    mine, every = interlace.new_subgroups(2)
+    assert _sum_in(mine) == column and len(every) == 2
+    mine, every = interlace.new_subgroups_by_enumeration([[3, 0], [1]])
+    assert (mine is None) == (rank == 2) and len(every) == 2
+    assert mine is None or _sum_in(mine) == (10.0 if rank == 1 else 1001.0)
+    mine = interlace.split_group(None, [[0, 3], [2, 1]])
+    assert _sum_in(mine) == (1001.0 if rank in (0, 3) else 110.0)
 
 
 def test_a_process_group_with_a_communicator_of_its_own() -> None:
@@ -290,7 +239,7 @@ def test_a_process_group_with_a_communicator_of_its_own() -> None:
         pass
 
     def on_rank() -> None:
-        group = Ours(*ranks())
+        group = Ours(*numbers())
         group.interlace_communicator = default_group()
         assert interlace.groups.resolve(group) is default_group()
 
@@ -316,95 +265,87 @@ def test_no_such_group(group: Any, kind: type[Exception], text: str) -> None:
         interlace.run(lambda: interlace.barrier(group), 4)
 
 
+@ranks(4, place="sim")
 def test_roots_of_a_group_and_of_all_ranks() -> None:
-    def on_rank() -> None:
-        rank, _ = ranks()
-        if rank == 0:
-            return
-        group = [3, 1, 2]
-        x = torch.tensor([rank])
-        interlace.broadcast(x, 1, group)
-        assert x.item() == 1
-        x = torch.tensor([rank])
-        interlace.broadcast(x, group=group, group_src=0)
-        assert x.item() == 3
-        x = torch.tensor([rank])
-        interlace.reduce(x, group=group, group_dst=2)
-        assert x.item() == (6 if rank == 2 else rank)
-        if rank == 3:
-            interlace.send(torch.tensor([7]), group=group, group_dst=1)
-        elif rank == 1:
-            y = torch.zeros(1, dtype=torch.int64)
-            assert interlace.recv(y, group=group) == 3  # a rank of the default group
-            assert y.item() == 7
-
-    interlace.run(on_rank, 4)
+    rank, _ = numbers()
+    if rank == 0:
+        return
+    group = [3, 1, 2]
+    x = torch.tensor([rank])
+    interlace.broadcast(x, 1, group)
+    assert x.item() == 1
+    x = torch.tensor([rank])
+    interlace.broadcast(x, group=group, group_src=0)
+    assert x.item() == 3
+    x = torch.tensor([rank])
+    interlace.reduce(x, group=group, group_dst=2)
+    assert x.item() == (6 if rank == 2 else rank)
+    if rank == 3:
+        interlace.send(torch.tensor([7]), group=group, group_dst=1)
+    elif rank == 1:
+        y = torch.zeros(1, dtype=torch.int64)
+        assert interlace.recv(y, group=group) == 3  # a rank of the default group
+        assert y.item() == 7
 
 
 # -- Work, barriers, objects --------------------------------------------------------------------------
 
 
+@ranks(2, place="sim")
 def test_work_has_torch_s_surface() -> None:
-    def on_rank() -> None:
-        world = interlace.get_world_size()
-        x = torch.ones(3)
-        work = interlace.all_reduce(x, async_op=True)
-        assert isinstance(work, dist.Work)
-        assert work.wait(timedelta(seconds=20)) is True
-        assert work.is_completed() and work.is_success() and work.exception() is None
-        assert work.result()[0] is x and work.get_future().wait()[0] is x
-        work.synchronize()
-        work.block_current_stream()
-        with pytest.raises(ValueError, match="no source rank"):
-            work.source_rank()
-        work = interlace.barrier(async_op=True)
-        assert isinstance(work, interlace.Work) and work.wait() is True
-        assert interlace.barrier(device_ids=[0], timeout=timedelta(seconds=9)) is None
-        outs = [torch.zeros(3) for _ in range(world)]
-        results = interlace.all_gather(outs, x, async_op=True).result()
-        assert all(a is b for a, b in zip(results, outs, strict=True))
-
-    interlace.run(on_rank, 2)
+    world = interlace.get_world_size()
+    x = torch.ones(3)
+    work = interlace.all_reduce(x, async_op=True)
+    assert isinstance(work, dist.Work)
+    assert work.wait(timedelta(seconds=20)) is True
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert work.result()[0] is x and work.get_future().wait()[0] is x
+    work.synchronize()
+    work.block_current_stream()
+    with pytest.raises(ValueError, match="no source rank"):
+        work.source_rank()
+    work = interlace.barrier(async_op=True)
+    assert isinstance(work, interlace.Work) and work.wait() is True
+    assert interlace.barrier(device_ids=[0], timeout=timedelta(seconds=9)) is None
+    outs = [torch.zeros(3) for _ in range(world)]
+    results = interlace.all_gather(outs, x, async_op=True).result()
+    assert all(a is b for a, b in zip(results, outs, strict=True))
 
 
-def test_objects() -> None:
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(3)
+def test_objects(place: str) -> None:
     """Small ones, ones that need tensors, and both at once."""
+    rank, world = numbers()
 
-    def on_rank() -> None:
-        rank, world = ranks()
+    def thing(of: int, size: int) -> Any:
+        return {"rank": of, "bytes": bytes([of]) * size * (of + 1)}
 
-        def thing(of: int, size: int) -> Any:
-            return {"rank": of, "bytes": bytes([of]) * size * (of + 1)}
-
-        for size in (1, 9000, 100_000):  # 9000: small on rank 0 only
-            everything = [thing(r, size) for r in range(world)]
-            got: list[Any] = [None] * world
-            interlace.all_gather_object(got, thing(rank, size))
-            assert got == everything
-            root = world - 1
-            got = [None] * world
-            interlace.gather_object(thing(rank, size), got if rank == root else None, root)
-            assert got == (everything if rank == root else [None] * world)
-            both = [thing(root, size), "x"] if rank == root else [None, None]
-            interlace.broadcast_object_list(both, root)
-            assert both == [thing(root, size), "x"]
-            mine: list[Any] = [None]
-            interlace.scatter_object_list(mine, everything if rank == root else None, root)
-            assert mine == [thing(rank, size)]
-            if rank == 0:
-                interlace.send_object_list([thing(0, size), None], 1)
-            elif rank == 1:
-                pair = [1, 2]
-                assert interlace.recv_object_list(pair, 0 if size == 1 else None) == 0
-                assert pair == [thing(0, size), None]
-
-    interlace.run(on_rank, 3)
+    for size in (1, 9000, 200_000):  # 9000: small on rank 0 only
+        everything = [thing(r, size) for r in range(world)]
+        got: list[Any] = [None] * world
+        interlace.all_gather_object(got, thing(rank, size))
+        assert got == everything
+        root = world - 1
+        got = [None] * world
+        interlace.gather_object(thing(rank, size), got if rank == root else None, root)
+        assert got == (everything if rank == root else [None] * world)
+        both = [thing(root, size), "x"] if rank == root else [None, None]
+        interlace.broadcast_object_list(both, root)
+        assert both == [thing(root, size), "x"]
+        mine: list[Any] = [None]
+        interlace.scatter_object_list(mine, everything if rank == root else None, root)
+        assert mine == [thing(rank, size)]
+        if rank == 0:
+            interlace.send_object_list([thing(0, size), None], 1)
+        elif rank == 1:
+            pair = [1, 2]
+            assert interlace.recv_object_list(pair, 0 if size == 1 else None) == 0
+            assert pair == [thing(0, size), None]
 
 
+@ranks(2, place="sim")
 def test_monitored_barrier_when_all_come() -> None:
-    def on_rank() -> None:
-        for _ in range(3):
-            interlace.monitored_barrier(timeout=timedelta(seconds=50), wait_all_ranks=True)
-        interlace.monitored_barrier([1, 0])
-
-    interlace.run(on_rank, 2)
+    for _ in range(3):
+        interlace.monitored_barrier(timeout=timedelta(seconds=50), wait_all_ranks=True)
+    interlace.monitored_barrier([1, 0])

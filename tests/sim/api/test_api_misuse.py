@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import interlace
-from cases import refused_calls
 from interlace.arguments import reduce_ops
+from ranks import ranks
 from support import failure
 
 ONE = torch.ones(2)
@@ -142,10 +142,6 @@ def test_what_one_rank_refuses_all_refuse_and_the_group_goes_on() -> None:
         assert own.endswith(" (on rank 1)") and own.removesuffix(" (on rank 1)") in theirs
 
 
-def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
-    interlace.run(refused_calls.refused_by_rank_1, 2)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -159,19 +155,16 @@ def test_a_misuse_of_any_kind_is_raised_on_all_ranks() -> None:
     ],
 )
 @pytest.mark.parametrize("alone", [True, False])
+@ranks(2, place="sim")
 def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool) -> None:
     """They would signal other blocks than their peers wait for."""
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        values = {} if alone and rank else {"block_elements": 16 << rank, "block_m": 16 << rank}
-        said = r"configuration differs between ranks: .*\('block_elements', 16\).* on rank 0"
-        with interlace.configured(**values), pytest.raises(ValueError, match=said):
-            call()
-        with interlace.configured(block_elements=32, block_m=16):
-            call()
-
-    interlace.run(on_rank, 2)
+    rank = interlace.get_rank()
+    values = {} if alone and rank else {"block_elements": 16 << rank, "block_m": 16 << rank}
+    said = r"configuration differs between ranks: .*\('block_elements', 16\).* on rank 0"
+    with interlace.configured(**values), pytest.raises(ValueError, match=said):
+        call()
+    with interlace.configured(block_elements=32, block_m=16):
+        call()
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 2, 2), (0,)])
@@ -183,31 +176,26 @@ def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
     reduce_ops.check_factor(torch.ones(2), "tensor", torch.ones(3, 2))
 
 
+@ranks(2, place="sim")
 def test_nothing_is_written_before_everything_was_compared() -> None:
     """The second of two tensors does not fit: the first is as it was, on every rank."""
-
-    def on_rank() -> None:
-        rank = interlace.get_rank()
-        bad = torch.zeros(1 + rank)
-        calls: list[Callable[[torch.Tensor], Any]] = [
-            lambda x: interlace.all_reduce_coalesced([x, bad]),
-            lambda x: interlace.all_gather_coalesced(
-                [[x[:1], x[1:]], [bad, bad + 1]], [ONE[:1], bad]
-            ),
-            lambda x: interlace.reduce_scatter_tensor_coalesced(
-                [x, bad], [torch.ones(4), bad.repeat(2)]
-            ),
-            lambda x: interlace.all_gather([x, bad], torch.zeros(2) if rank == 0 else bad),
-            lambda x: interlace.broadcast(x if rank else torch.zeros(3), 0),
-            lambda x: interlace.reduce(x, 0, "max" if rank else "min"),
-            lambda x: interlace.scatter(x, [torch.zeros(2), torch.zeros(3)] if rank else None, 1),
-            lambda x: interlace.gather(torch.zeros(2 + rank), None if rank else [x, bad], 0),
-            lambda x: interlace.all_to_all_single(x, torch.zeros(2), None if rank else [2, 0]),
-        ]
-        for call in calls:
-            x = torch.full((2,), 5.0)
-            with pytest.raises((TypeError, ValueError)):
-                call(x)
-            assert x.tolist() == [5, 5]
-
-    interlace.run(on_rank, 2)
+    rank = interlace.get_rank()
+    bad = torch.zeros(1 + rank)
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: interlace.all_reduce_coalesced([x, bad]),
+        lambda x: interlace.all_gather_coalesced([[x[:1], x[1:]], [bad, bad + 1]], [ONE[:1], bad]),
+        lambda x: interlace.reduce_scatter_tensor_coalesced(
+            [x, bad], [torch.ones(4), bad.repeat(2)]
+        ),
+        lambda x: interlace.all_gather([x, bad], torch.zeros(2) if rank == 0 else bad),
+        lambda x: interlace.broadcast(x if rank else torch.zeros(3), 0),
+        lambda x: interlace.reduce(x, 0, "max" if rank else "min"),
+        lambda x: interlace.scatter(x, [torch.zeros(2), torch.zeros(3)] if rank else None, 1),
+        lambda x: interlace.gather(torch.zeros(2 + rank), None if rank else [x, bad], 0),
+        lambda x: interlace.all_to_all_single(x, torch.zeros(2), None if rank else [2, 0]),
+    ]
+    for call in calls:
+        x = torch.full((2,), 5.0)
+        with pytest.raises((TypeError, ValueError)):
+            call(x)
+        assert x.tolist() == [5, 5]

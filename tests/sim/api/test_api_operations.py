@@ -11,6 +11,7 @@ from cases.api_cases import FEW
 from cases.support_table import ANY, REDUCED
 from interlace import functional
 from interlace.runtime.core.memory import bytes_of, contiguous
+from ranks import ranks
 from tiers import few
 
 DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
@@ -74,19 +75,17 @@ def test_what_is_not_contiguous_is_moved(dtype: torch.dtype) -> None:
     interlace.run(_move_transposed, 2, dtype)
 
 
+@ranks(2, place="sim")
 def test_what_is_lazily_conjugated_or_negated_is_moved_as_it_reads() -> None:
-    def on_rank() -> None:
-        x = torch.tensor([1 + 2j, 3 - 1j])
-        for lazy in (x.conj(), x.conj().imag):
-            plain = lazy.resolve_conj().resolve_neg()
-            for result, expected in (
-                (functional.all_reduce(lazy), 2 * plain),
-                (functional.all_gather(lazy), torch.cat([plain, plain])),
-                (functional.broadcast(lazy, 0), plain),
-            ):
-                assert torch.equal(functional.wait(result), expected)
-
-    interlace.run(on_rank, 2)
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    for lazy in (x.conj(), x.conj().imag):
+        plain = lazy.resolve_conj().resolve_neg()
+        for result, expected in (
+            (functional.all_reduce(lazy), 2 * plain),
+            (functional.all_gather(lazy), torch.cat([plain, plain])),
+            (functional.broadcast(lazy, 0), plain),
+        ):
+            assert torch.equal(functional.wait(result), expected)
 
 
 @pytest.mark.parametrize("name", few(REDUCING, *OTHERS))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import interlace
 import torch_names
 from interlace.integrations import ray as on_ray
-from support import failure
+from ranks import ranks
 
 W22 = torch.ones(2, 2)
 ag, rs, ar = (
@@ -38,176 +38,195 @@ def both(first: object, second: object) -> str:
     return f"differs between ranks: (?:{a}, {b}|{b}, {a})"
 
 
-DIFFERENT: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
-    ("ag rest of shape", lambda: ag(torch.ones(mine((3, 2, 2), (3, 4, 2))), W22), ValueError,
+Case = tuple[Callable[[], Any], type[Exception], str]
+DIFFERENT: dict[str, Case] = {
+    "ag rest of shape": (lambda: ag(torch.ones(mine((3, 2, 2), (3, 4, 2))), W22), ValueError,
      "all_gather_matmul: the shape of input off gather_dim " + both(r"\(2, 2\)", r"\(4, 2\)")),
-    ("ag dim", lambda: ag(W22, W22, gather_dim=mine(0, 1), algorithm="unfused"), ValueError,
+    "ag dim": (lambda: ag(W22, W22, gather_dim=mine(0, 1), algorithm="unfused"), ValueError,
      "gather_dim " + both(0, 1)),
-    ("ag ndim", lambda: ag(torch.ones(mine((2, 2), (2, 2, 2))), W22), ValueError,
+    "ag ndim": (lambda: ag(torch.ones(mine((2, 2), (2, 2, 2))), W22), ValueError,
      "number of dimensions of input " + both(2, 3)),
-    ("ag dtype", lambda: ag(W22.to(mine(torch.float32, torch.float16)),
+    "ag dtype": (lambda: ag(W22.to(mine(torch.float32, torch.float16)),
                             W22.to(mine(torch.float32, torch.float16))), TypeError,
      "dtype of input " + both("torch.float32", "torch.float16")),
-    ("ag algorithm", lambda: ag(W22, W22, algorithm=mine("fused", "unfused")), ValueError,
+    "ag algorithm": (lambda: ag(W22, W22, algorithm=mine("fused", "unfused")), ValueError,
      "algorithm " + both("fused", "unfused")),
-    ("ag weights", lambda: ag(W22, [W22] * mine(1, 2)), ValueError,
+    "ag weights": (lambda: ag(W22, [W22] * mine(1, 2)), ValueError,
      "(number|rows) of weights? differs between ranks: "),
-    ("ag return_gathered", lambda: ag(W22, W22, return_gathered=mine(True, False)), ValueError,
+    "ag return_gathered": (lambda: ag(W22, W22, return_gathered=mine(True, False)), ValueError,
      "return_gathered " + both("True", "False")),
-    ("ag out_dtype", lambda: ag(W22, W22, out_dtype=mine(None, torch.float16)), ValueError,
+    "ag out_dtype": (lambda: ag(W22, W22, out_dtype=mine(None, torch.float16)), ValueError,
      "out_dtype " + both("torch.float32", "torch.float16")),
-    ("rs rows", lambda: rs(torch.ones(mine(3, 4), 2), W22), ValueError,
+    "rs rows": (lambda: rs(torch.ones(mine(3, 4), 2), W22), ValueError,
      "matmul_reduce_scatter: the shape of input without k " + both(r"\(3,\)", r"\(4,\)")),
-    ("rs columns", lambda: rs(W22, torch.ones(2, mine(3, 4))), ValueError,
+    "rs columns": (lambda: rs(W22, torch.ones(2, mine(3, 4))), ValueError,
      "the columns of weight " + both(3, 4)),
-    ("rs dim", lambda: rs(W22, W22, scatter_dim=mine(0, -1)),
+    "rs dim": (lambda: rs(W22, W22, scatter_dim=mine(0, -1)),
      ValueError, "scatter_dim " + both(0, 1)),
-    ("rs op", lambda: rs(W22, W22, reduce_op=mine("sum", "avg")), ValueError,
+    "rs op": (lambda: rs(W22, W22, reduce_op=mine("sum", "avg")), ValueError,
      "reduce_op " + both("sum", "avg")),
-    ("rs dtype", lambda: rs(W22.to(mine(torch.float32, torch.bfloat16)),
+    "rs dtype": (lambda: rs(W22.to(mine(torch.float32, torch.bfloat16)),
                             W22.to(mine(torch.float32, torch.bfloat16))), TypeError,
      "dtype of input " + both("torch.float32", "torch.bfloat16")),
-    ("rs bias", lambda: rs(W22, W22, bias=mine(None, torch.ones(2))), ValueError,
+    "rs bias": (lambda: rs(W22, W22, bias=mine(None, torch.ones(2))), ValueError,
      "whether there is a bias " + both("False", "True")),
-    ("ar algorithm", lambda: ar(W22, W22, algorithm=mine("auto", "pipelined")), ValueError,
+    "ar algorithm": (lambda: ar(W22, W22, algorithm=mine("auto", "pipelined")), ValueError,
      "matmul_all_reduce: algorithm " + both("auto", "pipelined")),
-    ("ops", lambda: mine(rs, ar)(W22, W22), ValueError,
+    "ops": (lambda: mine(rs, ar)(W22, W22), ValueError,
      "ranks call different ops at the same time: rank . calls matmul_.*, rank . calls matmul_"),
-    ("op and barrier", lambda: mine(lambda: ar(W22, W22), interlace.barrier)(), ValueError,
+    "op and barrier": (lambda: mine(lambda: ar(W22, W22), interlace.barrier)(), ValueError,
      "different ops .* calls (matmul_all_reduce|barrier), rank . calls (matmul_all_reduce|barrier)"),
-    ("reduce shape", lambda: interlace.all_reduce(torch.ones(mine(2, 3))), ValueError,
+    "reduce shape": (lambda: interlace.all_reduce(torch.ones(mine(2, 3))), ValueError,
      "all_reduce: shape of tensor " + both(r"\(2,\)", r"\(3,\)")),
-    ("reduce dtype", lambda: interlace.all_reduce(torch.ones(2, dtype=mine(torch.int32, torch.int64))),
+    "reduce dtype": (lambda: interlace.all_reduce(torch.ones(2, dtype=mine(torch.int32, torch.int64))),
      TypeError, "all_reduce: dtype of tensor " + both("torch.int32", "torch.int64")),
-    ("reduce op", lambda: interlace.all_reduce(torch.ones(2), mine("sum", "avg")), ValueError,
+    "reduce op": (lambda: interlace.all_reduce(torch.ones(2), mine("sum", "avg")), ValueError,
      "all_reduce: op " + both("sum", "avg")),
-    ("reduce algorithm", lambda: interlace.all_reduce(torch.ones(2), algorithm=mine("copy", "auto")),
+    "reduce algorithm": (lambda: interlace.all_reduce(torch.ones(2), algorithm=mine("copy", "auto")),
      ValueError, "all_reduce: algorithm " + both("copy", "auto")),
-    ("scatter shapes", lambda: interlace.reduce_scatter(torch.ones(2 + rank()), torch.ones(4 + 2 * rank())),
+    "scatter shapes": (lambda: interlace.reduce_scatter(torch.ones(2 + rank()), torch.ones(4 + 2 * rank())),
      ValueError, r"reduce_scatter: shape of input\[0\] " + both(r"\(2,\)", r"\(3,\)")),
-    ("gather dtype", lambda: interlace.all_gather(
+    "gather dtype": (lambda: interlace.all_gather(
         torch.ones(4, dtype=mine(torch.int32, torch.float32)),
         torch.ones(2, dtype=mine(torch.int32, torch.float32))), TypeError,
      "all_gather: dtype of tensor " + both("torch.int32", "torch.float32")),
-    ("gather shape", lambda: interlace.all_gather(torch.ones(2, 2 + rank()), torch.ones(1, 2 + rank())),
+    "gather shape": (lambda: interlace.all_gather(torch.ones(2, 2 + rank()), torch.ones(1, 2 + rank())),
      ValueError, r"all_gather: shape of output\[0\] " + both(r"\(1, 2\)", r"\(1, 3\)")),
-    ("new_group", lambda: interlace.new_group(mine([0, 1], [1, 0])), ValueError,
+    "new_group": (lambda: interlace.new_group(mine([0, 1], [1, 0])), ValueError,
      "new_group: ranks " + both(r"\[0, 1\]", r"\[1, 0\]")),
-]  # fmt: skip
+}  # fmt: skip
 
-WRONG: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
-    ("input type", lambda: ag([1.0], W22), TypeError, "input must be a tensor, got list"),
-    ("input 1-D", lambda: ag(torch.ones(2), W22),
+OUT_OF_STEP = {"ops", "op and barrier"}
+"""After these the group is of no use."""
+WRONG: dict[str, Case] = {
+    "input type": (lambda: ag([1.0], W22), TypeError, "input must be a tensor, got list"),
+    "input 1-D": (lambda: ag(torch.ones(2), W22),
      ValueError, r"input .*2 dimensions, got shape \(2,\)"),
-    ("input ints", lambda: rs(W22.int(), W22.int()),
+    "input ints": (lambda: rs(W22.int(), W22.int()),
      TypeError, "input must be float32.*got torch.int32"),
-    ("input device", lambda: ar(W22.to("meta"), W22), ValueError, "input is on meta, .* cpu"),
-    ("input sparse", lambda: ag(W22.to_sparse(), W22), TypeError, "input must be a strided tensor"),
-    ("input negated", lambda: ag(torch._neg_view(W22), W22), ValueError, "input is lazily negated"),
-    ("weight type", lambda: ag(W22, None), TypeError, "weight must be a tensor .*got NoneType"),
-    ("weight empty", lambda: ag(W22, []),
+    "input device": (lambda: ar(W22.to("meta"), W22), ValueError, "input is on meta, .* cpu"),
+    "input sparse": (lambda: ag(W22.to_sparse(), W22), TypeError, "input must be a strided tensor"),
+    "input negated": (lambda: ag(torch._neg_view(W22), W22), ValueError, "input is lazily negated"),
+    "weight type": (lambda: ag(W22, None), TypeError, "weight must be a tensor .*got NoneType"),
+    "weight empty": (lambda: ag(W22, []),
      TypeError, "weight must be a tensor or a non-empty sequence"),
-    ("weight in list", lambda: ag(W22, [W22, 3]),
+    "weight in list": (lambda: ag(W22, [W22, 3]),
      TypeError, r"weight\[1\] must be a tensor, got int"),
-    ("weight 3-D", lambda: rs(W22, torch.ones(1, 2, 2)), ValueError, r"weight .*\(1, 2, 2\)"),
-    ("weight rows", lambda: ar(W22, torch.ones(3, 2)),
+    "weight 3-D": (lambda: rs(W22, torch.ones(1, 2, 2)), ValueError, r"weight .*\(1, 2, 2\)"),
+    "weight rows": (lambda: ar(W22, torch.ones(3, 2)),
      ValueError, "weight has 3 rows, input has k = 2"),
-    ("weight rows along k", lambda: ag(W22, W22, gather_dim=1), ValueError,
+    "weight rows along k": (lambda: ag(W22, W22, gather_dim=1), ValueError,
      r"weight has 2 rows, the gathered input has k = 4"),
-    ("weight dtype", lambda: ag(W22, W22.half()),
+    "weight dtype": (lambda: ag(W22, W22.half()),
      TypeError, "weight is torch.float16, input is torch.float32"),
-    ("weight negated", lambda: ag(W22, torch._neg_view(W22)),
+    "weight negated": (lambda: ag(W22, torch._neg_view(W22)),
      ValueError, "weight is lazily negated"),
-    ("bias shape", lambda: rs(W22, W22, bias=torch.ones(3)),
+    "bias shape": (lambda: rs(W22, W22, bias=torch.ones(3)),
      ValueError, r"bias .*\(2,\).*got \(3,\)"),
-    ("bias dtype", lambda: ag(W22, W22, bias=torch.ones(2).double()),
+    "bias dtype": (lambda: ag(W22, W22, bias=torch.ones(2).double()),
      TypeError, "bias is torch.float64"),
-    ("bias type", lambda: ag(W22, W22, bias=1.0), TypeError, "bias must be a tensor, got float"),
-    ("biases", lambda: ag(W22, [W22], bias=torch.ones(2)), TypeError, "bias must be a sequence"),
-    ("biases count", lambda: ag(W22, [W22], bias=[None, None]),
+    "bias type": (lambda: ag(W22, W22, bias=1.0), TypeError, "bias must be a tensor, got float"),
+    "biases": (lambda: ag(W22, [W22], bias=torch.ones(2)), TypeError, "bias must be a sequence"),
+    "biases count": (lambda: ag(W22, [W22], bias=[None, None]),
      ValueError, "bias has 2 entries, weight has 1"),
-    ("gather_dim", lambda: ag(W22, W22, gather_dim=2), ValueError, r"gather_dim .*-2\.\.1, got 2"),
-    ("gather_dim low", lambda: ag(W22, W22, gather_dim=-3), ValueError, "gather_dim .*got -3"),
-    ("gather_dim bool", lambda: ag(W22, W22, gather_dim=True),
+    "gather_dim": (lambda: ag(W22, W22, gather_dim=2), ValueError, r"gather_dim .*-2\.\.1, got 2"),
+    "gather_dim low": (lambda: ag(W22, W22, gather_dim=-3), ValueError, "gather_dim .*got -3"),
+    "gather_dim bool": (lambda: ag(W22, W22, gather_dim=True),
      TypeError, "gather_dim must be an int, got True"),
-    ("gather_dim float", lambda: ag(W22, W22, gather_dim=0.0),
+    "gather_dim float": (lambda: ag(W22, W22, gather_dim=0.0),
      TypeError, "gather_dim must be an int"),
-    ("scatter_dim", lambda: rs(W22, W22, scatter_dim=5), ValueError, "scatter_dim .*got 5"),
-    ("algorithm", lambda: ag(W22, W22, algorithm="fast"),
+    "scatter_dim": (lambda: rs(W22, W22, scatter_dim=5), ValueError, "scatter_dim .*got 5"),
+    "algorithm": (lambda: ag(W22, W22, algorithm="fast"),
      ValueError, "algorithm must be one of .*got 'fast'"),
-    ("algorithm None", lambda: ag(W22, W22, algorithm=None),
+    "algorithm None": (lambda: ag(W22, W22, algorithm=None),
      ValueError, "algorithm must be one of"),
-    ("fused along k", lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"),
+    "fused along k": (lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"),
      ValueError,
      "algorithm='fused' cannot .* gather_dim=1"),
-    ("fused float64", lambda: rs(W22.double(), W22.double(), algorithm="fused"), TypeError,
+    "fused float64": (lambda: rs(W22.double(), W22.double(), algorithm="fused"), TypeError,
      'algorithm="fused" supports float32.* input is torch.float64'),
-    ("fused out float64", lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"),
+    "fused out float64": (lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"),
      TypeError,
      "out_dtype is torch.float64"),
-    ("reduce_op", lambda: rs(W22, W22, reduce_op="max"),
+    "reduce_op": (lambda: rs(W22, W22, reduce_op="max"),
      ValueError, "reduce_op must be one of sum, avg, got 'max'"),
-    ("reduce_op", lambda: interlace.all_reduce(W22, "mean"),
+    "op": (lambda: interlace.all_reduce(W22, "mean"),
      ValueError, "op must be one of sum, avg, .*got 'mean'"),
-    ("kernel max", lambda: interlace.all_reduce(W22, dist.ReduceOp.MAX, algorithm="kernel"),
+    "kernel max": (lambda: interlace.all_reduce(W22, dist.ReduceOp.MAX, algorithm="kernel"),
      ValueError, 'algorithm="kernel" reduces with op sum or avg, got .max.'),
-    ("out_dtype", lambda: ag(W22, W22, out_dtype="float32"),
+    "out_dtype": (lambda: ag(W22, W22, out_dtype="float32"),
      TypeError, "out_dtype must be a torch.dtype"),
-    ("out_dtype int", lambda: ag(W22, W22, out_dtype=torch.int8),
+    "out_dtype int": (lambda: ag(W22, W22, out_dtype=torch.int8),
      TypeError, "out_dtype must be float32"),
-    ("group", lambda: ag(W22, W22, group="world"), ValueError, "no group named 'world'"),
-    ("group type", lambda: ag(W22, W22, group=3.5), TypeError, "group must be None, .*got 3.5 .float"),
-    ("non-member", lambda: ag(W22, W22, group=dist.GroupMember.NON_GROUP_MEMBER),
+    "group": (lambda: ag(W22, W22, group="world"), ValueError, "no group named 'world'"),
+    "group type": (lambda: ag(W22, W22, group=3.5), TypeError, "group must be None, .*got 3.5 .float"),
+    "non-member": (lambda: ag(W22, W22, group=dist.GroupMember.NON_GROUP_MEMBER),
      ValueError, "not a member"),
-    ("gather list", lambda: interlace.all_gather([W22], W22),
+    "gather list": (lambda: interlace.all_gather([W22], W22),
      ValueError, "output must have one tensor per rank, 2, got 1"),
-    ("gather type", lambda: interlace.all_gather(3, W22),
+    "gather type": (lambda: interlace.all_gather(3, W22),
      TypeError, "output must be a tensor or a list.* got int"),
-    ("gather form", lambda: interlace.all_gather(torch.ones(3, 2), W22), ValueError,
+    "gather form": (lambda: interlace.all_gather(torch.ones(3, 2), W22), ValueError,
      r"output must have shape \(4, 2\) or \(2, 2, 2\).*got \(3, 2\)"),
-    ("gather dtype", lambda: interlace.all_gather(torch.ones(4, 2).int(), W22),
+    "gather dtype": (lambda: interlace.all_gather(torch.ones(4, 2).int(), W22),
      TypeError, "output is torch.int32, tensor is"),
-    ("gather kernel", lambda: interlace.all_gather(
+    "gather kernel": (lambda: interlace.all_gather(
         torch.ones(4).int(), torch.ones(2).int(), algorithm="kernel"),
      TypeError, 'algorithm="kernel" supports float32'),
-    ("expanded", lambda: interlace.all_reduce(torch.ones(1).expand(3)),
+    "expanded": (lambda: interlace.all_reduce(torch.ones(1).expand(3)),
      ValueError, "tensor .*expanded"),
-    ("scatter output", lambda: interlace.reduce_scatter(torch.ones(3), torch.ones(4)), ValueError,
+    "scatter output": (lambda: interlace.reduce_scatter(torch.ones(3), torch.ones(4)), ValueError,
      r"input must have shape \(6,\) or \(2, 3\).*got \(4,\)"),
-    ("max of complex", lambda: interlace.all_reduce(torch.ones(2).cfloat(), "max"),
+    "max of complex": (lambda: interlace.all_reduce(torch.ones(2).cfloat(), "max"),
      TypeError, "tensor of dtype torch.complex64 cannot be reduced with op 'max'"),
-    ("bits of floats", lambda: interlace.reduce(torch.ones(2), 0, "bxor"),
+    "bits of floats": (lambda: interlace.reduce(torch.ones(2), 0, "bxor"),
      TypeError, "reduce: tensor of dtype torch.float32 cannot be reduced with op 'bxor'"),
-    ("premul of ints", lambda: interlace.all_reduce(torch.ones(2).int(), torch_names.premul_sum(2.0)),
+    "premul of ints": (lambda: interlace.all_reduce(torch.ones(2).int(), torch_names.premul_sum(2.0)),
      TypeError, "op premul_sum needs floating or complex tensor, got torch.int32"),
-    ("premul_sum alone", lambda: interlace.all_reduce(W22, "premul_sum"),
+    "premul_sum alone": (lambda: interlace.all_reduce(W22, "premul_sum"),
      ValueError, "premul_sum needs its factor"),
-    ("ranks twice", lambda: interlace.new_group([0, 0]),
+    "ranks twice": (lambda: interlace.new_group([0, 0]),
      ValueError, r"ranks must be distinct, .*\[0, 0\]"),
-    ("ranks outside", lambda: interlace.new_group([0, 2]),
+    "ranks outside": (lambda: interlace.new_group([0, 2]),
      ValueError, r"within 0\.\.1, got \[0, 2\]"),
-    ("ranks bool", lambda: interlace.new_group([True, False]), TypeError, "ranks must be ints"),
-]  # fmt: skip
+    "ranks bool": (lambda: interlace.new_group([True, False]), TypeError, "ranks must be ints"),
+}  # fmt: skip
 
 
 def check(case: Callable[[], Any], kind: type[Exception], pattern: str) -> None:
-    error = failure(case, 2)
-    assert isinstance(error, kind) and isinstance(error, interlace.RankError), repr(error)
-    with pytest.raises(kind, match=pattern):
-        raise error
-    assert re.search(r"\brank [01]\b", str(error))
+    """On every rank, before any data moves."""
+    with pytest.raises(kind, match=pattern) as caught:
+        case()
+    of_the_group = str(caught.value).startswith("group")  # without it a rank has no number
+    assert of_the_group or re.search(r"\brank [01]\b", str(caught.value))
 
 
-@pytest.mark.parametrize(("case", "kind", "pattern"), [c[1:] for c in DIFFERENT],
-                         ids=[c[0] for c in DIFFERENT])  # fmt: skip
-def test_a_difference_between_ranks(case: Any, kind: type[Exception], pattern: str) -> None:
-    check(case, kind, pattern)
+def check_and_go_on(*case: Any) -> None:
+    check(*case)
+    total = torch.ones(1)
+    interlace.all_reduce(total)
+    assert total.item() == 2
 
 
-@pytest.mark.parametrize(("case", "kind", "pattern"), [c[1:] for c in WRONG],
-                         ids=[c[0] for c in WRONG])  # fmt: skip
-def test_a_wrong_argument(case: Any, kind: type[Exception], pattern: str) -> None:
-    check(case, kind, pattern)
+@pytest.mark.parametrize("name", DIFFERENT)
+@ranks(2, place="sim")
+def test_a_difference_between_ranks(name: str) -> None:
+    if name in OUT_OF_STEP:
+        check(*DIFFERENT[name])
+    else:
+        check_and_go_on(*DIFFERENT[name])
+
+
+@ranks(2)
+def test_differences_between_processes() -> None:
+    for name in DIFFERENT.keys() - OUT_OF_STEP:
+        check_and_go_on(*DIFFERENT[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+@ranks(2, place="sim")
+def test_a_wrong_argument(name: str) -> None:
+    check_and_go_on(*WRONG[name])
 
 
 RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [

@@ -6,7 +6,7 @@ Every call runs on poisoned workspaces and outputs, and the tolerance is the bou
 
 import itertools
 import pathlib
-import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,9 @@ from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, ch
 from interlace import nn, reference
 from interlace.ops.attention.reference import AttentionReference, visible
 from mutants.mutations import mutant_of, mutated
-from support import failure, poisoned, slow_rank, starved
+from ranks import ranks
+from sim.api.refusals import ByRank, both, check_refused
+from support import poisoned, slow_rank, starved
 from tiers import few, thorough
 
 EVEN = AttentionCase((6, 6, 6))
@@ -34,6 +36,18 @@ WIDE = AttentionCase((18, 18), size=80, dtype=torch.bfloat16, tiles=(32, 16))
 CASES = {"even": EVEN, "uneven": UNEVEN, "window": WINDOW, "packed": PACKED, "wide": WIDE}
 
 
+WAYS = tuple(itertools.product(METHODS, ALGORITHMS))
+KEPT = *((method, "fused") for method in METHODS), ("ring", "pipelined"), ("ulysses", "unfused")
+BY_TORCH = [
+    *(("uneven", method, "pipelined") for method in METHODS),
+    ("packed", "all_gather", "unfused"),
+    ("packed", "ulysses", "unfused"),
+    ("uneven", "ulysses", "unfused"),
+    ("window", "ring", "pipelined"),
+    ("wide", "ring", "unfused"),
+]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_agree_with_the_whole_sequence(name: str, method: str) -> None:
@@ -42,26 +56,10 @@ def test_kernels_agree_with_the_whole_sequence(name: str, method: str) -> None:
     assert done["workspaces"]
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "algorithm"),
-    [("uneven", method, "pipelined") for method in METHODS]
-    + [
-        ("packed", "all_gather", "unfused"),
-        ("packed", "ulysses", "unfused"),
-        ("uneven", "ulysses", "unfused"),
-        ("window", "ring", "pipelined"),
-        ("wide", "ring", "unfused"),
-    ],
-)
+@pytest.mark.parametrize(("name", "method", "algorithm"), BY_TORCH)
 def test_torch_agrees_with_the_whole_sequence(name: str, method: str, algorithm: str) -> None:
     with poisoned():
         check(CASES[name], method, algorithm)
-
-
-WAYS = tuple(itertools.product(METHODS, ALGORITHMS))
-
-
-KEPT = *((method, "fused") for method in METHODS), ("ring", "pipelined"), ("ulysses", "unfused")
 
 
 @pytest.mark.parametrize(("method", "algorithm"), few(WAYS, *KEPT))
@@ -73,9 +71,10 @@ def test_values_of_another_head_size(method: str, algorithm: str) -> None:
 
 
 @thorough
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_values_of_another_head_size_of_every_dtype(dtype: torch.dtype) -> None:
-    for case, (method, algorithm) in itertools.product((LATENT, LARGER), WAYS):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_case_by_every_way(dtype: torch.dtype) -> None:
+    cases = *CASES.values(), LATENT, LARGER
+    for case, (method, algorithm) in itertools.product(cases, WAYS):
         if dtype != torch.float64 or algorithm != "fused":
             check(replace(case, dtype=dtype), method, algorithm)
 
@@ -99,8 +98,6 @@ def test_tiles_that_all_rows_see_whole(name: str, method: str) -> None:
 
 
 _BOUNDS = "return first * TILES.BLOCK_N, start * TILES.BLOCK_N, stop * TILES.BLOCK_N, end"
-
-
 _SETS = "sets = tl.cdiv(sums.rows, TILES.BLOCK_M * _SET)"
 
 
@@ -140,14 +137,6 @@ def test_scales_that_are_not_positive(scale: float) -> None:
         ("ring", "fused"),
     ):
         check(case, method, algorithm)
-
-
-@thorough
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float32])
-def test_every_case_by_every_way(dtype: torch.dtype) -> None:
-    for case, method, algorithm in itertools.product(CASES.values(), METHODS, ALGORITHMS):
-        if dtype != torch.float64 or algorithm != "fused":
-            check(replace(case, dtype=dtype), method, algorithm)
 
 
 def test_one_rank_and_many_agree() -> None:
@@ -220,25 +209,10 @@ def test_a_kernel_that_drops_such_weights_or_a_key_is_beyond_the_bound() -> None
         assert reference.worst_ratio(made[0], exact, allowed) > 1
 
 
-def test_gradients_of_the_logarithms() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@ranks(3, place="sim")
+def test_gradients_of_the_logarithms(algorithm: Any) -> None:
     """Both results are differentiable: numbers by autograd of the plain formula."""
-
-    def on_rank(method: str, algorithm: str) -> list[torch.Tensor]:
-        rank = interlace.get_rank()
-        whole, grad, of_lse = [each.float() for each in EVEN.tensors()], *EVEN.grads()
-        own = [nn.functional.shard_sequence(each).requires_grad_() for each in whole]
-        output, lse = nn.functional.context_parallel_attention(
-            *own,
-            causal=True,
-            method=method,
-            algorithm=algorithm,
-            return_lse=True,  # type: ignore[call-overload]
-        )
-        wanted = nn.functional.shard_sequence(grad), nn.functional.shard_sequence(of_lse, 2)
-        ((output * wanted[0]).sum() + (lse * wanted[1]).sum()).backward()
-        assert rank == interlace.get_rank()
-        return [each.grad for each in own]
-
     query, key, value = (each.double().requires_grad_() for each in EVEN.tensors())
     heads = [each.transpose(1, 2) for each in (query, key, value)]
     score = heads[0] @ heads[1].repeat_interleave(2, 1).mT / 4
@@ -246,148 +220,120 @@ def test_gradients_of_the_logarithms() -> None:
     output = (score.softmax(-1) @ heads[2].repeat_interleave(2, 1)).transpose(1, 2)
     grad, of_lse = EVEN.grads()
     ((output * grad).sum() + (score.logsumexp(-1) * of_lse).sum()).backward()
-    for algorithm in ALGORITHMS:
-        for rank, grads in enumerate(interlace.run(on_rank, 3, "all_gather", algorithm)):
-            places = [*range(3 * rank, 3 * rank + 3), *range(15 - 3 * rank, 18 - 3 * rank)]
-            for made, right in zip(grads, (query, key, value), strict=True):
-                assert right.grad is not None
-                torch.testing.assert_close(
-                    made.double(), right.grad[:, places], rtol=1e-4, atol=1e-5
-                )
+    own = [nn.functional.shard_sequence(each).requires_grad_() for each in EVEN.tensors()]
+    options: dict[str, Any] = {"causal": True, "method": "all_gather", "algorithm": algorithm}
+    output, lse = nn.functional.context_parallel_attention(*own, return_lse=True, **options)
+    wanted = nn.functional.shard_sequence(grad), nn.functional.shard_sequence(of_lse, 2)
+    ((output * wanted[0]).sum() + (lse * wanted[1]).sum()).backward()
+    for mine, whole in zip(own, (query, key, value), strict=True):
+        assert mine.grad is not None and whole.grad is not None
+        right = nn.functional.shard_sequence(whole.grad)
+        torch.testing.assert_close(mine.grad.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def _called(**changes: object) -> None:
-    rank = interlace.get_rank()
-    tensors = {name: torch.zeros(1, 4, 2, 8) for name in "qkv"}
-    options = {}
-    for name, value in changes.items():
-        value = value[rank] if isinstance(value, tuple) and name != "window" else value
-        if name in tensors:
-            tensors[name] = value  # type: ignore[assignment]
-        else:
-            options[name] = value
-    nn.functional.context_parallel_attention(**tensors, **options)  # type: ignore[call-overload]
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
 
 
-ZEROS = torch.zeros(1, 4, 2, 8)
+ZEROS, WIDER = zeros(1, 4, 2, 8), zeros(1, 4, 1, 300)
+MISUSE: list[tuple[dict[str, Any], str]] = [
+    ({"method": "bucket"}, "method must be one of auto, all_gather, ring, ulysses"),
+    ({"layout": "thd"}, "layout must be one of bshd, sbhd"),
+    ({"balance": "even"}, "balance must be one of zigzag, contiguous"),
+    ({"q": zeros(4, 8)}, "q must have 4 dimensions"),
+    ({"q": ZEROS[0]}, "q must have 4 dimensions"),
+    ({"k": zeros(1, 5, 2, 8)}, "v has shape"),
+    ({"q": zeros(1, 4, 3, 8)}, "k has 2 heads, which does not divide q's 3"),
+    ({"q": ZEROS.double()}, "TypeError: k is torch.float32, q is torch.float64"),
+    ({"q": ZEROS.int()}, "TypeError: q must be float32"),
+    ({"window": 5}, "TypeError: window must be a list of ints, got 5"),
+    ({"window": (1, -2)}, "window must be two numbers of keys, -1 for all"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2])}, "cu_seqlens must begin with 0 and not fall"),
+    ({"cu_seqlens": both(torch.tensor([0, 9]))}, "cu_seqlens ends at 9, the ranks have 8 tokens"),
+    ({"causal": ZEROS}, "TypeError: causal must be a bool, got tensor"),
+    ({"causal": ByRank(True, False)}, "causal differs between ranks: True on rank 0"),
+    ({"scale": "1"}, "TypeError: scale must be a number or None, got '1'"),
+    ({"scale": float("nan")}, "scale must be finite, got nan"),
+    ({"scale": float("inf")}, "scale must be finite, got inf"),
+    ({"return_lse": "x"}, "TypeError: return_lse must be a bool, got 'x'"),
+    ({"return_lse": 1}, "TypeError: return_lse must be a bool, got 1"),
+    ({**dict.fromkeys("qkv", both(WIDER)), "algorithm": both("fused")},
+     'algorithm="fused" takes heads of at most 256, got 300'),
+    ({"v": both(zeros(1, 4, 2, 300)), "algorithm": both("fused")},
+     'algorithm="fused" takes heads of at most 256, got 300'),
+    ({"v": zeros(1, 4, 8)}, "v must have 4 dimensions (bshd), got shape (1, 4, 8)"),
+    ({"v": zeros(1, 4, 2, 0)}, "v has heads of size 0 (shape (1, 4, 2, 0))"),
+    ({"k": zeros(1, 4, 2, 9)}, "k has d = 9 (shape (1, 4, 2, 9)), q has d = 8"),
+    ({"v": zeros(1, 4, 2, 16)}, "the size of v's heads differs between ranks: 8 on rank 0, 16 on rank 1"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    [
-        ({"method": "bucket"}, ValueError, "method must be one of auto, all_gather, ring, ulysses"),
-        ({"layout": "thd"}, ValueError, "layout must be one of bshd, sbhd"),
-        ({"balance": "even"}, ValueError, "balance must be one of zigzag, contiguous"),
-        ({"q": torch.zeros(4, 8)}, ValueError, "q must have 4 dimensions"),
-        ({"k": torch.zeros(1, 5, 2, 8)}, ValueError, "v has shape"),
-        ({"q": torch.zeros(1, 4, 3, 8)}, ValueError, "k has 2 heads, which does not divide q's 3"),
-        ({"q": ZEROS.double()}, TypeError, "k is torch.float32, q is torch.float64"),
-        ({"q": ZEROS.int()}, TypeError, "q must be float32"),
-        ({"window": 5}, TypeError, "window must be a list of ints, got 5"),
-        ({"window": (1, -2)}, ValueError, "window must be two numbers of keys, -1 for all"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, "cu_seqlens must begin with 0 and not fall"),
-        ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "cu_seqlens ends at 9, the ranks have 8 tokens"),
-        ({"causal": (True, ZEROS)}, TypeError, "causal must be a bool, got tensor"),
-        ({"causal": (True, False)}, ValueError, "causal differs between ranks: True on rank 0"),
-        ({"scale": "1"}, TypeError, "scale must be a number or None, got '1'"),
-        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-        ({"scale": (1.0, float("inf"))}, ValueError, "scale must be finite, got inf"),
-        ({"return_lse": "x"}, TypeError, "return_lse must be a bool, got 'x'"),
-        ({"return_lse": (False, 1)}, TypeError, "return_lse must be a bool, got 1"),
-        (
-            {name: torch.zeros(1, 4, 1, 300) for name in "qkv"} | {"algorithm": "fused"},
-            ValueError,
-            'algorithm="fused" takes heads of at most 256, got 300',
-        ),
-        (
-            {"v": torch.zeros(1, 4, 2, 300), "algorithm": "fused"},
-            ValueError,
-            'algorithm="fused" takes heads of at most 256, got 300',
-        ),
-        ({"v": torch.zeros(1, 4, 8)}, ValueError, "v must have 4 dimensions (bshd), got shape (1, 4, 8)"),
-        ({"v": torch.zeros(1, 4, 2, 0)}, ValueError, "v has heads of size 0 (shape (1, 4, 2, 0))"),
-        ({"k": torch.zeros(1, 4, 2, 9)}, ValueError, "k has d = 9 (shape (1, 4, 2, 9)), q has d = 8"),
-        (
-            {"v": (ZEROS, torch.zeros(1, 4, 2, 16))},
-            ValueError,
-            "the size of v's heads differs between ranks: 8 on rank 0, 16 on rank 1",
-        ),
-    ],
-)  # fmt: skip
-def test_misuse_is_named_on_all_ranks(changes: dict[str, object], kind: type, text: str) -> None:
-    error = failure(_called, 2, **changes)
-    assert isinstance(error, kind) and text in str(error), error
+@pytest.mark.parametrize(("changes", "text"), MISUSE)
+@ranks(2, place="sim")
+def test_misuse_is_named_on_all_ranks(changes: dict[str, Any], text: str) -> None:
+    call = nn.functional.context_parallel_attention
+    check_refused(call, dict.fromkeys("qkv", ZEROS), changes, text)
 
 
-def test_what_one_rank_refuses_all_refuse() -> None:
-    def on_rank() -> str:
-        try:
-            _called(q=(ZEROS, ZEROS[0]))
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return "nothing"
-
-    for text in interlace.run(on_rank, 2):
-        assert "q must have 4 dimensions" in text, text
+SHARDS: list[tuple[Any, int, list[list[int]]]] = [
+    ("zigzag", 12, [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
+    ("contiguous", 4, [[0, 1], [2], [3]]),
+    ("zigzag", 2, [[0], [1], []]),
+    ("contiguous", 2, [[0], [1], []]),
+]
 
 
+@ranks(3, place="sim")
 def test_shards_of_a_sequence() -> None:
-    def on_rank(balance: str, total: int) -> tuple[list[int], list[int]]:
+    for balance, total, parts in SHARDS:
         whole = torch.arange(2 * total).view(2, total)
-        part = nn.functional.shard_sequence(whole, balance=balance)  # type: ignore[arg-type]
-        again = nn.functional.unshard_sequence(part, balance=balance)  # type: ignore[arg-type]
-        assert torch.equal(again, whole)
-        return part[0].tolist(), again[0].tolist()
-
-    assert [part for part, _ in interlace.run(on_rank, 3, "zigzag", 12)] == [
-        [0, 1, 10, 11],
-        [2, 3, 8, 9],
-        [4, 5, 6, 7],
-    ]
-    assert [part for part, _ in interlace.run(on_rank, 3, "contiguous", 4)] == [[0, 1], [2], [3]]
-    for balance, parts in (("zigzag", [[0], [1], []]), ("contiguous", [[0], [1], []])):
-        assert [part for part, _ in interlace.run(on_rank, 3, balance, 2)] == parts
+        part = nn.functional.shard_sequence(whole, balance=balance)
+        assert part[0].tolist() == parts[interlace.get_rank()]
+        assert torch.equal(nn.functional.unshard_sequence(part, balance=balance), whole)
     with pytest.raises(ValueError, match="dim 1 does not exist: there is none at all"):
-        interlace.run(lambda: nn.functional.shard_sequence(torch.tensor(1.0)), 1)
+        nn.functional.shard_sequence(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"lengths must not be negative, got \[-1, 2\]"):
         nn.functional.positions_of_ranks([-1, 2])
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.ContextParallelAttention, lambda **how: nn.UlyssesAttention(8, 4, 2, **how)]
-)
-@pytest.mark.parametrize("wrong", [(1,), (0, 1)])
-def test_a_layer_refuses_options_when_it_is_made(layer: Any, wrong: tuple[int, ...]) -> None:
-    def on_rank(name: str, value: Any) -> str:
-        with pytest.raises((TypeError, ValueError)) as error:
-            layer(**{name: value} if interlace.get_rank() in wrong else {})
-            interlace.barrier()  # where a rank hears of another's refusal
-        interlace.barrier()  # the group goes on
-        return str(error.value)
+def ulysses(**options: Any) -> nn.UlyssesAttention:
+    return nn.UlyssesAttention(8, 4, 2, **options)
 
-    for name, value in {
-        "layout": "thd", "balance": "even", "algorithm": "kernel", "causal": "x", "window": 3,
-        "scale": float("nan"),
-    }.items():  # fmt: skip
-        for text in interlace.run(on_rank, 2, name, value):
-            assert re.search(f"{name} must be .*, got", text) and "rank" in text, text
+
+@pytest.mark.parametrize("layer", [nn.ContextParallelAttention, ulysses])
+@pytest.mark.parametrize("on", [lambda value: value, both], ids=["one", "both"])
+@ranks(2, place="sim")
+def test_a_layer_refuses_options_when_it_is_made(layer: Any, on: Callable[[Any], Any]) -> None:
+    def made(**options: Any) -> None:
+        layer(**options)
+        interlace.barrier()  # where a rank hears of another's refusal
+
+    wrong: list[tuple[str, Any, str]] = [
+        ("layout", "thd", "layout must be one of bshd, sbhd, got 'thd'"),
+        ("balance", "even", "balance must be one of zigzag, contiguous, got 'even'"),
+        (
+            "algorithm",
+            "kernel",
+            "algorithm must be one of auto, fused, pipelined, unfused, got 'kernel'",
+        ),
+        ("causal", "x", "TypeError: causal must be a bool, got 'x'"),
+        ("window", 3, "TypeError: window must be None or two ints (before, after), got 3"),
+        ("scale", float("nan"), "scale must be finite, got nan"),
+    ]
     if layer is nn.ContextParallelAttention:
-        for text in interlace.run(on_rank, 2, "method", "x"):
-            assert "method must be one of auto, all_gather, ring, ulysses, got 'x'" in text
+        text = "method must be one of auto, all_gather, ring, ulysses, got 'x'"
+        wrong.append(("method", "x", text))
+    for name, value, said in wrong:
+        check_refused(made, {}, {name: on(value)}, said)
 
 
+@ranks(2, place="sim")
 def test_a_layer_is_the_function() -> None:
-    def on_rank() -> bool:
-        torch.manual_seed(0)
-        whole = [torch.randn(1, 10, 2, 8) for _ in range(3)]
-        own = [nn.functional.shard_sequence(each) for each in whole]
-        layer = nn.ContextParallelAttention(causal=True, window=(4, 0), method="ring")
-        assert "ring, causal=True" in repr(layer)
-        right = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in whole),
-            attn_mask=visible(10, causal=True, window=(4, 0)),
-        ).transpose(1, 2)
-        torch.testing.assert_close(layer(*own), nn.functional.shard_sequence(right))
-        return True
-
-    assert interlace.run(on_rank, 2) == [True, True]
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 10, 2, 8) for _ in range(3)]
+    own = [nn.functional.shard_sequence(each) for each in whole]
+    layer = nn.ContextParallelAttention(causal=True, window=(4, 0), method="ring")
+    assert "ring, causal=True" in repr(layer)
+    heads, mask = [each.transpose(1, 2) for each in whole], visible(10, causal=True, window=(4, 0))
+    right = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+    torch.testing.assert_close(layer(*own), nn.functional.shard_sequence(right))

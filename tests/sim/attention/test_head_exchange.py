@@ -10,10 +10,10 @@ import torch
 import interlace
 from cases.head_exchange_cases import ALGORITHMS, ExchangeCase, exchanged, layered, worst
 from interlace import functional, nn
-from interlace.groups.groups import default_group
-from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.sim.place import separate_nodes
-from support import failure, noise, poisoned, slow_rank, starved
+from ranks import ranks
+from sim.algorithms.node_support import TWO, on_nodes
+from sim.api.refusals import ByRank, both, check_refused
+from support import noise, poisoned, slow_rank, starved
 from tiers import thorough
 
 EVEN = ExchangeCase((20, 20, 20))
@@ -101,43 +101,33 @@ def test_gradients_of_gradients(name: str) -> None:
             torch.testing.assert_close(made.double(), right.grad, rtol=1e-4, atol=1e-3)
 
 
-def _called(op: str, **changes: Any) -> None:
-    rank = interlace.get_rank()
-    given = {"input": torch.zeros(4, 6), "weight": torch.zeros(6, 8)}
-    if op == "all_to_all_matmul":
-        given["weight"] = torch.zeros(12, 8)
-    for name, value in changes.items():
-        given[name] = value[rank] if isinstance(value, tuple) else value
-    getattr(functional, op)(**given)
-
-
 TO, FROM = "matmul_all_to_all", "all_to_all_matmul"
+X, W = torch.zeros(4, 6), torch.zeros(6, 8)
+MISUSE: list[tuple[str, dict[str, Any], str]] = [
+    (TO, {"input": torch.zeros(6)}, "input must have at least 2 dimensions"),
+    (TO, {"weight": torch.zeros(5, 8)}, "weight has 5 rows, input has k = 6"),
+    (TO, {"weight": torch.zeros(6, 9)}, "9 columns, which world size 2 does not divide"),
+    (TO, {"weight": W.double()}, "TypeError: weight is torch.float64, input is"),
+    (TO, {"bias": torch.zeros(7)}, "bias must have shape (8,)"),
+    (TO, {"length": both(9)}, "length is for 9 on rank 0, the ranks have 8 ([4, 4] by rank)"),
+    (TO, {"length": -1}, "length must be None or not negative"),
+    (TO, {"length": "8"}, "TypeError: length must be an int, got str"),
+    (TO, {"input": torch.zeros(5, 6)}, "length is for 8 on rank 0"),
+    (TO, {"algorithm": ByRank("fused", "unfused")}, "algorithm differs between ranks"),
+    (TO, {"bias": torch.zeros(8)}, "bias differs between ranks"),
+    (FROM, {"weight": W}, "weight has 6 rows, 2 ranks with k = 6"),
+    (FROM, {"input": torch.zeros(5, 6)}, "does not divide; give length"),
+    (FROM, {"length": ByRank(1, 2)}, "input is for 4 on rank 0, the ranks have 3 ([1, 2]"),
+    (FROM, {"algorithm": "ring"}, "algorithm must be one of"),
+    (FROM, {"input": X.int()}, "TypeError: input must be float32"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "changes", "kind", "text"),
-    [
-        (TO, {"input": torch.zeros(6)}, ValueError, "input must have at least 2 dimensions"),
-        (TO, {"weight": torch.zeros(5, 8)}, ValueError, "weight has 5 rows, input has k = 6"),
-        (TO, {"weight": torch.zeros(6, 9)}, ValueError, "9 columns, which world size 2 does not divide"),
-        (TO, {"weight": torch.zeros(6, 8).double()}, TypeError, "weight is torch.float64, input is"),
-        (TO, {"bias": torch.zeros(7)}, ValueError, "bias must have shape (8,)"),
-        (TO, {"length": 9}, ValueError, "length is for 9 on rank 0, the ranks have 8 ([4, 4] by rank)"),
-        (TO, {"length": -1}, ValueError, "length must be None or not negative"),
-        (TO, {"length": "8"}, TypeError, "length must be an int, got str"),
-        (TO, {"input": (torch.zeros(4, 6), torch.zeros(5, 6))}, ValueError, "length is for 8 on rank 0"),
-        (TO, {"algorithm": ("fused", "unfused")}, ValueError, "algorithm differs between ranks"),
-        (TO, {"bias": (torch.zeros(8), None)}, ValueError, "bias differs between ranks"),
-        (FROM, {"weight": torch.zeros(6, 8)}, ValueError, "weight has 6 rows, 2 ranks with k = 6"),
-        (FROM, {"input": torch.zeros(5, 6)}, ValueError, "does not divide; give length"),
-        (FROM, {"length": (1, 2)}, ValueError, "input is for 4 on rank 0, the ranks have 3 ([1, 2]"),
-        (FROM, {"algorithm": "ring"}, ValueError, "algorithm must be one of"),
-        (FROM, {"input": (torch.zeros(4, 6), torch.zeros(4, 6).int())}, TypeError, "input must be float32"),
-    ],
-)  # fmt: skip
-def test_misuse_is_named_on_all_ranks(op: str, changes: Any, kind: type, text: str) -> None:
-    error = failure(_called, 2, op, **changes)
-    assert isinstance(error, kind) and text in str(error), error
+@pytest.mark.parametrize(("op", "changes", "text"), MISUSE)
+@ranks(2, place="sim")
+def test_misuse_is_named_on_all_ranks(op: str, changes: dict[str, Any], text: str) -> None:
+    right = {"input": X, "weight": W if op == TO else torch.zeros(12, 8)}
+    check_refused(getattr(functional, op), right, changes, text)
 
 
 @pytest.mark.parametrize(
@@ -156,112 +146,86 @@ def test_the_layer_is_an_attention(
     assert max(errors) < 1e-5
 
 
+@ranks(2, place="sim")
 def test_the_layer_says_what_it_refuses() -> None:
-    def on_rank(*heads: int, **how: Any) -> None:
-        nn.UlyssesAttention(8, *heads, **how)
-
-    for heads, how, text in (
+    refused: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
         ((4, 1), {"algorithm": "fused"}, 'algorithm="fused" needs heads that world size 2 divides'),
         ((4, 3), {}, "num_kv_heads must divide num_heads 4, got 3"),
         ((0,), {}, "num_heads"),
-    ):
-        assert text in str(failure(on_rank, 2, *heads, **how))
+    ]
+    for heads, options, text in refused:
+        with pytest.raises(ValueError, match=text):
+            nn.UlyssesAttention(8, *heads, **options)
 
 
-@pytest.mark.parametrize(
-    ("x", "lengths", "kind", "text"),
-    [
-        (None, None, TypeError, "input must be a tensor, got NoneType"),
-        (torch.zeros(3, 8), None, ValueError, "input must have 3 dimensions and 8 features"),
-        (torch.zeros(1, 3, 8), 6, TypeError, "lengths must be a list of ints, got 6"),
-        (torch.zeros(1, 3, 8), [6], ValueError, "lengths must be of 2 ranks, 3 of this one, got [6]"),
-        (torch.zeros(1, 3, 8), [4, 3], ValueError, "lengths differs between ranks: (3, 3) on rank 0"),
-        (torch.zeros(1, 3, 8), [4, 2], ValueError, "3 of this one, got [4, 2]"),
-    ],
-)  # fmt: skip
-def test_the_layer_tells_all_ranks_what_one_gave(
-    x: Any, lengths: Any, kind: Any, text: str
-) -> None:
-    def on_rank() -> str:
-        layer, wrong = nn.UlyssesAttention(8, 4, 2), interlace.get_rank() == 1
-        with pytest.raises(kind) as error:
-            layer(x if wrong else torch.zeros(1, 3, 8), lengths=lengths if wrong else None)
-        layer(torch.zeros(1, 3, 8))  # the group goes on
-        return str(error.value)
-
-    assert all(text in each for each in interlace.run(on_rank, 2))
+TOKENS = torch.zeros(1, 3, 8)
+REFUSED_BY_THE_LAYER: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "TypeError: input must be a tensor, got NoneType"),
+    ({"input": TOKENS[0]}, "input must have 3 dimensions and 8 features"),
+    ({"lengths": 6}, "TypeError: lengths must be a list of ints, got 6"),
+    ({"lengths": [6]}, "lengths must be of 2 ranks, 3 of this one, got [6]"),
+    ({"lengths": [4, 3]}, "lengths differs between ranks: (3, 3) on rank 0"),
+    ({"lengths": [4, 2]}, "3 of this one, got [4, 2]"),
+    ({"rotary": "x"}, "TypeError: rotary must be a function or None, got 'x'"),
+]
 
 
-def test_the_layer_tells_all_ranks_that_one_has_no_rotary() -> None:
-    def on_rank() -> str:
-        layer, wrong = nn.UlyssesAttention(8, 4, 2), interlace.get_rank() == 1
-        with pytest.raises(TypeError) as error:
-            layer(torch.zeros(1, 3, 8), rotary="x" if wrong else None)
-        layer(torch.zeros(1, 3, 8))  # the group goes on
-        return str(error.value)
-
-    text = "rotary must be a function or None, got 'x'"
-    assert all(text in each for each in interlace.run(on_rank, 2))
+@pytest.mark.parametrize(("changes", "text"), REFUSED_BY_THE_LAYER)
+@ranks(2, place="sim")
+def test_the_layer_tells_all_ranks_what_one_gave(changes: dict[str, Any], text: str) -> None:
+    check_refused(nn.UlyssesAttention(8, 4, 2), {"input": TOKENS}, changes, text)
 
 
 @pytest.mark.parametrize("key_heads", [3, 2])
+@ranks(3, place="sim")
 def test_lengths_of_third_ranks_are_compared(key_heads: int) -> None:
     """Each gives its own, and the sum is right; also where heads are not exchanged in matmuls."""
-
-    def on_rank() -> str:
-        layer = nn.UlyssesAttention(8, 2 * key_heads, key_heads, 4)
-        lengths = [3, 2, 4] if interlace.get_rank() == 0 else [3, 3, 3]
-        with pytest.raises(ValueError, match="lengths differs") as error:
-            layer(torch.zeros(1, 3, 8), lengths=lengths)
-        layer(torch.zeros(1, 3, 8))  # the group goes on
-        return str(error.value)
-
-    text = "lengths differs between ranks: (3, 2, 4) on rank 0, (3, 3, 3) on rank 1"
-    assert all(text in each for each in interlace.run(on_rank, 3))
+    layer: Any = nn.UlyssesAttention(8, 2 * key_heads, key_heads, 4)
+    lengths = [3, 2, 4] if interlace.get_rank() == 0 else [3, 3, 3]
+    text = r"lengths differs between ranks: \(3, 2, 4\) on rank 0, \(3, 3, 3\) on rank 1"
+    with pytest.raises(ValueError, match=text):
+        layer(TOKENS, lengths=lengths)
+    layer(TOKENS)  # the group goes on
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@ranks(2, place="sim")
 def test_a_layer_without_tokens_on_any_rank(layout: Any) -> None:
-    def on_rank() -> tuple[int, ...]:
-        layer = nn.UlyssesAttention(8, 4, 2, 4, out_bias=True, layout=layout)
-        x = torch.zeros((2, 0, 8) if layout == "bshd" else (0, 2, 8), requires_grad=True)
-        y = layer(x)
-        y.sum().backward()
-        assert x.grad is not None and not layer.out.bias.grad.any()
-        return tuple(y.shape)
-
-    assert interlace.run(on_rank, 2) == [(2, 0, 8) if layout == "bshd" else (0, 2, 8)] * 2
+    layer = nn.UlyssesAttention(8, 4, 2, 4, out_bias=True, layout=layout)
+    x = torch.zeros((2, 0, 8) if layout == "bshd" else (0, 2, 8), requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert x.grad is not None and not layer.out.bias.grad.any()
+    assert y.shape == x.shape
 
 
+@ranks(2, place="sim")
 def test_heads_of_all_tokens_say_what_they_refuse() -> None:
-    def on_rank(tokens: int, **how: Any) -> None:
+    def call(tokens: int, **options: Any) -> None:
         q = torch.zeros(1, tokens, 2, 8)
-        nn.functional.attention_of_heads(q, q, q, **how)
+        nn.functional.attention_of_heads(q, q, q, **options)
 
-    assert "which world size 2 does not divide; give length" in str(failure(on_rank, 2, 5))
-    assert "q has 5 tokens on rank 0, the ranks have 6" in str(failure(on_rank, 2, 5, length=3))
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tokens": both(5)}, "which world size 2 does not divide; give length"),
+        ({"tokens": both(5), "length": both(3)}, "q has 5 tokens on rank 0, the ranks have 6"),
+        (
+            {"length": ByRank(5, -1)},
+            "length must be None or not negative, got -1",
+        ),  # the sum is right
+        ({"length": ByRank(5, torch.tensor(2))}, "TypeError: length must be an int, got Tensor"),
+    ]
+    for changes, text in refused:
+        check_refused(call, {"tokens": 4}, changes, text)
 
-    def one_length(wrong: Any) -> None:
-        on_rank(4, length=wrong if interlace.get_rank() == 1 else 5)
 
-    for wrong, text in (
-        (-1, "length must be None or not negative, got -1"),  # the sum is right
-        (torch.tensor(2), "length must be an int, got Tensor"),
-    ):
-        assert text in str(failure(one_length, 2, wrong))
-
-
+@ranks(4, place="sim")
 def test_several_nodes() -> None:
-    def on_rank(algorithm: str) -> list[tuple[int, ...]]:
-        ranks = tuple(range(4))
-        place = default_group().place.subgroup(ranks, 1)
-        group: Any = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
-        how: Any = {"group": group, "algorithm": algorithm}
-        y = functional.matmul_all_to_all(torch.ones(2, 4), torch.ones(4, 8), **how)
-        z = functional.all_to_all_matmul(y, torch.full((8, 3), 1.0 + group.rank), **how)
-        assert torch.equal(y, torch.full((8, 2), 4.0))
-        assert torch.equal(z, torch.full((2, 3), 32.0 * (1 + group.rank)))
-        return [tuple(y.shape), tuple(z.shape)]
-
-    assert interlace.run(on_rank, 4, "auto") == [[(8, 2), (2, 3)]] * 4
-    assert "works within one node" in str(failure(on_rank, 4, "fused"))
+    group: Any = on_nodes(TWO, "late")
+    y = functional.matmul_all_to_all(torch.ones(2, 4), torch.ones(4, 8), group=group)
+    z = functional.all_to_all_matmul(y, torch.full((8, 3), 1.0 + group.rank), group=group)
+    assert torch.equal(y, torch.full((8, 2), 4.0))
+    assert torch.equal(z, torch.full((2, 3), 32.0 * (1 + group.rank)))
+    with pytest.raises(ValueError, match="works within one node"):
+        functional.matmul_all_to_all(
+            torch.ones(2, 4), torch.ones(4, 8), group=group, algorithm="fused"
+        )

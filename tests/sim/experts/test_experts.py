@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, strategies as st
 
 import interlace
-from interlace import experts, reference
+from interlace import experts, functional, reference
 from interlace.ops.experts.routing import Assignment, known_segments
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
+from ranks import ranks
+from sim.api.refusals import check_refused
 from support import failure, noise, poisoned, slow_rank, starved
 from tiers import thorough
 
@@ -81,8 +83,9 @@ class Case:
             found += [(source, t, k) for t, k in here.nonzero().tolist()]
         return found
 
-    def own(self, rank: int) -> range:
-        return range(rank * self.each, (rank + 1) * self.each)
+    def own(self, rank: int) -> slice:
+        """The experts of a rank."""
+        return slice(rank * self.each, (rank + 1) * self.each)
 
 
 def dispatched(case: Case) -> Any:
@@ -110,7 +113,7 @@ def check_moved(case: Case) -> None:
     if case.algorithm == "fused" and max(case.tokens):
         assert done["workspaces"] > 0, "nothing was poisoned"
     for rank, (received, output) in enumerate(results):
-        found = [case.rows(expert) for expert in case.own(rank)]
+        found = [case.rows(expert) for expert in range(case.experts)[case.own(rank)]]
         assert received.num_tokens_per_expert.tolist() == [len(each) for each in found]
         for expert, rows in enumerate(found):
             first = int(received.segments[expert, 0, 0])
@@ -139,7 +142,7 @@ def check_moved(case: Case) -> None:
 def multiplied(case: Case) -> Any:
     """Of rows that a dispatch has brought: by its handle, or, if nothing is dropped, by their splits."""
     rank = interlace.get_rank()
-    own, bias = slice(*_ends(case.own(rank))), case.biases()
+    own, bias = case.own(rank), case.biases()
     received, handle = dispatched(replace(case, algorithm="unfused"))
     how: Any = {
         "bias": None if bias is None else bias[own],
@@ -149,10 +152,6 @@ def multiplied(case: Case) -> Any:
     if case.most or case.capacity or case.seed % 2:
         return interlace.grouped_matmul_combine(rows, weight, handle, **how)
     return interlace.grouped_matmul_combine(rows, weight, received.splits, *about, **how)
-
-
-def _ends(block: range) -> tuple[int, int]:
-    return block.start, block.stop
 
 
 def check_multiplied(case: Case) -> None:
@@ -280,27 +279,22 @@ def test_placement_of_experts_does_not_change_bits() -> None:
     assert torch.equal(alone, torch.cat(interlace.run(on_rank, 3, case)))
 
 
+@ranks(2, place="sim")
 def test_fp8_travels_with_its_scales() -> None:
-    def on_rank() -> Any:
-        rank = interlace.get_rank()
-        x = noise(rank, 1, (3, 256), BF16)
-        idx = torch.tensor([[0, 1], [1, -1], [1, 0]])
-        received, _ = experts.dispatch(x, idx, None, 2, use_fp8=True)
-        few, _ = experts.low_latency_dispatch(x, idx, 4, 2)
-        return received, few, experts.quantize(x)
-
-    results = interlace.run(on_rank, 2)
-    sent = [each[2] for each in results]
-    for rank, (received, few, _) in enumerate(results):
-        tokens = [[0, 2], [0, 1, 2]][rank]
-        for part in (0, 1):
-            expected = torch.cat([each[part].view(torch.uint8)[tokens] for each in sent])
-            here = (received.x, received.scales)[part].view(torch.uint8)
-            assert torch.equal(here, expected)
-            packed = (few.x, few.scales)[part][0, : len(expected)].view(torch.uint8)
-            assert torch.equal(packed, expected)
-        assert received.x.dtype is FP8
-        assert tuple(few.x.shape) == (1, 8, 256)
+    rank, idx = interlace.get_rank(), torch.tensor([[0, 1], [1, -1], [1, 0]])
+    sent = [experts.quantize(noise(source, 1, (3, 256), BF16)) for source in range(2)]
+    x = noise(rank, 1, (3, 256), BF16)
+    received, _ = experts.dispatch(x, idx, None, 2, use_fp8=True)
+    few, _ = experts.low_latency_dispatch(x, idx, 4, 2)
+    tokens = [[0, 2], [0, 1, 2]][rank]
+    for part in (0, 1):
+        expected = torch.cat([each[part].view(torch.uint8)[tokens] for each in sent])
+        here = (received.x, received.scales)[part].view(torch.uint8)
+        assert torch.equal(here, expected)
+        packed = (few.x, few.scales)[part][0, : len(expected)].view(torch.uint8)
+        assert torch.equal(packed, expected)
+    assert received.x.dtype is FP8
+    assert tuple(few.x.shape) == (1, 8, 256)
 
 
 def test_quantized_numbers_are_near() -> None:
@@ -322,56 +316,57 @@ def test_no_races_where_some_have_nothing() -> None:
     assert races(on_rank, 3, seeds=2).clean
 
 
-REFUSED = {
-    "num_experts must be a multiple of the world size 2, got 3": {"num_experts": 3},
-    "topk_idx has 2 rows, x has 4": {"topk_idx": torch.zeros(2, 1, dtype=torch.int64)},
-    "topk_idx has expert 7, there are 2": {"topk_idx": torch.full((4, 1), 7)},
-    "topk_idx must be a tensor of integers, got torch.float32": {"topk_idx": torch.zeros(4, 1)},
-    "topk_weights has shape (4, 2), topk_idx (4, 1)": {"topk_weights": torch.ones(4, 2)},
-    "num_max_dispatch_tokens_per_rank is 3, topk_idx has 4 rows": {
-        "num_max_dispatch_tokens_per_rank": 3
-    },
-    "capacity must be a positive int or None, got 0": {"capacity": 0},
-    "hidden must be a multiple of 128": {"use_fp8": True},
-    "x must be of floats or fp8, got torch.int64": {"x": torch.ones(4, 8, dtype=torch.int64)},
-    "the scales of x must have 2 dimensions and 4 rows": {
-        "x": (torch.ones(4, 8), torch.ones(3, 1))
-    },
-    "algorithm must be one of auto, fused, pipelined, unfused": {"algorithm": "chunked"},
+IDX = torch.zeros(4, 1, dtype=torch.int64)
+RIGHT = {"x": torch.ones(4, 8), "topk_idx": IDX, "topk_weights": None, "num_experts": 2}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"num_experts": 3}, "num_experts must be a multiple of the world size 2, got 3"),
+    ({"topk_idx": IDX[:2]}, "topk_idx has 2 rows, x has 4"),
+    ({"topk_idx": IDX + 2}, "topk_idx has expert 2, there are 2"),
+    ({"topk_idx": IDX - 2}, "topk_idx has -2"),
+    ({"topk_idx": torch.tensor([[1, 1]] * 4)}, "topk_idx names an expert twice for token 0: [1, 1]"),
+    ({"topk_idx": IDX.float()}, "TypeError: topk_idx must be a tensor of integers, got torch.float32"),
+    ({"topk_weights": torch.ones(4, 2)}, "topk_weights has shape (4, 2), topk_idx (4, 1)"),
+    ({"num_max_dispatch_tokens_per_rank": 3}, "num_max_dispatch_tokens_per_rank is 3, topk_idx has 4 rows"),
+    ({"capacity": 0}, "capacity must be a positive int or None, got 0"),
+    ({"use_fp8": True}, "hidden must be a multiple of 128"),
+    ({"x": torch.ones(4, 8, dtype=torch.int64)}, "TypeError: x must be of floats or fp8, got torch.int64"),
+    ({"x": (torch.ones(4, 8), torch.ones(3, 1))}, "the scales of x must have 2 dimensions and 4 rows"),
+    ({"algorithm": "chunked"}, "algorithm must be one of auto, fused, pipelined, unfused"),
+    ({"capacity": 1}, "capacity differs between ranks: 0 on rank 0, 1 on rank 1"),
+    ({"topk_idx": torch.arange(2).repeat(4, 1)}, "k of topk_idx differs between ranks"),
+    ({"x": torch.ones(4, 4)}, "hidden of x differs between ranks: 8 on rank 0, 4 on rank 1"),
+    ({"topk_weights": torch.ones(4, 1)}, "whether there are topk_weights differs"),
+    ({"x": torch.ones(4, 8, dtype=BF16)}, "TypeError: dtype of x differs between ranks"),
+]  # fmt: skip
+RIGHT_LOW = {
+    "x": torch.ones(2, 128), "topk_idx": torch.tensor([[0, 1], [1, -1]]), "num_experts": 2,
+    "num_max_dispatch_tokens_per_rank": 2,
+}  # fmt: skip
+REFUSED_LOW: list[tuple[dict[str, Any], str]] = [
+    ({"use_fp8": "no"}, "TypeError: use_fp8 must be a bool, got 'no'"),
+    ({"num_max_dispatch_tokens_per_rank": 3}, "num_max_dispatch_tokens_per_rank differs"),
+    ({"num_max_dispatch_tokens_per_rank": 1}, "num_max_dispatch_tokens_per_rank is 1"),
+    ({"topk_idx": torch.tensor([[0, 1], [1, -2]])}, "topk_idx has -2"),
+    ({"topk_idx": torch.tensor([[0, 1], [1, 1]])}, "topk_idx names an expert twice for token 1: [1, 1]"),
+    ({"x": (torch.ones(2, 128),) * 3, "use_fp8": False},
+     "x must be a tensor or a pair (values, scales), got 3"),
+]  # fmt: skip
+REFUSED_FUNCTIONAL = [each for each in REFUSED if "topk_idx" in each[0]][1:4]
+CALLS: dict[str, tuple[Any, dict[str, Any], list[tuple[dict[str, Any], str]]]] = {
+    "dispatch": (experts.dispatch, RIGHT, REFUSED),
+    "low latency": (experts.low_latency_dispatch, RIGHT_LOW, REFUSED_LOW),
+    "functional": (functional.dispatch, RIGHT, REFUSED_FUNCTIONAL),
 }
 
 
-@pytest.mark.parametrize("text", REFUSED)
-def test_misuse_of_dispatch_is_named(text: str) -> None:
-    """On one rank, of which all hear before anything moves."""
-
-    def call() -> None:
-        idx = torch.zeros(4, 1, dtype=torch.int64)
-        given = {"x": torch.ones(4, 8), "topk_idx": idx, "topk_weights": None, "num_experts": 2}
-        experts.dispatch(**given | (REFUSED[text] if interlace.get_rank() else {}))
-
-    error = failure(call, 2)
-    assert text in str(error), str(error)
-
-
-UNLIKE: dict[str, Any] = {
-    "capacity differs between ranks: 0 on rank 0, 1 on rank 1": {"capacity": 1},
-    "k of topk_idx differs between ranks": {"topk_idx": torch.arange(2).repeat(4, 1)},
-    "hidden of x differs between ranks: 8 on rank 0, 4 on rank 1": {"x": torch.ones(4, 4)},
-    "whether there are topk_weights differs": {"topk_weights": torch.ones(4, 1)},
-    "dtype of x differs between ranks": {"x": torch.ones(4, 8, dtype=BF16)},
-}
-
-
-@pytest.mark.parametrize("text", UNLIKE)
-def test_ranks_must_agree(text: str) -> None:
-    def call() -> None:
-        idx = torch.zeros(4, 1, dtype=torch.int64)
-        given = {"x": torch.ones(4, 8), "topk_idx": idx, "topk_weights": None, "num_experts": 2}
-        experts.dispatch(**given | (UNLIKE[text] if interlace.get_rank() else {}))
-
-    error = failure(call, 2)
-    assert text in str(error), str(error)
+@pytest.mark.parametrize(
+    ("form", "number"), [(form, n) for form, call in CALLS.items() for n in range(len(call[2]))]
+)
+@ranks(2, place="sim")
+def test_misuse_of_one_rank_is_named_on_all(form: str, number: int) -> None:
+    """Before anything moves."""
+    call, right, refused = CALLS[form]
+    check_refused(call, right, *refused[number])
 
 
 def test_splits_must_be_those_of_the_tokens() -> None:
@@ -393,8 +388,10 @@ def test_combine_needs_all_rows() -> None:
     assert "y has 1 rows, the dispatch has made 2" in str(failure(call, 2))
 
 
-def gradients(how: str) -> list[str]:
-    """What is wrong on this rank, compared with one process's autograd."""
+@pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
+@ranks(3, place="sim")
+def test_gradients(how: str) -> None:
+    """Compared with one process's autograd."""
     rank, world_size = interlace.get_rank(), interlace.get_world_size()
     case = Case([5, 0, 9][:world_size], topk=3, hidden=8, columns=4, dtype=F64, seed=5)
     ups, downs = case.weight(), noise(8, 5, (case.experts, 4, 8), F64)
@@ -409,7 +406,7 @@ def gradients(how: str) -> list[str]:
         y = torch.einsum("tk,tkn,tknh->th", ws[r] * valid, hidden, downs[some])
         total = total + (y * y).sum()
     total.backward()
-    idx, own = case.idx(rank), slice(*_ends(case.own(rank)))
+    idx, own = case.idx(rank), case.own(rank)
     x, w = xs[rank].detach().requires_grad_(), ws[rank].detach().requires_grad_()
     up, down = (each[own].detach().requires_grad_() for each in (ups, downs))
     if how == "matmuls":
@@ -428,23 +425,9 @@ def gradients(how: str) -> list[str]:
             made = made * received.topk_weights.unsqueeze(1)
         y = experts.combine(made, handle, weighted=how == "weighted here")
     (y * y).sum().backward()
-    pairs = {
-        "x": (x.grad, xs[rank].grad),
-        "weights": (w.grad, ws[rank].grad),
-        "up": (up.grad, ups.grad[own]),  # type: ignore[index]
-        "down": (down.grad, downs.grad[own]),  # type: ignore[index]
-    }
-    bound = {"weights": 1e-5}
-    return [
-        name
-        for name, (mine, exact) in pairs.items()
-        if mine is None or not torch.allclose(mine, exact, rtol=bound.get(name, 1e-6), atol=1e-6)
-    ]
-
-
-@pytest.mark.parametrize("how", ["matmuls", "handle", "weighted here", "weighted there"])
-def test_gradients(how: str) -> None:
-    assert interlace.run(gradients, 3, how) == [[]] * 3
+    torch.testing.assert_close(w.grad, ws[rank].grad, rtol=1e-5, atol=1e-6)
+    for mine, exact in ((x, xs[rank].grad), (up, ups.grad[own]), (down, downs.grad[own])):  # type: ignore[index]
+        torch.testing.assert_close(mine.grad, exact, rtol=1e-6, atol=1e-6)
 
 
 # -- who goes where ------------------------------------------------------------------------------------

@@ -15,12 +15,11 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.groups.groups import default_group
 from interlace.ops.matmul import launch_norms as norms
-from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
-from interlace.runtime.places.sim.place import separate_nodes
 from interlace.runtime.tuning.configuration import override
+from ranks import ranks
+from sim.algorithms.node_support import TWO, on_nodes
 from sim.norms.counted import launches
 from support import LAYOUTS, laid_out, noise, poisoned, schedule_digest, slow_rank, starved
 from tiers import few
@@ -302,47 +301,32 @@ def test_equal_bits_in_every_schedule(op: str) -> None:
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
 def test_on_several_nodes(op: str, algorithm: str) -> None:
     """Between nodes the op without a norm reduces, "auto" of matmuls by its kernels, and torch norms."""
-    case = Case(
-        op, algorithm, 4, (13,), gather="scatter" in op, quantize="fp8", bias=True, dtype=BF16
-    )
-
-    def on_rank() -> Any:
-        ranks = tuple(range(4))
-        place = default_group().place.subgroup(ranks, 1)
-        group = Communicator(separate_nodes(place, [0, 0, 1, 1], "late"), ranks)
-        return case.call(group)
-
+    how: Any = {"gather": "scatter" in op, "quantize": "fp8", "bias": True, "dtype": BF16}
+    case = Case(op, algorithm, 4, (13,), **how)
     with launches() as seen:
-        check(case, interlace.run(on_rank, 4))
-    assert ("matmul_node_reduce_scatter_kernel" in seen) == (
-        op.startswith("matmul") and algorithm == "auto"
-    )
+        check(case, interlace.run(lambda: case.call(on_nodes(TWO, "late")), 4))
+    by_kernel = op.startswith("matmul") and algorithm == "auto"
+    assert ("matmul_node_reduce_scatter_kernel" in seen) == by_kernel
 
 
+@ranks(2, place="sim")
 def test_statistics_do_not_cancel() -> None:
     """Numbers far from zero: a variance from sums of squares in fp32 would be all error."""
-
-    def on_rank() -> Any:
-        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) + 3000
-        return interlace.all_reduce_norm(x / 2, norm=interlace.LayerNorm(), algorithm="fused"), x
-
-    for (normed, total), _ in interlace.run(on_rank, 2):
-        right = torch.nn.functional.layer_norm(total.double(), (256,))
-        assert float((normed - right).abs().max()) < 256 * 3000 * 2.0**-24
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) + 3000
+    normed, total = interlace.all_reduce_norm(x / 2, norm=interlace.LayerNorm(), algorithm="fused")
+    right = torch.nn.functional.layer_norm(total.double(), (256,))
+    assert float((normed - right).abs().max()) < 256 * 3000 * 2.0**-24
 
 
+@ranks(2, place="sim")
 def test_scales_are_as_a_scaled_matmul_takes_them() -> None:
-    def on_rank() -> Any:
-        case = Case("all_reduce_norm", lengths=(16,), columns=32, quantize="fp8")
-        (values, scale), total = case.call()
-        weight = torch.eye(32).to(torch.float8_e4m3fn).t()
-        ones = torch.ones(1, 32)
-        return values, scale, torch._scaled_mm(values, weight, scale, ones, out_dtype=BF16), total
-
-    for values, scale, product, _ in interlace.run(on_rank, 2):
-        assert math.isclose(float(values.float().abs().max()), LARGEST)
-        right = values.float() * scale
-        assert float((product - right).abs().max()) <= float(right.abs().max()) * 2.0**-8
+    case = Case("all_reduce_norm", lengths=(16,), columns=32, quantize="fp8", world=2)
+    (values, scale), _ = case.call()
+    weight, ones = torch.eye(32).to(torch.float8_e4m3fn).t(), torch.ones(1, 32)
+    product = torch._scaled_mm(values, weight, scale, ones, out_dtype=BF16)
+    assert math.isclose(float(values.float().abs().max()), LARGEST)
+    right = values.float() * scale
+    assert float((product - right).abs().max()) <= float(right.abs().max()) * 2.0**-8
 
 
 @pytest.mark.parametrize("arch", few([80, 90], 90))

@@ -1,5 +1,7 @@
 """Ranks of a simulation share a thread, and keep what torch knows of a thread apart."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -8,38 +10,22 @@ from interlace import functional
 from interlace.runtime.places.sim.scheduler import torch_state
 
 
-def grad_mode_of_rank_0() -> list[bool]:
-    """Only rank 0 goes into a collective without gradients."""
-    seen = []
-    for _ in range(3):
-        with torch.set_grad_enabled(interlace.get_rank() > 0):
-            interlace.barrier()
-            seen.append(torch.is_grad_enabled())
-    return [*seen, torch.is_grad_enabled()]
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_grad_mode_is_each_ranks_own(seed: int) -> None:
-    first, *others = interlace.run(grad_mode_of_rank_0, 3, seed=seed)
-    assert first == [False] * 3 + [True]
-    assert others == [[True] * 4] * 2
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_modes_are_each_ranks_own(mode: str, seed: int) -> None:
+    """Only rank 0 goes into a collective in this mode."""
 
+    def on_rank() -> None:
+        inside = interlace.get_rank() == 0
+        for _ in range(3):
+            with getattr(torch, mode)() if inside else contextlib.nullcontext():
+                interlace.barrier()
+                assert torch.is_grad_enabled() is not inside
+                assert torch.ones(1).is_inference() is (inside and mode == "inference_mode")
+        assert torch.is_grad_enabled() and not torch.ones(1).is_inference()
 
-def inference_mode_of_rank_0() -> list[bool]:
-    seen = []
-    for _ in range(3):
-        with torch.inference_mode(interlace.get_rank() == 0):
-            interlace.barrier()
-            seen.append(torch.ones(1).is_inference())
-    return [*seen, torch.ones(1).is_inference()]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_inference_mode_is_each_ranks_own(seed: int) -> None:
-    first, *others = interlace.run(inference_mode_of_rank_0, 3, seed=seed)
-    assert first == [True] * 3 + [False]
-    assert others == [[False] * 4] * 2
-    assert not torch.is_inference_mode_enabled()
+    interlace.run(on_rank, 3, seed=seed)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def doubled() -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Polls that see nothing new for ever are a deadlock, though their loop counts them in memory."""
 
+from unittest import mock
+
 import pytest
 import torch
 import triton
@@ -27,21 +29,20 @@ def waited(at_most: int, sets: bool) -> None:
     counting_wait[(2,)](words, words[1:], at_most, sets, 400)
 
 
+few_polls = mock.patch.object(scheduler, "VAIN_POLLS", 200)
+
+
+@few_polls
 @pytest.mark.parametrize("place", ["sim", "ptx"])
-def test_a_wait_that_counts_its_looks_is_a_deadlock(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler, "VAIN_POLLS", 200)
+def test_a_wait_that_counts_its_looks_is_a_deadlock(place: str) -> None:
     with pytest.raises(interlace.DeadlockError, match=r"byte 0.*test_vain_polls.py:\d+ in count"):
         interlace.run(waited, 1, 1 << 30, False, place=place)
 
 
+@few_polls
 @pytest.mark.parametrize(("at_most", "sets"), [(1 << 30, True), (300, False)])
-def test_a_wait_that_ends_is_none(
-    at_most: int, sets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_ends_is_none(at_most: int, sets: bool) -> None:
     """Another works for long and sets the flag then; or the wait has a bound."""
-    monkeypatch.setattr(scheduler, "VAIN_POLLS", 200)
     for seed in range(4):
         interlace.run(waited, 1, at_most, sets, seed=seed)
 
