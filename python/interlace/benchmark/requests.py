@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, norms, plain
+from interlace.benchmark.alone import Alone
 from interlace.benchmark.fused import ByRows, Fused
 from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
-from interlace.benchmark.plain import Plain
+from interlace.benchmark.plain import MeasuredOp, Plain
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
@@ -36,8 +37,8 @@ FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
 """Those that ``tune`` measures if none is named."""
 TUNED: dict[str, type[ByRows]] = {kind.op: kind for kind in (*_FUSED, *_BY_ROWS)}
 """Those that it knows."""
-_ALL: tuple[type[Plain | ByRows], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
-OPS: dict[str, type[Plain | ByRows]] = {kind.op: kind for kind in _ALL}
+_ALL: tuple[type[MeasuredOp], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
+OPS: dict[str, type[MeasuredOp]] = {kind.op: kind for kind in _ALL}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -104,7 +105,8 @@ def source(request: BenchRequest, place: Place) -> Source:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     kind: Any = OPS[request.target]
     sizes = [getattr(request, size) for size in kind.sizes]
-    op = kind(place, DTYPES[request.dtype], *sizes, **dict(request.settings))
+    settings = dict(request.settings)
+    op = kind(place, DTYPES[request.dtype], *sizes, **settings)
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
         reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
@@ -113,11 +115,13 @@ def source(request: BenchRequest, place: Place) -> Source:
             reasons.pop("auto")
         names = [name for name, reason in reasons.items() if not reason]
         left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    make = functools.partial(_op, op, names, chosen)
+    # of plain collectives the op itself knows the way on one rank
+    lone = Alone(op, sizes, settings) if isinstance(op, ByRows) else op
+    make = functools.partial(_op, op, lone, names, chosen)
     return Source(baselines.torch_backend(chosen), left_out, make)
 
 
-def _why_not(name: str, op: Plain | ByRows, place: Place) -> str:
+def _why_not(name: str, op: MeasuredOp, place: Place) -> str:
     """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
     if name.split()[-1] in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
@@ -126,14 +130,14 @@ def _why_not(name: str, op: Plain | ByRows, place: Place) -> str:
     dtype = str(op.dtype).removeprefix("torch.")
     if dtype not in NARROW and name not in WIDE and not moves:
         return f"not for {dtype}"
-    if small and (op.message_bytes if isinstance(op, Plain) else op.nbytes) > MOST_BYTES:
+    if small and op.message_bytes > MOST_BYTES:
         return f"for at most {MOST_BYTES >> 10} KiB a rank"
     if name == "multimem" and not place.interpreted and not default_group().arena.multicast():
         return "no multicast address"
     return ""
 
 
-def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subject:
+def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) -> Subject:
     """interlace's algorithms, then the baselines, then the parts of a fused op."""
     timed = op.timed_inputs
     check: Any = op.check if op.nbytes else None
@@ -145,13 +149,13 @@ def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subjec
         if name == "torch":
             if op.op == "barrier":
                 raise ValueError("--baseline torch: a rank alone has no barrier")
-            found.append(BenchCandidate(name, BASELINE, op.alone, op.alone_inputs, loose))
+            found.append(BenchCandidate(name, BASELINE, lone.alone, lone.alone_inputs, loose))
         elif name != "symm_mem":
             found.append(BenchCandidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
         elif isinstance(op, ByRows):
             run = op.symmetric(baselines.group_name())
             found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
-        else:
+        elif isinstance(op, Plain):
             found.append(baselines.symmetric_collective(op))
     subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops, candidates=found)
     if isinstance(op, Fused):
