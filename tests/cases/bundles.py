@@ -37,8 +37,7 @@ from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.configuration import Configuration, gpu_attention
-from interlace.tools.bundle.bundle import BundleTarget
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import OPS, BundleTarget, KernelOptions
 from interlace.tools.catalogue.absent_group import AbsentGroup
 from interlace.tools.catalogue.catalogue import MatmulVariant
 

@@ -24,7 +24,7 @@ from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
 from interlace.runtime.tuning import cache, calibration
-from interlace.tools.bundle.bundle import BundleTarget
+from interlace.tools.bundle import BundleTarget
 from sim.core import test_plain
 from sim.tuning import test_tune_files
 from sim.tuning.test_tune_files import FOREIGN

@@ -23,8 +23,7 @@ from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.op.calls import run_to_list
-from interlace.tools.bundle.bundle import BundleTarget
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import OPS, BundleTarget, KernelOptions
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 

@@ -22,8 +22,7 @@ from interlace.output.files import refuse_no_folder
 from interlace.output.options import CommandOptions, arches, option, positive_int
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
-from interlace.tools.bundle.bundle import BundleTarget, build_bundles
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport, build as build_entries
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
 

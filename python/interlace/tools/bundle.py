@@ -1,16 +1,37 @@
-"""Ops that are built ahead of time, and the options of a build.
+"""Build an op ahead of time: a directory with SASS, PTX and a manifest that says how to launch it.
 
-What their launches compute is in ``kernels/bundle_formulas.py``, by the same names.
+::
+
+    manifest.json                          see docs/aot.md; written last
+    <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
+
+A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Nothing in it is
+written by hand where it could drift: arguments, sizes and resources are those of this compilation
+(``compiler/artifacts.py``), contracts are the paragraphs of the kernels' docstrings. What launches compute
+is in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import tempfile
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import torch
+import triton
 
-from interlace.kernels import bundle_formulas
+from interlace.kernels import bundle_formulas, signal
 from interlace.kernels.attention.decode import DECODE_LANES
+from interlace.kernels.collectives import low_latency as words
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.ops.attention.blocks import MERGED
@@ -24,6 +45,7 @@ from interlace.ops.collectives.low_latency import (
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
+from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import (
     DTYPES,
     MANY_ROWS,
@@ -31,6 +53,8 @@ from interlace.tools.catalogue.catalogue import (
     ExpertsVariant,
     MatmulVariant,
     NormVariant,
+    entries,
+    signals,
 )
 
 # Not of one build: which path is an option, and how many programs is said at the launch.
@@ -76,15 +100,9 @@ class KernelOptions:
         default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
-    @property
-    def variant(self) -> NormVariant:
-        return NormVariant(self.norm, self.quantize, "" if self.gather == "none" else self.gather)
-
-    @property
-    def routed(self) -> ExpertsVariant:
-        return ExpertsVariant(self.topk, self.experts)
-
     def operands(self, arch: int) -> MatmulVariant:
+        if self.quantize and arch < 89:
+            raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
         possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
         possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
         if self.path == "tma" and not possible:
@@ -92,6 +110,7 @@ class KernelOptions:
                 f"path is 'tma': sm_{arch} does not have it for {self.torch_dtype} with "
                 f"{self.columns} columns and inner dimension {self.inner}"
             )
+        gather = "" if self.gather == "none" else self.gather
         return MatmulVariant(
             self.dtype,
             self.weight,
@@ -101,6 +120,9 @@ class KernelOptions:
             self.bias,
             self.rows,
             self.overrides,
+            average=self.average,
+            norm=NormVariant(self.norm, self.quantize, gather),
+            routed=ExpertsVariant(self.topk, self.experts),
         )
 
 
@@ -115,7 +137,7 @@ class BundleOp:
     Those of ``apart`` wait for nothing, and without a ``workspace`` none does. ``tables`` name the quantity
     that an argument points to; ``options`` are those that apply. ``names``: of a kernel's arguments those
     that mean something else there than in the others, and what they are called. ``constants`` are the
-    same for all builds.
+    same for all builds. ``bias_by_column``: it has none by row.
     """
 
     entries: Make
@@ -127,6 +149,7 @@ class BundleOp:
     workspace: bool = True
     names: dict[str, dict[str, str]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
+    bias_by_column: bool = False
 
     @property
     def finished(self) -> bool:
@@ -139,6 +162,8 @@ class BundleOp:
             changed = getattr(options, one.name) != getattr(KernelOptions(), one.name)
             if changed and one.name not in (*self.options, "dtype", "rows", "overrides"):
                 raise ValueError(f"{one.name} is no option of {name}")
+        if options.bias == "m" and self.bias_by_column:
+            raise ValueError("bias is 'm': this op has a bias per column only")
         known = {f.name for f in fields(Configuration)} - set(_NOT_OVERRIDDEN)
         chunks = options.overrides.get("chunks", 1)
         if chunks > bundle_formulas.MOST_CHUNKS:
@@ -177,70 +202,24 @@ def _collective(op: str) -> Make:
     return made
 
 
-def _by_columns(made: Callable[..., Entry]) -> Make:
-    def of_options(arch: int, options: KernelOptions) -> list[Entry]:
-        if options.bias == "m":
-            raise ValueError("bias is 'm': this op has a bias per column only")
-        return [made(arch, options.operands(arch))]
-
-    return of_options
-
-
-def _reduced(fused: Callable[..., Entry]) -> Make:
-    return lambda arch, options: [fused(arch, options.operands(arch), average=options.average)]
-
-
-def _normed(fused: Callable[..., Entry]) -> Make:
-    def made(arch: int, options: KernelOptions) -> list[Entry]:
-        _can_be_fp8(arch, options)
-        return [fused(arch, options.operands(arch), options.variant, average=options.average)]
-
-    return made
-
-
-def _reduce_norm(arch: int, options: KernelOptions) -> list[Entry]:
-    _can_be_fp8(arch, options)
-    made = arch, options.dtype, options.variant, options.configuration(arch)
-    columns, average = options.columns, options.average
-    return [catalogue.reduce_norm(*made, columns=columns, average=average)]
-
-
-def _low_latency_norm(arch: int, options: KernelOptions) -> list[Entry]:
-    _can_be_fp8(arch, options)
-    made, columns = (arch, options.dtype, options.variant), options.columns
-    return [catalogue.low_latency_norm(*made, columns=columns, average=options.average)]
-
-
-def _can_be_fp8(arch: int, options: KernelOptions) -> None:
-    if options.quantize and arch < 89:
-        raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
+def _one(kernel: Callable[[int, MatmulVariant], Entry]) -> Make:
+    return lambda arch, options: [kernel(arch, options.operands(arch))]
 
 
 def _experts_rows(*kernels: str) -> Make:
     def made(arch: int, options: KernelOptions) -> list[Entry]:
-        found = catalogue.experts_rows(
-            arch,
-            options.dtype,
-            weighted=True,
-            routed=options.routed,
-            columns=options.columns,
-            overrides=options.overrides,
-        )
+        found = catalogue.experts_rows(arch, options.operands(arch))
         return [each for each in found if each.kernel in kernels]
 
     return made
 
 
-def _attention(made: Callable[..., Iterable[Entry]]) -> Make:
-    return lambda arch, options: list(
-        made(
-            arch,
-            options.dtype,
-            options.head_dim,
-            value_size=options.value_dim or None,
-            **options.overrides,
-        )
-    )
+def _attention(kernels: Callable[..., Iterable[Entry]]) -> Make:
+    def made(arch: int, options: KernelOptions) -> list[Entry]:
+        sizes = {"size": options.head_dim, "value_size": options.value_dim or None}
+        return list(kernels(arch, options.dtype, **sizes, **options.overrides))
+
+    return made
 
 
 RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
@@ -283,42 +262,42 @@ def _of_heads(*, backward: bool) -> BundleOp:
 
 OPS = {
     "all_gather_matmul": BundleOp(
-        lambda arch, options: [catalogue.all_gather_matmul(arch, options.operands(arch))],
+        _one(catalogue.all_gather_matmul),
         _FUSED,
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},
         (*_ROWS, *_WAITED),
         constants={"multicast": 0},  # bundles send to each rank by itself
     ),
     "matmul_reduce_scatter": BundleOp(
-        _reduced(catalogue.matmul_reduce_scatter),
+        _one(catalogue.matmul_reduce_scatter),
         (*_FUSED, "average"),
         _SEGMENTS,
         _ROWS,
     ),
     "matmul_all_reduce": BundleOp(
-        _reduced(catalogue.matmul_all_reduce),
+        _one(catalogue.matmul_all_reduce),
         (*_FUSED, "average"),
         conditions=RANKS,
     ),
     "matmul_reduce_scatter_norm": BundleOp(
-        _normed(catalogue.matmul_reduce_scatter_norm),
+        _one(catalogue.matmul_reduce_scatter_norm),
         (*_FUSED, *_NORM, "gather"),
         _SEGMENTS,
         _ROWS,
     ),
     "matmul_all_reduce_norm": BundleOp(
-        _normed(catalogue.matmul_all_reduce_norm),
+        _one(catalogue.matmul_all_reduce_norm),
         (*_FUSED, *_NORM),
         conditions=RANKS,
     ),
     "reduce_norm": BundleOp(
-        _reduce_norm,
+        _one(catalogue.reduce_norm),
         ("columns", *_NORM, "gather"),
         _SEGMENTS,
         (*_ROWS, "N <= BLOCK_N"),
     ),
     "low_latency_norm": BundleOp(
-        _low_latency_norm,
+        _one(catalogue.low_latency_norm),
         ("columns", *_NORM),
         conditions=(*RANKS, _BLOCKS, "N * ITEMSIZE % UNIT == 0"),
         words=True,
@@ -337,18 +316,17 @@ OPS = {
         constants={"tokens": 0},
     ),
     "grouped_matmul_combine": BundleOp(
-        lambda arch, options: [
-            catalogue.grouped_matmul_combine(arch, options.operands(arch), options.routed)
-        ],
+        _one(catalogue.grouped_matmul_combine),
         ("weight", "path", "columns", "inner", "topk", "experts"),
         conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
     ),
     **{
         op: BundleOp(
-            _by_columns(catalogue.grouped_matmul),
+            _one(catalogue.grouped_matmul),
             _FUSED,
             {"sends_ptr": "sends", **_SEGMENTS},
             (*_SPLITS, experts, *_WAITED),
+            bias_by_column=True,
         )
         for op, experts in (
             ("all_gather_grouped_matmul", "len(splits) == world_size * num_experts"),
@@ -356,16 +334,18 @@ OPS = {
         )
     },
     "matmul_all_to_all": BundleOp(
-        _by_columns(catalogue.matmul_all_to_all),
+        _one(catalogue.matmul_all_to_all),
         _FUSED,
         {"shards_ptr": "shards"},
         _ROWS,
+        bias_by_column=True,
     ),
     "all_to_all_matmul": BundleOp(
-        _by_columns(catalogue.all_to_all_matmul),
+        _one(catalogue.all_to_all_matmul),
         ("weight", "bias", "columns", "inner"),
         {"sends_ptr": "sends"},
         (*_ROWS, "min(rows) > 0", *_WAITED),
+        bias_by_column=True,
     ),
     "context_parallel_attention": BundleOp(
         _attention(catalogue_attention.gathered_attention),
@@ -430,3 +410,221 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
 def kernels(op: str) -> tuple[str, ...]:
     """Names of the kernels of an op itself, in the order of their launches."""
     return tuple(name for name in bundle_formulas.OPS[op] if name.endswith("_kernel"))
+
+
+FORMAT = "interlace bundle"
+VERSION = 2
+MANIFEST = "manifest.json"
+
+_WHOLE_GRID = (
+    "All programs of the grid at once, on all ranks at the same time: programs wait for each other. A "
+    "cooperative launch is refused where they cannot be. If a wait is for a program that is not there, it "
+    "is given up after the polls that the header allows: the abort word is set, the results are wrong."
+)
+_ALONE = "One program, which waits for nothing."
+_APART = "Any: no program waits for another, or for a rank."
+_LAST = "finish_kernel"
+_LABELS = ("legend", "ordering", "example")
+
+
+@dataclass(frozen=True)
+class BundleTarget:
+    """A bundle to build: ``op`` for every one of ``arches``, into directory ``out``."""
+
+    op: str
+    options: KernelOptions
+    arches: Sequence[int]
+    out: pathlib.Path
+
+    def entries(self) -> list[Entry]:
+        """Everything to compile. Raises ValueError naming the op, or an option."""
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
+        OPS[self.op].checked(self.op, self.options)
+        return [entry for arch in self.arches for entry in _sequence(self, arch)]
+
+
+def build_bundles(
+    targets: Sequence[BundleTarget],
+    *,
+    built_with: str,
+    files: Mapping[str, str],
+    on_report: Callable[[BuildReport], None] = lambda report: None,
+) -> list[BuildReport]:
+    """Compile ``targets`` together and write their bundles; a report per kernel.
+
+    ``files`` are texts to put beside the kernels. If a report has problems, nothing but directories is
+    made. Raises ValueError naming an option, OSError if a directory cannot be written.
+    """
+    entries = [target.entries() for target in targets]
+    with contextlib.ExitStack() as stack:
+        folders, stems = [], []
+        for target, kernels in zip(targets, entries, strict=True):
+            target.out.mkdir(parents=True, exist_ok=True)
+            staging = tempfile.TemporaryDirectory(prefix=".building-", dir=target.out)
+            folders.append(pathlib.Path(stack.enter_context(staging)))
+            stems += [str(folders[-1] / _stem(entry)) for entry in kernels]
+        reports = build(
+            [entry for kernels in entries for entry in kernels],
+            artifacts=stems,
+            on_report=on_report,
+        )
+        if not any(report.problems() for report in reports):
+            for target, folder in zip(targets, folders, strict=True):
+                manifest = _manifest(target, folder, built_with)
+                _place(
+                    target.out, folder, {**files, MANIFEST: json.dumps(manifest, indent=2) + "\n"}
+                )
+    return reports
+
+
+def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -> None:
+    """Move what was compiled into ``out``, and write ``texts``; the manifest, last, is replaced whole."""
+    for path in sorted(staging.iterdir()):
+        if path.suffix != ".json":
+            os.replace(path, out / path.name)
+    for name, text in texts.items():
+        (staging / name).write_text(text)
+        os.replace(staging / name, out / name)
+
+
+def _mains(target: BundleTarget, arch: int) -> list[Entry]:
+    """The kernels of the op itself."""
+    made = OPS[target.op].entries(arch, target.options)
+    if any(each.fixed.get("COPIERS") == 0 for each in made):
+        raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
+    # chosen by hand, it may spill
+    by_hand = bool(target.options.overrides)
+    return [replace(each, default=each.default and not by_hand) for each in made]
+
+
+def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
+    """The kernels of one launch of the op, in order."""
+    last = [each for each in signals(arch) if each.kernel == _LAST]
+    return [*_mains(target, arch), *(last if OPS[target.op].finished else ())]
+
+
+def _stem(entry: Entry) -> str:
+    return f"{entry.kernel}.sm_{entry.arch}"
+
+
+def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
+    op, options = OPS[target.op], target.options
+    sequence = _sequence(target, target.arches[0])
+    per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
+    functions = bundle_formulas.OPS[target.op]
+    needed = _names(each.__code__ for each in functions.values()) - functions.keys()
+    needed |= {name for text in op.conditions for name in bundle_formulas.inputs(text)}
+    layout = ("slot_offset", "data_offset", "buffer_bytes") if op.workspace else ()
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "built_with": {"interlace": built_with, "triton": triton.__version__},
+        "op": target.op,
+        "options": {**asdict(options), "dtype": str(options.torch_dtype).removeprefix("torch.")},
+        "sequence": [entry.kernel for entry in sequence],
+        "values": {value: VALUES[value] for value in VALUES if value in needed},
+        "quantities": sorted(functions.keys() - set(kernels(target.op))),
+        "tables": op.tables,
+        "workspace": {
+            "layout": list(layout[2:] if op.words else layout),
+            "alignment": DATA_ALIGNMENT,
+            "slot_bytes": WORD,
+            # index of every int64 word of the header that a host has to do with; credits: of rank 0's
+            "header_words": {
+                "epoch": signal.EPOCH_WORD,
+                "abort": signal.ABORT_WORD,
+                "spin_limit": signal.SPIN_LIMIT_WORD,
+                "claimed": signal.CLAIMED_WORD,
+                "credits": signal.CREDIT_WORDS,
+            },
+            "protocol": _protocol(words if op.words else signal),
+        },
+        "contracts": contracts(sequence, entries(target.arches[0])),
+        "arches": per_arch,
+    }
+
+
+def _protocol(module: Any) -> str:
+    return (module.__doc__ or "").partition("\nFlags:")[0].strip()
+
+
+def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, Any]:
+    op, options = OPS[target.op], target.options
+    mains = _mains(target, arch)
+    baked: dict[str, Any] = {
+        "CHUNKS": options.configuration(arch).chunks,
+        "ITEMSIZE": options.torch_dtype.itemsize,
+        "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
+        "GATHERS": ("none", "normed", "both").index(options.gather),
+    }
+    for entry in mains:  # in one that is first it is meant
+        there = {name: value for name, value in entry.fixed.items() if value is not None}
+        baked = {**there, **baked}
+    baked |= {**CONSTANTS, **op.constants}
+    conditions = (*op.conditions, *descriptor_conditions(mains[0]))
+    kernels = {entry.kernel: _kernel(target, entry, staging, conditions) for entry in mains}
+    for last in _sequence(target, arch)[len(mains) :]:
+        kernels[last.kernel] = _kernel(target, last, staging, RANKS)
+    numbers = {name: int(value) for name, value in baked.items() if isinstance(value, int)}
+    return {"constants": dict(sorted(numbers.items())), "kernels": kernels}
+
+
+def _kernel(
+    target: BundleTarget, entry: Entry, staging: pathlib.Path, conditions: Sequence[str]
+) -> dict[str, Any]:
+    """``staging`` has the artifacts of ``entry``."""
+    stem, op = _stem(entry), OPS[target.op]
+    facts: dict[str, Any] = json.loads((staging / f"{stem}.json").read_text())
+    for argument in facts["arguments"]:
+        argument["name"] = op.names.get(entry.kernel, {}).get(argument["name"], argument["name"])
+    waits = op.workspace and entry.kernel not in (_LAST, *op.apart)
+    alone = _ALONE if entry.kernel == _LAST else _APART
+    return {
+        "cubin": _file(staging / f"{stem}.cubin"),
+        "ptx": _file(staging / f"{stem}.ptx"),
+        "conditions": list(conditions),
+        "residency": _WHOLE_GRID if waits else alone,
+        "cooperative": waits,
+        **facts,
+    }
+
+
+def _names(functions: Iterable[types.CodeType]) -> set[str]:
+    """All names in functions, and in those within them."""
+    found = set[str]()
+    for code in functions:
+        within = (each for each in code.co_consts if isinstance(each, types.CodeType))
+        found |= {*code.co_names} | _names(within)
+    return found
+
+
+def contract(module: str, kernel: str) -> dict[str, str]:
+    """The paragraphs of the docstring: "computes" is the first, the others are named in it."""
+    function = getattr(importlib.import_module(module), kernel)
+    paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
+    first, *others = (" ".join(paragraph.split()) for paragraph in paragraphs)
+    found = {"computes": first}
+    for paragraph in others:
+        label, _, text = paragraph.partition(": ")
+        if label.lower() in _LABELS:
+            found[label.lower()] = text
+    return found
+
+
+def contracts(entries: list[Entry], known: list[Entry]) -> dict[str, dict[str, str]]:
+    """Of ``entries``, and of those among ``known`` that their texts refer to, by kernel."""
+    modules = {entry.kernel: entry.module for entry in known}
+    found: dict[str, dict[str, str]] = {}
+    missing = [entry.kernel for entry in entries]
+    while missing:
+        kernel = missing.pop(0)
+        if kernel not in found:
+            found[kernel] = contract(modules[kernel], kernel)
+            named = re.findall(r"\b\w+_kernel\b", " ".join(found[kernel].values()))
+            missing += [name for name in named if name in modules]
+    return found
+
+
+def _file(path: pathlib.Path) -> dict[str, Any]:
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
