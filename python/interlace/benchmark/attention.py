@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import interlace
 from interlace import reference
 from interlace.benchmark import payload
-from interlace.benchmark.alone import TORCH
+from interlace.benchmark.baselines import TORCH
 from interlace.benchmark.figures import bus_factor
 from interlace.benchmark.fused import ByRows, Expected
 from interlace.benchmark.plain import Tensors
@@ -71,7 +71,9 @@ class _HeadTensors(ByRows):
         self.shape |= {name: value for name, value in more.items() if value is not None}
 
     @classmethod
-    def refuse_settings(cls, n: int, **settings: Any) -> None:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        n = sizes[1]
         key_heads = settings.get("key_heads", n)
         if n % key_heads:
             raise ValueError(
@@ -79,8 +81,9 @@ class _HeadTensors(ByRows):
             )
 
     @classmethod
-    def elements(cls, *sizes: int, batch: int = 1, **settings: Any) -> int:
-        return 4 * batch * math.prod(sizes)
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        batch: int = settings.get("batch", 1)
+        return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, what: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
         """The tokens at these places of the whole."""
@@ -129,11 +132,12 @@ class AttentionRows(_HeadTensors):
         return self.places[:, None] >= self.gathered if self.causal else None
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        if (m or 0) % (2 * world_size):
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype, **settings)
+        chunks = 2 * world_size
+        if sizes[0] % chunks:
             raise ValueError(
-                f"--m {m}: {cls.op} shares tokens out in {2 * world_size} equal chunks, two to a rank"
+                f"--m {sizes[0]}: {cls.op} shares tokens out in {chunks} equal chunks, two to a rank"
             )
 
     def inputs(self, call: int) -> Tensors:

@@ -6,7 +6,7 @@ all-to-all of equal parts, with an index before or behind.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +39,14 @@ class _RowsOfTokens(ByRows):
         self.chosen = evenly(m // self.topk, self.world_size, self.device)
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        parts = world_size * min(TOPK, world_size)
-        if (m or 0) % parts:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        topk = min(TOPK, world_size)
+        parts = world_size * topk
+        if sizes[0] % parts:
             raise ValueError(
-                f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
-                f"{min(TOPK, world_size)} experts for each token"
+                f"--m {sizes[0]}: {cls.op} shares rows out evenly, {parts} must divide them: "
+                f"{world_size} ranks, {topk} experts for each token"
             )
 
     def sums(self, home: torch.Tensor) -> torch.Tensor:
@@ -199,11 +200,11 @@ class AllGatherGroupedRows(AllGatherMatmul):
     shards = False
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        if (m or 0) % (world_size * TOPK):
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        if sizes[0] % (world_size * TOPK):
             raise ValueError(
-                f"--m {m}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
+                f"--m {sizes[0]}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
             )
 
     def _stacked(self, call: int) -> torch.Tensor:
@@ -222,9 +223,6 @@ class AllGatherGroupedRows(AllGatherMatmul):
         gathered = self.collectives.all_gather(buffer, input)
         rows = gathered.view(self.world_size, TOPK, -1, self.k).transpose(0, 1)
         return torch.bmm(rows.reshape(TOPK, -1, self.k), weight).view(self.m, self.n)
-
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        return ByRows.symmetric(self, group_name)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         each = self.rows // TOPK  # rows of one source for one expert

@@ -21,7 +21,7 @@ import interlace
 from interlace import reference
 from interlace.arguments import checks
 from interlace.benchmark import payload
-from interlace.benchmark.alone import TORCH, TorchCollectives
+from interlace.benchmark.baselines import TORCH, TorchCollectives
 from interlace.benchmark.plain import (
     AllGather,
     AllReduce,
@@ -43,7 +43,7 @@ Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, loos
 class ByRows(MeasuredOp):
     """One op of a rank. ``m`` are all rows.
 
-    ``collectives``: those of :meth:`theirs`, which others replace (``alone.py``).
+    ``collectives``: those of :meth:`theirs`, which others replace (``baselines.py``).
     """
 
     algorithms: tuple[str, ...] = checks.ALGORITHMS
@@ -52,7 +52,7 @@ class ByRows(MeasuredOp):
     collectives: TorchCollectives = TORCH
     shards = False  # whether the rows of a tuned problem are those of one rank
     varied: tuple[dict[str, int], ...] = ()  # values that tune tries with the kernels
-    parted = ""  # "n" or "k", if ranks have equal parts of it
+    parted = ""  # "n" or "k", if ranks have equal parts of it, and not of the rows
     scatters = False  # whether a result has this rank's rows only
 
     def __init__(self, place: Place, dtype: torch.dtype, *sizes: int) -> None:
@@ -66,33 +66,25 @@ class ByRows(MeasuredOp):
         self._expected: dict[int, Expected] = {}
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        shape = dict(zip(cls.sizes, sizes, strict=False))
+        m, part = shape["m"], shape.get(cls.parted, 0)
         if not dtype.startswith(("float", "bfloat")):
             raise ValueError(f"--dtype {dtype}: {cls.op} computes with floats")
-        if (m or 0) % world_size:
+        if m % world_size and not cls.parted:
             raise ValueError(
                 f"--m {m}: {cls.op} shards rows, and world size {world_size} does not divide them"
             )
 
-    @classmethod
-    def refuse_widths(cls, world_size: int, n: int, k: int) -> None:
-        """The same for the sizes besides rows."""
-        size = {"": 0, "n": n, "k": k}[cls.parted]
-        if size % world_size:
+        if part % world_size:
             raise ValueError(
-                f"--{cls.parted} {size}: {cls.op} gives ranks parts of it, world size {world_size} does "
+                f"--{cls.parted} {part}: {cls.op} gives ranks parts of it, world size {world_size} does "
                 "not divide it"
             )
 
     @classmethod
-    def refuse_settings(cls, n: int, **settings: Any) -> None:
-        """The same for what there is besides sizes; here nothing."""
-        assert not settings, cls.op
-
-    @classmethod
-    def elements(cls, *sizes: int, **settings: Any) -> int:
-        """The elements of a rank's tensors, or more: whether there is memory for them is asked before."""
-        return math.prod(sizes)
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        return math.prod(sizes) * dtype.itemsize
 
     @classmethod
     def problem(cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int) -> Problem:
@@ -100,10 +92,6 @@ class ByRows(MeasuredOp):
         m, n, k = (*sizes, 1)[:3]
         rows = m // world_size if cls.shards else m
         return Problem(cls.op, dtype, rows, n, k, world_size)
-
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        """torch's own fused op, over symmetric memory. Raises ValueError where torch has none."""
-        raise ValueError(f"--baseline symm_mem: torch has no fused {self.op}")
 
     @abstractmethod
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
@@ -146,9 +134,9 @@ class Fused(ByRows):
         self.bus_factor = self.collective.bus_factor
 
     @classmethod
-    def elements(cls, *sizes: int, **settings: Any) -> int:
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
         m, n, k = sizes
-        return m * k + k * n + m * n
+        return (m * k + k * n + m * n) * dtype.itemsize
 
     def weight(self, rank: int, call: int) -> torch.Tensor:
         """``[k, n]``, a transposed view."""
@@ -194,10 +182,6 @@ class AllGatherMatmul(Fused):
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         return torch.mm(self.collectives.all_gather(buffer, input), weight)
 
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        op = torch.ops.symm_mem.fused_all_gather_matmul
-        return lambda input, weight, buffer: op(input, [weight], 0, group_name)[1][0]
-
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         pieces, weight = self.rows_by_owner(rows, self.rows, call), self.weight(self.rank, call)
         value, bound = reference.all_gather_matmul(pieces, weight, self.dtype, roundings=2)
@@ -214,10 +198,6 @@ class MatmulReduceScatter(Fused):
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
         return self.collectives.reduce_scatter(buffer, torch.mm(input, weight))
-
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        op = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        return lambda input, weight, buffer: op(input, weight, "sum", 0, group_name)
 
 
 class MatmulAllReduce(Fused):
@@ -242,10 +222,6 @@ class _HeadExchange(Fused):
         super().__init__(place, dtype, m, n, k)
         self.each = self.shape[self.parted] // self.world_size
         self.all_rows = m * self.world_size
-
-    @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, None, dtype)  # any number of rows of a rank
 
     def common(self, call: int) -> torch.Tensor:
         """The weight, the same on all ranks."""

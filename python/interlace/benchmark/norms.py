@@ -60,9 +60,6 @@ class _WithNorm(ByRows):
         total = super().theirs(*tensors) + self._residual  # type: ignore[safe-super]
         return F.rms_norm(total, (self.n,), self._weight, EPS), total
 
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        return ByRows.symmetric(self, group_name)
-
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         value, bound, looser = super().expected(rows, call)  # type: ignore[safe-super]
         residual = self._residual[rows]

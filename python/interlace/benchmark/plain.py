@@ -8,7 +8,7 @@ own memory, without a rank waiting for another.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -42,8 +42,13 @@ class MeasuredOp(ABC):
 
     @classmethod
     @abstractmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
         """Raise ValueError if the op cannot be so."""
+
+    @classmethod
+    @abstractmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        """Bytes of a rank's tensors, or more: whether there is memory for them is asked before."""
 
     @property
     def message_bytes(self) -> int:
@@ -96,11 +101,15 @@ class Plain(MeasuredOp):
         self.bus_factor = bus_factor(self.op, self.world_size)
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
         if world_size < cls.least_ranks:
             raise ValueError(
                 f"--world-size {world_size}: {cls.op} needs at least {cls.least_ranks} ranks"
             )
+
+    @classmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        return sum(sizes)
 
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
         """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
