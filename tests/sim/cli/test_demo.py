@@ -15,13 +15,8 @@ from rich.console import Console
 
 import interlace
 from interlace import reference
-from interlace.cli.commands import (
-    demo as command,
-    demo_timeline as timeline,
-    demo_workload as workload,
-)
-from interlace.cli.commands.demo import CASES, run_case
-from interlace.cli.commands.demo_workload import DemoOptions
+from interlace.cli.commands import demo as command, demo_timeline as timeline
+from interlace.cli.commands.demo import CASES, DemoOptions, run_case
 from interlace.kernels.tiling import split_rows
 from interlace.runtime.places.sim.scheduler import recording, trace
 
@@ -35,10 +30,10 @@ def printed(options: DemoOptions, width: int = 80, **console: Any) -> tuple[int,
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[workload.Workload, list[command.CaseResult]]:
+def small() -> tuple[command.Workload, list[command.CaseResult]]:
     """Every case on 3 ranks with uneven shards."""
     options = DemoOptions(ranks=3, **SMALL)
-    work = workload.from_text(None, torch.bfloat16, 0, **SMALL)
+    work = command.from_text(None, torch.bfloat16, 0, **SMALL)
     return work, [run_case(case, work, options) for case in CASES]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from interlace.cli.commands import demo as command, demo_workload as workload
-from interlace.cli.commands.demo_workload import DemoOptions
+from interlace.cli.commands import demo as command
+from interlace.cli.commands.demo import DemoOptions
 from interlace.runtime.places.sim.scheduler import recording
 
 
@@ -20,11 +20,11 @@ def printed(options: DemoOptions) -> tuple[int, str]:
 
 
 def test_text_gives_distinct_rows_that_depend_on_the_seed() -> None:
-    work = workload.from_text(None, torch.float32, 0, None, None, None)
-    assert work.sizes == (workload.DEFAULT_M, workload.DEFAULT_N, workload.DEFAULT_K)
-    assert len(torch.unique(work.activations, dim=0)) == workload.DEFAULT_M
-    again = workload.from_text(None, torch.float32, 0, None, None, None)
-    other = workload.from_text(None, torch.float32, 1, None, None, None)
+    work = command.from_text(None, torch.float32, 0, None, None, None)
+    assert work.sizes == (command.DEFAULT_M, command.DEFAULT_N, command.DEFAULT_K)
+    assert len(torch.unique(work.activations, dim=0)) == command.DEFAULT_M
+    again = command.from_text(None, torch.float32, 0, None, None, None)
+    other = command.from_text(None, torch.float32, 1, None, None, None)
     assert torch.equal(work.activations, again.activations)
     assert not torch.equal(work.activations, other.activations)
 
@@ -32,7 +32,7 @@ def test_text_gives_distinct_rows_that_depend_on_the_seed() -> None:
 def test_own_text(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "own.txt"
     file.write_text("to be, or not to be")
-    work = workload.from_text(str(file), torch.float32, 0, 20, 4, 8)
+    work = command.from_text(str(file), torch.float32, 0, 20, 4, 8)
     assert "repeated" in work.origin
     code, text = printed(DemoOptions(ranks=2, m=20, n=4, k=8, text=str(file)))
     assert code == 0 and "own.txt" in text.replace("\n", "")
@@ -41,11 +41,11 @@ def test_own_text(tmp_path: pathlib.Path) -> None:
 def test_own_activations_and_weights(tmp_path: pathlib.Path) -> None:
     x, w1, w2 = torch.randn(10, 6), torch.randn(6, 8).double(), torch.randn(8, 6).half()
     np.save(tmp_path / "x.npy", x.numpy().astype(">f8"))
-    work = workload.from_file(str(tmp_path / "x.npy"), torch.float32, 0, None, 5, None)
+    work = command.from_file(str(tmp_path / "x.npy"), torch.float32, 0, None, 5, None)
     assert work.sizes == (10, 5, 6)
     assert torch.equal(work.activations, x)
     torch.save({"activations": x, "weight1": w1, "weight2": w2}, tmp_path / "all.pt")
-    work = workload.from_file(str(tmp_path / "all.pt"), torch.bfloat16, 0, 7, None, None)
+    work = command.from_file(str(tmp_path / "all.pt"), torch.bfloat16, 0, 7, None, None)
     assert work.sizes == (7, 8, 6)
     assert torch.equal(work.weight1, w1.bfloat16()) and torch.equal(work.weight2, w2.bfloat16())
     torch.save(x, tmp_path / "x.pt")
