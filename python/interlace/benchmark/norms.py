@@ -16,12 +16,7 @@ import torch.nn.functional as F
 import interlace
 from interlace import reference
 from interlace.benchmark import payload
-from interlace.benchmark.fused import (
-    ByRows,
-    Expected,
-    MatmulAllReduce,
-    MatmulReduceScatter,
-)
+from interlace.benchmark.fused import ByRows, Expected, MatmulAllReduce, MatmulReduceScatter
 from interlace.benchmark.plain import AllReduce, Plain, ReduceScatter, Tensors
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.runtime.core.place import Place

@@ -104,17 +104,14 @@ class BenchRequest:
         return "::" in self.target
 
 
-@dataclass
-class Source:
-    """``make()`` gives the subject, once torch.distributed has ``backend``; ``left_out`` of "all", why."""
-
-    backend: str | None
-    left_out: list[str]
-    make: Callable[[], Subject]
+Source = tuple[str | None, list[str], Callable[[], Subject]]
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own."""
+    """A backend of torch.distributed, what is left out of "all" and why, and what makes the subject then.
+
+    On the calling rank. Collective for a kernel of one's own.
+    """
     if request.own:
         return _own_kernel(request, place)
     device, chosen = place.device.type, request.chosen
@@ -138,7 +135,7 @@ def source(request: BenchRequest, place: Place) -> Source:
     # of plain collectives the op itself knows the way on one rank
     lone = baselines.Alone(op, sizes, settings) if isinstance(op, ByRows) else op
     make = functools.partial(_op, op, lone, names, chosen)
-    return Source(baselines.torch_backend(chosen), left_out, make)
+    return baselines.torch_backend(chosen), left_out, make
 
 
 def _why_not(name: str, op: MeasuredOp, place: Place) -> str:
@@ -220,7 +217,7 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
     if found.matmul is not None and found.communication is not None:
         subject.matmul = add("matmul alone", PART, found.matmul, None)
         subject.communication = add("communication alone", PART, found.communication, None)
-    return Source(baselines.torch_backend(names), [], lambda: subject)
+    return baselines.torch_backend(names), [], lambda: subject
 
 
 def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
@@ -351,9 +348,9 @@ def rank_0(tick: Tick) -> Tick:
 def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
     """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
     place = default_group().place
-    found = source(request, place)
-    with baselines.joined(found.backend, request.store, place.rank, place.world_size):
-        subject = found.make()
+    backend, left_out, make = source(request, place)
+    with baselines.joined(backend, request.store, place.rank, place.world_size):
+        subject = make()
         rows = _measure(subject, request, place, rank_0(tick))
     sizes = MeasuredSize(
         **{each.name: getattr(subject, each.name) for each in fields(Facts)},
@@ -362,7 +359,7 @@ def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
         world_size=place.world_size,
         dtype=request.dtype,
         cache_bytes=cache_bytes(place.device),
-        left_out=found.left_out,
+        left_out=left_out,
         rows=rows,
     )
     sizes.compare()

@@ -269,26 +269,16 @@ OPS = {
         constants={"multicast": 0},  # bundles send to each rank by itself
     ),
     "matmul_reduce_scatter": BundleOp(
-        _one(catalogue.matmul_reduce_scatter),
-        (*_FUSED, "average"),
-        _SEGMENTS,
-        _ROWS,
+        _one(catalogue.matmul_reduce_scatter), (*_FUSED, "average"), _SEGMENTS, _ROWS
     ),
     "matmul_all_reduce": BundleOp(
-        _one(catalogue.matmul_all_reduce),
-        (*_FUSED, "average"),
-        conditions=RANKS,
+        _one(catalogue.matmul_all_reduce), (*_FUSED, "average"), conditions=RANKS
     ),
     "matmul_reduce_scatter_norm": BundleOp(
-        _one(catalogue.matmul_reduce_scatter_norm),
-        (*_FUSED, *_NORM, "gather"),
-        _SEGMENTS,
-        _ROWS,
+        _one(catalogue.matmul_reduce_scatter_norm), (*_FUSED, *_NORM, "gather"), _SEGMENTS, _ROWS
     ),
     "matmul_all_reduce_norm": BundleOp(
-        _one(catalogue.matmul_all_reduce_norm),
-        (*_FUSED, *_NORM),
-        conditions=RANKS,
+        _one(catalogue.matmul_all_reduce_norm), (*_FUSED, *_NORM), conditions=RANKS
     ),
     "reduce_norm": BundleOp(
         _one(catalogue.reduce_norm),
@@ -310,10 +300,7 @@ OPS = {
         constants={"counts_byte": 0},
     ),
     "combine": BundleOp(
-        _experts_rows("combine_kernel"),
-        _ROUTED,
-        conditions=_SENT,
-        constants={"tokens": 0},
+        _experts_rows("combine_kernel"), _ROUTED, conditions=_SENT, constants={"tokens": 0}
     ),
     "grouped_matmul_combine": BundleOp(
         _one(catalogue.grouped_matmul_combine),
@@ -377,17 +364,8 @@ OPS = {
         {"sends_ptr": "sends", "arrivals_ptr": "arrivals"},
         (*_ROWS, "resident > COPIERS"),
     ),
-    "reduce_scatter": BundleOp(
-        _collective("reduce_scatter"),
-        ("average",),
-        _SEGMENTS,
-        _ROWS,
-    ),
-    "all_reduce": BundleOp(
-        _collective("all_reduce"),
-        ("average",),
-        conditions=RANKS,
-    ),
+    "reduce_scatter": BundleOp(_collective("reduce_scatter"), ("average",), _SEGMENTS, _ROWS),
+    "all_reduce": BundleOp(_collective("all_reduce"), ("average",), conditions=RANKS),
     "broadcast": BundleOp(
         lambda arch, options: catalogue.broadcast(arch, options.dtype),
         (),

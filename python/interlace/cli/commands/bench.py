@@ -36,13 +36,7 @@ from interlace.benchmark.requests import (
 from interlace.groups import groups
 from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
 from interlace.output.consoles import Progress, write
-from interlace.output.files import (
-    TERMINAL,
-    draw_bars,
-    file_of,
-    refuse_outputs,
-    require_matplotlib,
-)
+from interlace.output.files import TERMINAL, draw_bars, file_of, refuse_outputs, require_matplotlib
 from interlace.output.machine import refuse_size
 from interlace.output.options import MOST, CommandOptions, option
 from interlace.runtime.compat import launchers

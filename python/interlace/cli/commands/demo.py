@@ -38,13 +38,7 @@ from interlace.launcher import PLACES
 from interlace.output.consoles import write
 from interlace.output.files import refuse_format, refuse_outputs, refuse_unreadable
 from interlace.output.machine import refuse_matmul
-from interlace.output.options import (
-    CommandOptions,
-    option,
-    positive_int,
-    seed_number,
-    world_size,
-)
+from interlace.output.options import CommandOptions, option, positive_int, seed_number, world_size
 from interlace.output.page import write_page
 from interlace.runtime.places.sim.scheduler.recording import Recording, write_trace
 from interlace.runtime.tuning import configuration
