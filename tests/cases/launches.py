@@ -177,7 +177,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue.low_latency(90),
         catalogue.signals(90),
         catalogue.between_nodes(90),
-        catalogue_attention.attention_kernels(90, "bf16", 64),
+        catalogue_attention.attention_kernels(90, catalogue_attention.HeadsVariant("bf16", 64)),
         catalogue_attention.decoding(90),
     ):
         list(part)

@@ -56,6 +56,7 @@ from interlace.tools.catalogue.catalogue import (
     entries,
     signals,
 )
+from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 
 # Not of one build: which path is an option, and how many programs is said at the launch.
 _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
@@ -216,8 +217,8 @@ def _experts_rows(*kernels: str) -> Make:
 
 def _attention(kernels: Callable[..., Iterable[Entry]]) -> Make:
     def made(arch: int, options: KernelOptions) -> list[Entry]:
-        sizes = {"size": options.head_dim, "value_size": options.value_dim or None}
-        return list(kernels(arch, options.dtype, **sizes, **options.overrides))
+        sizes = options.head_dim, options.value_dim
+        return list(kernels(arch, HeadsVariant(options.dtype, *sizes, options.overrides)))
 
     return made
 

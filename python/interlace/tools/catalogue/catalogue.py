@@ -68,11 +68,7 @@ from interlace.tools.catalogue.absent_group import (
     launched,
     meta,
 )
-from interlace.tools.catalogue.catalogue_attention import (
-    attention,
-    decode_kernels as decode_kernels,
-    gathered_attention as gathered_attention,
-)
+from interlace.tools.catalogue.catalogue_attention import attention
 
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
