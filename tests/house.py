@@ -131,7 +131,7 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/places runtime/tuning"
     ),
     "interlace/tools": (
-        "face interlace/groups interlace/ops/attention interlace/ops/collectives "
+        "face interlace interlace/groups interlace/ops/attention interlace/ops/collectives "
         "interlace/ops/matmul interlace/tools/catalogue runtime/compat runtime/core "
         "runtime/places/sim runtime/tuning"
     ),

@@ -260,13 +260,12 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
     def of_bundles() -> int:
         """By CuPy, of which there is a stand-in: it counts by itself."""
         from interlace import aot
-        from interlace.cli.commands.build import write
-        from interlace.tools.bundle import BundleTarget, KernelOptions
+        from interlace.tools.bundle import BundleTarget, KernelOptions, build_bundles
         from stand_ins import cupy_stand_in
 
         sys.modules["cupy"] = cupy_stand_in
         small = KernelOptions(overrides={"block_elements": 1024})
-        write([BundleTarget("all_reduce", small, [90], folder / "b")])
+        build_bundles([BundleTarget("all_reduce", small, [90], folder / "b")])
         peers = {"peers_ptr": 1 << 40, "rank": 0, "world_size": 2}
         aot.load(folder / "b", 90).launch("finish_kernel", 1, peers)
         return 1 - len(cupy_stand_in.launches)

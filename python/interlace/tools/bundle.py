@@ -3,6 +3,7 @@
 ::
 
     manifest.json                          see docs/aot.md; written last
+    load.py                                the loader, which needs no interlace
     <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
 
 A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Nothing in it is
@@ -11,6 +12,7 @@ written by hand where it could drift: arguments, sizes and resources are those o
 is in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -29,11 +31,13 @@ from typing import Any
 import torch
 import triton
 
-from interlace.kernels import bundle_formulas, signal
+from interlace import __version__, aot
+from interlace.kernels import bundle_formulas, launch_formulas, signal
 from interlace.kernels.attention.decode import DECODE_LANES
 from interlace.kernels.collectives import low_latency as words
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
 from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
+from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.ops.attention.blocks import MERGED
 from interlace.ops.attention.decode import MOST_PIECES
 from interlace.ops.collectives.low_latency import (
@@ -394,6 +398,8 @@ def kernels(op: str) -> tuple[str, ...]:
 FORMAT = "interlace bundle"
 VERSION = 2
 MANIFEST = "manifest.json"
+LOADER = "load.py"
+_NOT_IN_LOADER = ("interlace", "__future__")
 
 _WHOLE_GRID = (
     "All programs of the grid at once, on all ranks at the same time: programs wait for each other. A "
@@ -426,14 +432,12 @@ class BundleTarget:
 def build_bundles(
     targets: Sequence[BundleTarget],
     *,
-    built_with: str,
-    files: Mapping[str, str],
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
     """Compile ``targets`` together and write their bundles; a report per kernel.
 
-    ``files`` are texts to put beside the kernels. If a report has problems, nothing but directories is
-    made. Raises ValueError naming an option, OSError if a directory cannot be written.
+    If a report has problems, nothing but directories is made. Raises ValueError naming an option, OSError
+    if a directory cannot be written.
     """
     entries = [target.entries() for target in targets]
     with contextlib.ExitStack() as stack:
@@ -450,11 +454,28 @@ def build_bundles(
         )
         if not any(report.problems() for report in reports):
             for target, folder in zip(targets, folders, strict=True):
-                manifest = _manifest(target, folder, built_with)
-                _place(
-                    target.out, folder, {**files, MANIFEST: json.dumps(manifest, indent=2) + "\n"}
-                )
+                manifest = json.dumps(_manifest(target, folder), indent=2) + "\n"
+                _place(target.out, folder, {LOADER: loader(), MANIFEST: manifest})
     return reports
+
+
+def loader() -> str:
+    """The loader as one file: ``aot.py``, and before it all that it calls of interlace."""
+    called = [inspect.getsource(each) for each in (send_order, arrival_order, owner_order)]
+    head, body = _less_imports(aot)
+    modules = [_less_imports(each)[1] for each in (launch_formulas, bundle_formulas)]
+    return "\n\n".join([head, "from __future__ import annotations", *called, *modules, body])
+
+
+def _less_imports(module: types.ModuleType) -> tuple[str, str]:
+    """The docstring, and the text below it but for imports of interlace."""
+    source = inspect.getsource(module)
+    lines = source.splitlines(keepends=True)
+    docstring, *nodes = ast.parse(source).body
+    for node in reversed(nodes):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(_NOT_IN_LOADER):
+            del lines[node.lineno - 1 : node.end_lineno]
+    return "".join(lines[: docstring.end_lineno]), "".join(lines[docstring.end_lineno :])
 
 
 def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -> None:
@@ -487,7 +508,7 @@ def _stem(entry: Entry) -> str:
     return f"{entry.kernel}.sm_{entry.arch}"
 
 
-def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> dict[str, Any]:
+def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
     op, options = OPS[target.op], target.options
     sequence = _sequence(target, target.arches[0])
     per_arch = {str(arch): _arch(target, arch, staging) for arch in target.arches}
@@ -498,7 +519,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path, built_with: str) -> d
     return {
         "format": FORMAT,
         "version": VERSION,
-        "built_with": {"interlace": built_with, "triton": triton.__version__},
+        "built_with": {"interlace": __version__, "triton": triton.__version__},
         "op": target.op,
         "options": {**asdict(options), "dtype": str(options.torch_dtype).removeprefix("torch.")},
         "sequence": [entry.kernel for entry in sequence],

@@ -37,7 +37,7 @@ from interlace.groups import groups
 from interlace.launcher import PLACES
 from interlace.output.consoles import write
 from interlace.output.files import refuse_format, refuse_outputs, refuse_unreadable
-from interlace.output.machine import refuse_matmul
+from interlace.output.machine import refuse_size
 from interlace.output.options import CommandOptions, option, positive_int, seed_number, world_size
 from interlace.output.page import write_page
 from interlace.runtime.places.sim.scheduler.recording import Recording, write_trace
@@ -103,7 +103,7 @@ def from_text(
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
         raise ValueError(f"--text {path}: no words in it")
-    refuse_matmul((m, n, k), 8, 1, "sim")
+    _refuse_size(m, n, k)
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, k, generator=generator)
     tokens = torch.tensor([zlib.crc32(words[i % len(words)].lower().encode()) for i in range(m)])
@@ -143,7 +143,7 @@ def from_file(
         hidden = weights["weight2"].shape[0] if "weight2" in weights else n or DEFAULT_N
     if n is not None and n != hidden:
         raise ValueError(f"{where}: --n {n}, but the weights have n = {hidden}")
-    refuse_matmul((activations.shape[0], hidden, inner), 8, 1, "sim")
+    _refuse_size(activations.shape[0], hidden, inner)
     generated = _weights(inner, hidden, torch.Generator().manual_seed(seed))
     shapes = (("(k, n)", (inner, hidden)), ("(n, k)", (hidden, inner)))
     for key, weight, (form, shape) in zip(KEYS[1:], generated, shapes, strict=True):
@@ -152,6 +152,10 @@ def from_file(
             raise ValueError(f"{where}: {key} has shape {given}, must be {form} = {shape}")
     origin = path + (f", {' and '.join(drawn)} drawn from the seed" if drawn else "")
     return Workload(activations, weights["weight1"], weights["weight2"], origin)
+
+
+def _refuse_size(m: int, n: int, k: int) -> None:
+    refuse_size(f"{m} x {n} x {k}", (m * k + k * n + m * n) * 8, 1, "sim")
 
 
 def _weights(k: int, n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
