@@ -53,7 +53,7 @@ class Listener:
 
 def checks() -> Iterator[CacheJob]:
     """The cases of ``interlace check --device cuda``."""
-    from interlace.cli.commands.check_cases import RowsCase, cases
+    from interlace.cli.commands.check import RowsCase, cases
 
     def called(case: Any) -> None:
         with case.circumstances():

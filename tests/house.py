@@ -102,10 +102,6 @@ FOLDERS = {
         "interlace/ops/matmul runtime/compiler runtime/compiler/lint runtime/core "
         "runtime/numerics runtime/tuning"
     ),
-    "interlace/tools/bundle": (
-        "interlace/ops/attention interlace/ops/collectives interlace/tools/catalogue runtime/core "
-        "runtime/tuning"
-    ),
     "interlace/ops": (
         "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
         "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
@@ -135,8 +131,9 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/places runtime/tuning"
     ),
     "interlace/tools": (
-        "face interlace/groups interlace/ops/attention interlace/ops/matmul runtime/compat "
-        "runtime/core runtime/places/sim runtime/tuning"
+        "face interlace interlace/groups interlace/ops/attention interlace/ops/collectives "
+        "interlace/ops/matmul interlace/tools/catalogue runtime/compat runtime/core "
+        "runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark": (
         "face interlace interlace/arguments interlace/groups interlace/ops/attention "
@@ -146,7 +143,7 @@ FOLDERS = {
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/benchmark interlace/functional "
         "interlace/groups interlace/ops/collectives interlace/ops/matmul interlace/output "
-        "interlace/tensor interlace/tools interlace/tools/bundle interlace/tools/catalogue "
+        "interlace/tensor interlace/tools interlace/tools/catalogue "
         "runtime/compat runtime/core runtime/places/gpu runtime/places/sim/scheduler "
         "runtime/processes runtime/tuning"
     ),

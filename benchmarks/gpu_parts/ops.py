@@ -5,8 +5,7 @@ from typing import Any
 
 from gpu_parts.timing import Record, Time, on_ranks, record
 
-from interlace.benchmark.measure import measure
-from interlace.benchmark.requests import OPS, BenchRequest
+from interlace.benchmark.requests import OPS, BenchRequest, measure
 
 Sizes = tuple[int, ...]
 TOKENS = (8192, 16, 128), (32, 2, 16)  # on a GPU, and in a dry run

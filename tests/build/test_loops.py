@@ -15,7 +15,7 @@ from interlace.kernels.transfer import IN_FLIGHT_BYTES
 from interlace.runtime.compiler.lint.sass import Loop, loops
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import entries
-from interlace.tools.catalogue.catalogue_attention import heads_kernels
+from interlace.tools.catalogue.catalogue_attention import HeadsVariant, heads_kernels
 from interlace_verify.lint_check.check import LintRequest, lint_many
 from mutants.mutations import Edit, Mutant, importable
 
@@ -346,8 +346,10 @@ def test_backward_of_attention_takes_wide_products_and_few_instructions(
         replace(each, module=each.module.replace("interlace.kernels", MASKED_BACKWARD.package))
         for each in shipped
     ]
-    narrow = heads_kernels(90, "bf16", size, backward=True, block_n=32)
-    low = heads_kernels(90, "bf16", size, backward=True, block_m=32)
+    narrow, low = (
+        heads_kernels(90, HeadsVariant("bf16", size, overrides={name: 32}), backward=True)
+        for name in ("block_n", "block_m")
+    )
     compiled = [*shipped, *masked, *narrow, *low]
     stems = [str(tmp_path / str(number)) for number in range(len(compiled))]
     with importable(tmp_path):

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 
-from interlace.cli.commands.build import write
 from interlace.ops.attention import blocks, head_exchange, key_transport
 from interlace.ops.attention.decode import DecodeProblem, decode_fused
 from interlace.ops.attention.problem import (
@@ -37,8 +36,7 @@ from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.numerics import norms
 from interlace.runtime.tuning.configuration import Configuration, gpu_attention
-from interlace.tools.bundle.bundle import BundleTarget
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.tools.catalogue.absent_group import AbsentGroup
 from interlace.tools.catalogue.catalogue import MatmulVariant
 
@@ -80,7 +78,7 @@ def build_all(
 ) -> dict[str, pathlib.Path]:
     """Those of ``arches`` below ``folder``; the directory of each by op."""
     targets = [BundleTarget(op, OPTIONS[op], arches[op], folder / op) for op in arches]
-    problems = {report.name: report.problems() for report in write(targets)}
+    problems = {report.name: report.problems() for report in build_bundles(targets)}
     assert not any(problems.values()), problems
     return {target.op: target.out for target in targets}
 

@@ -158,7 +158,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.all_gather_matmul(90, replace(operands, overrides=SMALL | catalogue.ROLES))
     catalogue.grouped_matmul(90, operands)
     catalogue.counted_grouped_matmul(90, operands)
-    catalogue.experts_rows(90, "bf16", weighted=True)
+    catalogue.experts_rows(90, catalogue.MatmulVariant())
     catalogue.grouped_matmul_combine(90, operands)
     catalogue.matmul_all_to_all(90, operands)
     catalogue.all_to_all_matmul(90, operands)
@@ -166,10 +166,10 @@ def algorithms(launched: Callable[[Any], None]) -> None:
     catalogue.matmul_reduce_scatter_roles(operands)
     catalogue.matmul_all_reduce(90, replace(operands, tma=False))
     for norm in (catalogue.RMS, replace(catalogue.LAYER, quantize="fp8", gather="both")):
-        catalogue.matmul_reduce_scatter_norm(90, operands, norm)
-        catalogue.reduce_norm(90, "bf16", norm)
-    catalogue.matmul_all_reduce_norm(90, operands, catalogue.RMS)
-    catalogue.low_latency_norm(90, "bf16", catalogue.LAYER)
+        catalogue.matmul_reduce_scatter_norm(90, replace(operands, norm=norm))
+        catalogue.reduce_norm(90, replace(operands, norm=norm))
+    catalogue.matmul_all_reduce_norm(90, operands)
+    catalogue.low_latency_norm(90, replace(operands, norm=catalogue.LAYER))
     for op in ("all_gather", "reduce_scatter", "all_reduce"):
         catalogue.collective(90, op, "bf16", configuration)
     for part in (
@@ -177,7 +177,7 @@ def algorithms(launched: Callable[[Any], None]) -> None:
         catalogue.low_latency(90),
         catalogue.signals(90),
         catalogue.between_nodes(90),
-        catalogue_attention.attention_kernels(90, "bf16", 64),
+        catalogue_attention.attention_kernels(90, catalogue_attention.HeadsVariant("bf16", 64)),
         catalogue_attention.decoding(90),
     ):
         list(part)
@@ -260,14 +260,12 @@ def parts(folder: Path) -> dict[str, Callable[[], int]]:
     def of_bundles() -> int:
         """By CuPy, of which there is a stand-in: it counts by itself."""
         from interlace import aot
-        from interlace.cli.commands.build import write
-        from interlace.tools.bundle.bundle import BundleTarget
-        from interlace.tools.bundle.ops import KernelOptions
+        from interlace.tools.bundle import BundleTarget, KernelOptions, build_bundles
         from stand_ins import cupy_stand_in
 
         sys.modules["cupy"] = cupy_stand_in
         small = KernelOptions(overrides={"block_elements": 1024})
-        write([BundleTarget("all_reduce", small, [90], folder / "b")])
+        build_bundles([BundleTarget("all_reduce", small, [90], folder / "b")])
         peers = {"peers_ptr": 1 << 40, "rank": 0, "world_size": 2}
         aot.load(folder / "b", 90).launch("finish_kernel", 1, peers)
         return 1 - len(cupy_stand_in.launches)

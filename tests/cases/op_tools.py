@@ -10,7 +10,7 @@ from typing import Any
 
 import interlace
 from interlace.benchmark.requests import OPS as MEASURED, TUNED
-from interlace.tools.bundle.ops import OPS as BUNDLES
+from interlace.tools.bundle import OPS as BUNDLES
 from interlace.tools.targets import TARGETS
 
 TOOLS: dict[str, Any] = {"verify": TARGETS, "bench": MEASURED, "tune": TUNED, "bundle": BUNDLES}

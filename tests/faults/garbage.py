@@ -18,13 +18,12 @@ from cases.damage import damaged, damaged_json
 from faults.crew import folder
 from faults.rows import Clock, Plan, Row, Trial
 from interlace import aot
-from interlace.cli.commands.build import write
 from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
 from interlace.runtime.tuning import cache, calibration
-from interlace.tools.bundle.bundle import BundleTarget
+from interlace.tools.bundle import BundleTarget, build_bundles
 from sim.core import test_plain
 from sim.tuning import test_tune_files
 from sim.tuning.test_tune_files import FOREIGN
@@ -93,7 +92,7 @@ def of_bundles(plan: Plan) -> Iterator[Trial]:
     chance = random.Random(6)
     with folder() as name:
         built, path = Path(name, "built"), Path(name, "bundle")
-        reports = write([BundleTarget("all_gather", OPTIONS["all_gather"], [90], built)])
+        reports = build_bundles([BundleTarget("all_gather", OPTIONS["all_gather"], [90], built)])
         assert not any(report.problems() for report in reports)
         files = [file.name for file in built.iterdir() if file.suffix in (".json", ".cubin")]
         for number in range(plan.trials):

@@ -5,7 +5,7 @@ import torch
 
 import interlace
 from cases import device_ranks as ranks, linear_cases
-from interlace.cli.commands.check_cases import CheckCase, cases, run_case
+from interlace.cli.commands.check import CheckCase, cases, run_case
 
 
 @pytest.mark.parametrize(

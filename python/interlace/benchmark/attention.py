@@ -9,6 +9,7 @@ logarithms, so here it gets the one that torch has for CPUs, which interlace's "
 Elsewhere keys and values are gathered, and then it is torch's attention.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -20,9 +21,10 @@ import torch.nn.functional as F
 import interlace
 from interlace import reference
 from interlace.benchmark import payload
+from interlace.benchmark.baselines import TORCH
 from interlace.benchmark.figures import bus_factor
 from interlace.benchmark.fused import ByRows, Expected
-from interlace.benchmark.plain import AllGather, ReduceScatter, Tensors, torchs
+from interlace.benchmark.plain import Tensors
 from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.cache import BY_OP
@@ -69,7 +71,9 @@ class _HeadTensors(ByRows):
         self.shape |= {name: value for name, value in more.items() if value is not None}
 
     @classmethod
-    def refuse_settings(cls, n: int, **settings: Any) -> None:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        n = sizes[1]
         key_heads = settings.get("key_heads", n)
         if n % key_heads:
             raise ValueError(
@@ -77,8 +81,9 @@ class _HeadTensors(ByRows):
             )
 
     @classmethod
-    def elements(cls, *sizes: int, batch: int = 1, **settings: Any) -> int:
-        return 4 * batch * math.prod(sizes)
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        batch: int = settings.get("batch", 1)
+        return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, what: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
         """The tokens at these places of the whole."""
@@ -121,23 +126,22 @@ class AttentionRows(_HeadTensors):
         self.bus_factor = bus_factor("all_gather", self.world_size)
         pairs = seen * self.m * self.rows * self.batch * self.n
         self.flops = self.passes * 2 * pairs * self.head_dim
-        self._mask = self.places[:, None] >= self.gathered if self.causal else None
+
+    @functools.cached_property
+    def _mask(self) -> torch.Tensor | None:
+        return self.places[:, None] >= self.gathered if self.causal else None
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        if (m or 0) % (2 * world_size):
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype, **settings)
+        chunks = 2 * world_size
+        if sizes[0] % chunks:
             raise ValueError(
-                f"--m {m}: {cls.op} shares tokens out in {2 * world_size} equal chunks, two to a rank"
+                f"--m {sizes[0]}: {cls.op} shares tokens out in {chunks} equal chunks, two to a rank"
             )
 
     def inputs(self, call: int) -> Tensors:
         return (self.tokens(QUERY, self.places, self.n, call), *self.keys(self.places, call))
-
-    def alone_inputs(self, call: int) -> Tensors:
-        """All keys and values, in the order in which they are gathered."""
-        every = self.keys(self.gathered, call)
-        return (self.inputs(call)[0], *every, [torch.empty_like(each) for each in every])
 
     def _given(self, algorithm: str) -> dict[str, Any]:
         *method, way = algorithm.split()
@@ -155,7 +159,8 @@ class AttentionRows(_HeadTensors):
 
     def ring(self) -> Any:
         """torch's module of its ring, None where that cannot be called."""
-        if self.device.type != "cpu" or not self.causal or self.key_heads != self.n:
+        known = self.device.type == "cpu" and self.collectives is TORCH
+        if not known or not self.causal or self.key_heads != self.n:
             return None
         try:
             from torch.distributed.tensor.experimental._context_parallel import _attention
@@ -176,20 +181,15 @@ class AttentionRows(_HeadTensors):
     def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
         both = torch.stack([key, value])
         every = both.new_empty(self.world_size, *both.shape)
-        torchs(AllGather)(every.flatten(0, 1), both)  # gloo takes no stack
+        self.collectives.all_gather(every.flatten(0, 1), both)  # gloo takes no stack
         return list(every.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
-    def _attended(self, *tensors: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Of queries at these places, by default the own, and of all keys as they are gathered."""
+    def _attended(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Of the own queries, and of all keys as they are gathered."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
-        mask = self._mask if places is None or not self.causal else places[:, None] >= self.gathered
-        shares = self.key_heads != self.n
+        mask, shares = self._mask, self.key_heads != self.n
         made = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=shares)
         return made.transpose(1, 2)
-
-    def alone(self, *tensors: Any) -> Any:
-        query, key, value, (keys, values) = tensors
-        return self._attended(query, keys.copy_(key), values.copy_(value))
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
         """Of queries at these places of the whole, and of all keys in their order."""
@@ -250,39 +250,13 @@ class AttentionBackwardRows(AttentionRows):
 
     def _gathered(self, grad: torch.Tensor, query: torch.Tensor, *keys: torch.Tensor) -> Any:
         """By torch's attention to gathered keys; contributions to their gradients are reduced."""
-        of_query, *of_keys = self._gradients(grad, query, *self._all_keys(*keys))
+        leaves = [each.detach().requires_grad_() for each in (query, *self._all_keys(*keys))]
+        of_query, *of_keys = torch.autograd.grad(self._attended(*leaves), leaves, grad)
         parts = torch.unflatten(torch.stack(of_keys), 2, (self.world_size, -1))
         by_rank = parts.permute(2, 0, 1, 3, 4, 5).contiguous()
         own = torch.empty_like(by_rank[0])
-        torchs(ReduceScatter)(own, by_rank.flatten(0, 1))
+        self.collectives.reduce_scatter(own, by_rank.flatten(0, 1))
         return of_query, *own.unbind(0)
-
-    def _gradients(self, grad: torch.Tensor, *tensors: torch.Tensor, **where: Any) -> Any:
-        leaves = [each.detach().requires_grad_() for each in tensors]
-        return torch.autograd.grad(self._attended(*leaves, **where), leaves, grad)
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.unflatten(tensor, 1, (self.world_size, -1))[:, self.rank]
-
-    def alone_inputs(self, call: int) -> Tensors:
-        """Besides the own gradient, and what other ranks' queries contribute to those of the own keys."""
-        query, key, value, empty = super().alone_inputs(call)
-        grad = self.tokens(GRAD, self.places, self.n, call)
-        others = self.gathered.view(self.world_size, -1)
-        others = torch.cat(
-            [each for r, each in enumerate(others) if r != self.rank] or [others[0, :0]]
-        )
-        theirs = [self.tokens(what, others, self.n, call) for what in (GRAD, QUERY)]
-        wide = [each.float() for each in (*theirs, key, value)]
-        _, *of_keys = self._gradients(*wide, places=others)
-        rest = [self._own(each).to(self.dtype) for each in of_keys]
-        return query, key, value, empty, grad, rest
-
-    def alone(self, *tensors: Any) -> Any:
-        query, key, value, (keys, values), grad, rest = tensors
-        made = self._gradients(grad, query, keys.copy_(key), values.copy_(value))
-        of_query, *of_keys = made
-        return of_query, *(self._own(each) + more for each, more in zip(of_keys, rest, strict=True))
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         """Of one head of keys, another in each call, with the heads of queries that see it."""
@@ -334,12 +308,9 @@ class DecodeRows(_HeadTensors):
     def _query(self, call: int) -> torch.Tensor:
         return self.tokens(QUERY, torch.zeros(1, device=self.device).long(), self.n, call)[:, 0]
 
-    def _keys_of(self, rank: int, call: int) -> list[torch.Tensor]:
-        first = rank * self.rows
-        return self.keys(torch.arange(first, first + self.rows, device=self.device), call)
-
     def inputs(self, call: int) -> Tensors:
-        return self._query(call), *self._keys_of(self.rank, call)
+        own = torch.arange(self.own, self.own + self.rows, device=self.device)
+        return self._query(call), *self.keys(own, call)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         op: Any = interlace.distributed_decode
@@ -368,28 +339,13 @@ class DecodeRows(_HeadTensors):
         lse = sums[..., : groups.shape[2]].unsqueeze(-1)
         return torch.cat([made.float(), lse.float()], -1)
 
-    def _merged(self, every: torch.Tensor) -> torch.Tensor:
-        weights = every[..., -1:].softmax(0)
-        merged = (every[..., :-1] * weights).sum(0)
-        return merged.flatten(1, 2).to(self.dtype)
-
     def theirs(self, *tensors: Any) -> Any:
         mine = self._partial(*tensors)
         every = mine.new_empty(self.world_size, *mine.shape)
-        torchs(AllGather)(every.flatten(0, 1), mine)
-        return self._merged(every)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        """Besides what all ranks would send."""
-        query, ranks = self._query(call), range(self.world_size)
-        sent = [self._partial(query, *self._keys_of(rank, call)) for rank in ranks]
-        return *self.inputs(call), torch.stack(sent)
-
-    def alone(self, *tensors: Any) -> Any:
-        *own, sent = tensors
-        every = torch.empty_like(sent).copy_(sent)
-        every[self.rank] = self._partial(*own)
-        return self._merged(every)
+        self.collectives.all_gather(every.flatten(0, 1), mine)
+        weights = every[..., -1:].softmax(0)
+        merged = (every[..., :-1] * weights).sum(0)
+        return merged.flatten(1, 2).to(self.dtype)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         every = torch.arange(self.m, device=self.device)

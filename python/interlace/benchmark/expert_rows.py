@@ -6,17 +6,16 @@ all-to-all of equal parts, with an index before or behind.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import interlace
 from interlace import reference
 from interlace.benchmark import payload
 from interlace.benchmark.figures import bus_factor
-from interlace.benchmark.fused import INPUT, AllGatherMatmul, ByRows, Expected, Fused
+from interlace.benchmark.fused import AllGatherMatmul, ByRows, Expected, Fused
 from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
 from interlace.runtime.core.place import Place
@@ -40,13 +39,14 @@ class _RowsOfTokens(ByRows):
         self.chosen = evenly(m // self.topk, self.world_size, self.device)
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        parts = world_size * min(TOPK, world_size)
-        if (m or 0) % parts:
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        topk = min(TOPK, world_size)
+        parts = world_size * topk
+        if sizes[0] % parts:
             raise ValueError(
-                f"--m {m}: {cls.op} shares rows out evenly, {parts} must divide them: {world_size} ranks, "
-                f"{min(TOPK, world_size)} experts for each token"
+                f"--m {sizes[0]}: {cls.op} shares rows out evenly, {parts} must divide them: "
+                f"{world_size} ranks, {topk} experts for each token"
             )
 
     def sums(self, home: torch.Tensor) -> torch.Tensor:
@@ -71,22 +71,12 @@ class _MovedRows(_RowsOfTokens):
         self.nbytes = m * n * dtype.itemsize
         self.bus_factor = bus_factor(self.op, self.world_size)
 
-    def rows_of(self, rank: int, call: int, rows: int) -> torch.Tensor:
-        flat = payload.vector(0, rows * self.n, rank, call, self.dtype, self.device)
+    def tokens(self, call: int, rows: int) -> torch.Tensor:
+        flat = payload.vector(0, rows * self.n, self.rank, call, self.dtype, self.device)
         return flat.view(rows, self.n)
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
-        output = torch.empty_like(rows)
-        dist.all_to_all_single(output, rows)
-        return output
-
-    def alone_inputs(self, call: int) -> Tensors:
-        source = self.rows_of(self.rank, call, self.m)
-        return torch.empty_like(source), source
-
-    def alone(self, *tensors: Any) -> Any:
-        output, source = tensors
-        return output.copy_(source)
+        return self.collectives.all_to_all(torch.empty_like(rows), rows)
 
     @abstractmethod
     def right(self, call: int) -> torch.Tensor:
@@ -111,7 +101,7 @@ class DispatchRows(_MovedRows):
         self._use_fp8 = use_fp8
 
     def inputs(self, call: int) -> Tensors:
-        return (self.rows_of(self.rank, call, len(self.chosen.topk_idx)),)
+        return (self.tokens(call, len(self.chosen.topk_idx)),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         idx, experts = self.chosen.topk_idx, self.world_size
@@ -130,10 +120,6 @@ class DispatchRows(_MovedRows):
     def theirs(self, *arguments: Any) -> Any:
         return self.exchanged(arguments[0][self.slots // self.topk])
 
-    def alone_inputs(self, call: int) -> Tensors:
-        source = self.right(call)
-        return torch.empty_like(source), source
-
     def right(self, call: int) -> torch.Tensor:
         tokens = (self.slots // self.topk).view(self.world_size, -1)[self.rank]
         parts = [
@@ -147,7 +133,7 @@ class CombineRows(_MovedRows):
     op = "combine"
 
     def inputs(self, call: int) -> Tensors:
-        return (self.rows_of(self.rank, call, self.m),)
+        return (self.tokens(call, self.m),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         nothing = torch.zeros(len(self.chosen.topk_idx), 1, device=self.device)
@@ -158,12 +144,6 @@ class CombineRows(_MovedRows):
 
     def theirs(self, *arguments: Any) -> Any:
         return self.sums(self.exchanged(arguments[0]))
-
-    def alone_inputs(self, call: int) -> Tensors:
-        return None, self._home(call)
-
-    def alone(self, *tensors: Any) -> Any:
-        return self.sums(tensors[1])
 
     def _home(self, call: int) -> torch.Tensor:
         """This rank's rows as they come back: those of its tokens lie together on every rank."""
@@ -188,11 +168,7 @@ class _Exchanged(Fused):
     def _arrived(self, call: int) -> torch.Tensor:
         """The rows of this rank's expert, those of one source after another."""
         rows = self.own + torch.arange(self.rows, device=self.device)
-        parts = [
-            payload.some_rows(rows, self.k, source, 2 * call + INPUT, self.dtype)
-            for source in range(self.world_size)
-        ]
-        return torch.cat(parts)
+        return torch.cat([self.rows_of(rank, rows, call) for rank in range(self.world_size)])
 
 
 class AllToAllGroupedRows(_Exchanged):
@@ -200,7 +176,7 @@ class AllToAllGroupedRows(_Exchanged):
     communicated = "k"
 
     def inputs(self, call: int) -> Tensors:
-        return (*self.matmul_inputs(call), self.collective.empty(self.m, self.k))
+        return (*self.matmul_inputs(call), self.empty(self.m, self.k))
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         splits, op = [self.rows] * self.world_size, getattr(interlace, self.op)
@@ -209,15 +185,7 @@ class AllToAllGroupedRows(_Exchanged):
         )[0]
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        dist.all_to_all_single(buffer, input)
-        return torch.mm(buffer, weight)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        buffer = self.collective.empty(self.m, self.k)
-        return self._arrived(call), self.weight(self.rank, call), buffer
-
-    def alone(self, arrived: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return torch.mm(buffer.copy_(arrived), weight)
+        return torch.mm(self.collectives.all_to_all(buffer, input), weight)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         weight, arrived = self.weight(self.rank, call), self._arrived(call)[rows]
@@ -232,11 +200,11 @@ class AllGatherGroupedRows(AllGatherMatmul):
     shards = False
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        super().refuse(world_size, m, dtype)
-        if (m or 0) % (world_size * TOPK):
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        super().refuse(world_size, sizes, dtype)
+        if sizes[0] % (world_size * TOPK):
             raise ValueError(
-                f"--m {m}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
+                f"--m {sizes[0]}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
             )
 
     def _stacked(self, call: int) -> torch.Tensor:
@@ -252,21 +220,9 @@ class AllGatherGroupedRows(AllGatherMatmul):
         return lambda input, weight, buffer: op(input, weight, splits, algorithm=algorithm)[0]
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return self._by_expert(self.collective.theirs(buffer, input), weight)
-
-    def _by_expert(self, gathered: Any, weight: Any) -> torch.Tensor:
+        gathered = self.collectives.all_gather(buffer, input)
         rows = gathered.view(self.world_size, TOPK, -1, self.k).transpose(0, 1)
         return torch.bmm(rows.reshape(TOPK, -1, self.k), weight).view(self.m, self.n)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        gathered, _, buffer = super().alone_inputs(call)
-        return gathered, self._stacked(call), buffer
-
-    def alone(self, gathered: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return self._by_expert(buffer.copy_(gathered), weight)
-
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        return ByRows.symmetric(self, group_name)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         each = self.rows // TOPK  # rows of one source for one expert
@@ -274,9 +230,8 @@ class AllGatherGroupedRows(AllGatherMatmul):
         index, parts = expert * each + rows % each, []
         for number, weight in enumerate(self._stacked(call)):  # rows come by expert, then by source
             pieces = [
-                payload.some_rows(index[here], self.k, rank, 2 * call + INPUT, self.dtype)
+                self.rows_of(rank, index[(expert == number) & (source == rank)], call)
                 for rank in range(self.world_size)
-                for here in [(expert == number) & (source == rank)]
             ]
             parts.append(reference.all_gather_matmul(pieces, weight, self.dtype, roundings=2))
         value, bound = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -291,11 +246,8 @@ class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
         self.result_rows = (0, m // self.topk)
 
     def inputs(self, call: int) -> Tensors:
-        return (
-            self._arrived(call),
-            self.weight(self.rank, call),
-            self.collective.empty(self.m, self.n),
-        )
+        buffer = self.empty(self.m, self.n)
+        return self._arrived(call), self.weight(self.rank, call), buffer
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         splits, idx = [self.rows] * self.world_size, self.chosen.topk_idx
@@ -305,23 +257,7 @@ class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
         )
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        dist.all_to_all_single(buffer, torch.mm(input, weight))
-        return self.sums(buffer)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        """Besides, this rank's rows as they come home: every rank's products of them."""
-        rows = torch.arange(self.rows, device=self.device)
-        home = [
-            payload.some_rows(e * self.rows + rows, self.k, self.rank, 2 * call + INPUT, self.dtype)
-            @ self.weight(e, call)
-            for e in range(self.world_size)
-        ]
-        return self._arrived(call), self.weight(self.rank, call), torch.cat(home)
-
-    def alone(self, *tensors: Any) -> torch.Tensor:
-        input, weight, home = tensors
-        torch.mm(input, weight)
-        return self.sums(home)
+        return self.sums(self.collectives.all_to_all(buffer, torch.mm(input, weight)))
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         inverse, idx = self.chosen.inverse[rows], self.chosen.topk_idx[rows]
@@ -331,9 +267,7 @@ class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
             bound = torch.empty_like(value)
             for expert in range(self.world_size):
                 here = idx[:, slot] == expert
-                input = payload.some_rows(
-                    inverse[here, slot], self.k, self.rank, 2 * call + INPUT, self.dtype
-                )
+                input = self.rows_of(self.rank, inverse[here, slot], call)
                 value[here], bound[here] = reference.matmul(
                     input, self.weight(expert, call), self.dtype, roundings=2
                 )

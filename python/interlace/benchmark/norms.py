@@ -16,20 +16,8 @@ import torch.nn.functional as F
 import interlace
 from interlace import reference
 from interlace.benchmark import payload
-from interlace.benchmark.fused import (
-    ByRows,
-    Expected,
-    MatmulAllReduce,
-    MatmulReduceScatter,
-)
-from interlace.benchmark.plain import (
-    AllGather,
-    AllReduce,
-    Plain,
-    ReduceScatter,
-    Tensors,
-    torchs,
-)
+from interlace.benchmark.fused import ByRows, Expected, MatmulAllReduce, MatmulReduceScatter
+from interlace.benchmark.plain import AllReduce, Plain, ReduceScatter, Tensors
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
@@ -63,18 +51,9 @@ class _WithNorm(ByRows):
         how = {"algorithm": algorithm, "residual": self._residual, "norm": self._norm}
         return how | {"quantize": self._quantize}
 
-    def _finished(self, total: torch.Tensor) -> Any:
-        total = total + self._residual
-        return F.rms_norm(total, (self.n,), self._weight, EPS), total
-
     def theirs(self, *tensors: Any) -> Any:
-        return self._finished(super().theirs(*tensors))  # type: ignore[safe-super]
-
-    def alone(self, *tensors: Any) -> Any:
-        return self._finished(super().alone(*tensors))  # type: ignore[safe-super]
-
-    def symmetric(self, group_name: str) -> Callable[..., Any]:
-        return ByRows.symmetric(self, group_name)
+        total = super().theirs(*tensors) + self._residual  # type: ignore[safe-super]
+        return F.rms_norm(total, (self.n,), self._weight, EPS), total
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         value, bound, looser = super().expected(rows, call)  # type: ignore[safe-super]
@@ -137,13 +116,8 @@ class _Sums(ByRows):
         return self.collective.timed_inputs(call)
 
     def theirs(self, *tensors: Any) -> Any:
-        return self.collective.theirs(*tensors).view(-1, self.n)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        return self.collective.alone_inputs(call)
-
-    def alone(self, *tensors: Any) -> Any:
-        return self.collective.alone(*tensors).view(-1, self.n)
+        total = getattr(self.collectives, self.communication.op)(*tensors)
+        return total.view(-1, self.n)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         parts = [
@@ -188,27 +162,13 @@ class GatherNormed(ReduceScatterNorm):
 
     def theirs(self, *tensors: Any) -> Any:
         normed, total = super().theirs(*tensors)
-        whole = normed.new_empty(self.m, self.n)
-        torchs(AllGather)(whole, normed)
-        return whole, total
+        return self.collectives.all_gather(normed.new_empty(self.m, self.n), normed), total
 
     def _totals(self, call: int) -> torch.Tensor:
         """The sums of all rows, rounded once: those of a few payloads are exact in fp32."""
         parts = [self.collective.of(rank, call).double() for rank in range(self.world_size)]
         total = torch.stack(parts).sum(0).view(self.m, self.n) + self._residuals
         return total.to(self.dtype)
-
-    def alone_inputs(self, call: int) -> Tensors:
-        """Besides, all normed rows, which the others would send."""
-        normed = F.rms_norm(self._totals(call), (self.n,), self._weight, EPS)
-        return (*super().alone_inputs(call), normed)
-
-    def alone(self, *tensors: Any) -> Any:
-        *sums, others = tensors
-        normed, total = super().alone(*sums)
-        whole = torch.empty_like(others).copy_(others)
-        whole[self.own : self.own + self.rows] = normed
-        return whole, total
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         normed, total = result

@@ -8,7 +8,7 @@ own memory, without a rank waiting for another.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,60 +22,103 @@ from interlace.runtime.core.place import Place
 Tensors = tuple[Any, ...]
 
 
-class Plain(ABC):
-    """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
+class MeasuredOp(ABC):
+    """One op of a rank at one size, through interlace and as torch has it."""
 
     op: str
-    torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, where it has others
-    algorithms: tuple[str, ...] = ("auto",)
-    reduces = True  # where an algorithm depends on it
-    sizes: tuple[str, ...] = ("nbytes",)
-    without = "has no matmul; it takes --sizes"  # of other sizes
-    defaults: ClassVar[dict[str, str]] = {"nbytes": "64K:16M:x16"}  # of sizes
-    least_ranks = 1
-    flops = 0.0
+    algorithms: tuple[str, ...]
+    sizes: tuple[str, ...]
+    without: str  # of other sizes
+    defaults: ClassVar[dict[str, str]] = {}  # of sizes
+    settings: tuple[str, ...] = ()  # what it has besides sizes
+    shape: dict[str, int]
+    nbytes: int
+    bus_factor: float | None
+    flops: float = 0.0
 
-    def __init__(self, place: Place, dtype: torch.dtype, nbytes: int) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype) -> None:
         self.device, self.dtype = place.device, dtype
         self.rank, self.world_size = place.rank, place.world_size
-        itemsize: int = dtype.itemsize
-        self.part = max(1, nbytes // (itemsize * self.world_size))
-        self.whole = self.part * self.world_size
-        self.own = self.rank * self.part  # the first element of this rank's part
-        self.nbytes = self.whole * itemsize
-        self.shape = {"bytes": self.nbytes}
-        self.bus_factor: float | None = bus_factor(self.op, self.world_size)
 
     @classmethod
-    def refuse(cls, world_size: int, m: int | None, dtype: str) -> None:
-        """Raise ValueError if the op cannot be with so many ranks."""
-        if world_size < cls.least_ranks:
-            raise ValueError(
-                f"--world-size {world_size}: {cls.op} needs at least {cls.least_ranks} ranks"
-            )
+    @abstractmethod
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        """Raise ValueError if the op cannot be so."""
+
+    @classmethod
+    @abstractmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        """Bytes of a rank's tensors, or more: whether there is memory for them is asked before."""
 
     @property
     def message_bytes(self) -> int:
         """Bytes that a rank sends to each other one, at once."""
         return self.nbytes
 
+    def empty(self, *shape: int) -> torch.Tensor:
+        output = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return payload.poison(output)
+
+    @abstractmethod
+    def inputs(self, call: int) -> Tensors:
+        """Arguments of :meth:`ours` and :meth:`theirs`."""
+
+    def timed_inputs(self, call: int) -> Tensors:
+        return self.inputs(call)
+
+    @abstractmethod
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        """The op of interlace."""
+
+    @abstractmethod
+    def theirs(self, *tensors: Any) -> Any:
+        """torch's operators, and collectives of torch.distributed's default group."""
+
+    @abstractmethod
+    def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        """The largest error as a multiple of its bound; ``rounds_often``: as others may round."""
+
+
+class Plain(MeasuredOp):
+    """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
+
+    torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, where it has others
+    algorithms: tuple[str, ...] = ("auto",)
+    reduces = True  # where an algorithm depends on it
+    sizes: tuple[str, ...] = ("nbytes",)
+    without = "has no matmul; it takes --sizes"
+    defaults: ClassVar = {"nbytes": "64K:16M:x16"}
+    least_ranks = 1
+
+    def __init__(self, place: Place, dtype: torch.dtype, nbytes: int) -> None:
+        super().__init__(place, dtype)
+        itemsize: int = dtype.itemsize
+        self.part = max(1, nbytes // (itemsize * self.world_size))
+        self.whole = self.part * self.world_size
+        self.own = self.rank * self.part  # the first element of this rank's part
+        self.nbytes = self.whole * itemsize
+        self.shape = {"bytes": self.nbytes}
+        self.bus_factor = bus_factor(self.op, self.world_size)
+
+    @classmethod
+    def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
+        if world_size < cls.least_ranks:
+            raise ValueError(
+                f"--world-size {world_size}: {cls.op} needs at least {cls.least_ranks} ranks"
+            )
+
+    @classmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+        return sum(sizes)
+
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
         """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
         return payload.vector(first, count, rank, call, self.dtype, self.device)
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        output = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return payload.poison(output)
-
     def inputs(self, call: int) -> Tensors:
-        """Arguments of :meth:`ours` and :meth:`theirs`, the result first."""
+        """The result first."""
         return self.empty(self.whole), self.of(self.rank, call)
-
-    def timed_inputs(self, call: int) -> Tensors:
-        return self.inputs(call)
-
-    # -- three ways to do it, all returning what check() takes ------------------------------------------
 
     def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
         """The collective of ``library``, interlace or torch.distributed: their names are the same."""
@@ -87,7 +130,6 @@ class Plain(ABC):
         return functools.partial(self.call, interlace, **how)
 
     def theirs(self, *arguments: Any) -> Any:
-        """Through torch.distributed's default group."""
         if not self.torch_names:
             return self.call(dist, *arguments)
         torchs(type(self))(*arguments)
@@ -98,10 +140,8 @@ class Plain(ABC):
         """Arguments of :meth:`alone`."""
 
     @abstractmethod
-    def alone(self, output: Any, source: Any) -> Any: ...
-
-    @abstractmethod
-    def check(self, result: Any, call: int, rounds_often: bool = False) -> float: ...
+    def alone(self, output: Any, source: Any) -> Any:
+        """On one rank, from its own memory."""
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:

@@ -1,16 +1,33 @@
-"""The ops of ``bench``, and candidates of a request: those of an op, or of a kernel of the user's own."""
+"""The ops of ``bench``; a request, the candidates for it, what is measured of them on one rank.
+
+Candidates are those of an op, or of a kernel of the user's own. Every one is checked, timed, and checked
+again; then there are rows for a table and for JSON.
+"""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
-from interlace.benchmark import attention, baselines, expert_rows, fused, kernel, norms, plain
+from interlace.benchmark import (
+    attention,
+    baselines,
+    expert_rows,
+    fused,
+    kernel,
+    norms,
+    plain,
+    protocol,
+)
+from interlace.benchmark.figures import Spread, format_size, overlap
 from interlace.benchmark.fused import ByRows, Fused
-from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Subject
-from interlace.benchmark.plain import Plain
+from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate, Facts, Subject
+from interlace.benchmark.plain import MeasuredOp, Plain
+from interlace.benchmark.protocol import cache_bytes, sets_needed
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.low_latency import MOST_BYTES
 from interlace.runtime.core.place import Place
@@ -36,8 +53,8 @@ FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
 """Those that ``tune`` measures if none is named."""
 TUNED: dict[str, type[ByRows]] = {kind.op: kind for kind in (*_FUSED, *_BY_ROWS)}
 """Those that it knows."""
-_ALL: tuple[type[Plain | ByRows], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
-OPS: dict[str, type[Plain | ByRows]] = {kind.op: kind for kind in _ALL}
+_ALL: tuple[type[MeasuredOp], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
+OPS: dict[str, type[MeasuredOp]] = {kind.op: kind for kind in _ALL}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
@@ -77,22 +94,24 @@ class BenchRequest:
         return {**sizes, "dtype": DTYPES[self.dtype]}
 
     @property
+    def sizes(self) -> list[int]:
+        """Those that the op has."""
+        return [getattr(self, name) for name in OPS[self.target].sizes]
+
+    @property
     def own(self) -> bool:
         """Whether it is about a kernel of the user's own."""
         return "::" in self.target
 
 
-@dataclass
-class Source:
-    """``make()`` gives the subject, once torch.distributed has ``backend``; ``left_out`` of "all", why."""
-
-    backend: str | None
-    left_out: list[str]
-    make: Callable[[], Subject]
+Source = tuple[str | None, list[str], Callable[[], Subject]]
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """The source of ``request``'s subjects on the calling rank. Collective for a kernel of one's own."""
+    """A backend of torch.distributed, what is left out of "all" and why, and what makes the subject then.
+
+    On the calling rank. Collective for a kernel of one's own.
+    """
     if request.own:
         return _own_kernel(request, place)
     device, chosen = place.device.type, request.chosen
@@ -103,8 +122,8 @@ def source(request: BenchRequest, place: Place) -> Source:
     for name in chosen:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     kind: Any = OPS[request.target]
-    sizes = [getattr(request, size) for size in kind.sizes]
-    op = kind(place, DTYPES[request.dtype], *sizes, **dict(request.settings))
+    sizes, settings = request.sizes, dict(request.settings)
+    op = kind(place, DTYPES[request.dtype], *sizes, **settings)
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
         reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
@@ -113,11 +132,13 @@ def source(request: BenchRequest, place: Place) -> Source:
             reasons.pop("auto")
         names = [name for name, reason in reasons.items() if not reason]
         left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    make = functools.partial(_op, op, names, chosen)
-    return Source(baselines.torch_backend(chosen), left_out, make)
+    # of plain collectives the op itself knows the way on one rank
+    lone = baselines.Alone(op, sizes, settings) if isinstance(op, ByRows) else op
+    make = functools.partial(_op, op, lone, names, chosen)
+    return baselines.torch_backend(chosen), left_out, make
 
 
-def _why_not(name: str, op: Plain | ByRows, place: Place) -> str:
+def _why_not(name: str, op: MeasuredOp, place: Place) -> str:
     """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
     if name.split()[-1] in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
@@ -126,14 +147,14 @@ def _why_not(name: str, op: Plain | ByRows, place: Place) -> str:
     dtype = str(op.dtype).removeprefix("torch.")
     if dtype not in NARROW and name not in WIDE and not moves:
         return f"not for {dtype}"
-    if small and (op.message_bytes if isinstance(op, Plain) else op.nbytes) > MOST_BYTES:
+    if small and op.message_bytes > MOST_BYTES:
         return f"for at most {MOST_BYTES >> 10} KiB a rank"
     if name == "multimem" and not place.interpreted and not default_group().arena.multicast():
         return "no multicast address"
     return ""
 
 
-def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subject:
+def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) -> Subject:
     """interlace's algorithms, then the baselines, then the parts of a fused op."""
     timed = op.timed_inputs
     check: Any = op.check if op.nbytes else None
@@ -145,14 +166,14 @@ def _op(op: Plain | ByRows, names: list[str], chosen: tuple[str, ...]) -> Subjec
         if name == "torch":
             if op.op == "barrier":
                 raise ValueError("--baseline torch: a rank alone has no barrier")
-            found.append(BenchCandidate(name, BASELINE, op.alone, op.alone_inputs, loose))
+            found.append(BenchCandidate(name, BASELINE, lone.alone, lone.alone_inputs, loose))
         elif name != "symm_mem":
             found.append(BenchCandidate(name, BASELINE, op.theirs, op.inputs, loose, timed))
-        elif isinstance(op, ByRows):
-            run = op.symmetric(baselines.group_name())
-            found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
-        else:
+        elif isinstance(op, Plain):
             found.append(baselines.symmetric_collective(op))
+        else:
+            run = baselines.symmetric_product(op.op)
+            found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
     subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops, candidates=found)
     if isinstance(op, Fused):
         subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
@@ -196,7 +217,7 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
     if found.matmul is not None and found.communication is not None:
         subject.matmul = add("matmul alone", PART, found.matmul, None)
         subject.communication = add("communication alone", PART, found.communication, None)
-    return Source(baselines.torch_backend(names), [], lambda: subject)
+    return baselines.torch_backend(names), [], lambda: subject
 
 
 def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
@@ -214,3 +235,203 @@ def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) ->
             if request.chosen is not None:
                 raise
     return names
+
+
+@dataclass
+class BenchRow:
+    """One candidate at one size. Figures are None where they mean nothing.
+
+    ``microseconds``: per call, of ``calls`` in a block. ``error``: the largest of all ranks, as a multiple
+    of what is allowed; None where nothing was checked. ``said``: what a check raised. ``algbw``, ``busbw``:
+    10**9 bytes/s. ``tflops``: of one rank. ``speedup``: by baseline, how many times as fast.
+    """
+
+    name: str
+    role: str
+    calls: int
+    microseconds: Spread
+    blocks: list[float]
+    error: float | None
+    said: str
+    rotated_bytes: int
+    algbw: float | None = None
+    busbw: float | None = None
+    tflops: float | None = None
+    overlap: float | None = None
+    speedup: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def right(self) -> bool | None:
+        """None where nothing was checked."""
+        return None if self.error is None else self.error <= 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity."""
+        finite = self.error is not None and math.isfinite(self.error)
+        error = self.error if finite else None
+        return {**asdict(self), "error": error, "right": self.right}
+
+
+@dataclass(kw_only=True)
+class MeasuredSize(Facts):
+    """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
+
+    place: str
+    device: str
+    world_size: int
+    dtype: str
+    cache_bytes: int
+    left_out: list[str]
+    rows: list[BenchRow]
+
+    def compare(self) -> None:
+        medians = {row.name: row.microseconds.median for row in self.rows}
+        compared = [row.name for row in self.rows if row.role == BASELINE]
+        for row in self.rows:
+            time = row.microseconds.median
+            if self.nbytes and row.name != self.matmul:
+                row.algbw = self.nbytes / time / 1e3
+                row.busbw = None if self.bus_factor is None else row.algbw * self.bus_factor
+            if self.flops and row.name != self.communication:
+                row.tflops = self.flops / time / 1e6
+            if self.matmul and self.communication and self.world_size > 1 and row.role == ALGORITHM:
+                parts = medians[self.matmul], medians[self.communication]
+                row.overlap = overlap(*parts, time)
+            if row.role != PART:
+                row.speedup = {name: medians[name] / time for name in compared if name != row.name}
+
+
+@dataclass
+class SizeResult:
+    """One size: what was measured; or, with ``failed``, how a run of it ended wrong."""
+
+    sizes: MeasuredSize | None
+    failed: str = ""
+
+    @property
+    def rows(self) -> list[BenchRow]:
+        return [] if self.sizes is None else self.sizes.rows
+
+    @property
+    def right(self) -> bool:
+        return not self.failed and all(row.right is not False for row in self.rows)
+
+    @property
+    def heading(self) -> str:
+        """The parts of :attr:`label`, as a column's heading: "size", "m x n x k"."""
+        names = [] if self.sizes is None else [name for name in self.sizes.shape if name != "bytes"]
+        return " x ".join(names) or "size"
+
+    @property
+    def label(self) -> str:
+        """The shape, for tables: "64 KiB", "1024 x 512 x 512"."""
+        if self.sizes is None:
+            return "-"
+        shape = dict(self.sizes.shape)
+        nbytes = shape.pop("bytes", 0)
+        parts = [" x ".join(str(value) for value in shape.values())] if shape else []
+        return "; ".join(([format_size(nbytes)] if nbytes else []) + parts) or "-"
+
+    def to_dict(self) -> dict[str, Any]:
+        facts = {} if self.sizes is None else asdict(self.sizes)
+        return {**facts, "failed": self.failed, "rows": [row.to_dict() for row in self.rows]}
+
+
+Tick = Callable[[int, int], None]
+
+
+def rank_0(tick: Tick) -> Tick:
+    """``tick`` on rank 0; on the others, which show no progress, nothing."""
+    return tick if default_group().rank == 0 else lambda done, total: None
+
+
+def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
+    """Measure one size. Collective; the same on every rank. ``tick(done, total)`` is for progress."""
+    place = default_group().place
+    backend, left_out, make = source(request, place)
+    with baselines.joined(backend, request.store, place.rank, place.world_size):
+        subject = make()
+        rows = _measure(subject, request, place, rank_0(tick))
+    sizes = MeasuredSize(
+        **{each.name: getattr(subject, each.name) for each in fields(Facts)},
+        place=place.name,
+        device=place.device.type,
+        world_size=place.world_size,
+        dtype=request.dtype,
+        cache_bytes=cache_bytes(place.device),
+        left_out=left_out,
+        rows=rows,
+    )
+    sizes.compare()
+    return sizes
+
+
+def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) -> list[BenchRow]:
+    candidates = subject.candidates
+    total = len(candidates) * (request.repetitions + 2)
+    done = itertools.count()
+
+    def step() -> None:
+        tick(next(done), total)
+
+    step()
+    errors: dict[str, tuple[float | None, str]] = {}
+
+    def check_all(number: int) -> None:
+        for each in candidates:
+            error, said = errors.get(each.name, (None, ""))
+            now, now_said = _checked(each, number, virtual=request.virtual)
+            if now is not None:
+                errors[each.name] = (max(now, error or 0.0), said or now_said)
+            step()
+
+    check_all(0)
+    rotations: dict[Any, protocol.Rotation] = {}
+    rotated_bytes, functions = {}, {}
+    for each in candidates:
+        make = each.timed_inputs or each.inputs
+        if make not in rotations:
+            first = make(0)
+            count, set_bytes = sets_of(first, place)
+            count = min(count, each.most_sets)
+            further = protocol.copies_of(first, count) if each.copied else None
+            sets = further or [first, *map(make, range(1, count))]
+            rotations[make], rotated_bytes[make] = protocol.Rotation(sets), count * set_bytes
+        functions[each.name] = rotations[make].calling(each.run)
+    timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
+    functions.clear()  # which have the inputs
+    rotations.clear()
+    check_all(1)
+    return [
+        BenchRow(
+            each.name,
+            each.role,
+            timings[each.name].calls,
+            Spread.of(timings[each.name].microseconds),
+            timings[each.name].microseconds,
+            *errors.get(each.name, (None, "")),
+            rotated_bytes[each.timed_inputs or each.inputs],
+        )
+        for each in candidates
+    ]
+
+
+def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
+    """The number of sets of inputs like ``first`` that get past the cache, and one's bytes. Collective."""
+    # the largest, for it has to be the same number on every rank: making inputs may be collective
+    set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
+    count = 1 if place.simulated else sets_needed(set_bytes, cache_bytes(place.device))
+    return count, set_bytes
+
+
+def _checked(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
+    """Run once, and compare on all ranks: (largest error, what a check said). Collective."""
+    result = each.run(*each.inputs(number))
+    protocol.finish(virtual=virtual)
+    if each.check is None:
+        return None, ""
+    mine = kernel.verdict(each.check, result, number)
+    verdicts = protocol.everyones(mine)
+    worst = max(range(len(verdicts)), key=lambda rank: verdicts[rank][0])
+    error, said = verdicts[worst]
+    return error, f"rank {worst}: {said}" if said else ""

@@ -31,8 +31,7 @@ import torch
 
 from interlace.benchmark import protocol
 from interlace.benchmark.fused import ByRows
-from interlace.benchmark.measure import Tick, rank_0, sets_of
-from interlace.benchmark.requests import TRITON, TUNED
+from interlace.benchmark.requests import TRITON, TUNED, Tick, rank_0, sets_of
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.runtime.tuning import configuration, machine, table, tuning

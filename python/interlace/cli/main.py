@@ -15,12 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from interlace.output.consoles import new_console, write
-from interlace.output.options import (
-    CommandOptions,
-    CommandParser,
-    add_command,
-    from_arguments,
-)
+from interlace.output.options import CommandOptions, CommandParser, add_command, from_arguments
 from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.core.errors import InterlaceError, RankError
 from interlace.runtime.core.laboratory import laboratory

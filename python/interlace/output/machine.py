@@ -184,12 +184,6 @@ def refuse_size(what: str, nbytes: int, world_size: int, place: str) -> None:
         )
 
 
-def refuse_matmul(mnk: tuple[int, int, int], itemsize: int, world_size: int, place: str) -> None:
-    """The same for a matmul: its operands and its product."""
-    m, n, k = mnk
-    refuse_size(f"{m} x {n} x {k}", (m * k + k * n + m * n) * itemsize, world_size, place)
-
-
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

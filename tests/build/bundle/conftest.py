@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from cases.bundles import ARCHES, ONE_OF_EACH, build_all
-from interlace.tools.bundle.ops import OPS
+from interlace.tools.bundle import OPS
 
 HERE = pathlib.Path(__file__).parent
 

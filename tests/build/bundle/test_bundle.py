@@ -33,8 +33,8 @@ from interlace.kernels import bundle_formulas, launch_formulas
 from interlace.kernels.bundle_formulas import LaunchValues
 from interlace.runtime.core.kernel_arguments import outside
 from interlace.runtime.tuning.configuration import gpu_default
-from interlace.tools.bundle import bundle
-from interlace.tools.bundle.ops import OPS, kernels
+from interlace.tools import bundle
+from interlace.tools.bundle import OPS, kernels
 from interlace.tools.catalogue.build import BuildReport
 from tiers import few, thorough
 

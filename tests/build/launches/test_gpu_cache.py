@@ -85,7 +85,7 @@ def test_a_case_that_launches_something_else_is_told() -> None:
     """The control."""
     script = (
         "import os, sys; os.environ['TRITON_INTERPRET'] = '0'; import gpu_cache\n"
-        "from interlace.cli.commands import check_cases as cases\n"
+        "from interlace.cli.commands import check as cases\n"
         "kernel = ('all_reduce_kernel',)\n"
         "case = cases.DenseCase('all_gather', 'copy', 2, (64,), 'fp32', kernel,\n"
         "    arguments={'algorithm': 'copy'})\n"

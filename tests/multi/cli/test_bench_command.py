@@ -70,50 +70,6 @@ def test_a_fused_op_has_its_parts_and_an_overlap(tmp_path: pathlib.Path) -> None
     assert found["torch.mm alone"]["right"] is None and found["gloo"]["right"]
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [
-        ("matmul_reduce_scatter", "bfloat16"),
-        ("matmul_all_reduce", "float32"),
-        ("matmul_reduce_scatter_norm", "float16"),
-        ("matmul_all_reduce_norm", "bfloat16"),
-    ],
-)
-def test_reductions_of_products_in_the_simulator(
-    op: str, dtype: str, tmp_path: pathlib.Path
-) -> None:
-    options = {"m": "6", "n": "16", "k": "8", "algorithm": "all", "baseline": "torch"}
-    code, text, facts = run(op, tmp_path, place="sim", world_size=3, dtype=dtype, **options)
-    assert code == 0 and "say nothing about any machine" in text
-    found = rows(facts)
-    assert list(found)[:4] == ["fused", "pipelined", "unfused", "torch"]
-    assert all(row["right"] for row in list(found.values())[:4])
-
-
-def test_every_collective_is_checked_in_every_way(tmp_path: pathlib.Path) -> None:
-    ops = ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
-    for op in (*ops, "send_recv"):
-        options = {"sizes": "100", "baseline": "torch", "algorithm": "all", "world_size": 3}
-        code, _, facts = run(op, tmp_path, place="sim", dtype="float16", repetitions=1, **options)
-        found = rows(facts)
-        assert code == 0 and all(row["right"] for row in found.values()), op
-        assert facts["results"][0]["nbytes"] == 96  # 100 bytes hold 48 elements in 3 equal parts
-        small = op in ("all_gather", "broadcast")
-        assert ("low_latency" in found, "multimem" in found) == (small, op in ops[:2]), op
-
-
-def test_rows_of_experts_are_checked_in_every_way(tmp_path: pathlib.Path) -> None:
-    options = {"place": "sim", "world_size": 3, "baseline": "torch", "algorithm": "all"}
-    options |= {"m": "12", "n": "16"}
-    for op in ("dispatch", "combine"):
-        code, _, facts = run(op, tmp_path, dtype="bfloat16", repetitions=1, **options)
-        found = rows(facts)
-        assert list(found) == ["fused", "pipelined", "unfused", "torch"]
-        assert code == 0 and all(row["right"] for row in found.values()), op
-    code, _, facts = run("grouped_matmul_combine", tmp_path, repetitions=1, k="8", **options)
-    assert code == 0 and all(row["right"] for row in list(rows(facts).values())[:4])
-
-
 def test_all_leaves_out_what_cannot_be(tmp_path: pathlib.Path) -> None:
     """By size and dtype; what only moves takes every dtype."""
     options = {"place": "sim", "world_size": 3, "baseline": "none", "algorithm": "all"}

@@ -2,14 +2,12 @@
 
 import torch
 
-from interlace.cli.commands import demo_workload as workload
-from interlace.cli.commands.demo import CASES, run_case
-from interlace.cli.commands.demo_workload import DemoOptions
+from interlace.cli.commands.demo import CASES, DemoOptions, from_text, run_case
 from interlace.runtime.places.sim.scheduler.recording import MICROSECONDS
 
 
 def test_parts_of_all_processes_become_one_recording() -> None:
-    work = workload.from_text(None, torch.bfloat16, 0, 45, 40, 24)
+    work = from_text(None, torch.bfloat16, 0, 45, 40, 24)
     outcome = run_case(CASES[2], work, DemoOptions(ranks=3, place="shm"))
     recording = outcome.recording
     assert outcome.correct and recording is not None and recording.unit == MICROSECONDS

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 import interlace
 from interlace.benchmark.requests import TUNED
 from interlace.benchmark.tune import by_name
 from interlace.cli.commands.tune import TuneOptions, tune
+from interlace.groups.groups import default_group
 from interlace.ops.attention import head_exchange
 from interlace.ops.experts.combine import Combine
 from interlace.ops.experts.dispatch import Dispatch
@@ -24,7 +25,6 @@ from interlace.runtime.core.context import context_with
 from interlace.runtime.tuning import cache, tuning
 from interlace.runtime.tuning.cache import CacheRow
 
-NORM = interlace.RMSNorm(None, 1e-6)
 # what auto would not take on CPUs
 FASTEST = {
     "all_reduce_norm": "unfused",
@@ -43,43 +43,15 @@ FASTEST = {
 SIZES = {"m": 8, "n": 16, "k": 8}
 
 
-def call(op: str, **how: Any) -> Any:
+def call(op: str, algorithm: str = "auto") -> Any:
     """Of the sizes of ``SIZES``, as ``tune`` has them."""
-    m, n, k = SIZES.values()
-    if "attention" in op:
-        attend: Any = interlace.nn.functional.context_parallel_attention
-        q, *rest = torch.ones(3, 1, m // 2, n, k).requires_grad_(op.endswith("backward"))
-        made = attend(q, *rest, **how)
-        return torch.autograd.grad(made.sum(), q) if op.endswith("backward") else made
-    if op == "matmul_all_reduce_norm":
-        return interlace.matmul_all_reduce(torch.ones(m, k), torch.ones(k, n), norm=NORM, **how)
-    if op.endswith("grouped_matmul"):
-        experts = 1 if op.startswith("all_to_all") else 2
-        weight, each = torch.ones(experts, k, n), m // 2
-        rows = torch.ones(m if experts == 1 else each, k)
-        return getattr(interlace, op)(rows, weight, [len(rows) // 2] * 2, **how)[0]
-    if op in ("dispatch", "combine"):
-        chosen = torch.tensor([[0, 1]]).expand(m // 2, 2)
-        first = how if op == "dispatch" else {"algorithm": "unfused"}
-        received, handle = interlace.experts.dispatch(
-            torch.ones(m // 2, n), chosen, None, 2, **first
-        )
-        return (
-            received.x if op == "dispatch" else interlace.experts.combine(received.x, handle, **how)
-        )
-    if op == "matmul_all_to_all":
-        return interlace.functional.matmul_all_to_all(torch.ones(m, k), torch.ones(k, n), **how)
-    if op == "all_to_all_matmul":
-        parts = torch.ones(2 * m, k // 2)
-        return interlace.functional.all_to_all_matmul(parts, torch.ones(k, n), **how)
-    given: Any = {"norm": NORM, **how}
-    if op == "all_reduce_norm":
-        return interlace.all_reduce_norm(torch.ones(m, n), **given)
-    gathers = op == "gather_normed"
-    return interlace.reduce_scatter_norm(torch.ones(m, n), gather_normed=gathers, **given)
+    kind = TUNED[op]
+    sizes = tuple(SIZES.values())[: len(kind.sizes)]
+    subject = kind(default_group().place, torch.float32, *sizes)
+    return subject.ours(algorithm)(*subject.inputs(0))
 
 
-def told(op: str, file: str, **how: Any) -> list[str]:
+def told(op: str, file: str, algorithm: str = "auto") -> list[str]:
     """The algorithms that a call tells a profile of, with ``file`` as the cache."""
     said: list[str] = []
     with mock.patch.dict(os.environ, {cache.VARIABLE: file}):
@@ -87,7 +59,7 @@ def told(op: str, file: str, **how: Any) -> list[str]:
         ranges: Any = SimpleNamespace(begin=said.append)
         try:
             with context_with(op_ranges=ranges):
-                tree_map(lambda each: each.sum(), call(op, **how))
+                tree_map_only(torch.Tensor, torch.sum, call(op, algorithm))
         finally:
             tuning.forget()
     return said
@@ -111,10 +83,9 @@ def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
         (interlace.run(told, 2, op, str(file), place="shm"), True),
     ):
         assert [FASTEST[op] in each for each in said] == [expected] * 2
-    how = {"method": "all_gather"} if "attention" in op else {"algorithm": "unfused"}
-    (mine, _) = interlace.run(told, 2, op, str(file), place="shm", **how)
-    chosen = next(iter(how.values()))
-    assert any(chosen in each for each in mine)
+    method, way = ("all_gather", "auto") if "attention" in op else ("", "unfused")
+    (mine, _) = interlace.run(told, 2, op, str(file), f"{method} {way}".strip(), place="shm")
+    assert any((method or way) in each for each in mine)
 
 
 # values that no default has
@@ -139,7 +110,7 @@ def test_the_kernel_gets_what_was_measured(
             spy.reset_mock()
             # Around both: ranks of one process would give back what the other has set.
             with mock.patch.dict(os.environ, {cache.VARIABLE: where}):
-                interlace.run(told, 2, op, where, algorithm="fused")
+                interlace.run(told, 2, op, where, "fused")
             got = [getattr(each.args[-1], name) == value for each in spy.call_args_list]
             assert got == [expected] * 2
 

@@ -14,9 +14,16 @@ import pytest
 import torch
 
 import interlace
-from interlace.cli.commands import check_cases as known
-from interlace.cli.commands.check import LEFT_OUT, CheckOptions, check
-from interlace.cli.commands.check_cases import CheckCase, DenseCase, RowsCase, run_case
+from interlace.cli.commands import check as known
+from interlace.cli.commands.check import (
+    LEFT_OUT,
+    CheckCase,
+    CheckOptions,
+    DenseCase,
+    RowsCase,
+    check,
+    run_case,
+)
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.gpu import driver

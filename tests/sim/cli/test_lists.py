@@ -13,7 +13,7 @@ import pytest
 from interlace.benchmark.fused import ByRows
 from interlace.benchmark.requests import FUSED, OPS, TUNED
 from interlace.benchmark.tune import by_name
-from interlace.cli.commands.check_cases import WORLDS, cases
+from interlace.cli.commands.check import WORLDS, cases
 from interlace.tools.catalogue.catalogue import ARCHES, entries
 from interlace.tools.targets import TARGETS
 

@@ -16,7 +16,7 @@ import pytest
 import interlace
 from interlace.benchmark.figures import Spread
 from interlace.benchmark.kernel import ALGORITHM
-from interlace.benchmark.measure import BenchRow, MeasuredSize, SizeResult
+from interlace.benchmark.requests import BenchRow, MeasuredSize, SizeResult
 from interlace.cli import main
 from interlace.cli.commands import doctor
 from interlace.cli.commands.bench import notes as notes_of

@@ -17,14 +17,12 @@ import torch
 
 import interlace
 from interlace import aot
-from interlace.cli.commands.build import write
 from interlace.groups.groups import default_group
 from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.op.calls import run_to_list
-from interlace.tools.bundle.bundle import BundleTarget
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
 
@@ -444,7 +442,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(target: BundleTarget, made: Callable[[int], Case]) -> None:
-    assert not any(report.problems() for report in write([target]))
+    assert not any(report.problems() for report in build_bundles([target]))
     (arch,) = target.arches
     with mock.patch.object(cupy_stand_in.cuda.Device, "compute_capability", str(arch)):
         ranks = interlace.run(on_rank, WORLD, str(target.out), made, place="ptx", arch=arch)

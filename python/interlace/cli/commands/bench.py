@@ -21,22 +21,22 @@ import torch
 import interlace
 from interlace.benchmark import baselines, kernel, protocol
 from interlace.benchmark.figures import format_size, parse_sizes
-from interlace.benchmark.fused import ByRows
 from interlace.benchmark.kernel import BASELINE, PART
-from interlace.benchmark.measure import BenchRow, SizeResult, measure
 from interlace.benchmark.norms import GatherNormed
 from interlace.benchmark.plain import Plain
-from interlace.benchmark.requests import DTYPES, OPS, BenchRequest, loaded
+from interlace.benchmark.requests import (
+    DTYPES,
+    OPS,
+    BenchRequest,
+    BenchRow,
+    SizeResult,
+    loaded,
+    measure,
+)
 from interlace.groups import groups
 from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
 from interlace.output.consoles import Progress, write
-from interlace.output.files import (
-    TERMINAL,
-    draw_bars,
-    file_of,
-    refuse_outputs,
-    require_matplotlib,
-)
+from interlace.output.files import TERMINAL, draw_bars, file_of, refuse_outputs, require_matplotlib
 from interlace.output.machine import refuse_size
 from interlace.output.options import MOST, CommandOptions, option
 from interlace.runtime.compat import launchers
@@ -205,25 +205,13 @@ def requests_of(options: BenchOptions) -> list[BenchRequest]:
         if each.own:
             kernel.arguments_for(loaded(target), target, each.arguments)
         else:
-            kind = OPS[target]
-            kind.refuse(world_size, each.m, each.dtype)
-            if issubclass(kind, ByRows):
-                kind.refuse_widths(world_size, each.n or 0, each.k or 0)
-                kind.refuse_settings(each.n or 0, **dict(settings))
+            kind, sizes, how = OPS[target], each.sizes, dict(settings)
+            kind.refuse(world_size, sizes, each.dtype, **how)
             if not under_torchrun():
-                _refuse_size(each, world_size, place_of(options))
+                text = "--sizes " * (each.nbytes is not None) + " x ".join(map(str, sizes))
+                nbytes = kind.memory(DTYPES[each.dtype], *sizes, **how)
+                refuse_size(text, nbytes, world_size, place_of(options))
     return requests
-
-
-def _refuse_size(request: BenchRequest, world_size: int, place: str) -> None:
-    """Raise ValueError if there is no memory for the tensors of all ranks."""
-    kind = OPS[request.target]
-    if request.nbytes is not None:
-        refuse_size(f"--sizes {request.nbytes}", request.nbytes, world_size, place)
-    elif issubclass(kind, ByRows):
-        sizes = [getattr(request, size) for size in kind.sizes]
-        nbytes = kind.elements(*sizes, **dict(request.settings)) * DTYPES[request.dtype].itemsize
-        refuse_size(" x ".join(map(str, sizes)), nbytes, world_size, place)
 
 
 def _check_place(options: BenchOptions, request: BenchRequest) -> None:
@@ -272,7 +260,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
     """What is given besides sizes, as the op's class takes it."""
     kind = OPS.get(options.target)
-    known = kind.settings if kind is not None and issubclass(kind, ByRows) else ()
+    known = kind.settings if kind is not None else ()
     found: list[tuple[str, int | str]] = []
     for name in ("batch", "key_heads", "mask"):
         value = getattr(options, name)

@@ -3,33 +3,24 @@
 With ``--op`` it builds one op ahead of time, for launches without Triton.
 """
 
-import ast
-import inspect
 import json
 import pathlib
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from interlace import __version__, aot
 from interlace.arguments.paths import refuse_empty
-from interlace.kernels import bundle_formulas, launch_formulas
-from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.output import consoles
 from interlace.output.consoles import counted
 from interlace.output.files import refuse_no_folder
 from interlace.output.options import CommandOptions, arches, option, positive_int
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.tuning.configuration import Configuration, check_values
-from interlace.tools.bundle.bundle import BundleTarget, build_bundles
-from interlace.tools.bundle.ops import OPS, KernelOptions
+from interlace.tools.bundle import LOADER, OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport, build as build_entries
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
 
 NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
-LOADER = "load.py"
-_NOT_IN_LOADER = ("interlace", "__future__")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -217,41 +208,11 @@ def _bundle(console: Any, op: str, given: BuildOptions) -> int:
     arches = tuple(dict.fromkeys(given.arch or ARCHES))
     target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
     with counted() as begin:
-        reports = write([target], on_report=begin("compiling", len(target.entries())))
+        reports = build_bundles([target], on_report=begin("compiling", len(target.entries())))
     code = show(console, reports, given.json)
     if not given.json and not code:
         consoles.write(console, f"Written to {given.out}. Without Triton: {LOADER} there.")
     return code
-
-
-def write(
-    targets: Sequence[BundleTarget],
-    *,
-    on_report: Callable[[BuildReport], None] = lambda report: None,
-) -> list[BuildReport]:
-    """Build ``targets``, with the loader in every bundle."""
-    return build_bundles(
-        targets, built_with=__version__, files={LOADER: loader()}, on_report=on_report
-    )
-
-
-def loader() -> str:
-    """The loader as one file: ``aot.py``, and before it all that it calls of interlace."""
-    called = [inspect.getsource(each) for each in (send_order, arrival_order, owner_order)]
-    head, body = _less_imports(aot)
-    modules = [_less_imports(each)[1] for each in (launch_formulas, bundle_formulas)]
-    return "\n\n".join([head, "from __future__ import annotations", *called, *modules, body])
-
-
-def _less_imports(module: types.ModuleType) -> tuple[str, str]:
-    """The docstring, and the text below it but for imports of interlace."""
-    source = inspect.getsource(module)
-    lines = source.splitlines(keepends=True)
-    docstring, *nodes = ast.parse(source).body
-    for node in reversed(nodes):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(_NOT_IN_LOADER):
-            del lines[node.lineno - 1 : node.end_lineno]
-    return "".join(lines[: docstring.end_lineno]), "".join(lines[docstring.end_lineno :])
 
 
 def _options(given: BuildOptions) -> KernelOptions:

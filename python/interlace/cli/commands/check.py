@@ -3,19 +3,613 @@
 On ``cpu`` the kernels run interpreted in ``sim``; on ``cuda`` the same kernels run compiled, with virtual
 ranks on the current GPU. A line per case says how large the worst error was as a share of what the dtypes
 allow; the exit code is 0 only if no share exceeds 1, and 3 if only time was missing.
+
+A case is a call on every rank, and the judgement of what came of it, by kind of op. Inputs are the same on
+every device and in every place. The most telling cases come first.
 """
 
+import itertools
 import json
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 import interlace
-from interlace.cli.commands.check_cases import Verdict, cases, listed, run_case
+from interlace import functional, reference
+from interlace.arguments.words import RunPlace
+from interlace.benchmark import protocol
+from interlace.benchmark.expert_rows import AllToAllGroupedRows
+from interlace.benchmark.requests import OPS
+from interlace.groups.groups import default_group
+from interlace.ops.collectives.low_latency import MOST_BYTES
+from interlace.ops.matmul.norms import GATHERED_ROWS
+from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import write
 from interlace.output.options import CommandOptions, option, positive_int, seed_number
+from interlace.runtime.places.gpu import driver
+from interlace.runtime.tuning import configuration
+from interlace.tools.catalogue.catalogue import ARCHES, BY_ENGINE, DTYPES, ROLES, entries
+from interlace.tools.targets import CALLS, TARGETS
+
+Sizes = tuple[int, ...]
+
+
+@dataclass
+class CheckCase(ABC):
+    """``kernels``: those of the catalogue that it runs. ``overrides``: values of the configuration.
+
+    ``branch``: what they do only if they are asked to, with tiles or instructions of its own.
+
+    ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
+    not by words that the driver writes.
+    """
+
+    op: str
+    variant: str
+    world_size: int
+    sizes: Sizes
+    dtype: str
+    kernels: tuple[str, ...]
+    _: KW_ONLY
+    overrides: Mapping[str, int | bool] = field(default_factory=dict)
+    branch: str = ""
+    by_switch: bool = False
+    by_kernels: bool = False
+
+    @property
+    def shape(self) -> str:
+        return " x ".join(map(str, self.sizes)) + " elements" * (len(self.sizes) == 1)
+
+    @property
+    def title(self) -> str:
+        return f"{self.op}, {self.variant}, {self.world_size} ranks, {self.shape}, {self.dtype}"
+
+    @contextmanager
+    def circumstances(self) -> Iterator[None]:
+        """What holds while the case runs."""
+        stream_words = driver.stream_words
+        if self.by_kernels:
+            driver.stream_words = lambda device: None  # type: ignore[assignment]
+        try:
+            with configuration.override(**self.overrides):
+                yield
+        finally:
+            driver.stream_words = stream_words
+
+    @abstractmethod
+    def on_rank(self, seed: int) -> Any:
+        """Call the op on the calling rank."""
+
+    def _on_all(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
+        """The same result on every rank."""
+        return [(value, bound)] * self.world_size
+
+    def _shared(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
+        """A part of the result on every rank."""
+        parts = (reference.split(each, self.world_size) for each in (value, bound))
+        return list(zip(*parts, strict=True))
+
+    def expected(self, seed: int) -> list[reference.Bounded]:
+        """What :meth:`on_rank` has to return, by rank; [] if it returns the worst error over its bound."""
+        return []
+
+    def ratio(self, results: Sequence[Any], seed: int) -> float:
+        """The worst error over its bound, from what :meth:`on_rank` returned on every rank."""
+        right = self.expected(seed)
+        if not right:
+            return float(max(results))
+        judged = zip(results, right, strict=True)
+        return max(reference.worst_ratio(result, *expected) for result, expected in judged)
+
+
+@dataclass
+class Verdict:
+    """``ratio``: worst error over its bound; ``error``: what was raised; ``skipped``: why it is left."""
+
+    case: CheckCase
+    ratio: float
+    seconds: float
+    error: str = ""
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and self.ratio <= 1
+
+
+def _on_rank(case: CheckCase, seed: int) -> Any:
+    """None where the case needs a switch and there is none."""
+    if case.by_switch and not default_group().arena.multicast():
+        return None
+    return case.on_rank(seed)
+
+
+def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
+    start = time.perf_counter()
+    place: RunPlace = "cuda" if device == "cuda" else "sim"
+    try:
+        with case.circumstances():
+            results = interlace.run(_on_rank, case.world_size, case, seed, place=place, seed=seed)
+        if results[0] is None:
+            return Verdict(case, 0.0, 0.0, skipped="memory has no multicast address here")
+        elapsed = time.perf_counter() - start
+        return Verdict(case, case.ratio(results, seed), elapsed)
+    except Exception as error:
+        elapsed = time.perf_counter() - start
+        return Verdict(case, float("inf"), elapsed, f"{type(error).__name__}: {error}")
+
+
+Variant = tuple[str, dict[str, Any], Mapping[str, int | bool]]  # name, arguments, configuration
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+OF_STREAMS = ("wait_credits_kernel", "finish_kernel")
+"""What streams of a GPU launch around copies; those of ``sim`` need none."""
+
+
+@dataclass
+class DenseCase(CheckCase):
+    """``arguments``: of the op, besides tensors. ``sizes``: m, n, k, or the elements of a collective."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def _random(self, seed: int, rank: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        return torch.randn(*shape, generator=generator).to(DTYPES[self.dtype])
+
+    def _inputs(self, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
+        if self.op in COLLECTIVES:
+            return self._random(seed, rank, *self.sizes), torch.empty(0)
+        m, n, k = self.sizes
+        if self.op == "all_gather_matmul":
+            shard = self._random(seed, rank, m // self.world_size + (3 * rank) % 7, k)
+            return shard, self._random(seed, 99, n, k).t()
+        return self._random(seed, rank, m, k), self._random(seed, 50 + rank, k, n)
+
+    def _bias(self, seed: int) -> torch.Tensor | None:
+        return self._random(seed, 77, self.sizes[1]) if self.arguments.get("bias") else None
+
+    def on_rank(self, seed: int) -> torch.Tensor:
+        device, rank = interlace.device(), interlace.get_rank()
+        input, weight = (tensor.to(device) for tensor in self._inputs(seed, rank))
+        if self.op in COLLECTIVES:
+            return self._collective(input, rank).cpu()
+        bias = self._bias(seed)
+        arguments = {**self.arguments, "bias": None if bias is None else bias.to(device)}
+        result: torch.Tensor = getattr(interlace, self.op)(input, weight, **arguments)
+        return result.cpu()
+
+    def _collective(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        op = getattr(interlace, self.op)
+        if self.op == "all_reduce":
+            op(x, **self.arguments)
+            return x
+        if self.op == "all_gather":
+            source: Any = x
+            count = self.world_size * x.numel()
+        else:
+            source = [part.contiguous() for part in reference.split(x, self.world_size)]
+            count = source[rank].numel()
+        output = torch.full((count,), torch.nan, dtype=x.dtype, device=x.device)
+        op(output, source, **self.arguments)
+        return output
+
+    def expected(self, seed: int) -> list[reference.Bounded]:
+        every = (self._inputs(seed, rank) for rank in range(self.world_size))
+        inputs, weights = zip(*every, strict=True)
+        dtype, bias = DTYPES[self.dtype], self._bias(seed)
+        reduce_op = self.arguments.get("reduce_op", "sum")
+        if self.op == "all_gather_matmul":
+            gathered = reference.all_gather_matmul(
+                inputs, weights[0], dtype, bias=bias, roundings=2
+            )
+            return self._on_all(*gathered)
+        if self.op == "all_gather":
+            whole = torch.cat(inputs).double()
+            return self._on_all(whole, torch.zeros_like(whole))
+        if self.op in COLLECTIVES:
+            value, bound = reference.reduce(inputs, reduce_op)
+        else:
+            value, bound = reference.matmul_all_reduce(inputs, weights, dtype, bias, reduce_op)
+        return self._shared(value, bound) if "scatter" in self.op else self._on_all(value, bound)
+
+
+def _fused() -> dict[str, list[Variant]]:
+    plain: list[Variant] = [(name, {"algorithm": name}, {}) for name in ("pipelined", "unfused")]
+    fused = {"algorithm": "fused"}
+    average = {**fused, "reduce_op": "avg"}
+    reduce: list[Variant] = [
+        ("fused", {**fused, "bias": True}, {}),
+        ("fused, pointers, avg", average, {"descriptors": False}),
+        *plain,
+    ]
+    return {
+        "all_gather_matmul": [
+            ("fused, copiers", fused, {}),
+            ("fused, copy engine", {**fused, "bias": True}, BY_ENGINE),
+            ("fused, pointers", fused, {"descriptors": False}),
+            ("fused, by switch", fused, {"multimem": True}),
+            *plain,
+        ],
+        "matmul_reduce_scatter": reduce,
+        "matmul_all_reduce": reduce,
+    }
+
+
+def _kernels(
+    op: str, algorithm: str, sizes: Sizes, dtype: str, of_streams: tuple[str, ...]
+) -> tuple[str, ...]:
+    if algorithm in ("fused", "kernel"):
+        large = op == "matmul_all_reduce" and (
+            sizes[0] * sizes[1] * DTYPES[dtype].itemsize > ONE_SHOT_BYTES
+        )
+        return ("matmul_reduce_scatter_kernel" if large else f"{op}_kernel",)
+    if algorithm == "low_latency":
+        return (f"low_latency_{op}_kernel",)
+    return () if algorithm == "unfused" else of_streams
+
+
+def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
+    """For 9.x: warps that load, multiply or store."""
+    for op, more in (("all_gather_matmul", ()), ("matmul_reduce_scatter", ("sum_tiles_kernel",))):
+        kernels = (f"{op}_roles_kernel", *more)
+        about = op, "fused, roles", world_size, sizes, dtype, kernels
+        yield DenseCase(*about, overrides=ROLES, arguments={"algorithm": "fused"})
+
+
+def signals(world_size: int) -> Iterator[CheckCase]:
+    """A copy whose arrival a kernel tells, as where the driver has no words of streams."""
+    about = "all_gather", "copy, signals by kernels", world_size, (14336,), "bf16"
+    how = {"algorithm": "copy"}
+    kernels = "publish_kernel", "wait_kernel", *OF_STREAMS
+    yield DenseCase(*about, kernels, by_kernels=True, arguments=how)
+
+
+def dense(device: str, world_size: int) -> Iterator[CheckCase]:
+    """On a GPU the shapes are large enough for several waves of tiles."""
+    shapes = [(96, 80, 64), (61, 45, 37)]
+    if device == "cuda":
+        shapes = [(2048, 1024, 512), (256, 512, 512), (1000, 520, 264), (61, 45, 37)]
+    of_streams: tuple[str, ...] = ()
+    if device == "cuda":
+        of_streams = (*("wait_kernel",) * (world_size > 1), *OF_STREAMS)
+    names = ("bf16", "fp32", "fp16")
+    for number, sizes in enumerate(shapes):
+        main_tile = device == "cuda" and number == 0  # others take turns
+        for dtype in names if main_tile else (names[(number + world_size) % 3],):
+            for op, variants in _fused().items():
+                for variant, arguments, overrides in variants:
+                    yield DenseCase(
+                        *(op, variant, world_size, sizes, dtype),
+                        _kernels(op, arguments["algorithm"], sizes, dtype, of_streams),
+                        overrides=overrides,
+                        by_switch="multimem" in overrides,
+                        arguments=arguments,
+                    )
+            elements = 7 * sizes[0]
+            for op, algorithm in itertools.product(COLLECTIVES, ("kernel", "copy", "low_latency")):
+                fits = op != "reduce_scatter" and 4 * elements <= MOST_BYTES
+                if fits or algorithm != "low_latency":
+                    kernels = _kernels(op, algorithm, (elements,), dtype, of_streams)
+                    about = op, algorithm, world_size, (elements,), dtype, kernels
+                    yield DenseCase(*about, arguments={"algorithm": algorithm})
+
+
+class _CountedRows(AllToAllGroupedRows):
+    """Counts that stay on the device, under a bound of every rank's rows."""
+
+    def ours(self, algorithm: str) -> Callable[..., Any]:
+        splits = torch.full((self.world_size,), self.rows, device=self.device)
+
+        def run(input: torch.Tensor, weight: torch.Tensor, buffer: object) -> torch.Tensor:
+            output, _ = interlace.all_to_all_grouped_matmul(
+                input, weight.unsqueeze(0), splits, num_max_rows_per_rank=self.m
+            )
+            return output[: self.m]
+
+        return run
+
+
+COUNTED = "counts on the device"
+
+
+@dataclass
+class RowsCase(CheckCase):
+    """``variant`` is the algorithm, behind a comma what the op is besides; ``settings`` ask for that."""
+
+    settings: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def algorithm(self) -> str:
+        return self.variant.partition(",")[0]
+
+    def subject(self) -> Any:
+        kind: Any = _CountedRows if self.variant == COUNTED else OPS[self.op]
+        place = default_group().place
+        return kind(place, DTYPES[self.dtype], *self.sizes, **dict(self.settings))
+
+    def on_rank(self, seed: int) -> float:
+        op, call = self.subject(), seed % 1000
+        result = op.ours(self.algorithm)(*op.inputs(call))
+        protocol.finish(virtual=op.device.type == "cuda")
+        return float(op.check(result, call))
+
+
+class _CheckedOp(NamedTuple):
+    """``sizes``: the sizes in ``sim`` and on a GPU. ``ways``: algorithms with the kernels that they run."""
+
+    op: str
+    sizes: tuple[Sizes, Sizes]
+    ways: dict[str, tuple[str, ...]] | None = None
+
+    @property
+    def algorithms(self) -> dict[str, tuple[str, ...]]:
+        """``ways``, or the fused one, with the kernels that ``verify`` knows of the op."""
+        return self.ways or {"fused": TARGETS[self.op].kernels}
+
+
+_MERGE = "merge_attention_kernel"
+_BACKWARD = TARGETS["attention_backward"].kernels
+_GATHERED, _HEADS = ("all_gather_attention_kernel", _MERGE), ("attention_kernel", _MERGE)
+_DECODE = ("decode_attention_kernel", _MERGE, "decode_exchange_kernel")
+_GROUPED = ("grouped_matmul_kernel",)
+_TOKENS = (48, 4, 16), (1024, 8, 128)
+_PRODUCTS = (48, 48, 24), (1024, 1024, 512)
+_SMALL = (48, 48, 24), (128, 1024, 512)  # for which all-reduce is one kernel
+_MOVED = (48, 40), (1024, 2048)
+_WORDS = (48, 32), (8, 1024)
+_ROWS = (
+    _CheckedOp(
+        "context_parallel_attention",
+        _TOKENS,
+        {"all_gather fused": _GATHERED, "ring fused": _HEADS, "ulysses fused": _HEADS},
+    ),
+    _CheckedOp(
+        "context_parallel_attention_backward",
+        _TOKENS,
+        {"all_gather fused": (*_GATHERED, *_BACKWARD), "ring fused": (*_HEADS, *_BACKWARD)},
+    ),
+    _CheckedOp("distributed_decode", _TOKENS, {"fused": _DECODE}),
+    _CheckedOp("matmul_reduce_scatter_norm", _PRODUCTS),
+    _CheckedOp("matmul_all_reduce_norm", _SMALL),
+    _CheckedOp("reduce_scatter_norm", _MOVED),
+    _CheckedOp(GATHERED_ROWS.name, _MOVED, {"fused": TARGETS["reduce_scatter_norm"].kernels}),
+    _CheckedOp("all_reduce_norm", _WORDS, {"low_latency": ("low_latency_norm_kernel",)}),
+    _CheckedOp("dispatch", _MOVED),
+    _CheckedOp("combine", _MOVED),
+    _CheckedOp(
+        "all_to_all_grouped_matmul",
+        _PRODUCTS,
+        {"fused": _GROUPED, COUNTED: ("counted_grouped_matmul_kernel",)},
+    ),
+    _CheckedOp("all_gather_grouped_matmul", _PRODUCTS),
+    _CheckedOp("grouped_matmul_combine", _PRODUCTS),
+    _CheckedOp("matmul_all_to_all", _PRODUCTS),
+    _CheckedOp("all_to_all_matmul", _PRODUCTS),
+    *(
+        _CheckedOp(op, ((4096,), (1 << 20,)), {"multimem": (f"multimem_{op}_kernel",)})
+        for op in ("all_gather", "reduce_scatter", "all_reduce")
+    ),
+    _CheckedOp("broadcast", ((4096,), (1 << 14,)), {"low_latency": TARGETS["broadcast"].kernels}),
+)
+
+_HEADS_OF = (
+    "context_parallel_attention",
+    "context_parallel_attention_backward",
+    "distributed_decode",
+)
+_NORMS = ("reduce_scatter_norm", "matmul_reduce_scatter_norm", "all_reduce_norm")
+
+
+class _Branch(NamedTuple):
+    """``op`` so that it does ``what``, which ``settings`` ask for; ``sizes``: if others than above."""
+
+    op: str
+    what: str
+    settings: Mapping[str, int | str]
+    sizes: tuple[Sizes, Sizes] | None = None
+
+
+_BRANCHES = (
+    *(
+        _Branch(op, f"heads of {size}", {}, ((24, 4, size), (512, 4, size)))
+        for size in (64, 256)
+        for op in _HEADS_OF
+    ),
+    _Branch("distributed_decode", "pages", {"paged": True}),
+    *(_Branch(op, "fp8", {"quantize": "fp8"}) for op in _NORMS),
+    *(_Branch(op, "layer norm", {"norm": "layer"}) for op in _NORMS),
+    _Branch("dispatch", "fp8", {"use_fp8": True}, ((48, 128), (1024, 2048))),
+)
+
+
+def branches(device: str, world_size: int) -> Iterator[CheckCase]:
+    """What kernels do for some calls only; heads have tiles by their size and dtype."""
+    on_gpu, by_op = device == "cuda", {each.op: each for each in _ROWS}
+    for op, what, settings, sizes in _BRANCHES:
+        algorithm, kernels = next(iter(by_op[op].algorithms.items()))
+        heads = (("key_heads", 2),) if op in _HEADS_OF else ()
+        tiles = what.startswith("heads") and on_gpu
+        for dtype in ("bf16", "fp32") if tiles else ("bf16",):
+            yield RowsCase(
+                *(op, f"{algorithm}, {what}", world_size, (sizes or by_op[op].sizes)[on_gpu]),
+                *(dtype, kernels),
+                branch=what,
+                settings=(*heads, *settings.items()),
+            )
+
+
+def rows(device: str, world_size: int) -> Iterator[CheckCase]:
+    """Each op in the dtype of models; on a GPU attention in the others too."""
+    on_gpu = device == "cuda"
+    for each in _ROWS:
+        heads = each.sizes == _TOKENS
+        for variant, kernels in each.algorithms.items():
+            about = each.op, variant, world_size, each.sizes[on_gpu]
+            settings = (("key_heads", 2),) if heads else ()
+            for dtype in ("bf16", "fp16", "fp32") if heads and on_gpu else ("bf16",):
+                yield RowsCase(
+                    *(*about, dtype, kernels), by_switch=variant == "multimem", settings=settings
+                )
+
+
+OUTPUT = torch.bfloat16
+GATHER, REDUCE = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
+
+
+@dataclass
+class ScaledCase(CheckCase):
+    def _operands(
+        self, seed: int, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input, weight, and their scales; the weight lies along K, and is the same where ranks gather."""
+        (m, n, k), gathers = self.sizes, self.op == GATHER
+        own = torch.Generator().manual_seed(1000 * seed + rank)
+        of_weight = torch.Generator().manual_seed(1000 * seed + (99 if gathers else 50 + rank))
+        rows = m // self.world_size if gathers else m
+        input = torch.randint(-3, 4, (rows, k), generator=own)
+        weight = torch.randint(-3, 4, (n, k), generator=of_weight)
+        scales = torch.rand(rows, 1, generator=own), torch.rand(1, n, generator=of_weight)
+        fp8 = (each.to(torch.float8_e4m3fn) for each in (input, weight))
+        input, weight = fp8
+        return input, weight.t(), scales[0] + 0.5, scales[1] + 0.5
+
+    def on_rank(self, seed: int) -> torch.Tensor:
+        operands = self._operands(seed, interlace.get_rank())
+        op = getattr(functional, self.op)
+        on_device = [each.to(interlace.device()) for each in operands]
+        output = op(*on_device, out_dtype=OUTPUT, algorithm=self.variant)
+        return functional.wait(output).cpu()
+
+    def expected(self, seed: int) -> list[reference.Bounded]:
+        every = [self._operands(seed, rank) for rank in range(self.world_size)]
+        products = [reference.scaled_matmul(*operands) for operands in every]
+        if self.op == GATHER:
+            value, bound = (torch.cat(each) for each in zip(*products, strict=True))
+            return self._on_all(value, reference.rounded(bound, value, OUTPUT))
+        unit = reference.unit_roundoff(torch.float32)
+        value, bound = reference.sum_of_rounded(products, OUTPUT, unit)
+        return self._shared(value, reference.rounded(bound, value, OUTPUT))
+
+
+def scaled(device: str, world_size: int) -> Iterator[CheckCase]:
+    sizes = (2048, 1024, 512) if device == "cuda" else (48, 32, 48)
+    for op, kernel in (
+        (GATHER, "all_gather_matmul_kernel"),
+        (REDUCE, "matmul_reduce_scatter_kernel"),
+    ):
+        yield ScaledCase(op, "fused", world_size, sizes, "fp8", (kernel,), branch="fp8")
+
+
+@dataclass
+class TargetCase(CheckCase):
+    """A target of ``interlace verify``, whose numbers are whole: results are exact, or it raises."""
+
+    def on_rank(self, seed: int) -> float:
+        TARGETS[self.op].variants[self.variant]()
+        return 0.0
+
+
+@dataclass
+class HandleCase(CheckCase):
+    """A tensor in symmetric memory: what is written before a barrier and a signal is there behind it."""
+
+    def on_rank(self, seed: int) -> float:
+        memory, size = interlace.symmetric_memory, interlace.get_world_size()
+        progress, tensor = torch.zeros(2, dtype=torch.uint32), memory.empty(4)
+        handle = memory.rendezvous(tensor)
+        after, before = (handle.rank + 1) % size, (handle.rank - 1) % size
+        tensor.fill_(handle.rank)
+        handle.barrier()
+        seen = handle.get_buffer(after, (4,), tensor.dtype)
+        right = bool((seen == after).all())
+        handle.put_signal(after)
+        handle.wait_signal(before)
+        handle.stream_write_value32(progress, 1, 3)
+        return 0.0 if right and progress.tolist() == [0, 3] else float("inf")
+
+
+def simulated(world_size: int) -> Iterator[CheckCase]:
+    kernels = "put_signal_kernel", "wait_signal_kernel", "handle_barrier_kernel"
+    about = "fp32", (*kernels, "write_value_kernel")
+    yield HandleCase("symmetric_memory", "handle", world_size, (4,), *about)
+    for name, target in TARGETS.items():
+        if name == "signal" or name.startswith("nodes."):
+            for variant in target.variants:
+                yield TargetCase(name, variant, world_size, (CALLS,), "fp32", target.kernels)
+
+
+WORLDS = {"cpu": (1, 2, 3, 4), "cuda": (1, 2, 4, 7)}
+NODES_RANKS = 4  # two nodes of two
+_BETWEEN = (
+    "move_kernel", "quiet_kernel", "node_reduce_scatter_kernel", "put_credits_kernel", "node_sums_kernel",
+    "matmul_node_reduce_scatter_kernel",
+)  # fmt: skip
+_HANDLES = (
+    "put_signal_kernel", "wait_signal_kernel", "handle_barrier_kernel", "write_value_kernel",
+)  # fmt: skip
+_ROLES = "all_gather_matmul_roles_kernel", "matmul_reduce_scatter_roles_kernel", "sum_tiles_kernel"
+WITHOUT = {
+    "cpu": dict.fromkeys(_ROLES, "is for a GPU of 9.x"),
+    "cuda": dict.fromkeys(_BETWEEN, "runs between nodes: one GPU has one")
+    | dict.fromkeys(_HANDLES, "is of handles on a CPU: on a GPU they are torch's own"),
+}
+"""By device, why there is no case of a kernel."""
+
+
+def every_kernel() -> list[str]:
+    """The kernels of the catalogue, in its order."""
+    return list(dict.fromkeys(each.kernel for arch in ARCHES for each in entries(arch)))
+
+
+def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
+    """First a case for each kernel on each number of ranks, then the others in the order that they have.
+
+    A branch of a kernel counts as another one: of fp8 operands, for instance, products are other
+    instructions.
+    """
+    seen: set[tuple[int, str, str]] = set()
+    first: list[CheckCase] = []
+    rest: list[CheckCase] = []
+    for case in cases:
+        runs = {(case.world_size, case.branch, kernel) for kernel in case.kernels}
+        (first if runs - seen else rest).append(case)
+        seen |= runs
+    return first + rest
+
+
+def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
+    """The cases to check; ``has_roles``: whether the device is one of 9.x, as far as that is known."""
+    found: list[CheckCase] = []
+    for world_size in WORLDS[device]:
+        found += dense(device, world_size)
+        if world_size <= 4:  # heads and rows are shared out evenly
+            found += rows(device, world_size)
+            found += scaled(device, world_size)
+        if device == "cuda" and world_size > 1:
+            found += signals(world_size)
+        if device == "cuda" and has_roles:
+            found += roles(world_size, (2048, 1024, 512), "bf16")
+        if device == "cpu" and world_size == NODES_RANKS:
+            found += simulated(world_size)
+        if world_size <= 4:
+            found += branches(device, world_size)
+    return most_telling_first(found)
+
+
+def listed(device: str) -> dict[str, list[str]]:
+    """By kernel of the catalogue, the titles of the cases that run it, or why there is none."""
+    titles: dict[str, list[str]] = {kernel: [] for kernel in every_kernel()}
+    for case in cases(device):
+        for kernel in case.kernels:
+            titles[kernel].append(case.title)
+    why = WITHOUT[device]
+    return {name: found or [why.get(name, "no case runs it")] for name, found in titles.items()}
+
 
 LEFT_OUT = 3  # the exit code if all that began have passed
 

@@ -161,7 +161,7 @@ def check(options: TuneOptions) -> None:
             "--dry-run --arch 90"
         )
     for op, shape in jobs_of(options):
-        nbytes = TUNED[op].elements(*shape) * dtype_of(options).itemsize
+        nbytes = TUNED[op].memory(dtype_of(options), *shape)
         if not options.dry_run:
             text = " x ".join(map(str, shape))
             refuse_size(text, nbytes, world_size_of(options), place_of(options))
@@ -194,9 +194,8 @@ def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]
         parsed = [parse_sizes(text, f"--{name}") for name, text in zip("mnk", texts, strict=True)]
         shapes = [(m, n, k) for m, n, k in itertools.product(*parsed)]
     dtype, size = options.dtype or "float32", world_size_of(options)
-    for m, n, k in shapes:
-        kind.refuse(size, m, dtype)
-        kind.refuse_widths(size, n, k)
+    for shape in shapes:
+        kind.refuse(size, shape, dtype)
     return list(shapes)
 
 

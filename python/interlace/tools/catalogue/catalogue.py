@@ -68,11 +68,7 @@ from interlace.tools.catalogue.absent_group import (
     launched,
     meta,
 )
-from interlace.tools.catalogue.catalogue_attention import (
-    attention,
-    decode_kernels as decode_kernels,
-    gathered_attention as gathered_attention,
-)
+from interlace.tools.catalogue.catalogue_attention import attention
 
 NODE_RANKS = 8
 FORMS = {torch.uint8: "bytes", torch.bfloat16: "bf16"}
@@ -214,50 +210,6 @@ def linked(arch: int, folder: str | None = None) -> list[Entry]:
     return [replace(entry, libraries=library, default=False) for entry in entries]
 
 
-@dataclass(frozen=True)
-class ExpertsVariant:
-    """Slots of a token, experts of a rank."""
-
-    topk: int = TOPK
-    experts: int = EXPERTS
-
-    def chosen(self) -> Assignment:
-        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
-
-
-ROUTED = ExpertsVariant()
-
-
-def experts_rows(
-    arch: int,
-    dtype: str,
-    *,
-    weighted: bool,
-    routed: ExpertsVariant = ROUTED,
-    columns: int = 4096,
-    overrides: Any = None,
-) -> list[Entry]:
-    """Dispatch and combine of rows of ``dtype``; of fp8 with scales, and dispatch alone."""
-    assignment, kind = routed.chosen(), (DTYPES | SCALED_DTYPES)[dtype]
-    scaled = dtype in SCALED_DTYPES
-    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **overrides or {})
-    x, segments = meta(MANY_ROWS, columns, dtype=kind), meta(routed.experts, RANKS, 3)
-    scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
-    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
-    bounds = Bounds(MANY_ROWS, 2, 0)
-    result = Received(x, scales, None if weights is None else weights[:, 0], segments)
-
-    def run(group: Any) -> None:
-        sent = assignment.sent(weights)
-        Dispatch(group, x, scales, result).fused(sent, bounds, configuration)
-        if not scaled:
-            home = Home(assignment.inverse, weights, x)
-            Combine(group, x, home).fused(segments, bounds, configuration)
-
-    variant = f"{dtype} weighted" if weighted else dtype
-    return [entry(launch, variant, arch) for launch in launched(run)]
-
-
 ARCHES = (80, 90, 100)  # that stand for the others
 BY_ENGINE = {"copiers": 0}
 """What makes the copy engine send, and no programs of the kernel."""
@@ -286,8 +238,51 @@ def one_of_each(found: Iterable[Entry]) -> list[Entry]:
 
 
 @dataclass(frozen=True)
+class ExpertsVariant:
+    """Slots of a token, experts of a rank."""
+
+    topk: int = TOPK
+    experts: int = EXPERTS
+
+    def chosen(self) -> Assignment:
+        return Assignment(meta(MANY_ROWS, self.topk), RANKS * self.experts, RANKS)
+
+
+@dataclass(frozen=True)
+class NormVariant:
+    """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
+
+    kind: str = "rms"
+    quantize: str = ""
+    gather: str = ""
+
+    def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
+        """``linear`` of ``rows`` own rows with this norm, and what is gathered on all ranks."""
+        columns, dtype = linear.output.shape[1], linear.output.dtype
+        weight = meta(columns, dtype=dtype)
+        bias = weight if self.kind == "layer" else None
+        made = QUANTIZED if self.quantize else dtype
+        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
+        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
+        rms = RowNorm(self.kind, 1e-6, weight, bias)
+        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
+        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
+        return replace(linear, output=total, tail=tail), whole if self.gather else None
+
+    def describe(self) -> str:
+        words = [self.kind, self.quantize, f"gathered {self.gather}"]
+        return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
+
+
+RMS, LAYER = NormVariant(), NormVariant("layer")
+
+
+@dataclass(frozen=True)
 class MatmulVariant:
-    """A variant of the matmul of all fused kernels; ``overrides`` are values of its configuration."""
+    """A variant of a fused kernel: of its matmul, and of its norm and its experts, if it has any.
+
+    ``overrides`` are values of its configuration.
+    """
 
     dtype: str = "bf16"
     layout: str = "kn"
@@ -302,6 +297,9 @@ class MatmulVariant:
     fast_accum: bool = True
     grouped: bool = False
     multimem: bool = False
+    average: bool = False
+    norm: NormVariant = RMS
+    routed: ExpertsVariant = ExpertsVariant()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -326,6 +324,7 @@ class MatmulVariant:
         bias = meta(columns, dtype=output_dtype) if self.bias else None
         output = meta(rows, columns, dtype=output_dtype)
         linear = Linear(weight, bias, output, self.bias, self.activation, self.scales)
+        linear.average = self.average
         if self.scales:
             linear.scale = meta(columns, dtype=torch.float32)
             linear.row_scale = meta(rows, dtype=torch.float32)
@@ -411,7 +410,8 @@ def _scaled() -> Iterator[MatmulVariant]:
 
 
 def _fused_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, *words: str) -> Entry:
-    variant = " ".join((operands.describe(), *filter(None, words)))
+    words = (operands.describe(), *words, "average" if operands.average else "")
+    variant = " ".join(filter(None, words))
     allowed = gpu_default(arch, operands.torch_dtype, operands.rows).descriptors
     odd = operands.columns % 16 or operands.inner % 16
     default = bool(operands.tma or odd or not allowed)
@@ -453,15 +453,14 @@ def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
     return _fused_entry(arch, operands, launch)
 
 
-def matmul_reduce_scatter(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
-    (launch,) = scatters(arch, operands, average=average)
-    return _fused_entry(arch, operands, launch, "average" if average else "")
+def matmul_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
+    (launch,) = scatters(arch, operands)
+    return _fused_entry(arch, operands, launch)
 
 
-def scatters(arch: int, operands: MatmulVariant, *, average: bool = False) -> list[KernelLaunch]:
+def scatters(arch: int, operands: MatmulVariant) -> list[KernelLaunch]:
     """What matmul + reduce-scatter launches."""
     input, linear, segments = _scattered(operands, RANKS)
-    linear.average = average
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
     return launched(op, input, linear, segments, configuration)
 
@@ -509,20 +508,42 @@ def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
     return input, linear, formulas.segments_of([operands.rows] * ranks)
 
 
-def matmul_all_reduce(arch: int, operands: MatmulVariant, *, average: bool = False) -> Entry:
+def matmul_all_reduce(arch: int, operands: MatmulVariant) -> Entry:
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows)
-    linear.average = average
     (launch,) = launched(matmul_reduce.matmul_all_reduce_fused, input, linear, configuration)
-    return _fused_entry(arch, operands, launch, "average" if average else "")
+    return _fused_entry(arch, operands, launch)
+
+
+def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -> list[Entry]:
+    """Dispatch and combine of rows; of fp8 with scales, and dispatch alone."""
+    routed, dtype, kind = operands.routed, operands.dtype, operands.torch_dtype
+    assignment, scaled = routed.chosen(), dtype in SCALED_DTYPES
+    own: dict[str, Any] = dict(operands.overrides)
+    configuration = replace(gpu_default(arch, torch.bfloat16, MANY_ROWS), **own)
+    x, segments = meta(MANY_ROWS, operands.columns, dtype=kind), meta(routed.experts, RANKS, 3)
+    scales = meta(MANY_ROWS, 32, dtype=torch.float32) if scaled else None
+    weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32) if weighted else None
+    bounds = Bounds(MANY_ROWS, 2, 0)
+    result = Received(x, scales, None if weights is None else weights[:, 0], segments)
+
+    def run(group: Any) -> None:
+        sent = assignment.sent(weights)
+        Dispatch(group, x, scales, result).fused(sent, bounds, configuration)
+        if not scaled:
+            home = Home(assignment.inverse, weights, x)
+            Combine(group, x, home).fused(segments, bounds, configuration)
+
+    variant = f"{dtype} weighted" if weighted else dtype
+    return [entry(launch, variant, arch) for launch in launched(run)]
 
 
 def _experts(arch: int) -> Iterator[Entry]:
     """Rows of experts: words of 4 bytes, as nearly all rows are, with and without weights and scales."""
     for dtype, weighted in (("bf16", True), ("bf16", False), ("fp32", True)):
-        yield from experts_rows(arch, dtype, weighted=weighted)
+        yield from experts_rows(arch, MatmulVariant(dtype), weighted=weighted)
     if arch >= 90:
-        yield from experts_rows(arch, "fp8e4nv", weighted=True)
+        yield from experts_rows(arch, MatmulVariant("fp8e4nv"))
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
     for operands in (
         MatmulVariant(tma=tma),
@@ -536,53 +557,20 @@ def _experts(arch: int) -> Iterator[Entry]:
         yield counted_grouped_matmul(arch, operands)
 
 
-def grouped_matmul_combine(
-    arch: int, operands: MatmulVariant, routed: ExpertsVariant = ROUTED
-) -> Entry:
-    operands, experts = replace(operands, grouped=True), routed.experts
-    configuration, assignment = operands.configuration(arch), routed.chosen()
-    input, linear = operands.tensors(operands.rows, experts)
+def grouped_matmul_combine(arch: int, operands: MatmulVariant) -> Entry:
+    operands, routed = replace(operands, grouped=True), operands.routed
+    configuration = operands.configuration(arch)
+    input, linear = operands.tensors(operands.rows, routed.experts)
     weights = meta(MANY_ROWS, routed.topk, dtype=torch.float32)
-    home = Home(
-        assignment.inverse, weights, meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
-    )
+    tokens = meta(MANY_ROWS, operands.columns, dtype=linear.output.dtype)
+    home = Home(routed.chosen().inverse, weights, tokens)
 
     def run(group: Any) -> None:
         op = GroupedMatmulCombine(group, input, linear, home)
-        op.fused(meta(experts, RANKS, 3), operands.rows, 128, configuration)
+        op.fused(meta(routed.experts, RANKS, 3), operands.rows, 128, configuration)
 
     (launch,) = launched(run)
     return _fused_entry(arch, operands, launch)
-
-
-@dataclass(frozen=True)
-class NormVariant:
-    """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
-
-    kind: str = "rms"
-    quantize: str = ""
-    gather: str = ""
-
-    def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
-        """``linear`` of ``rows`` own rows with this norm, and what is gathered on all ranks."""
-        columns, dtype = linear.output.shape[1], linear.output.dtype
-        weight = meta(columns, dtype=dtype)
-        bias = weight if self.kind == "layer" else None
-        made = QUANTIZED if self.quantize else dtype
-        scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
-        residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
-        rms = RowNorm(self.kind, 1e-6, weight, bias)
-        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
-        whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
-        linear = replace(linear, output=total, tail=tail)
-        return linear, whole if self.gather else None
-
-    def describe(self) -> str:
-        words = [self.kind, self.quantize, f"gathered {self.gather}"]
-        return " ".join(words[: 3 if self.gather else 2]).replace("  ", " ").rstrip()
-
-
-RMS, LAYER = NormVariant(), NormVariant("layer")
 
 
 def _norms(arch: int) -> Iterator[Entry]:
@@ -593,79 +581,58 @@ def _norms(arch: int) -> Iterator[Entry]:
         made = [replace(RMS, quantize=name) for name in QUANTIZE]
         norms += [*made, *(replace(each, gather="normed") for each in made)]
     for norm in norms:
-        yield matmul_reduce_scatter_norm(arch, bf16, norm)
-        yield reduce_norm(arch, "bf16", norm)
+        yield matmul_reduce_scatter_norm(arch, replace(bf16, norm=norm))
+        yield reduce_norm(arch, replace(bf16, norm=norm))
     for norm in norms[:2] + norms[4:6]:
-        yield matmul_all_reduce_norm(arch, bf16, norm)
-        yield low_latency_norm(arch, "bf16", norm)
-    for norm in (RMS, replace(LAYER, gather="both")):
-        yield matmul_reduce_scatter_norm(arch, fp32, norm)
-        yield reduce_norm(arch, "fp32", norm)
-    yield matmul_all_reduce_norm(arch, fp32, RMS)
-    yield low_latency_norm(arch, "fp32", RMS)
+        yield matmul_all_reduce_norm(arch, replace(bf16, norm=norm))
+        yield low_latency_norm(arch, replace(bf16, norm=norm))
+    for operands in (fp32, replace(fp32, norm=replace(LAYER, gather="both"))):
+        yield matmul_reduce_scatter_norm(arch, operands)
+        yield reduce_norm(arch, operands)
+    yield matmul_all_reduce_norm(arch, fp32)
+    yield low_latency_norm(arch, fp32)
 
 
-def matmul_reduce_scatter_norm(
-    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
-) -> Entry:
+def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
     """Matmul + reduce-scatter, whose own rows are normed."""
     input, linear, segments = _scattered(operands, RANKS)
-    linear, whole = norm.linear(replace(linear, average=average), operands.rows)
+    linear, whole = operands.norm.linear(linear, operands.rows)
     op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
     (launch,) = launched(op, input, linear, segments, configuration, whole)
-    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+    return _fused_entry(arch, operands, launch, operands.norm.describe())
 
 
-def matmul_all_reduce_norm(
-    arch: int, operands: MatmulVariant, norm: NormVariant, *, average: bool = False
-) -> Entry:
+def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     """Matmul + all-reduce in one shot, all of whose rows are normed on every rank."""
     input, linear = operands.tensors(operands.rows)
-    linear, _ = norm.linear(replace(linear, average=average), operands.rows)
+    linear, _ = operands.norm.linear(linear, operands.rows)
     configuration = operands.configuration(arch)
     (launch,) = launched(normed.matmul_all_reduce_fused, input, linear, configuration)
-    return _fused_entry(arch, operands, launch, norm.describe(), "average" if average else "")
+    return _fused_entry(arch, operands, launch, operands.norm.describe())
 
 
-def _of_rows(norm: NormVariant, dtype: str, columns: int) -> tuple[Linear, normed.WholeRows | None]:
-    """What becomes of rows of a sum that is no product."""
-    kind, rows = DTYPES[dtype], MANY_ROWS
-    nothing, output = meta(0, columns, dtype=kind), meta(rows, columns, dtype=kind)
-    return norm.linear(Linear(nothing, None, output), rows)
+def _rows_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, **more: Any) -> Entry:
+    words = operands.dtype, operands.norm.describe(), "average" if operands.average else ""
+    return entry(launch, " ".join(filter(None, words)), arch, **more)
 
 
-def reduce_norm(
-    arch: int,
-    dtype: str,
-    norm: NormVariant,
-    configuration: Configuration | None = None,
-    *,
-    columns: int = 4096,
-    average: bool = False,
-) -> Entry:
+def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
     """Reduction and norm of rows that are there already."""
-    linear, whole = _of_rows(norm, dtype, columns)
-    linear.average = average
-    configuration = configuration or gpu_default(arch, DTYPES[dtype], MANY_ROWS)
+    input = meta(RANKS * MANY_ROWS, operands.columns, dtype=operands.torch_dtype)
+    linear, whole = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
-    input = meta(RANKS * MANY_ROWS, columns, dtype=DTYPES[dtype])
-    call = "reduce_scatter_norm", input, linear, segments, configuration, whole
+    call = "reduce_scatter_norm", input, linear, segments, operands.configuration(arch), whole
     (launch,) = launched(normed.reduce_fused, *call)
-    words = [dtype, norm.describe(), "average" if average else ""]
-    return entry(launch, " ".join(filter(None, words)), arch)
+    return _rows_entry(arch, operands, launch)
 
 
-def low_latency_norm(
-    arch: int, dtype: str, norm: NormVariant, *, columns: int = 4096, average: bool = False
-) -> Entry:
+def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
     """All-reduce and norm of few rows, whose words carry their flags."""
-    linear, _ = _of_rows(norm, dtype, columns)
-    linear.average = average
-    input = meta(4, columns, dtype=DTYPES[dtype])
+    linear, _ = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
+    input = meta(4, operands.columns, dtype=operands.torch_dtype)
 
     def run(group: Any) -> None:
         normed.RowReduction(group, "all_reduce_norm", input, linear, None, None).low_latency()
 
     (launch,) = launched(run)
-    words = [dtype, norm.describe(), "average" if average else ""]
-    return entry(launch, " ".join(filter(None, words)), arch, ignore=("weak poll",))
+    return _rows_entry(arch, operands, launch, ignore=("weak poll",))

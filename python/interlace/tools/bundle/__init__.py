@@ -1,1 +1,0 @@
-"""One op ahead of time: kernels, formulas and contracts in a manifest."""
