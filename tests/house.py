@@ -143,9 +143,8 @@ FOLDERS = {
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/benchmark interlace/functional "
         "interlace/groups interlace/ops/collectives interlace/ops/matmul interlace/output "
-        "interlace/tensor interlace/tools interlace/tools/catalogue "
-        "runtime/compat runtime/core runtime/places/gpu runtime/places/sim/scheduler "
-        "runtime/processes runtime/tuning"
+        "interlace/tensor interlace/tools interlace/tools/catalogue runtime/compat runtime/core "
+        "runtime/places/gpu runtime/places/sim/scheduler runtime/processes runtime/tuning"
     ),
     "program": "python",
     "interlace_verify/lint_check": (

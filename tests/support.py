@@ -25,8 +25,7 @@ from interlace.runtime.core.memory import WORD, Layout, Workspace
 from interlace.runtime.places.sim.interpreter.session import program_function
 from interlace.runtime.places.sim.place import SimPlace
 from interlace.runtime.places.sim.scheduler.scheduler import Program, Scheduler
-from interlace.runtime.places.sim.scheduler.strategies import Random
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Random, Task
 
 # As a float of any width this is nan, as a signal slot -1, which is smaller than every epoch.
 POISON_BYTE = 0xFF

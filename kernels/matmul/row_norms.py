@@ -2,7 +2,7 @@
 
 Contributions to ``rows x N`` lie in the owner's workspace, tile by tile, as ``matmul_reduce_scatter.py``
 has them. A norm needs whole rows. So a program takes a slice of a few rows, waits for the tiles of all
-columns from every source, and goes over the columns two or three times (``kernels/norms.py``).
+columns from every source, and goes over the columns two or three times (``kernels/matmul/row_norms.py``).
 
 With ``GATHER`` the normed rows go to all ranks: as they are made they are stored into the own output and
 into the workspaces of the others, and signalled once per slice. Nobody stores them for himself first, and
@@ -15,28 +15,186 @@ programs blocks.
 
 Rejected: a sum per tile and a second kernel for the norms (stores the sum in fp32, or rounds it twice), and
 statistics exchanged between programs (a second wait for every tile).
+
+Norms of whole rows: what is done to a sum over ranks before anybody sees it.
+
+Legend: ``rows x N``, dense; a slice is ``ROWS`` rows, looked at ``COLUMNS`` columns at a time. For a row s
+of the sum, with its bias and activation, all in fp32::
+
+    x = s + residual         rounded to the output's dtype, stored: the new residual
+    y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
+    scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row; else q = y,
+                           which may be fp8, too, by a scale that the weight has: the cast saturates
+
+The statistics are those of x as it is stored, so whoever has the new residual can compute y again: a
+backward, or the next layer. A first pass over the columns adds up and stores x, a second one reads it
+again, out of the cache; with QUANTIZE there is one more between them, for the largest of y. A row is one
+program's, and its columns are taken in order, so bits do not depend on who computes it.
+
+The variance of "layer" is put together block by block: the squares of each are taken from its own mean, and
+corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would cancel.
+
+Reduction + norm of rows that are there already: ``matmul_norm.py`` without the matmul.
+
+The contributions are rows of the input, pushed whole; ``row_norms.py`` does the rest. Who owns what is in a
+table, so one kernel is an all-reduce in one shot, where every rank owns all rows; one in two shots, where
+each owns a part and all gather; and a reduce-scatter, with or without a gather behind it.
+
+Fused matmul + reduction + norm: ``row_norms.py`` is the tail of both reductions of a product.
+
+``matmul_reduce_scatter_norm_kernel``  rows have owners, who norm them; with ``GATHER`` all ranks get them:
+                                       the chain reduce-scatter, norm, all-gather of a sequence-parallel
+                                       block, and an all-reduce of many rows
+``matmul_all_reduce_norm_kernel``      one-shot: every rank sums and norms all rows, for few of them
+
+Products are made and sent as by the kernels without a norm, whose device functions these are.
+
+All-reduce + norm of a few kilobytes, whose words carry their flags: what decoding a token wants.
+
+The protocol is that of ``kernels/collectives/low_latency.py``, block by block. A norm needs whole rows, so
+program r does all blocks of row r: first it sends them all, then it sums them one after another. So many
+words are on their way while the first is waited for, and a row's statistics are one program's.
 """
 
 import triton
 import triton.language as tl
 
+from interlace.kernels.arguments import Lot
+from interlace.kernels.collectives.low_latency import (
+    block_epoch,
+    end_block,
+    half_of,
+    load_units,
+    payload_of,
+    send_to_all,
+)
 from interlace.kernels.collectives.reduction import SEGMENT_COLUMNS, sum_contributions
 from interlace.kernels.epilogue import activate, add_bias
-from interlace.kernels.norms import (
-    load_blocks,
-    load_residual,
-    no_statistics,
-    normed,
-    reciprocal_deviation,
-    scale_of_rows,
-    store_sum,
-    with_block,
-)
+from interlace.kernels.matmul.matmul_reduce_scatter import produce_for_all, produce_for_owners
 from interlace.kernels.products import tile_offsets
-from interlace.kernels.signal import wait
-from interlace.kernels.slots import publish_to_all, wait_slots
-from interlace.kernels.tiling import tile_number
-from interlace.kernels.transfer import copy_elements, copy_rows, region_pointer, table_line
+from interlace.kernels.signal import count_program, current_epoch, wait, wait_credit
+from interlace.kernels.slots import publish_to_all, publish_turn, wait_slots
+from interlace.kernels.tiling import first_tile, tile_number
+from interlace.kernels.transfer import (
+    copy_elements,
+    copy_rows,
+    data_pointer,
+    region_pointer,
+    table_line,
+)
+
+_LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
+_SMALLEST_SCALE = tl.constexpr(1e-12)  # a row of zeros has one that can be divided by
+
+
+@triton.jit
+def no_statistics(TAIL: tl.constexpr):
+    """(mean, sum of squares) of rows of which no column has been seen."""
+    ROWS: tl.constexpr = TAIL.ROWS
+    return tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
+def with_block(mean, squares, x, mask, first, N, TAIL: tl.constexpr):
+    """The statistics with the columns of ``x`` from ``first`` on; ``x`` is 0 where ``mask`` is false."""
+    if TAIL.KIND == "rms":
+        squares += tl.sum(x * x, axis=1)
+    else:
+        before = tl.cast(first, tl.float32)
+        count = tl.cast(min(N - first, TAIL.COLUMNS), tl.float32)
+        own = tl.sum(x, axis=1) / count
+        centred = tl.where(mask, x - own[:, None], 0.0)
+        apart = own - mean
+        part = count / (before + count)
+        squares += tl.sum(centred * centred, axis=1) + apart * apart * (before * part)
+        mean += apart * part
+    return mean, squares
+
+
+@triton.jit
+def reciprocal_deviation(squares, N, TAIL: tl.constexpr):
+    """1 / sqrt(variance + EPS); of "rms" the mean of the squares is the variance."""
+    return tl.rsqrt(squares / tl.cast(N, tl.float32) + TAIL.EPS)
+
+
+@triton.jit
+def load_residual(norm, offsets, mask, TAIL: tl.constexpr):
+    """The residual, if there is one: loaded before the sum, so that both are on their way at once."""
+    residual = mask  # which nobody looks at
+    if TAIL.RESIDUAL:
+        residual = tl.load(norm.residual_ptr + offsets, mask=mask, other=0.0)
+    return residual
+
+
+@triton.jit
+def store_sum(total, residual, output_ptr, offsets, mask, TAIL: tl.constexpr):
+    """Add the residual, round, store; the rounded numbers in fp32, 0 where ``mask`` is false."""
+    if TAIL.RESIDUAL:
+        total += residual.to(tl.float32)
+    rounded = total.to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + offsets, rounded, mask=mask)
+    return tl.where(mask, rounded.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _load_vectors(norm, offs_n, mask, N, TAIL: tl.constexpr):
+    weight, bias = mask, mask  # which nobody looks at
+    if TAIL.NORM_WEIGHT:
+        weight = tl.load(norm.norm_weight_ptr + offs_n, mask=offs_n < N, other=0.0)
+    if TAIL.NORM_BIAS:
+        bias = tl.load(norm.norm_bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+    return weight, bias
+
+
+@triton.jit
+def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
+    """Two blocks of columns from ``first`` on, of whole rows at ``x_ptr``: what ``normed`` takes of each.
+
+    All are loaded before one is used, or stored: a load does not go ahead of a store, which may be of the
+    same memory. A block is (columns, mask, x, weight, bias); these mean nothing where there are none.
+    """
+    offs_n = first + tl.arange(0, TAIL.COLUMNS)
+    after_n = offs_n + TAIL.COLUMNS
+    mask_m = (offs_m < rows)[:, None]
+    mask, after_mask = mask_m & (offs_n < N)[None, :], mask_m & (after_n < N)[None, :]
+    pointers = x_ptr + offs_m[:, None] * N + offs_n[None, :]
+    x = tl.load(pointers, mask=mask, other=0.0)
+    after_x = tl.load(pointers + TAIL.COLUMNS, mask=after_mask, other=0.0)
+    weight, bias = _load_vectors(norm, offs_n, mask, N, TAIL)
+    after_weight, after_bias = _load_vectors(norm, after_n, mask, N, TAIL)
+    block = offs_n, mask, x, weight, bias
+    return block, (after_n, after_mask, after_x, after_weight, after_bias)
+
+
+@triton.jit
+def normed(block, mean, deviation, TAIL: tl.constexpr):
+    """y of one of ``load_blocks``, in fp32."""
+    _, _, x, weight, bias = block
+    y = (x.to(tl.float32) - mean[:, None]) * deviation[:, None]
+    if TAIL.NORM_WEIGHT:
+        y *= weight.to(tl.float32)[None, :]
+    if TAIL.NORM_BIAS:
+        y += bias.to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _sizes(block, mean, deviation, TAIL: tl.constexpr):
+    return tl.where(block[1], tl.abs(normed(block, mean, deviation, TAIL)), 0.0)
+
+
+@triton.jit
+def scale_of_rows(output_ptr, mean, deviation, norm, offs_m, rows, N, TAIL: tl.constexpr):
+    """The scale of each row: what its largest number is divided by to be the largest of float8_e4m3fn."""
+    ROWS: tl.constexpr = TAIL.ROWS
+    largest = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, N, 2 * TAIL.COLUMNS):
+        block, after = load_blocks(output_ptr, norm, offs_m, first, rows, N, TAIL)
+        sizes = _sizes(block, mean, deviation, TAIL)
+        sizes = tl.maximum(sizes, _sizes(after, mean, deviation, TAIL))
+        largest = tl.maximum(largest, tl.max(sizes, axis=1))
+    return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
+
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 _SLOTS = tl.constexpr(128)  # that are looked at at once
@@ -206,3 +364,254 @@ def norm_rows(workspace, own_ptr, bias_ptr, norm, gathered, output_ptr, first_ro
         if TAIL.GATHER != "":
             if free:
                 publish_slice(workspace, gathered, slice_m, epoch)
+
+
+@triton.jit(do_not_specialize=["workspace", "gathered"])
+def reduce_norm_kernel(
+    workspace,
+    input_ptr,
+    bias_ptr,
+    norm,
+    gathered,
+    output_ptr,
+    segments_ptr,
+    N,
+    AVERAGE: tl.constexpr,
+    TAIL: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """``output[own] = residual + (sum over ranks of input_r)[own] + bias``, and its norm.
+
+    Legend: ``input`` is ``[M, N]``, dense; ``norm`` and ``gathered`` as for
+    matmul_reduce_scatter_norm_kernel. ``segments``: a line per owner in ``tiling.owner_order``: owner,
+    first row, rows, number of the first tile; a tile is ``BLOCK_M`` whole rows, ``BLOCK_N`` at least N.
+
+    Ordering: a program waits for the owner's credit, stores its tiles of the owner's rows there, publishes
+    the slot (source, tile) of each; then as matmul_reduce_scatter_norm_kernel. Sending waits for no sum of
+    this op, so no order of programs blocks.
+
+    Example: W = 2, M = 8, tiles of 4 rows, every rank the owner of all, one program per rank. Rank 0
+    stores rows 0-3 and 4-7 at rank 1 and publishes slots 0 and 1 there, then the same for itself; then it
+    waits for slots 0 and 2 (sources 0 and 1), sums and norms rows 0-3; slots 1 and 3, rows 4-7.
+    """
+    epoch = current_epoch(workspace)
+    program, programs, rank = tl.program_id(0), tl.num_programs(0), workspace.rank
+    BITS: tl.constexpr = input_ptr.dtype.element_ty.primitive_bitwidth
+    ROWS: tl.constexpr = TILES.BLOCK_M
+    WIDEST: tl.constexpr = _IN_FLIGHT * 8 // (ROWS * BITS)
+    COLUMNS: tl.constexpr = TILES.BLOCK_N if TILES.BLOCK_N < WIDEST else WIDEST
+    for line in range(workspace.world_size):
+        owner, first_row, rows, start = table_line(segments_ptr, line, _SEGMENT)
+        start = start.to(tl.int32)
+        tiles = tl.cdiv(rows, ROWS).to(tl.int32)
+        first = first_tile(start, program, programs)
+        # A program without a tile of this owner waits for no credit and publishes nothing.
+        if first < start + tiles:
+            # Given up: the owner may still be reading what this op would overwrite.
+            if wait_credit(workspace, owner, epoch) >= epoch - 1:
+                to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
+                for number in range(first, start + tiles, programs):
+                    # tl.cast: a loop's variable has no .to() in the interpreter.
+                    row = tl.cast(number - start, tl.int64) * ROWS
+                    count = min(rows - row, ROWS)
+                    from_ptr = input_ptr + (first_row + row) * N
+                    copy_rows(to_ptr + row * N, N, from_ptr, N, count, N, ROWS, COLUMNS)
+                # All at once: a publish waits until all stores so far have arrived.
+                slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
+                publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
+    # Waits for data begin only here.
+    own_ptr = data_pointer(workspace, rank, output_ptr)
+    own = workspace.world_size - 1  # the last line of the table
+    _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
+    norm_rows(workspace, own_ptr, bias_ptr, norm, gathered, output_ptr, first_row, rows, N, epoch,
+              AVERAGE, TAIL, TILES)  # fmt: skip
+    if TAIL.GATHER != "":
+        collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL)
+
+
+@triton.jit(do_not_specialize=["workspace", "gathered"])
+def matmul_reduce_scatter_norm_kernel(
+    workspace,
+    input,
+    weight,
+    epilogue,
+    norm,
+    gathered,
+    output_ptr,
+    segments_ptr,
+    N,
+    K,
+    AVERAGE: tl.constexpr,
+    TAIL: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """``output[own] = residual + activation(sum over ranks of (input_r @ weight_r)[own] + bias)``, normed.
+
+    Legend: as matmul_reduce_scatter_kernel; ``norm``: the residual of the own rows, weight and bias of the
+    norm ``[N]``, where the normed own rows go, of the dtype of the output or float8_e4m3fn, and their
+    scales. ``gathered``: whole results, with ``GATHER``: of the rows of owner r from the first row of its
+    segment on.
+
+    Ordering: products as there. Then a program waits for all tiles of its slices' rows from all sources;
+    with ``GATHER`` it stores the rows at every peer, which has ended the op before this one as its tiles
+    have come, and publishes the slot (source, slice) there; last it waits for the slots of all other
+    sources and copies their rows out. No phase waits for a later one, so no order of programs blocks.
+    finish_kernel gives the credit for reuse.
+
+    Example: W = 2, M = 32, N = 64, 16 x 16 tiles, slices of 4 rows, ``GATHER`` "normed", one program per
+    rank. Rank 0 sends tiles 0-3 of rows 16-31 to rank 1, makes its own, waits for slots 0-3 (source 0) and
+    4-7 (source 1), norms rows 0-3, stores them here and at rank 1 and publishes slot 8 there, ... 11; then
+    it waits for slots 12-15, the slices of rank 1, and copies rows 16-31.
+    """
+    epoch = current_epoch(workspace)
+    produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_ptr, N, K, epoch,
+                       TILES)  # fmt: skip
+    # Waits for data begin only here, after everything that others wait for: no order of programs blocks.
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
+    own = workspace.world_size - 1  # the last line of the table
+    _, first_row, rows, _ = table_line(segments_ptr, own, _SEGMENT)
+    norm_rows(workspace, own_ptr, epilogue.bias_ptr, norm, gathered, output_ptr, first_row, rows, N,
+              epoch, AVERAGE, TAIL, TILES)  # fmt: skip
+    if TAIL.GATHER != "":
+        collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL)
+
+
+@triton.jit(do_not_specialize=["workspace", "M"])
+def matmul_all_reduce_norm_kernel(
+    workspace,
+    input,
+    weight,
+    bias_ptr,
+    norm,
+    output_ptr,
+    M,
+    N,
+    K,
+    AVERAGE: tl.constexpr,
+    TAIL: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """``output[M, N] = residual + activation(sum over ranks of input_r @ weight_r + bias)``, and its norm.
+
+    Legend: as matmul_all_reduce_kernel; ``norm`` as for matmul_reduce_scatter_norm_kernel, of all M rows,
+    on every rank.
+
+    Ordering: as matmul_all_reduce_kernel; a slice of rows is summed when the tiles of all its columns have
+    arrived from all sources.
+
+    Example: W = 2, 16 x 64, 16 x 16 tiles, slices of 4 rows. Rank 1 stores its four tiles in region 1 of
+    both ranks, slots 4-7; then both wait for slots 0-7, and norm rows 0-3, 4-7, 8-11, 12-15.
+    """
+    epoch = current_epoch(workspace)
+    produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
+    # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
+    own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
+    rows = M + tl.zeros((), tl.int64)
+    norm_rows(workspace, own_ptr, bias_ptr, norm, None, output_ptr, 0, rows, N, epoch, AVERAGE, TAIL,
+              TILES)  # fmt: skip
+
+
+@triton.jit
+def _sum_of_block(peers, lot, own, valid, AVERAGE: tl.constexpr, HALF: tl.constexpr,
+                  WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
+    """The sum over ranks of a block's numbers in fp32, ``[1, numbers]``; how many words are missing."""
+    low = tl.zeros((WORDS,), tl.float32)
+    high = tl.zeros((WORDS,), tl.float32)
+    missing = tl.zeros((), tl.int32)
+    # Rank order and fp32, with the own numbers in their place: same bits on all ranks.
+    for source in range(peers.world_size):
+        payload, lost = payload_of(peers, source, lot, own, valid, WORDS, COMPILED)
+        missing += lost
+        if HALF.is_fp32():
+            low += payload.to(tl.float32, bitcast=True)
+        else:
+            low += half_of(payload, False, HALF)
+            high += half_of(payload, True, HALF)
+    if HALF.is_fp32():
+        total = tl.reshape(low, (1, WORDS))
+    else:
+        # The lower half of a word is the first of its two numbers.
+        total = tl.reshape(tl.join(low, high), (1, 2 * WORDS))
+    if AVERAGE:
+        total = total / peers.world_size
+    return total, missing
+
+
+@triton.jit(do_not_specialize=["peers"])
+def low_latency_norm_kernel(
+    peers,
+    input_ptr,
+    bias_ptr,
+    norm,
+    output_ptr,
+    N,
+    epochs_offset,
+    words_offset,
+    BIAS: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    TAIL: tl.constexpr,
+    UNIT: tl.constexpr,
+    WORDS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """``output[M, N] = residual + sum over ranks of input_r + bias``, and its norm, everywhere.
+
+    Legend: ``input`` is ``[M, N]``, dense, seen as integers of ``UNIT`` bytes; ``norm`` as for
+    matmul_all_reduce_norm_kernel. The grid is M. A row is ``ceil(words / WORDS)`` blocks, row r's are those
+    from r times as many on; ``COLUMNS`` of ``TAIL`` is the numbers of a block, ``ROWS`` 1.
+
+    Ordering: the protocol's, for every block. A program has sent all blocks of its row before it waits for
+    the first, and of two programs none waits for the other.
+
+    Example: W = 2, M = 1, N = 512 bf16 numbers, WORDS = 128: two blocks. Rank 0 sends 128 words of block 0
+    and 128 of block 1 to rank 1; then it polls the words of block 0 from rank 1, adds both ranks' numbers
+    and the residual, stores them; the same of block 1; then it norms the row.
+    """
+    HALF: tl.constexpr = output_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    blocks = tl.cdiv(N, TAIL.COLUMNS)
+    units = N * (output_ptr.dtype.element_ty.primitive_bitwidth // 8) // UNIT
+    words = tl.cdiv(units * UNIT, 4)
+    row_ptr = input_ptr + row * units
+    for number in range(blocks):
+        block = row * blocks + number
+        epoch_ptr, epoch = block_epoch(peers, epochs_offset, block)
+        # A block that was given up before is not sent again: its words may not have been read.
+        if epoch > 0:
+            index = number * WORDS + tl.arange(0, WORDS)
+            own = load_units(row_ptr, index, units, UNIT)
+            send_to_all(peers, Lot(words_offset, epoch, block), own, WORDS, COMPILED)
+    lost = tl.zeros((), tl.int32)
+    mean, squares = no_statistics(TAIL)
+    offs_m = row.to(tl.int64) + tl.arange(0, 1)
+    for number in range(blocks):
+        block = row * blocks + number
+        epoch_ptr, epoch = block_epoch(peers, epochs_offset, block)
+        if epoch > 0:
+            index = number * WORDS + tl.arange(0, WORDS)
+            own = load_units(row_ptr, index, units, UNIT)
+            lot = Lot(words_offset, epoch, block)
+            total, missing = _sum_of_block(
+                peers, lot, own, index < words, AVERAGE, HALF, WORDS, COMPILED
+            )
+            first = number * TAIL.COLUMNS
+            offs_n = first + tl.arange(0, TAIL.COLUMNS)
+            if BIAS:
+                bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+                total += bias.to(tl.float32)[None, :]
+            # A sum without a rank is no sum: the output stays as it was.
+            mask = (offs_n < N)[None, :] & (missing == 0)
+            offsets = offs_m[:, None] * N + offs_n[None, :]
+            residual = load_residual(norm, offsets, mask, TAIL)
+            x = store_sum(total, residual, output_ptr, offsets, mask, TAIL)
+            mean, squares = with_block(mean, squares, x, mask, first, N, TAIL)
+            lost += missing
+            end_block(epoch_ptr, epoch, missing)
+        else:
+            lost += 1
+    if lost == 0:
+        # What one thread has stored another one loads.
+        tl.debug_barrier()
+        deviation = reciprocal_deviation(squares, N, TAIL)
+        store_normed(peers, norm, None, output_ptr, 0, row, row + 1, N, True, mean, deviation, TAIL)
+    count_program(peers)

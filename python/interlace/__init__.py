@@ -38,7 +38,7 @@ _gc.disable()  # a collection would look through all that torch has, which takes
 try:
     import interlace_backend as _interlace_backend
     from interlace import symmetric_memory
-    from interlace.arguments.reduce_ops import ReduceOp
+    from interlace.arguments.words import ReduceOp
     from interlace.groups.groups import Group, device, get_rank, get_world_size, init, shutdown
     from interlace.groups.new import (
         new_group,
@@ -51,12 +51,14 @@ try:
     from interlace.launcher import run
     from interlace.numerics import check_numerics
     from interlace.ops.attention.decode import distributed_decode
-    from interlace.ops.collectives.all_to_all import all_to_all, all_to_all_single
-    from interlace.ops.collectives.coalesced import (
-        all_gather_coalesced,
-        all_gather_into_tensor_coalesced,
-        all_reduce_coalesced,
-        reduce_scatter_tensor_coalesced,
+    from interlace.ops.collectives.all_to_all import (
+        all_gather_v,
+        all_to_all,
+        all_to_all_single,
+        all_to_all_v,
+        gather_v,
+        reduce_scatter_v,
+        scatter_v,
     )
     from interlace.ops.collectives.objects import (
         all_gather_object,
@@ -80,20 +82,17 @@ try:
         _all_gather_base,
         _reduce_scatter_base,
         all_gather,
+        all_gather_coalesced,
         all_gather_into_tensor,
+        all_gather_into_tensor_coalesced,
         all_gather_single,
         all_reduce,
+        all_reduce_coalesced,
         barrier,
         reduce_scatter,
         reduce_scatter_single,
         reduce_scatter_tensor,
-    )
-    from interlace.ops.collectives.uneven import (
-        all_gather_v,
-        all_to_all_v,
-        gather_v,
-        reduce_scatter_v,
-        scatter_v,
+        reduce_scatter_tensor_coalesced,
     )
     from interlace.ops.experts.api import (
         all_gather_grouped_matmul,
@@ -109,7 +108,7 @@ try:
         matmul_reduce_scatter,
         reduce_scatter_norm,
     )
-    from interlace.ops.op import registry as _registry
+    from interlace.ops.op import op as _registry
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
     from interlace.runtime.compat.releases import (
@@ -132,8 +131,8 @@ try:
     from interlace.runtime.core.work import Work
     from interlace.runtime.places import uncaught as _uncaught
     from interlace.runtime.tuning.configuration import override as configured
-    from interlace.symmetric_memory import registration as _torch_kernels
-    from interlace.symmetric_memory.registration import take_over_symm_mem
+    from interlace.symmetric_memory import functions as _torch_kernels
+    from interlace.symmetric_memory.functions import take_over_symm_mem
     from interlace.tracing import trace
 finally:
     if _collected:

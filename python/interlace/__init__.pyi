@@ -10,10 +10,10 @@ from interlace import (
     integrations as integrations, nn as nn, ops as ops, symmetric_memory as symmetric_memory,
     tensor as tensor, verify as verify,
 )
-from interlace.arguments.norms import (
+from interlace.arguments.checks import (
     RowNorm,
 )
-from interlace.arguments.reduce_ops import (
+from interlace.arguments.words import (
     ReduceOp as ReduceOp,
 )
 from interlace.arguments.words import (
@@ -56,7 +56,7 @@ from interlace.ops.collectives.rootless import (
     all_gather_into_tensor as all_gather_into_tensor, all_gather_single as all_gather_single,
     reduce_scatter_single as reduce_scatter_single, reduce_scatter_tensor as reduce_scatter_tensor,
 )
-from interlace.ops.collectives.uneven import (
+from interlace.ops.collectives.all_to_all import (
     Whole,
 )
 from interlace.ops.experts.routing import (
@@ -87,7 +87,7 @@ from interlace.runtime.core.work import (
 from interlace.runtime.tuning.configuration import (
     override as configured,
 )
-from interlace.symmetric_memory.registration import (
+from interlace.symmetric_memory.functions import (
     take_over_symm_mem as take_over_symm_mem,
 )
 from interlace.tracing import (

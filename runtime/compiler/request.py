@@ -16,7 +16,7 @@ from typing import Any
 from interlace.runtime.compiler.lint.faults import NOWHERE, Fault
 from interlace.runtime.compiler.lint.sass import Loop
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.core.kernel_arguments import leaves, outside
+from interlace.runtime.core.launch import leaves, outside
 
 _TYPE = re.compile(
     r"(\*+k?)?([iu](1|8|16|32|64)|bf16|fp(16|32|64)|fp8[a-z0-9]+)|"

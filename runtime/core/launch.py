@@ -2,16 +2,190 @@
 
 The same :class:`KernelLaunch` is compiled by Triton on a GPU (``places/gpu/launch.py``) and interpreted, by
 ``sim/scheduler/scheduler.py``, on a CPU.
+
+Limits of a program on GPUs, as the CUDA programming guide has them.
+
+Without imports: the command names architectures in its help, for which it loads neither torch nor Triton.
+
+The arguments of a kernel one by one: tuples with names are taken apart, and put together again.
+
+Kernels take ``NamedTuple``s (``kernels/arguments.py``); a compilation and a launch have to do with single
+values. Here a value has a *path*, ``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
+
+Of a launch a compiled kernel depends on the dtypes of tensors and the width of numbers; of what is not
+listed in the kernel's ``do_not_specialize`` also on whether a number is 1, and whether it is a multiple of
+16; of tensors on whether the address is. Triton decides so by itself, except that it does not look at
+``do_not_specialize`` inside tuples: :func:`compiled_with` gives it numbers that tell nothing.
 """
 
-from collections.abc import Iterable
+import collections
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from interlace.runtime.compat.triton_launcher import warmed_up
-from interlace.runtime.core.kernel_arguments import compiled_with, constants
+from interlace.runtime.compat.triton_launcher import mangle_type, warmed_up
+
+ANYWHERE_KIB = 48
+"""Shared memory that a program gets on every CUDA GPU without asking for more."""
+
+SHARED_KIB = {
+    75: 64,
+    **dict.fromkeys((80, 87), 163),
+    **dict.fromkeys((86, 89, 120, 121), 99),
+    **dict.fromkeys((90, 100, 103), 227),
+}
+"""What one program can have, by compute capability (90 is 9.0)."""
+
+
+def shared_bytes(capability: int) -> int:
+    """Bytes of shared memory that one program can have; of an unknown chip, those that all have.
+
+    >>> shared_bytes(90), shared_bytes(999)
+    (232448, 49152)
+    """
+    return SHARED_KIB.get(capability, ANYWHERE_KIB) << 10
+
+
+ALIGNMENT = 16
+SMALL = 1 << 31  # numbers below are 32 bits wide
+
+
+def leaves(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """By path: ``{"input": Rows(x, 8)}`` is ``{"input.ptr": x, "input.stride": 8}``."""
+    return dict(_leaves("", arguments.items()))
+
+
+def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in named:
+        if isinstance(value, tuple):
+            fields = getattr(value, "_fields", range(len(value)))
+            yield from _leaves(f"{prefix}{name}.", zip(fields, value, strict=True))
+        else:
+            yield prefix + str(name), value
+
+
+def joined(by_path: Mapping[str, Any]) -> dict[str, Any]:
+    """The counterpart of :func:`leaves`: tuples with these names again, of classes made up here."""
+    found: dict[str, Any] = {}
+    for path, value in by_path.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            found.setdefault(name, {})[rest] = value
+        else:
+            found[name] = value
+    return {
+        name: _tuple(name, joined(value)) if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
+
+
+def _tuple(name: str, fields: dict[str, Any]) -> Any:
+    if all(map(str.isdecimal, fields)):
+        return tuple(fields.values())
+    return collections.namedtuple(name, list(fields))(*fields.values())
+
+
+def outside_name(path: str) -> str:
+    """A field's name in a bundle: ``input_stride`` and ``num_sends``, but of most tuples just the field."""
+    of, _, name = path.rpartition(".")
+    return _OF_ONE_THING.get(name, name).format(of) if of else name
+
+
+def outside(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Single values by the names that they have outside."""
+    return {outside_name(path): value for path, value in leaves(arguments).items()}
+
+
+# Fields that say nothing without the tuple's name: they describe one thing, such as a matrix.
+_OF_ONE_THING = {
+    "ptr": "{}_ptr",
+    "count": "num_{}",
+    "stride": "{}_stride",
+    "lse_ptr": "{}_lse_ptr",
+    "rows": "{}_rows",
+    "stride_b": "{}_stride_b",
+    "stride_h": "{}_stride_h",
+    "stride_e": "{}_stride_e",
+    "stride_k": "{}_stride_k",
+    "stride_n": "{}_stride_n",
+}
+
+
+@functools.lru_cache(maxsize=256)
+def general(kernel: Any) -> frozenset[str]:
+    """The parameters of whose values a compiled kernel does not depend: all fields, if it is a tuple."""
+    listed = getattr(kernel, "do_not_specialize", None)
+    if listed is None:  # an interpreted function keeps what it was decorated with
+        listed = getattr(kernel, "kwargs", {}).get("do_not_specialize")
+    names = list(inspect.signature(kernel.fn).parameters)
+    return frozenset(names[each] if isinstance(each, int) else each for each in listed or ())
+
+
+@functools.lru_cache(maxsize=256)
+def constants(kernel: Any) -> frozenset[str]:
+    annotations = kernel.fn.__annotations__.items()
+    return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def read_only(kernel: Any) -> frozenset[str]:
+    """The pointers that the kernel's annotations declare const: ``tl.const``, ``"const"``, ``"*kfp32"``."""
+    annotations = {name: str(kind) for name, kind in kernel.fn.__annotations__.items()}
+    declared = (name for name, kind in annotations.items() if "const" in kind or kind[:2] == "*k")
+    return frozenset(declared) - constants(kernel)
+
+
+def compiled_with(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``arguments`` to compile ``kernel`` with, not to run it: ``general`` tuples tell nothing."""
+    return {
+        name: type(value)(*map(_any_number, value))
+        if name in general(kernel) and isinstance(value, tuple)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def _any_number(value: Any) -> Any:
+    """An integer as wide as ``value``, but neither 1 nor a multiple of 16; other values as they are."""
+    if type(value) is not int:
+        return value
+    return 3 if -SMALL <= value < SMALL else SMALL + 3
+
+
+def kind_of(path: str, value: Any) -> str:
+    """What Triton takes ``value`` for. TypeError if it takes none such."""
+    try:
+        return str(mangle_type(value))
+    except TypeError as error:
+        raise TypeError(f"a kernel's argument {path}: {error}") from error
+
+
+def specialised(
+    kernel: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
+    """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
+    types: dict[str, str] = {}
+    fixed: dict[str, Any] = {}
+    divisible = []
+    for path, value in leaves(arguments).items():
+        name = path.partition(".")[0]
+        special = name not in general(kernel)
+        one = type(value) is int and value == 1 and special  # Triton compiles this number in
+        if name in constants(kernel) or value is None or one:
+            types[path], fixed[path] = "constexpr", value
+            continue
+        kind = kind_of(path, value)
+        const = kind[:1] == "*" and name in read_only(kernel)
+        types[path] = f"*k{kind[1:]}" if const else kind
+        is_tensor = hasattr(value, "data_ptr")
+        size = value.data_ptr() if is_tensor else value
+        if type(size) is int and size % ALIGNMENT == 0 and (special or is_tensor):
+            divisible.append(path)
+    return types, fixed, tuple(divisible)
 
 
 def checked_grid(grid: Iterable[Any]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import signed as signed
 
 if TYPE_CHECKING:

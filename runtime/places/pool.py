@@ -58,9 +58,9 @@ from interlace.runtime.places.worker_process import (
     failure,
     success,
 )
-from interlace.runtime.processes.blame import Blame
+from interlace.runtime.processes.deadlock import Blame
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.processes.waiting import usable_cores
 

@@ -30,8 +30,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.processes import dump as record, meetings, rendezvous
-from interlace.runtime.processes.blame import Blame, aborted_by
+from interlace.runtime.processes import dump as record, rendezvous, rendezvous as meetings
 from interlace.runtime.processes.control import (
     ABORTED,
     CONTROL_BYTES,
@@ -41,7 +40,7 @@ from interlace.runtime.processes.control import (
     Control,
     check_size,
 )
-from interlace.runtime.processes.deadlock import Kind, LastingWait
+from interlace.runtime.processes.deadlock import Blame, Kind, LastingWait, aborted_by
 from interlace.runtime.processes.recorder import MESSAGES
 from interlace.runtime.processes.segment import (
     Identity,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from interlace.runtime.core import plain
-from interlace.runtime.tuning import cache
+from interlace.runtime.tuning import files
 from interlace.runtime.tuning.files import MeasuredFile, NotOursError, is_count, is_figure, require
 
 FORMAT, VERSION = "interlace calibration", 1
@@ -98,7 +98,7 @@ class MeasuredMesh:
 
 def device_name(device_type: str) -> str:
     """The name of the machine on whose devices of ``device_type`` the ranks have their tensors."""
-    return cache.machine("", torch.device(device_type)).device
+    return files.machine("", torch.device(device_type)).device
 
 
 def file_of(device_type: str) -> MeasuredFile[list[MeasuredMesh]]:

@@ -21,13 +21,28 @@ meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
 
 The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
 schedule on every machine.
+
+The algorithm that ``algorithm="auto"`` stands for: by thresholds, not by the cost model.
+
+The sizes are rows of ``table.py``; a row for the shape of a call (``tuning.py``) comes before them. ``sim``
+exists to run the kernels, so there it is the kernel. On GPUs fusing loses to the plain sequence where an
+output has too few rows to overlap anything.
+
+On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
+all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on and up to 23 % slower
+below 4 MiB; matmul + reduce-scatter is unfused up to 21 % faster and at most 2 % slower at all sizes,
+because one large torch.mm beats one per owner.
+
+Plain collectives of few bytes go in words that carry their own flags: no signal and no credit is waited
+for, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends near
+the same size; here it was not measured.
 """
 
 import functools
 import os
 import pathlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,9 +53,10 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import Overrides, current
 from interlace.runtime.core.place import Place
-from interlace.runtime.tuning import cache, configuration, machine, table
+from interlace.runtime.tuning import configuration, files, machine, table
 from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.machine import GatherTime, Problem as Problem, measured_gather
+from interlace.runtime.tuning.table import threshold
 
 NEAR = 2
 MOST_CHOICES = 1024
@@ -98,7 +114,7 @@ def extents_of(problem: Problem) -> str:
 
 # -- rows ------------------------------------------------------------------------------------------
 
-AnyRow = TypeVar("AnyRow", cache.CacheRow, table.Shape)
+AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
@@ -114,7 +130,7 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
     return best, rank(best)[0]
 
 
-def cached(rows: Sequence[cache.CacheRow], problem: Problem) -> tuple[cache.CacheRow, int] | None:
+def cached(rows: Sequence[files.CacheRow], problem: Problem) -> tuple[files.CacheRow, int] | None:
     """The nearest row of a cache. An op with a norm that has none takes that of the op without."""
     kind = dtype_name(problem), extents_of(problem)
     for op in dict.fromkeys((problem.op, problem.product)):
@@ -148,7 +164,7 @@ def default(capability: int | None, problem: Problem) -> Configuration:
 def decide(
     capability: int | None,
     problem: Problem,
-    cached: tuple[cache.CacheRow, int] | None,
+    cached: tuple[files.CacheRow, int] | None,
     *,
     algorithm: str = "auto",
     one_node: bool = True,
@@ -260,7 +276,7 @@ def by_calibration(problem: Problem, gather: GatherTime) -> tuple[str, str]:
 @dataclass
 class _Agreed:
     capability: int | None
-    rows: tuple[cache.CacheRow, ...]
+    rows: tuple[files.CacheRow, ...]
     asks: bool  # rank 0, because caches differ
     gather: GatherTime | None = None
     chosen: dict[Any, Any] = field(default_factory=dict)
@@ -274,18 +290,18 @@ class _Agreed:
 _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
 
 
-def own_rows(place: Place) -> tuple[cache.CacheRow, ...]:
+def own_rows(place: Place) -> tuple[files.CacheRow, ...]:
     """The rows of this rank's cache for its machine; read once per process and file."""
-    if place.nodes is not None or (place.simulated and cache.VARIABLE not in os.environ):
+    if place.nodes is not None or (place.simulated and files.VARIABLE not in os.environ):
         return ()
-    return _read(place.name, place.device, cache.path())
+    return _read(place.name, place.device, files.path())
 
 
 @functools.cache
 def _read(
     place: str, device: torch.device, file: pathlib.Path | None
-) -> tuple[cache.CacheRow, ...]:
-    return cache.rows_for(cache.machine(place, device), file)
+) -> tuple[files.CacheRow, ...]:
+    return files.rows_for(files.machine(place, device), file)
 
 
 def forget() -> None:
@@ -340,7 +356,7 @@ def _agreed(communicator: Communicator, problem: Problem) -> _Agreed:
 
 def _found(
     communicator: Communicator, agreed: _Agreed, problem: Problem
-) -> tuple[cache.CacheRow, int] | None:
+) -> tuple[files.CacheRow, int] | None:
     """The nearest row, the same on all ranks."""
     found = cached(agreed.rows, problem)
     if agreed.asks:
@@ -385,7 +401,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     if place.simulated or place.world_size == 1:  # one process, so one cache
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
-    mine = (capability, cache.digest(rows), len(rows), str(cache.path()), gather)
+    mine = (capability, files.digest(rows), len(rows), str(files.path()), gather)
     everyone = _told(communicator, op, mine)
     if any(each[0] != capability for each in everyone):
         return _Agreed(MIXED, (), asks=False)
@@ -403,3 +419,62 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
         )
     asks = any(each[1] != digest for each in everyone)
     return _Agreed(capability, rows, asks, first_gather)
+
+
+FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SMALLEST_FUSED_ROWS = threshold("smallest_fused_rows")
+SMALLEST_PIPELINED_BYTES = threshold("smallest_pipelined_bytes")
+LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
+"""Of a rank's message: what all_reduce and broadcast take, and one shard of all_gather."""
+
+
+def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
+    """For fp8, "fused" or "unfused": chips from 8.9 on have it, no kernel moves scales between nodes."""
+    if empty or not place.all_mapped:
+        return "unfused"
+    if place.simulated:
+        return "fused"
+    on_chip = not place.direct_access and torch.cuda.get_device_capability(place.device) >= (8, 9)
+    return "fused" if on_chip and rows >= SMALLEST_FUSED_ROWS else "unfused"
+
+
+def choose_algorithm(
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    bytes_gathered: int,
+    *,
+    empty: bool,
+    tuned: str = "",
+) -> str:
+    """ "fused", "pipelined" or "unfused" for ``rows`` gathered or scattered rows.
+
+    ``bytes_gathered`` is what a rank receives before its matmul, 0 if its collective comes after;
+    ``empty`` marks an op without any arithmetic. ``tuned`` is what a row for the shape says.
+    """
+    if empty or dtype not in FUSED_DTYPES or not place.mapped:
+        return "unfused"
+    if place.simulated:
+        return "fused"
+    if tuned:
+        return tuned
+    if place.direct_access:
+        return "pipelined" if bytes_gathered >= SMALLEST_PIPELINED_BYTES else "unfused"
+    return "fused" if rows >= SMALLEST_FUSED_ROWS else "unfused"
+
+
+def choose_collective(
+    place: Place, small: int | None, *, kernel: bool, multicast: Callable[[], bool] = lambda: False
+) -> str:
+    """ "low_latency", "multimem", "kernel" or "copy" for a plain collective of at least one element.
+
+    ``small``: bytes of the message, None if no low-latency kernel does the op. ``kernel``: whether one
+    that pushes does. ``multicast()``: whether one store reaches all ranks, and bits stay the same with it.
+    """
+    if place.direct_access:
+        return "copy"
+    if small is not None and small <= LARGEST_LOW_LATENCY_BYTES:
+        return "low_latency"
+    if not kernel:
+        return "copy"
+    return "multimem" if not place.interpreted and multicast() else "kernel"

@@ -22,7 +22,7 @@ from house import module_name
 from interlace.cli.commands import build as command
 from interlace.runtime.compiler.lint.faults import Fault
 from interlace.runtime.compiler.lint.sass import Loop
-from interlace.runtime.core.kernel_arguments import joined
+from interlace.runtime.core.launch import joined
 from interlace.runtime.tuning.table import BUILDABLE
 from interlace.tools.catalogue import catalogue
 from interlace.tools.catalogue.build import BuildReport, build

@@ -21,7 +21,8 @@ from interlace.ops.attention.problem import (
     AttentionResult,
     TokenShards,
 )
-from interlace.ops.collectives import launch as plain, low_latency
+from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives.launch import broadcast
 from interlace.ops.experts.combine import Combine, Home
 from interlace.ops.experts.dispatch import Dispatch
 from interlace.ops.experts.grouped import EXCHANGE, GATHER, GroupedMatmul, Routes
@@ -230,7 +231,7 @@ def _low_latency_norm(group: Any, rows: Any, configuration: Configuration) -> No
 
 
 def _broadcast(group: Any, rows: Any, configuration: Configuration) -> None:
-    low_latency.broadcast(group, meta(3001, dtype=torch.int32), len(rows) - 1)
+    broadcast(group, meta(3001, dtype=torch.int32), len(rows) - 1)
 
 
 def _routed(op: str, group: Any) -> tuple[Any, Any, Home]:

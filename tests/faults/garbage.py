@@ -22,7 +22,8 @@ from interlace.cli.commands.inspect import InspectOptions, inspect
 from interlace.output.consoles import PlainConsole
 from interlace.runtime.core.plain import UnreadableError
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot
-from interlace.runtime.tuning import cache, calibration
+from interlace.runtime.tuning import calibration
+from interlace.runtime.tuning.files import rows_for
 from interlace.tools.bundle import BundleTarget, build_bundles
 from sim.core import test_plain
 from sim.tuning import test_tune_files
@@ -61,7 +62,7 @@ def messages(plan: Plan) -> Iterator[Trial]:
 
 def tuned(file: Path) -> Reading:
     test_tune_files.tuned(file)
-    return lambda path: cache.rows_for(test_tune_files.HERE, path)
+    return lambda path: rows_for(test_tune_files.HERE, path)
 
 
 def calibrated(file: Path) -> Reading:

@@ -26,7 +26,7 @@ from faults.rows import NotHere, Plan, Row, Trial
 from interlace.groups import groups
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.links import CONTROL, PACKET_BYTES
-from interlace.runtime.processes import meetings, rendezvous
+from interlace.runtime.processes import rendezvous, rendezvous as meetings
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES
 from processes import heard, started

@@ -12,7 +12,7 @@ from guard import MOST
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.hosts.wires import Wires
 from interlace.runtime.processes import rendezvous
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import PolledStore
 from tiers import few, thorough
 

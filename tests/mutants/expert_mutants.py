@@ -3,7 +3,7 @@
 from mutants.mutations import Case, mutant_of
 
 _DISPATCH, _COMBINE = "kernels/experts/dispatch.py", "kernels/experts/combine.py"
-_MATMUL, _SLOTS = "kernels/experts/grouped_matmul_combine.py", "kernels/slots.py"
+_MATMUL, _SLOTS = "kernels/experts/combine.py", "kernels/slots.py"
 _THERE, _BACK, _PRODUCTS = "dispatch fused", "combine fused", "grouped_matmul_combine fused"
 
 CASES = [
@@ -40,7 +40,7 @@ CASES = [
     Case(mutant_of("kernels/signal.py", "acquire of many slots dropped",
      ('return tl.atomic_add(slot_ptrs, nothing, mask=valid, sem="acquire", scope="sys")',
      'return tl.atomic_add(slot_ptrs, nothing, mask=valid, sem="relaxed", scope="sys")')), "races", _BACK),
-    # -- kernels/experts/grouped_matmul_combine.py ---------------------------------------------------
+    # -- kernels/experts/combine.py ---------------------------------------------------
     Case(mutant_of(_MATMUL, "products published before they are stored",
      ("            home_ptr = data_pointer(workspace, peer, combined.output_ptr)\n",
      "            home_ptr = data_pointer(workspace, peer, combined.output_ptr)\n"

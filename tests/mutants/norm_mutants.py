@@ -3,7 +3,7 @@
 from mutants.mutations import Case, mutant_of
 
 _ROWS, _SIGNAL = "kernels/matmul/row_norms.py", "kernels/signal.py"
-_LOW = "kernels/matmul/low_latency_norm.py"
+_LOW = "kernels/matmul/row_norms.py"
 _SCATTER, _ALL = "matmul_reduce_scatter_norm fused", "reduce_scatter_norm fused"
 _STORE = "        store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m"
 _PUBLISH = (

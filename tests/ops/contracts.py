@@ -23,7 +23,7 @@ import torch
 
 from cases.support_table import defined
 from interlace import reference
-from interlace.arguments.norms import RowNorm
+from interlace.arguments.checks import RowNorm
 from interlace.ops.attention.reference import AttentionReference, visible
 from interlace.ops.library import BY_NAME, WITH_OUT
 from interlace.ops.op.op import Op

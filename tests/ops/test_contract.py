@@ -30,9 +30,7 @@ from interlace.groups.specs import describe
 from interlace.ops import local_tensor
 from interlace.ops.library import BY_NAME, IN_PLACE
 from interlace.ops.op import calls
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op
-from interlace.ops.op.pending import finish
+from interlace.ops.op.op import Op, finish, wait
 from ops import contracts
 from ops.contracts import CONTRACTS, DTYPES, Setting, evenly, last_has_none
 from ranks import ranks

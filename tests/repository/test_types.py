@@ -10,7 +10,8 @@ import typing
 import pytest
 
 import stubs
-from interlace.arguments import checks, reduce_ops, words
+from interlace.arguments import checks, words
+from interlace.arguments.words import OPS
 from interlace.kernels import epilogue
 from interlace.launcher import PLACES
 from interlace.ops.collectives import rooted, stream_engine
@@ -58,7 +59,7 @@ def test_what_is_checked_at_run_time_are_the_words_of_the_types() -> None:
     for checked, word in (
         (checks.ALGORITHMS, words.FusedAlgorithm),
         (checks.REDUCE_OPS, words.FusedReduceName),
-        (reduce_ops.OPS[:-1], words.ReduceName),
+        (OPS[:-1], words.ReduceName),
         (scaled.ALGORITHMS, words.ScaledAlgorithm),
         (stream_engine.COLLECTIVE_ALGORITHMS, words.CollectiveAlgorithm),
         (rooted.BROADCAST_ALGORITHMS, words.BroadcastAlgorithm),

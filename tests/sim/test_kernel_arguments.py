@@ -11,8 +11,8 @@ from triton.runtime.jit import mangle_type
 import interlace
 from interlace.kernels import slots, transfer
 from interlace.kernels.arguments import Peers, Rows, Table, Workspace
-from interlace.kernels.matmul import matmul_all_reduce
-from interlace.runtime.core.kernel_arguments import (
+from interlace.kernels.matmul import matmul_reduce_scatter
+from interlace.runtime.core.launch import (
     compiled_with,
     joined,
     leaves,
@@ -62,7 +62,9 @@ def test_wide_numbers_stay_wide() -> None:
 
 def test_what_is_specialised_tells_ones_and_multiples() -> None:
     arguments = {"input": Rows(TABLE, 1), "K": 48, "N": 47, "M": 16}
-    types, constants, divisible = specialised(matmul_all_reduce.matmul_all_reduce_kernel, arguments)
+    types, constants, divisible = specialised(
+        matmul_reduce_scatter.matmul_all_reduce_kernel, arguments
+    )
     assert types == {"input.ptr": "*i64", "input.stride": "constexpr", "K": "i32"} | dict.fromkeys(
         "NM", "i32"
     )

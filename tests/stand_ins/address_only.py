@@ -18,10 +18,13 @@ from triton.runtime import interpreter
 
 from interlace.kernels import products as matmul, signal, transfer
 from interlace.kernels.collectives import reduction
-from interlace.kernels.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from interlace.kernels.matmul import (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_reduce_scatter as matmul_all_reduce,
+)
 from interlace.runtime.core.accesses import Atomic
-from interlace.runtime.core.kernel_arguments import outside
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, outside
 from interlace.runtime.places.sim.interpreter.session import program_function, session
 from stand_ins.replaced import replaced
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 import triton
 
-from interlace.runtime.core.kernel_arguments import leaves, outside
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, leaves, outside
 from interlace.runtime.places.gpu import driver, stream as cuda_stream, virtual_place
 from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from interlace.runtime.places.gpu.plans import Plans

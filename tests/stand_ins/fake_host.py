@@ -21,9 +21,9 @@ from interlace.groups import groups
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.memory import SymmetricBuffer
+from interlace.runtime.places.gpu.device_place import Residency, residency
 from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
-from interlace.runtime.places.gpu.residency import Residency, residency
 from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
 from interlace.runtime.places.gpu.watchdog import Watchdog
 from interlace.runtime.processes import dump as record

@@ -1,22 +1,85 @@
-"""Validation of arguments. Messages name the argument and both values; the communicator adds the rank."""
+"""Validation of arguments. Messages name the argument and both values; the communicator adds the rank.
+
+Dense stand-ins for tensors that are not dense, for what an engine takes; calls that are remembered.
+
+``interlace.RMSNorm`` and ``interlace.LayerNorm``: which norm an op does, and their checks.
+"""
 
 import contextlib
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from interlace.arguments.reduce_ops import NAMES, OPS, PREMUL_SUM, Factor, ReduceOp
-from interlace.arguments.words import FusedAlgorithm, FusedReduceName
+from interlace.arguments.words import (
+    NAMES,
+    OPS,
+    PREMUL_SUM,
+    Factor,
+    FusedAlgorithm,
+    FusedReduceName,
+    ReduceOp,
+)
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.runtime.compat.torch_modes import PLAIN_TYPES
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.core.memory import movable
+from interlace.runtime.core.stream import Event
+from interlace.runtime.numerics.norms import RowNorm as RowNorm
+from interlace.runtime.tuning.tuning import FUSED_DTYPES
+
+QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
+
+def check_not_quantized(name: str, dtype: torch.dtype) -> None:
+    """TypeError if it is: torch copies such elements by their scale, or not at all."""
+    if dtype in QUANTIZED:
+        raise TypeError(f"{name} is {dtype}; give a quantized tensor's int_repr()")
+
+
+def filled(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    run: Callable[[Sequence[torch.Tensor]], Event | None],
+) -> Event | None:
+    """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
+    if all([each.is_contiguous() for each in outputs]):  # a generator takes longer
+        return run(outputs)
+    dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
+    return copied_back(communicator, outputs, dense, run(dense))
+
+
+def copied_back(
+    communicator: Communicator,
+    outputs: Sequence[torch.Tensor],
+    dense: Sequence[torch.Tensor],
+    event: Event | None,
+) -> Event | None:
+    """After ``event``: each of ``outputs`` that is not itself ``dense`` gets what its stand-in has."""
+    pairs = [(out, made) for out, made in zip(outputs, dense, strict=True) if out is not made]
+    if not pairs:
+        return event
+    compute = communicator.compute
+    if event is not None:
+        compute.wait_event(event)
+    for out, made in pairs:
+        compute.copy(movable(out), movable(made), "output")
+    return compute.record()
+
+
+def remember(communicator: Communicator, key: Any, call: Call) -> Call:
+    """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
+    for term, value in call.terms:
+        if isinstance(value, torch.dtype):
+            check_not_quantized(f"{call.op}: {term}", value)
+    return communicator.remember(key, call)
+
 
 FLOAT_DTYPES = (*FUSED_DTYPES, torch.float64)
 ALGORITHMS: tuple[str, ...] = get_args(FusedAlgorithm)
@@ -424,3 +487,67 @@ def operands(
         ]
     names = activations(options.activation, len(weights), several)
     return Operands(input, weights, biases, names, algorithm, dtype, several)
+
+
+Tensor = torch.Tensor
+
+
+def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a norm's name
+    """For ``norm=``: ``torch.nn.functional.rms_norm`` over the last dimension, of ``n`` numbers.
+
+    ``weight``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` is 1e-6 by default, as
+    in Llama and in vLLM; torch's own default is the dtype's ``eps``. Not a module: a layer's norm is
+    ``interlace.RMSNorm(layer.weight, layer.eps)``.
+
+    Raises ValueError or TypeError where an op gets it, naming what does not fit.
+
+    >>> interlace.RMSNorm(torch.ones(4)).eps
+    1e-06
+    """
+    return RowNorm("rms", eps, weight)
+
+
+def LayerNorm(
+    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> RowNorm:
+    """For ``norm=``: ``torch.nn.functional.layer_norm`` over the last dimension.
+
+    ``weight`` and ``bias``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` as in
+    torch. Raises as :func:`RMSNorm`.
+
+    >>> interlace.LayerNorm(torch.ones(4), torch.zeros(4)).eps
+    1e-05
+    """
+    return RowNorm("layer", eps, weight, bias)
+
+
+def checked_norm(
+    communicator: Communicator, norm: RowNorm, columns: int, dtype: torch.dtype
+) -> RowNorm:
+    """The norm with dense vectors, if they fit rows of ``columns`` numbers of ``dtype``."""
+    vectors = []
+    for name, value in (("weight of norm", norm.weight), ("bias of norm", norm.bias)):
+        if value is not None:
+            value = tensor(name, value, communicator)
+            if tuple(value.shape) != (columns,):
+                raise ValueError(f"{name} must have shape ({columns},), got {tuple(value.shape)}")
+            if value.dtype not in (dtype, torch.float32):
+                raise TypeError(
+                    f"{name} is {value.dtype}, the output is {dtype}; float32 is taken too"
+                )
+            value = value.contiguous()
+        vectors.append(value)
+    return RowNorm(norm.kind, norm.eps, *vectors)
+
+
+def checked_residual(
+    communicator: Communicator, residual: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor | None:
+    """A residual of the output's shape and dtype, or None."""
+    if residual is None:
+        return None
+    given = tensor("residual", residual, communicator)
+    if tuple(given.shape) != shape:
+        raise ValueError(f"residual must have the output's shape {shape}, got {tuple(given.shape)}")
+    same_dtype("residual", given.dtype, "the output", dtype)
+    return given

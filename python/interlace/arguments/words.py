@@ -1,15 +1,19 @@
-"""The words that arguments take, as types for checkers; what checks them at run time derives from these."""
+"""The words that arguments take, as types for checkers; what checks them at run time derives from these.
+
+Reduce operations: their names, the dtypes that they are for, and the factor of a PREMUL_SUM.
+"""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp as ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.kernels.epilogue import Activation as Activation
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.tuning.cache import Algorithm
+from interlace.runtime.numerics import reductions
+from interlace.runtime.tuning.files import Algorithm
 
 RunPlace = Literal["sim", "shm", "cuda", "ptx"]
 FusedAlgorithm = Literal["auto", Algorithm]
@@ -56,3 +60,54 @@ Quantized = tuple[tuple[Tensor, Tensor], Tensor]
 FP8 = Literal["fp8"]
 Unscaled = Literal["fp8_static"]
 Splits = Sequence[int] | Tensor
+
+PREMUL_SUM = "premul_sum"
+OPS: tuple[str, ...] = (*get_args(ReduceName), PREMUL_SUM)
+
+Factor = float | torch.Tensor | None
+
+NAMES: dict[Any, str] = {
+    **{name: name for name in OPS},
+    **{name.upper(): name for name in OPS},
+    **{getattr(ReduceOp.RedOpType, name.upper()): name for name in OPS},
+}
+
+
+def check_dtype(name: str, op: str, argument: str, dtype: torch.dtype) -> None:
+    """Raise TypeError, naming the argument, unless ``op`` is defined for ``dtype``."""
+    try:
+        reductions.check("sum" if op == PREMUL_SUM else op, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name}: {argument} of dtype {dtype} cannot be reduced with op {op!r}: {error}"
+        ) from error
+    if op == PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"{name}: op premul_sum needs floating or complex {argument}, got {dtype}")
+
+
+def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
+    """Raise unless a PREMUL_SUM's factor is a number, or broadcasts to the shape of ``tensor``."""
+    values = torch.as_tensor(factor)
+    if values.layout is not torch.strided or values.is_meta:
+        raise TypeError("op: the factor of premul_sum must be a dense tensor")
+    if values.is_complex() and not tensor.is_complex():
+        raise TypeError(f"op: the factor of premul_sum is complex, {argument} is {tensor.dtype}")
+    if values.numel() == 1:
+        return
+    lengths = zip(reversed(values.shape), reversed(tensor.shape), strict=False)
+    if values.dim() > tensor.dim() or any(own not in (1, length) for own, length in lengths):
+        raise ValueError(
+            f"op: the factor of premul_sum has shape {tuple(values.shape)}, {argument} has "
+            f"{tuple(tensor.shape)}"
+        )
+
+
+def dense(tensor: torch.Tensor, op: str, factor: Factor) -> tuple[torch.Tensor, str]:
+    """What an engine reduces, and how: ``tensor``, multiplied by the factor of a PREMUL_SUM; its dtype."""
+    if factor is None:
+        return tensor.contiguous(), op
+    if isinstance(factor, torch.Tensor):
+        factor = factor.detach().to(tensor.device)
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
+    # a factor of one element has a shape, and may have more dimensions than the tensor
+    return (wide * factor).to(tensor.dtype).view(tensor.shape).contiguous(), "sum"

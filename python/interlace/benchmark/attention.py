@@ -27,7 +27,7 @@ from interlace.benchmark.fused import ByRows, Expected
 from interlace.benchmark.plain import Tensors
 from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.place import Place
-from interlace.runtime.tuning.cache import BY_OP
+from interlace.runtime.tuning.files import BY_OP
 from interlace.runtime.tuning.tuning import Problem
 
 QUERY, KEY, VALUE, GRAD = range(4)

@@ -29,7 +29,7 @@ from interlace.benchmark.kernel import ALGORITHM, BASELINE, PART, BenchCandidate
 from interlace.benchmark.plain import MeasuredOp, Plain
 from interlace.benchmark.protocol import cache_bytes, sets_needed
 from interlace.groups.groups import default_group
-from interlace.ops.collectives.low_latency import MOST_BYTES
+from interlace.ops.collectives.launch import MOST_BYTES
 from interlace.runtime.core.place import Place
 
 _PLAIN: tuple[type[Plain], ...] = (

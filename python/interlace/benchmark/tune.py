@@ -35,14 +35,13 @@ from interlace.benchmark.requests import TRITON, TUNED, Tick, rank_0, sets_of
 from interlace.groups import groups
 from interlace.kernels.launch_formulas import ceil_div
 from interlace.runtime.tuning import configuration, machine, table, tuning
-from interlace.runtime.tuning.auto import FUSED_DTYPES, choose_algorithm
 from interlace.runtime.tuning.configuration import (
     Configuration,
     sending_candidates,
     tile_candidates,
     why_not,
 )
-from interlace.runtime.tuning.tuning import Problem
+from interlace.runtime.tuning.tuning import FUSED_DTYPES, Problem, choose_algorithm
 
 MOST_TILES = 16
 MOST_SENDINGS = 6

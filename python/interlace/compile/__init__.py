@@ -7,9 +7,19 @@ True
 
 from interlace.compile.backend import Explanation, FusionPass, explain, register
 from interlace.compile.collectives import Collective
-from interlace.compile.fusion import Candidate, Pattern, Report, fuse
+from interlace.compile.fusion import (
+    CPU,
+    GPU,
+    Candidate,
+    Machine,
+    Pattern,
+    Prediction,
+    Report,
+    calibrated,
+    fuse,
+    predict,
+)
 from interlace.compile.graph_nodes import call
-from interlace.compile.prediction import CPU, GPU, Machine, Prediction, calibrated, predict
 
 __all__ = [
     "CPU",

@@ -16,10 +16,9 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from interlace.compile.fusion import Candidate, Pattern, Report, check_options, fuse
+from interlace.compile.fusion import Candidate, Machine, Pattern, Report, check_options, fuse
 from interlace.compile.graph_nodes import AnyGraph, graph_of
 from interlace.compile.norms import keep_sums, know_eps
-from interlace.compile.prediction import Machine
 
 log = logging.getLogger("interlace.compile")
 CODEGENS = ("inductor", "aot_eager")

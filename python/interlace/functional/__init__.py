@@ -4,7 +4,7 @@ An op starts and returns at once; its result waits by itself on first use, or in
 must not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``,
 ``make_fx``, ``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace``
 where the call is, and a ``wait_tensor`` where the first use is. All are differentiable, see
-``ops/op/gradients.py``.
+``ops/op/op.py``.
 
 ``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
 needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks

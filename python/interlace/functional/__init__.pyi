@@ -2,7 +2,7 @@
 from collections.abc import (
     Sequence,
 )
-from interlace.arguments.norms import (
+from interlace.arguments.checks import (
     RowNorm,
 )
 from interlace.arguments.words import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from interlace.arguments import checks
 from interlace.arguments.words import Group
-from interlace.groups import groups, rank_lists
+from interlace.groups import groups, groups as rank_lists
 from interlace.groups.groups import default_group, resolve
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.groups import groups, rank_lists
+from interlace.groups import groups, groups as rank_lists
 from interlace.runtime.compat.torch_modes import assume_constant_result
 from interlace.runtime.core.communicator import Communicator
 

@@ -47,7 +47,7 @@ from interlace.ops.matmul import gather as gather_matmul, reduce
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments
-from interlace.ops.op.pending import Started, finish
+from interlace.ops.op.op import Started, finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing

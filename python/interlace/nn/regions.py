@@ -30,7 +30,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
 from interlace.ops.collectives.functional import all_reduce
 from interlace.ops.op.async_tensor import wait
-from interlace.ops.op.pending import finish
+from interlace.ops.op.op import finish
 from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.arguments.words import Group
-from interlace.groups import rank_lists
+from interlace.groups import groups
 from interlace.groups.groups import resolve
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives.rooted import _gather
@@ -184,7 +184,7 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
         return DeviceMesh(device_type, rows, _init_backend=False)
     if isinstance(named, DeviceMesh):
         return named
-    if isinstance(named, str) and named != rank_lists.DEFAULT_NAME:
+    if isinstance(named, str) and named != groups.DEFAULT_NAME:
         with contextlib.suppress(RuntimeError, LookupError, ValueError):
             named = dist.distributed_c10d._resolve_process_group(named)  # type: ignore[attr-defined,arg-type]
     if isinstance(named, dist.ProcessGroup):

@@ -17,9 +17,8 @@ from interlace.ops.attention import context_parallel, decode, head_exchange
 from interlace.ops.collectives import records
 from interlace.ops.experts import combine, dispatch, grouped, grouped_combine
 from interlace.ops.matmul import gather, norms, reduce, scaled
-from interlace.ops.op import calls, gradients, registry
-from interlace.ops.op.op import GROUP, Op
-from interlace.ops.op.pending import finish, register as register_work
+from interlace.ops.op import calls, op as gradients, op as registry
+from interlace.ops.op.op import GROUP, Op, finish, register as register_work
 from interlace.runtime.core.call import UNTOLD
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current, needing

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import _local_tensor as simulation
 from torch.utils._pytree import tree_leaves
 
-from interlace.groups import groups, rank_lists, specs
+from interlace.groups import groups, groups as rank_lists, specs
 from interlace.ops import library
 from interlace.ops.op.op import Op
 from interlace.runtime.compat.torch_groups import resolve

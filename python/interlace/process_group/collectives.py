@@ -15,8 +15,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from interlace.groups.groups import OnInterlace
-from interlace.ops.collectives import coalesced, point_to_point, rooted, rootless
+from interlace.ops.collectives import point_to_point, rooted, rootless
 from interlace.ops.collectives.all_to_all import _all_to_all, _all_to_all_single
+from interlace.ops.collectives.rootless import (
+    _all_gather_coalesced,
+    _all_reduce_coalesced,
+    _reduce_scatter_tensor_coalesced,
+)
 from interlace.process_group import dispatch
 from interlace.process_group.dispatch import all_flat, flat, long_form
 from interlace.runtime.compat import torch_groups
@@ -238,7 +243,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         own = self._own(tensors)
         if own is None:
             return self._dispatched("allreduce_coalesced", (tensors,), opts)
-        op, start = (opts.reduceOp,), coalesced._all_reduce_coalesced
+        op, start = (opts.reduceOp,), _all_reduce_coalesced
         return self._run("all_reduce_coalesced", own, start, (own,), op, opts=opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
@@ -389,7 +394,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             return self._dispatched("allgather_coalesced", (outputs, inputs), opts)
         by_input = [outs[index :: len(ins)] for index in range(len(ins))]
-        start = coalesced._all_gather_coalesced
+        start = _all_gather_coalesced
         return self._run("all_gather_coalesced", outs, start, (by_input, ins), (), opts=opts)
 
     def all_gather_single_coalesced(
@@ -398,7 +403,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("all_gather_single_coalesced", (outputs, inputs), opts)
-        lists, start = all_flat(outs, ins), coalesced._all_gather_coalesced
+        lists, start = all_flat(outs, ins), _all_gather_coalesced
         return self._run("all_gather_single_coalesced", outputs, start, lists, (), opts=opts)
 
     def reduce_scatter_single_coalesced(
@@ -408,7 +413,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         if outs is None or ins is None:
             return self._dispatched("reduce_scatter_single_coalesced", (outputs, inputs), opts)
         ins, outs = all_flat(ins, outs)
-        op, start = (opts.reduceOp,), coalesced._reduce_scatter_tensor_coalesced
+        op, start = (opts.reduceOp,), _reduce_scatter_tensor_coalesced
         name = "reduce_scatter_single_coalesced"
         return self._run(name, outputs, start, (outs, ins), op, opts=opts)
 

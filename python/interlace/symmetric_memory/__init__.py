@@ -26,6 +26,7 @@ In place ``cuda`` use torch's own.
 """
 
 from interlace.symmetric_memory.functions import (
+    SymmetricMemory,
     empty,
     get_backend,
     get_signal_pad_size,
@@ -34,7 +35,6 @@ from interlace.symmetric_memory.functions import (
     rendezvous,
     set_signal_pad_size,
 )
-from interlace.symmetric_memory.handle import SymmetricMemory
 
 __all__ = [
     "SymmetricMemory",

@@ -18,11 +18,15 @@ from interlace.tensor.costs import (
     reduce_scatter_cost,
 )
 from interlace.tensor.mesh_collectives import (
+    all_gather_v,
     check_tensor_meta,
     fill_empty_tensor_to_shards,
+    gather_v,
+    indexed_all_to_all_v,
     mesh_broadcast,
     mesh_scatter,
     pad_tensor,
+    scatter_v,
     shard_dim_alltoall,
     spec_to_bytes,
     unpad_tensor,
@@ -37,12 +41,6 @@ from interlace.tensor.styles import (
     RowwiseParallel,
     SequenceParallel,
     explain,
-)
-from interlace.tensor.uneven_collectives import (
-    all_gather_v,
-    gather_v,
-    indexed_all_to_all_v,
-    scatter_v,
 )
 
 __all__ = [

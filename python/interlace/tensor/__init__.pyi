@@ -28,7 +28,7 @@ from interlace.tensor.styles import (
     PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput as PrepareModuleOutput,
     RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, explain as explain,
 )
-from interlace.tensor.uneven_collectives import (
+from interlace.tensor.mesh_collectives import (
     all_gather_v as all_gather_v, gather_v as gather_v, indexed_all_to_all_v as indexed_all_to_all_v,
     scatter_v as scatter_v,
 )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
+from interlace.arguments.checks import check_not_quantized
 from interlace.ops.collectives.all_to_all import one_length_per_rank
 from interlace.ops.op.sim_backward import in_rank, prepare
 from interlace.runtime.core import plain
@@ -93,7 +94,7 @@ def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tenso
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
-    dense.check_not_quantized(name, tensor.dtype)
+    check_not_quantized(name, tensor.dtype)
     return tensor  # type: ignore[no-any-return]
 
 

@@ -31,7 +31,7 @@ from interlace.tensor.blocks import (
     unlike_chunks,
     with_sizes,
 )
-from interlace.tensor.uneven_collectives import all_gather_v, gathered, scattered
+from interlace.tensor.mesh_collectives import all_gather_v, gathered, scattered
 
 
 @dataclass(frozen=True)

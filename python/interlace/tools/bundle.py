@@ -40,7 +40,7 @@ from interlace.kernels.signal import HEADER_WORDS, MAX_WORLD_SIZE
 from interlace.kernels.tiling import arrival_order, owner_order, send_order
 from interlace.ops.attention.blocks import MERGED
 from interlace.ops.attention.decode import MOST_PIECES
-from interlace.ops.collectives.low_latency import (
+from interlace.ops.collectives.launch import (
     BLOCK_WORDS,
     EPOCHS_OFFSET,
     MOST_PROGRAMS,

@@ -26,8 +26,7 @@ from interlace.runtime.compiler.request import (
     specialised_arguments,
 )
 from interlace.runtime.core.errors import SourceText
-from interlace.runtime.core.kernel_arguments import specialised
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, specialised
 from interlace.runtime.tuning.table import BUILDABLE
 
 __all__ = ["RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]

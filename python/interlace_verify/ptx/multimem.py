@@ -1,6 +1,6 @@
 """PTX that reaches all ranks at once: ``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red``.
 
-An address of theirs is one that ``multicast.py`` has given out; anything else is an error, as it is on a
+An address of theirs is one that ``place.py`` has given out; anything else is an error, as it is on a
 GPU. What the switch does at once is done here rank by rank, in rank order, each with an access of its
 own: of a vector or a packed pair, which carry data, plain ones; of a single number, which may be a signal,
 atomic ones with the ordering that the instruction has. Sums of numbers below 32 bits are in fp32, and
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from interlace.runtime.numerics.exact import larger, smaller
-from interlace.runtime.places.sim import multicast
+from interlace.runtime.places.sim import place
 from interlace_verify.ptx import memory
 from interlace_verify.ptx.arithmetic import COMBINED, PAIRS
 from interlace_verify.ptx.instruction import Action, Instruction, builders
@@ -67,7 +67,7 @@ def build_multimem(instruction: Instruction) -> Action:
 
     def on_ranks(address: int) -> list[int]:
         try:
-            return multicast.addresses(address, nbytes)
+            return place.addresses(address, nbytes)
         except LookupError:
             raise ValueError(
                 f"PTX: {address:#x} is no multicast address of {nbytes} bytes; line "

@@ -38,8 +38,7 @@ from interlace.runtime.places.sim.scheduler.source_lines import (
     task_lines,
     with_lines,
 )
-from interlace.runtime.places.sim.scheduler.strategies import for_seed
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task, for_seed
 from interlace_verify.lint_check.check import specialisation
 from interlace_verify.race_check import hints
 from interlace_verify.race_check.agents import Agent, Rules

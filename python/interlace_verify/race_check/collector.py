@@ -25,7 +25,7 @@ from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import (
     SCOPES,
     SYS,

@@ -37,7 +37,7 @@ from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import SCOPES, SYS, Agent, Rules, ThreadsAgent, joined
 from interlace_verify.race_check.collector import At, Collector, does_of, stream_atomic
 from interlace_verify.race_check.shadow import (

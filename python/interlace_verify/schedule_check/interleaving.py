@@ -15,7 +15,7 @@ from interlace.runtime.places.sim.interpreter.session import active, active_addr
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 LONGEST = 200
 MOST_STEPS = 20_000

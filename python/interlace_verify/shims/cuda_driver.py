@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import signal
-from interlace.symmetric_memory.handle import SymmetricMemory
+from interlace.symmetric_memory.functions import SymmetricMemory
 from interlace_verify.shims.torch_cuda import run_streams
 
 

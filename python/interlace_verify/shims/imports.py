@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.runtime.compat import custom_ops, stand_ins
+from interlace.runtime.compat import stand_ins, torch_modes
 from interlace.runtime.compiler.request import STOOD_FOR
 from interlace.runtime.places.sim import place, user_code
 
@@ -182,7 +182,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
                     if vars(module).get(name) is real[name]:
                         stand_ins.put(leaving, vars(module), name, value)
 
-            leaving.enter_context(custom_ops.of_libraries())
+            leaving.enter_context(torch_modes.of_libraries())
             torch_distributed.replace_ops(leaving)
             for module, names in replaced:
                 for name, value in names.items():

@@ -21,20 +21,21 @@ import torch.distributed as dist
 from torch._ops import OpOverload, OpOverloadPacket
 
 from interlace import new_group as new_simulated_group
-from interlace.groups import groups, rank_lists
+from interlace.groups import groups
+from interlace.groups.groups import DEFAULT_NAME, name_of
 from interlace.ops.matmul import torch_ops
 from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.compat import torch_groups
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place
-from interlace.symmetric_memory import functions, handle
-from interlace.symmetric_memory.registration import NAMES
+from interlace.symmetric_memory import functions
+from interlace.symmetric_memory.functions import NAMES, SymmetricMemory
 from interlace_verify.shims.torch_cuda import get_device_capability, run_streams
 
 _groups: dict[int, str] = {}  # of allocations that were told one, by address
 
 
-class MemoryOfTorch(handle.SymmetricMemory):
+class MemoryOfTorch(SymmetricMemory):
     """The handle, and the functions that torch has on its class."""
 
     signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
@@ -173,7 +174,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
 def join(place: Place) -> None:
     """Register the group of all ranks as torch's default group, for the rank of ``place``."""
-    group = SimulatedGroup.over(place, groups.default_group, rank_lists.DEFAULT_NAME)
+    group = SimulatedGroup.over(place, groups.default_group, DEFAULT_NAME)
     _c10d._world.default_pg = _registered(group, range(place.world_size))
 
 
@@ -201,7 +202,7 @@ def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> 
     made = new_simulated_group(ranks)
     if not isinstance(made, Communicator):
         return made
-    name = rank_lists.name_of(groups.default_group(), made)
+    name = name_of(groups.default_group(), made)
     return _registered(SimulatedGroup.over(made.place, lambda: made, name), made.ranks)
 
 

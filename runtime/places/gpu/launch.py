@@ -22,8 +22,7 @@ import torch
 
 from interlace.runtime.compat import triton_launcher
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.kernel_arguments import ALIGNMENT, SMALL, constants, general, leaves
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import ALIGNMENT, SMALL, KernelLaunch, constants, general, leaves
 
 MOST_KERNELS = 4096
 

@@ -32,8 +32,7 @@ from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current
 from interlace.runtime.core.hooks import Form
-from interlace.runtime.core.kernel_arguments import ALIGNMENT
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import ALIGNMENT, KernelLaunch
 from interlace.runtime.core.memory import CHANNELS, SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.core.stream import Outcome, Settled
 from interlace.runtime.core.work import Work

@@ -37,9 +37,8 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
-from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.device_place import DevicePlace, Residency, residency
 from interlace.runtime.places.gpu.driver import gpu_problem
-from interlace.runtime.places.gpu.residency import Residency, residency
 
 
 @dataclass(eq=False)

@@ -37,10 +37,10 @@ from interlace.runtime.places.hosts.pieces import Frames
 from interlace.runtime.places.hosts.regroup import HostsRoll, LinkStore, Told
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.place import PENDING_SECONDS, CpuPlace, ShmPlace
-from interlace.runtime.processes import dump as record, meetings
+from interlace.runtime.processes import dump as record, rendezvous
 from interlace.runtime.processes.control import check_size
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import job_secret, need_secret
 from interlace.runtime.processes.waiting import Interruption
 from interlace.runtime.processes.worker import Helper, close_at_exit
@@ -180,7 +180,7 @@ class HostsPlace(CpuPlace):
         return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
-        made, left = meetings.reunite(self._roll, ranks, self._joined)
+        made, left = rendezvous.reunite(self._roll, ranks, self._joined)
         with contextlib.suppress(InterlaceError):
             made.exchange(b"", "going on")  # all know by now that it is made, and need no old links
         return made, left

@@ -22,7 +22,6 @@ from interlace.runtime.core.engine import ALL, Engine, Parts, Sides
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics.reductions import divide
 from interlace.runtime.places.shm.boxes import Boxes
-from interlace.runtime.places.shm.direct import Direct
 from interlace.runtime.places.shm.machine_code import SUMS, Operand, available
 from interlace.runtime.places.shm.mail import Mail
 from interlace.runtime.places.shm.message_steps import (
@@ -38,7 +37,7 @@ from interlace.runtime.places.shm.message_steps import (
     beside,
     sums,
 )
-from interlace.runtime.places.shm.rounds import RingPart, RingTarget, Rounds
+from interlace.runtime.places.shm.rounds import Direct, RingPart, RingTarget, Rounds
 from interlace.runtime.processes.control import SMALL_DATA
 from interlace.runtime.processes.group import HostGroup
 

@@ -15,10 +15,17 @@ Messages from rank to rank: one mailbox per group, matched in the order of the c
              before the recv and the sender's before the send; the future has the end of that copy
 
 A receive that nobody waits for and nothing arrives for stays open, as it would elsewhere.
+
+Multicast addresses where kernels are interpreted: numbers that stand for a place in every rank's memory.
+
+On a GPU the switch knows what a multicast address means; here this table does, for the ``multimem``
+instructions that ``multimem.py`` runs. The numbers lie where no memory of a process is, so that
+whatever else is done with them fails.
 """
 
 import contextvars
 import functools
+import itertools
 import sys
 import weakref
 from collections import Counter, defaultdict, deque
@@ -48,11 +55,35 @@ from interlace.runtime.core.memory import (
 )
 from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.core.stream import Event, Outcome, Stream
-from interlace.runtime.places.sim import multicast
 from interlace.runtime.places.sim.choice import programs
 from interlace.runtime.places.sim.scheduler import trace
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.places.sim.scheduler.source_lines import line_of, user_frame, user_line
+
+_SPACING = 1 << 40  # the largest buffer
+_numbers = itertools.count(1 << 16)
+_bases: dict[int, tuple[int, tuple[int, ...]]] = {}  # by number: bytes, and addresses by rank
+
+
+def address_for(owner: object, nbytes: int, bases: Sequence[int]) -> int:
+    """An address for ``nbytes`` at ``bases`` of all ranks; known for as long as ``owner`` lives."""
+    assert nbytes <= _SPACING
+    number = next(_numbers)
+    _bases[number] = nbytes, tuple(bases)
+    weakref.finalize(owner, _bases.pop, number, None)
+    return number * _SPACING
+
+
+def addresses(address: int, nbytes: int) -> list[int]:
+    """Where ``nbytes`` at a multicast address are on every rank, by rank. LookupError if nowhere.
+
+    What lies a little beyond a buffer does so on every rank, and is found to by whoever checks there.
+    """
+    number, offset = divmod(address, _SPACING)
+    size, bases = _bases.get(number, (0, ()))
+    if not bases or offset + nbytes > size + RED_ZONE:
+        raise LookupError
+    return [base + offset for base in bases]
 
 
 @dataclass(frozen=True, eq=False)
@@ -434,7 +465,7 @@ class SimPlace(Place):
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         parts = self.share(self.new_memory((nbytes,)), "an allocation of symmetric memory")
         buffer = SymmetricBuffer.over(self.rank, [torch.from_numpy(part) for (part,) in parts])
-        buffer.multicast = multicast.address_for(buffer, nbytes, buffer.addresses)
+        buffer.multicast = address_for(buffer, nbytes, buffer.addresses)
         return buffer
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
@@ -475,7 +506,7 @@ class SimPlace(Place):
         return shared
 
     def multicast(self, owner: object, parts: Sequence[Array]) -> int:
-        return multicast.address_for(owner, len(parts[0]), [part.ctypes.data for part in parts])
+        return address_for(owner, len(parts[0]), [part.ctypes.data for part in parts])
 
     def run_kernel(
         self, launch: KernelLaunch, waited_for: Callable[[], Sequence[int]], timeout: float | None

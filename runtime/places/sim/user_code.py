@@ -44,8 +44,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from interlace.runtime.compat.custom_ops import called_directly
-from interlace.runtime.compat.torch_modes import DispatchMode
+from interlace.runtime.compat.torch_modes import DispatchMode, called_directly
 from interlace.runtime.compat.triton_interpreter import triton_interpreter
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
 

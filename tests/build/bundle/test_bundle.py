@@ -31,7 +31,7 @@ from interlace import aot
 from interlace.cli.main import run
 from interlace.kernels import bundle_formulas, launch_formulas
 from interlace.kernels.bundle_formulas import LaunchValues
-from interlace.runtime.core.kernel_arguments import outside
+from interlace.runtime.core.launch import outside
 from interlace.runtime.tuning.configuration import gpu_default
 from interlace.tools import bundle
 from interlace.tools.bundle import OPS, kernels

@@ -26,7 +26,7 @@ from interlace.kernels import slots
 from interlace.kernels.arguments import Peers, Workspace
 from interlace.runtime.compat import triton_launcher
 from interlace.runtime.places.gpu import launch as cuda_launch
-from interlace.runtime.core.kernel_arguments import leaves
+from interlace.runtime.core.launch import leaves
 from interlace.runtime.core.launch import KernelLaunch
 stub_libcuda.activate()
 kept = (ctypes.c_ulonglong * 64).in_dll(stub, "stub_kept")

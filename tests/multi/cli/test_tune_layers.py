@@ -22,8 +22,8 @@ from interlace.ops.attention import head_exchange
 from interlace.ops.experts.combine import Combine
 from interlace.ops.experts.dispatch import Dispatch
 from interlace.runtime.core.context import context_with
-from interlace.runtime.tuning import cache, tuning
-from interlace.runtime.tuning.cache import CacheRow
+from interlace.runtime.tuning import files, tuning
+from interlace.runtime.tuning.files import CacheRow
 
 # what auto would not take on CPUs
 FASTEST = {
@@ -54,7 +54,7 @@ def call(op: str, algorithm: str = "auto") -> Any:
 def told(op: str, file: str, algorithm: str = "auto") -> list[str]:
     """The algorithms that a call tells a profile of, with ``file`` as the cache."""
     said: list[str] = []
-    with mock.patch.dict(os.environ, {cache.VARIABLE: file}):
+    with mock.patch.dict(os.environ, {files.VARIABLE: file}):
         tuning.forget()
         ranges: Any = SimpleNamespace(begin=said.append)
         try:
@@ -76,8 +76,8 @@ def row(op: str, named: str) -> CacheRow:
 @pytest.mark.parametrize("op", FASTEST)
 def test_what_was_measured_is_taken(op: str, tmp_path: pathlib.Path) -> None:
     """A call of one's own choice is not overruled."""
-    here, file = cache.machine("shm", torch.device("cpu")), tmp_path / "tune.json"
-    cache.add(here, [row(op, FASTEST[op])], file)
+    here, file = files.machine("shm", torch.device("cpu")), tmp_path / "tune.json"
+    files.add(here, [row(op, FASTEST[op])], file)
     for said, expected in (
         (interlace.run(told, 2, op, "off", place="shm"), False),
         (interlace.run(told, 2, op, str(file), place="shm"), True),
@@ -104,12 +104,12 @@ def test_the_kernel_gets_what_was_measured(
     """Of rows of experts whether counts are on the host or not."""
     file = tmp_path / "tune.json"
     found = dataclasses.replace(row(op, "fused"), values={"fused": {name: value}})
-    cache.add(cache.machine("sim", torch.device("cpu")), [found], file)
+    files.add(files.machine("sim", torch.device("cpu")), [found], file)
     with mock.patch.object(kind, "fused", autospec=True, side_effect=kind.fused) as spy:
         for where, expected in (("off", False), (str(file), True)):
             spy.reset_mock()
             # Around both: ranks of one process would give back what the other has set.
-            with mock.patch.dict(os.environ, {cache.VARIABLE: where}):
+            with mock.patch.dict(os.environ, {files.VARIABLE: where}):
                 interlace.run(told, 2, op, where, "fused")
             got = [getattr(each.args[-1], name) == value for each in spy.call_args_list]
             assert got == [expected] * 2
@@ -125,8 +125,8 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     given: Any = {"budget": 0.5, "cache": str(file), "m": "8", "n": "16"}
     code, text = run_tune(op=("all_reduce_norm",), place="shm", **given)
     assert code == 0 and "default" in text and "auto" in text
-    machine = cache.machine("shm", torch.device("cpu"))
-    for found in cache.rows_for(machine, file):  # none, if nothing is faster than what auto does
+    machine = files.machine("shm", torch.device("cpu"))
+    for found in files.rows_for(machine, file):  # none, if nothing is faster than what auto does
         assert (found.op, found.rows, found.columns) == ("all_reduce_norm", 8, 16)
     code, text = run_tune(op=("context_parallel_attention",), dry_run=True, arch=90, world_size=8)
     assert code == 0 and "ring fused" in text and "block_m 64" in text
@@ -138,7 +138,7 @@ def test_candidates_go_by_names_that_a_cache_takes() -> None:
             found = by_name(place, kind)
             assert found[0].default and len(set(found)) == len(found)
             assert place != "shm" or len(found) != 2  # one beside "auto" is what that is
-            known = {"auto", *cache.BY_OP.get(kind.op, cache.ALGORITHMS)}
+            known = {"auto", *files.BY_OP.get(kind.op, files.ALGORITHMS)}
             assert {each.algorithm for each in found} <= known
             for each in found:
                 if each.values:

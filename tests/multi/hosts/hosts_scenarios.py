@@ -25,7 +25,7 @@ from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import pieces
-from interlace.runtime.places.hosts.partials import Partial
+from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
 from ops.contracts import last_has_none
 from ops.test_contract import BY_NAME, cells, check_values

@@ -29,8 +29,8 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.host_map import Card, HostMap
-from interlace.runtime.places.hosts.partials import Partial
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios

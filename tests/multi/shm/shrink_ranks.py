@@ -19,7 +19,7 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts import host_map
 from interlace.runtime.places.hosts.regroup import HostsRoll
-from interlace.runtime.processes import meetings
+from interlace.runtime.processes import rendezvous
 
 TIMEOUT = 600.0
 
@@ -81,23 +81,23 @@ def killed_while_joining(
         os._exit(1)
     if rank == 2:
         if when == "after coming":
-            meetings.MemoryMeeting.cards = lambda *rest: os._exit(1)  # type: ignore[assignment,method-assign]
+            rendezvous.MemoryMeeting.cards = lambda *rest: os._exit(1)  # type: ignore[assignment,method-assign]
         elif when == "after its card":
-            inner = meetings.MemoryMeeting.cards
+            inner = rendezvous.MemoryMeeting.cards
 
             def cards(self: Any, *rest: Any) -> Any:
                 inner(self, *rest)
                 os._exit(1)
 
-            meetings.MemoryMeeting.cards = cards  # type: ignore[method-assign]
+            rendezvous.MemoryMeeting.cards = cards  # type: ignore[method-assign]
         else:
-            roll: Any = meetings.MemoryRoll if hosts == 1 else HostsRoll
+            roll: Any = rendezvous.MemoryRoll if hosts == 1 else HostsRoll
             say = roll.say
 
             def ends(self: Any, what: int, value: int) -> None:
-                if what != meetings.RESULT or when == "said so":
+                if what != rendezvous.RESULT or when == "said so":
                     say(self, what, value)
-                if what == meetings.RESULT:
+                if what == rendezvous.RESULT:
                     os._exit(1)
 
             roll.say = ends

@@ -32,7 +32,7 @@ from interlace.runtime.places.shm import (
 from interlace.runtime.places.shm.caches import RingWrites
 from interlace.runtime.processes.control import REDUCED
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from multi.shm.host_ops import OPS, SLOT_BYTES, check, engine, make_ring, rounds_of, same
 from ranks import ranks
 from tiers import thorough

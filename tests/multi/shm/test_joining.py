@@ -19,8 +19,7 @@ from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.hosts.host_map import Card
 from interlace.runtime.processes import group as group_module, rendezvous
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting, reason
-from interlace.runtime.processes.rendezvous import Rendezvous, meet
+from interlace.runtime.processes.rendezvous import Rendezvous, StoreMeeting, meet, reason
 from interlace.runtime.processes.segment import NONCE_BYTES
 from interlace.runtime.processes.signed_store import SignedStore
 from multi.shm.members import LONG, run

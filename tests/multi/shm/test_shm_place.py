@@ -40,7 +40,7 @@ from interlace.runtime.places.pool import ProcessPool
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import control, segment
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.meetings import StoreMeeting
+from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.segment import PAGE, Identity, create_segment, map_segment
 from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.processes.worker import OrderedWorker

@@ -15,7 +15,7 @@ import torch
 
 import interlace
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.processes import meetings
+from interlace.runtime.processes import rendezvous as meetings
 from interlace.runtime.processes.waiting import Patience
 from multi.shm import shrink_ranks
 from processes import WAIT, heard, started

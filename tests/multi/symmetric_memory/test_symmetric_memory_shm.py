@@ -12,7 +12,7 @@ import torch
 
 import interlace
 from interlace.runtime.core.errors import InterlaceError, PeerDiedError, RankError
-from interlace.runtime.places.shm import user_launches
+from interlace.runtime.places.shm import place
 from multi.symmetric_memory import symmetric_ranks
 from multi.symmetric_memory.symmetric_ranks import handle_of
 from ranks import ranks
@@ -99,14 +99,14 @@ def test_closed_group_leaves_kernels_to_triton() -> None:
     """What is left of it is memory, but no kernel that waits."""
     tensor, hdl = handle_of(4)
     interlace.barrier()
-    assert len(user_launches._open_places()) == 1
+    assert len(place._open_places()) == 1
     interlace.groups.groups.default_group().close()
     tensor.fill_(3)
     with pytest.raises(InterlaceError, match="closed"):
         hdl.barrier()
     out = torch.zeros(4, dtype=torch.int32)
     symmetric_ranks.fill_kernel[(4,)](out)
-    assert out.tolist() == [7] * 4 and not user_launches._open_places()
+    assert out.tolist() == [7] * 4 and not place._open_places()
 
 
 def resources() -> tuple[int, int]:

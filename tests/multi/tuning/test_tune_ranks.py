@@ -12,7 +12,7 @@ from rich.console import Console
 import interlace
 from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
-from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.machine import Problem
 from multi.tuning.calibration_ranks import reading
 from ranks import ranks
@@ -35,9 +35,9 @@ def reading_cache(folder: pathlib.Path, found: Found) -> AbstractContextManager[
         algorithm, programs = found
         values = {"block_m": 16, "chunks": CHUNKS, "programs": programs}
         about = PROBLEM.op, "float32", "even", *tuning.bucket_of(PROBLEM)
-        row = cache.CacheRow(*about, algorithm, {algorithm: values})
-        cache.add(cache.machine("shm", torch.device("cpu")), [row], file)
-    return reading(cache.VARIABLE, file, "tuning cache")
+        row = files.CacheRow(*about, algorithm, {algorithm: values})
+        files.add(files.machine("shm", torch.device("cpu")), [row], file)
+    return reading(files.VARIABLE, file, "tuning cache")
 
 
 def chosen() -> tuple[str, int, int]:
@@ -99,8 +99,8 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
         plot="-",
     )  # fmt: skip
     assert tune(Console(file=out, width=200), options) == 0
-    machine = cache.machine("shm", torch.device("cpu"))
-    found = {row.op: row for row in cache.rows_for(machine, file)}
+    machine = files.machine("shm", torch.device("cpu"))
+    found = {row.op: row for row in files.rows_for(machine, file)}
     assert set(found) == set(ops)
     for row in found.values():
         assert row.algorithm in ("pipelined", "unfused")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.symmetric_memory.registration import NAMES
+from interlace.symmetric_memory.functions import NAMES
 from interlace_verify import shims
 from interlace_verify.shims import torch_cuda, torch_distributed
 from interlace_verify.suite.jobs import load_function

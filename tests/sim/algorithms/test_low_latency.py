@@ -13,11 +13,11 @@ import interlace
 from interlace import reference
 from interlace.groups.groups import default_group
 from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
-from interlace.ops.collectives import low_latency
+from interlace.ops.collectives import launch as low_latency
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.place import SimStream
-from interlace.runtime.tuning import auto
+from interlace.runtime.tuning import tuning
 from support import (
     POISON_BYTE,
     failure,
@@ -289,7 +289,7 @@ def test_after_giving_up_nothing_is_stored(op: str) -> None:
 
 
 def test_small_messages_go_this_way_by_themselves() -> None:
-    most = auto.LARGEST_LOW_LATENCY_BYTES
+    most = tuning.LARGEST_LOW_LATENCY_BYTES
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("low_latency_all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4))),
         ("all_reduce", lambda: interlace.all_reduce(torch.ones(most // 4 + 1))),

@@ -21,9 +21,8 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Nodes
-from interlace.runtime.places.sim import multicast
-from interlace.runtime.places.sim.place import SimPlace
-from interlace.runtime.tuning import auto
+from interlace.runtime.places.sim.place import SimPlace, address_for
+from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.configuration import override
 from sim.interpreter.ptx_kernels import in_memory
 from support import failure, noise, payload, poison, poisoned
@@ -211,7 +210,7 @@ CHOICES = [
 def test_who_is_chosen(given: Any, chosen: str) -> None:
     direct, interpreted, small, kernel, switch = given
     place: Any = SimpleNamespace(direct_access=direct, interpreted=interpreted)
-    found = auto.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
+    found = tuning.choose_collective(place, small, kernel=kernel, multicast=lambda: switch)
     assert found == chosen
 
 
@@ -225,9 +224,7 @@ def everywhere(asm: str, memories: list[torch.Tensor]) -> Any:
         """Keeps the address known."""
 
     owner = Owner()
-    address = multicast.address_for(
-        owner, memories[0].nbytes, [memory.data_ptr() for memory in memories]
-    )
+    address = address_for(owner, memories[0].nbytes, [memory.data_ptr() for memory in memories])
 
     def on_rank() -> Any:
         holder = torch.tensor([address])

@@ -10,7 +10,7 @@ import torch
 import interlace
 from interlace.kernels import node_order as order
 from interlace.ops.matmul import scaled
-from interlace.ops.matmul.node_reduce import tables_of
+from interlace.ops.matmul.launch_reduce import tables_of
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.arguments import reduce_ops
+from interlace.arguments import words
 from ranks import ranks
 from support import failure
 
@@ -171,9 +171,9 @@ def test_ranks_whose_configurations_differ(call: Callable[[], Any], alone: bool)
 def test_the_shape_of_a_factor(shape: tuple[int, ...]) -> None:
     """torch takes one element only; a longer factor has to fit."""
     with pytest.raises(ValueError, match=r"factor of premul_sum has shape .* tensor has \(2,\)"):
-        reduce_ops.check_factor(torch.ones(shape), "tensor", ONE)
-    reduce_ops.check_factor(torch.ones(1, 1), "tensor", ONE)
-    reduce_ops.check_factor(torch.ones(2), "tensor", torch.ones(3, 2))
+        words.check_factor(torch.ones(shape), "tensor", ONE)
+    words.check_factor(torch.ones(1, 1), "tensor", ONE)
+    words.check_factor(torch.ones(2), "tensor", torch.ones(3, 2))
 
 
 @ranks(2, place="sim")

@@ -18,7 +18,7 @@ from interlace.runtime.places.sim.place import SimPlace, run_sim
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler
 from interlace.symmetric_memory import functions as symmetric_tensors
-from interlace.symmetric_memory.handle import SymmetricMemory
+from interlace.symmetric_memory.functions import SymmetricMemory
 from multi.symmetric_memory import symmetric_ranks as ranks
 
 NOT_OF_A_HANDLE = {

@@ -14,9 +14,9 @@ import torch
 
 import interlace
 from interlace.ops.matmul import torch_ops
-from interlace.ops.op import pending
-from interlace.ops.op.pending import Started
-from interlace.symmetric_memory.registration import TAKEN_OVER
+from interlace.ops.op import op as pending
+from interlace.ops.op.op import Started
+from interlace.symmetric_memory.functions import TAKEN_OVER
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import install

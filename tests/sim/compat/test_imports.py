@@ -145,7 +145,7 @@ def in_process(path: str) -> Found:
 
 def ops_of_torch() -> Found:
     """Which torch defines when they are asked for."""
-    names = interlace.symmetric_memory.registration.TAKEN_OVER
+    names = interlace.symmetric_memory.functions.TAKEN_OVER
     ops = {name: functools.partial(getattr, torch.ops.symm_mem, name) for name in names}
     return imported_by(lambda: ops)
 

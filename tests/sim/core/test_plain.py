@@ -21,8 +21,9 @@ from interlace.runtime.core.call import Call, compare
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links, pieces as hosts_pieces, wires
 from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.processes import dump, meetings, recorder, rendezvous
+from interlace.runtime.processes import dump, recorder, rendezvous
 from interlace.runtime.processes.control import said
+from interlace.runtime.processes.rendezvous import _card
 from interlace.runtime.processes.segment import PAGE, Identity
 from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.tuning.calibration import Link, LinkProtocol
@@ -168,7 +169,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "segment": Identity.unpack,
     "label": label,
     "signed value": stored,
-    "address": meetings._card,
+    "address": _card,
     "what a rank says": lambda data: said(data[:PAGE].ljust(PAGE, b"\0")),
 }
 RECORDS: dict[str, Callable[[bytes], Any]] = {

@@ -12,7 +12,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.process_group import group as process_group
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.tuning import auto
+from interlace.runtime.tuning import tuning as auto
 from stand_ins.fake_host import gpu_ranks
 
 

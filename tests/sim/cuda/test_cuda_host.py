@@ -13,8 +13,7 @@ import torch
 import triton
 
 import interlace
-from interlace.runtime.core.kernel_arguments import outside
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, outside
 from interlace.runtime.places.gpu import watchdog
 from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from stand_ins.fake_cuda import FakeGpu

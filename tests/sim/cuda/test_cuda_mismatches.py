@@ -8,7 +8,7 @@ import torch
 
 import interlace
 from interlace.runtime.core.errors import CollectiveTimeoutError
-from interlace.runtime.tuning import auto
+from interlace.runtime.tuning import tuning as auto
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_host import gpu_ranks, look, own_place

@@ -12,7 +12,7 @@ from interlace.groups.groups import default_group
 from interlace.runtime.places.gpu import plans as gpu_plans
 from interlace.runtime.places.gpu.plans import Signalled
 from interlace.runtime.places.gpu.stream import DeviceStream
-from interlace.runtime.tuning import auto
+from interlace.runtime.tuning import tuning as auto
 from stand_ins import fake_host
 from stand_ins.fake_cuda import FakeGpu, end_current_stream
 from stand_ins.fake_host import gpu_ranks, own_plans

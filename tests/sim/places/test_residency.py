@@ -7,7 +7,7 @@ import torch
 
 import interlace
 from interlace.groups.new import new_group
-from interlace.runtime.places.gpu.residency import Residency
+from interlace.runtime.places.gpu.device_place import Residency
 from stand_ins import fake_host
 from stand_ins.fake_cuda import DeviceHang, FakeGpu
 from stand_ins.replaced import Replacement

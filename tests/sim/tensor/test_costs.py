@@ -21,7 +21,7 @@ import interlace.tensor as tensor
 from interlace.cli.commands.calibrate import CalibrateOptions, calibrate, mesh_of
 from interlace.compile import CPU, calibrated
 from interlace.output.consoles import PlainConsole
-from interlace.runtime.tuning import cache, calibration, tuning
+from interlace.runtime.tuning import calibration, files as cache, tuning
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 from interlace.runtime.tuning.machine import Problem
 from interlace.tensor.calibration import (

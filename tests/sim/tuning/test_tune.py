@@ -29,9 +29,9 @@ from interlace.benchmark.tune import (
 )
 from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
-from interlace.runtime.tuning import cache, tuning
-from interlace.runtime.tuning.cache import CacheRow, TunedMachine
+from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
+from interlace.runtime.tuning.files import CacheRow, TunedMachine
 from interlace.runtime.tuning.tuning import Problem, decide
 from ranks import ranks
 from stand_ins.replaced import environment, replaced
@@ -148,9 +148,9 @@ def chosen(problem: Problem = SMALL) -> Any:
 
 
 def test_an_explicit_configuration_wins(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "cache.json"
-    machine = cache.machine("sim", torch.device("cpu"))
-    cache.add(machine, [row(SMALL, block_m=32, programs=2)], file)
+    file = tmp_path / "files.json"
+    machine = files.machine("sim", torch.device("cpu"))
+    files.add(machine, [row(SMALL, block_m=32, programs=2)], file)
 
     def on_rank() -> None:
         for values, block_m, source in (
@@ -162,7 +162,7 @@ def test_an_explicit_configuration_wins(tmp_path: pathlib.Path) -> None:
             assert choice.configuration.block_m == block_m and choice.configuration.programs == 2
             assert choice.source.split(",")[0] == source
 
-    with environment(**{cache.VARIABLE: str(file)}):
+    with environment(**{files.VARIABLE: str(file)}):
         interlace.run(on_rank, 2)
 
 
@@ -170,12 +170,12 @@ def test_the_simulator_reads_no_cache_unless_one_is_named(tmp_path: pathlib.Path
     def on_rank() -> int:
         return int(chosen().configuration.programs)
 
-    with environment(**{cache.VARIABLE: None, "XDG_CACHE_HOME": str(tmp_path)}):
+    with environment(**{files.VARIABLE: None, "XDG_CACHE_HOME": str(tmp_path)}):
         file = tmp_path / "interlace" / "tune.json"
-        assert cache.path() == file
-        cache.add(cache.machine("sim", torch.device("cpu")), [row(SMALL, programs=2)], file)
+        assert files.path() == file
+        files.add(files.machine("sim", torch.device("cpu")), [row(SMALL, programs=2)], file)
         assert interlace.run(on_rank, 2) == [3, 3]
-    with environment(**{cache.VARIABLE: str(file)}):
+    with environment(**{files.VARIABLE: str(file)}):
         assert interlace.run(on_rank, 2) == [2, 2]
 
 
@@ -185,25 +185,25 @@ def test_the_simulator_reads_no_cache_unless_one_is_named(tmp_path: pathlib.Path
 def test_rows_come_back(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "new" / "folder" / "tune.json"
     first, second = row(chunks=3), row(replace(GATHER, rows=64), "unfused")
-    cache.add(HERE, [first], file)
-    cache.add(HERE, [second], file)
-    cache.add(replace(HERE, device="another"), [row(chunks=7)], file)
+    files.add(HERE, [first], file)
+    files.add(HERE, [second], file)
+    files.add(replace(HERE, device="another"), [row(chunks=7)], file)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = cache.rows_for(HERE, file)
+        found = files.rows_for(HERE, file)
     assert list(found) == [first, second]
     newer = replace(first, values={"fused": {"chunks": 4}})
-    cache.add(HERE, [newer], file)
-    assert list(cache.rows_for(HERE, file)) == [newer, second]
-    assert cache.digest(found) == cache.digest(found[::-1]) != cache.digest([newer])
+    files.add(HERE, [newer], file)
+    assert list(files.rows_for(HERE, file)) == [newer, second]
+    assert files.digest(found) == files.digest(found[::-1]) != files.digest([newer])
     assert sorted(p.name for p in file.parent.iterdir()) == ["tune.json", "tune.json.lock"]
 
 
 def test_of_other_versions_it_is_said(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
-    cache.add(replace(HERE, triton="3.5.0"), [row()], file)
+    files.add(replace(HERE, triton="3.5.0"), [row()], file)
     with pytest.warns(RuntimeWarning, match=r"measured with triton 3\.5\.0"):
-        assert cache.rows_for(HERE, file) == ()
+        assert files.rows_for(HERE, file) == ()
 
 
 def gather() -> None:
@@ -213,7 +213,7 @@ def gather() -> None:
 def test_a_damaged_cache_does_not_stop_an_op(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "tune.json"
     file.write_text("{")
-    with environment(**{cache.VARIABLE: str(file)}), pytest.warns(RuntimeWarning) as said:
+    with environment(**{files.VARIABLE: str(file)}), pytest.warns(RuntimeWarning) as said:
         for _ in range(2):
             interlace.run(gather, 2)
     assert len([w for w in said if "tuning cache" in str(w.message)]) == 1
@@ -222,7 +222,7 @@ def test_a_damaged_cache_does_not_stop_an_op(tmp_path: pathlib.Path) -> None:
 def write_rows(file: str, writer: int, count: int) -> None:
     for number in range(count):
         problem = replace(GATHER, rows=1 << writer, columns=1 << number)
-        cache.add(HERE, [row(problem)], pathlib.Path(file))
+        files.add(HERE, [row(problem)], pathlib.Path(file))
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
@@ -234,25 +234,25 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: pathlib.Path) -> None:
     for each in writers:
         each.join()
     assert [each.exitcode for each in writers] == [0, 0, 0]
-    assert len(cache.rows_for(HERE, file)) == 3 * count
+    assert len(files.rows_for(HERE, file)) == 3 * count
 
 
 @pytest.mark.parametrize(
     ("variables", "file"),
     [
-        ({cache.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
+        ({files.VARIABLE: None, "XDG_CACHE_HOME": "/cache"}, "/cache/interlace/tune.json"),
         (
-            {cache.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
+            {files.VARIABLE: None, "XDG_CACHE_HOME": None, "HOME": "/home"},
             "/home/.cache/interlace/tune.json",
         ),
-        ({cache.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
+        ({files.VARIABLE: "/x.json", "XDG_CACHE_HOME": "/cache"}, "/x.json"),
     ],
     ids=["cache", "home", "named"],
 )
 def test_where_the_file_is(variables: dict[str, str | None], file: str) -> None:
-    assert cache.path() is None  # conftest.py
+    assert files.path() is None  # conftest.py
     with environment(**variables):
-        assert cache.path() == pathlib.Path(file)
+        assert files.path() == pathlib.Path(file)
 
 
 # -- candidates and the search -----------------------------------------------------------------------
@@ -330,8 +330,8 @@ def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
     )
     assert code == 0 and "default" in text and str(file) in text
     assert "say nothing of a GPU" in text and "candidates tried" in text
-    machine = cache.machine("sim", torch.device("cpu"))
-    (found,) = cache.rows_for(machine, file)
+    machine = files.machine("sim", torch.device("cpu"))
+    (found,) = files.rows_for(machine, file)
     assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
     assert found.algorithm == "fused" and found.shape == (16, 16, 16) and found.default_us > 0
 
@@ -342,7 +342,7 @@ def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
         assert choice.source.startswith("exact row of the cache")
         assert vars(choice.configuration) == found.values["fused"]
 
-    with environment(**{cache.VARIABLE: str(file)}):
+    with environment(**{files.VARIABLE: str(file)}):
         interlace.run(on_rank, 2)
         code, text = run_tune(op=("all_gather_matmul",), place="sim", dry_run=True, **sizes)
     assert code == 0 and "now: fused, by exact row of the cache" in text
@@ -399,6 +399,6 @@ def test_without_a_gpu_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_cache_there_is_nothing_to_write() -> None:
-    assert os.environ[cache.VARIABLE] == "off"
+    assert os.environ[files.VARIABLE] == "off"
     with pytest.raises(ValueError, match="there is no file to write"):
         run_tune(place="sim")

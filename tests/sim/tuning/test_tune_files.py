@@ -17,10 +17,9 @@ from cases.damage import read_100000_damaged
 from interlace.cli import main
 from interlace.cli.commands import tune as command
 from interlace.cli.commands.tune import TuneOptions
-from interlace.runtime.tuning import cache, calibration, files
-from interlace.runtime.tuning.cache import FILE, CacheRow, TunedMachine
+from interlace.runtime.tuning import calibration, files, files as cache
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
-from interlace.runtime.tuning.files import MeasuredFile, NotOursError
+from interlace.runtime.tuning.files import FILE, CacheRow, MeasuredFile, NotOursError, TunedMachine
 from stand_ins.replaced import replaced
 from tiers import thorough
 

@@ -19,8 +19,13 @@ from interlace.runtime.compat.triton_interpreter import TensorHandle
 from interlace.runtime.places.sim.scheduler import program_hooks
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
-from interlace.runtime.places.sim.scheduler.strategies import Priority, Random, Replay, for_seed
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import (
+    Priority,
+    Random,
+    Replay,
+    Task,
+    for_seed,
+)
 from interlace.verify import ScheduleReport, VerificationError, check, races, replay, schedules
 from interlace_verify.race_check import check as race_check
 from interlace_verify.schedule_check import check as schedule_check

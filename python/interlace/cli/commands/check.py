@@ -26,7 +26,7 @@ from interlace.benchmark import protocol
 from interlace.benchmark.expert_rows import AllToAllGroupedRows
 from interlace.benchmark.requests import OPS
 from interlace.groups.groups import default_group
-from interlace.ops.collectives.low_latency import MOST_BYTES
+from interlace.ops.collectives.launch import MOST_BYTES
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import write

@@ -1,6 +1,6 @@
 """``interlace tune``: measure which configuration is fastest for some shapes, keep it, say what it gained.
 
-``benchmark/tune.py`` measures on the ranks, ``runtime/tuning/cache.py`` writes; here one shape
+``benchmark/tune.py`` measures on the ranks, ``runtime/tuning/files.py`` writes; here one shape
 comes after another, each written when it is done, so an interrupted run keeps what it has.
 """
 
@@ -45,7 +45,7 @@ from interlace.output.files import (
 )
 from interlace.output.machine import refuse_size
 from interlace.output.options import CommandOptions, option
-from interlace.runtime.tuning import cache, tuning
+from interlace.runtime.tuning import files as cache, tuning
 from interlace.runtime.tuning.files import NotOursError
 from interlace.runtime.tuning.table import BUILDABLE
 from interlace.runtime.tuning.tuning import Problem

@@ -29,18 +29,15 @@ from interlace.ops.attention.problem import (
     unit_rows,
     wide_dtype,
 )
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op, OpGradient
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration as configurations, tuning
-from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.configuration import LARGEST_HEAD, Configuration, choose_attention
 from interlace.runtime.tuning.table import threshold
+from interlace.runtime.tuning.tuning import FUSED_DTYPES
 
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
 METHODS = ("auto", *configurations.METHODS)

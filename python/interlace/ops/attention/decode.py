@@ -34,19 +34,18 @@ from interlace.ops.attention.problem import (
     unit_rows,
     wide_dtype,
 )
-from interlace.ops.collectives.low_latency import MOST_PROGRAMS, run_words
+from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
-from interlace.ops.op import registry
-from interlace.ops.op.op import Op
-from interlace.ops.op.pending import Started
+from interlace.ops.op import op
+from interlace.ops.op.op import Op, Started
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.configuration import LARGEST_HEAD, Configuration, choose_attention
+from interlace.runtime.tuning.tuning import FUSED_DTYPES
 
 Tensor = torch.Tensor
 OP = "distributed_decode"
@@ -507,9 +506,9 @@ def distributed_decode(
     tensors = q, key, value, lengths, block_table
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         given: Any = {"lengths": lengths, "block_table": block_table, "scale": scale}
-        recorded = registry.functional(OP)  # whose backward says that there is none
+        recorded = op.functional(OP)  # whose backward says that there is none
         made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
-        output, lse = map(registry.functional("wait"), made)
+        output, lse = map(op.functional("wait"), made)
     else:
         arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
         output, lse = decode(communicator, (arguments,))  # type: ignore[misc]

@@ -385,7 +385,7 @@ def unshard_sequence(
     >>> interlace.run(whole, 2)
     [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     """
-    from interlace.ops.collectives.uneven import all_gather_v
+    from interlace.ops.collectives.all_to_all import all_gather_v
 
     communicator = resolve(group)
     with communicator.accepting("unshard_sequence"):

@@ -40,18 +40,15 @@ from interlace.ops.collectives.launch import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, rows_of
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op, OpGradient
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.tuning import choose_algorithm
 
 Tensor = torch.Tensor
 TO_HEADS, FROM_HEADS = "matmul_all_to_all", "all_to_all_matmul"

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
+from interlace.arguments.checks import copied_back, remember
 from interlace.arguments.words import Group
 from interlace.groups.groups import resolve
 from interlace.runtime.core.call import Call
@@ -46,7 +47,7 @@ def _call(communicator: Communicator, op: str, tensor: torch.Tensor) -> Call:
     call = communicator.calls.get(key)
     if call is None:
         terms = (("dtype of tensor", tensor.dtype), ("elements of tensor", tensor.numel()))
-        call = dense.remember(communicator, key, Call(op, terms))
+        call = remember(communicator, key, Call(op, terms))
     return call
 
 
@@ -87,7 +88,7 @@ def _irecv(
         return Continued(engine.recv(call, made, peer, tag), lambda outcome: copied(outcome, made))
 
     def copied(outcome: Outcome, made: torch.Tensor) -> Outcome:
-        event = dense.copied_back(communicator, [data], [made], outcome.event)
+        event = copied_back(communicator, [data], [made], outcome.event)
         return Outcome(outcome.result, event, outcome.source)
 
     return communicator.transfer(call, start, tensor, peer, tag)

@@ -28,14 +28,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from interlace.arguments import checks, dense, reduce_ops
+from interlace.arguments import checks, words
+from interlace.arguments.checks import check_not_quantized
 from interlace.ops.collectives import rooted, rootless
 from interlace.ops.collectives.all_to_all import _all_to_all_single
 from interlace.ops.op import shapes
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op, OpGradient
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import contiguous, movable
 from interlace.runtime.core.work import Work
@@ -58,7 +56,7 @@ def _record(
 
     def start(communicator: Communicator, given: Any, out: Tensor | None = None) -> Started:
         try:
-            dense.check_not_quantized("input", given.input.dtype)
+            check_not_quantized("input", given.input.dtype)
             if given.input.is_conj() or given.input.is_neg():  # its memory is other numbers
                 given = replace(given, input=given.input.resolve_conj().resolve_neg())
             made = given.outputs(communicator.world_size)
@@ -179,7 +177,7 @@ def reduced(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
     """The reduction of all ranks' inputs, in their order."""
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
-    reduce_ops.check_dtype(op, name, "input", inputs[0].dtype)
+    words.check_dtype(op, name, "input", inputs[0].dtype)
     total = shapes.like(inputs[0])
     if not (total.is_meta or isinstance(total, FakeTensor)):
         reductions.fold(name, [each.contiguous() for each in inputs], total)

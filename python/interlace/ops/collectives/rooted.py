@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import torch
 
-from interlace.arguments import checks, dense, reduce_ops
+from interlace.arguments import checks, words
+from interlace.arguments.checks import copied_back, filled, remember
 from interlace.arguments.forms import apart, one_per_rank
 from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group
 from interlace.groups.groups import resolve
@@ -48,7 +49,7 @@ def checked_broadcast(
             ("root", root),
             ("algorithm", algorithm),
         )
-        call = dense.remember(communicator, key, Call("broadcast", terms))
+        call = remember(communicator, key, Call("broadcast", terms))
     if algorithm == "auto" and data.is_contiguous():
         return functools.partial(communicator.engine.broadcast, call, data, root), (tensor,), call
     start = functools.partial(_launch_broadcast, communicator, call, data, root, algorithm)
@@ -62,7 +63,7 @@ def _launch_broadcast(
     event = stream_engine.serving(communicator, algorithm).broadcast(call, made, root)
     if made is data or communicator.rank == root:
         return event
-    return dense.copied_back(communicator, [data], [made], event)
+    return copied_back(communicator, [data], [made], event)
 
 
 _broadcast = internal_form("broadcast", checked_broadcast, fills=True)
@@ -100,18 +101,18 @@ def checked_reduce(
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op)
     if factor is not None:
-        reduce_ops.check_factor(factor, "tensor", data)
+        words.check_factor(factor, "tensor", data)
     key = ("reduce", data.dtype, data.shape, name, root)
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("reduce", name, "tensor", data.dtype)
+        words.check_dtype("reduce", name, "tensor", data.dtype)
         terms = (
             ("shape of tensor", tuple(data.shape)),
             ("dtype of tensor", data.dtype),
             ("op", name),
             ("root", root),
         )
-        call = dense.remember(communicator, key, Call("reduce", terms))
+        call = remember(communicator, key, Call("reduce", terms))
     start = functools.partial(_launch_reduce, communicator, call, data, name, factor, root)
     return start, (tensor,), call
 
@@ -121,14 +122,14 @@ def _launch_reduce(
     call: Call,
     data: torch.Tensor,
     name: str,
-    factor: reduce_ops.Factor,
+    factor: words.Factor,
     root: int,
 ) -> Event | None:
-    made, name = reduce_ops.dense(data, name, factor)
+    made, name = words.dense(data, name, factor)
     event = communicator.engine.reduce_to(call, made, root, name)
     if made is data or communicator.rank != root:
         return event
-    return dense.copied_back(communicator, [data], [made], event)
+    return copied_back(communicator, [data], [made], event)
 
 
 _reduce = internal_form("reduce", checked_reduce)
@@ -198,7 +199,7 @@ def _agreed(
     shapes = None if tensors is None or alike else [tuple(each.shape) for each in tensors]
     terms, part = (("dtype of tensor", data.dtype), ("root", root)), (tuple(data.shape), shapes)
     call = Call(op, terms, part=part, match=match, equal_fits=True)
-    dense.remember(communicator, key, call)
+    remember(communicator, key, call)
     return data, tensors, call
 
 
@@ -216,7 +217,7 @@ def checked_gather(
         engine, made = communicator.engine, contiguous(data)
         if outputs is None:
             return engine.gather(call, None, made, root)
-        return dense.filled(
+        return filled(
             communicator, outputs, lambda targets: engine.gather(call, targets, made, root)
         )
 
@@ -264,7 +265,7 @@ def checked_scatter(
     def start() -> Event | None:
         engine = communicator.engine
         made = None if inputs is None else [contiguous(each) for each in inputs]
-        return dense.filled(
+        return filled(
             communicator, [out], lambda targets: engine.scatter(call, targets[0], made, root)
         )
 

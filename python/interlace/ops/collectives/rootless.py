@@ -3,23 +3,21 @@
 Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
 ranks have to agree on, and returns what hands dense tensors to the group's engine. The internal form runs
 it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
+
+Several collectives of one kind as one: one comparison before any data moves, one handle.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from interlace.arguments import checks, dense, reduce_ops
-from interlace.arguments.forms import either, parts
-from interlace.arguments.words import (
-    AnyReduceOp,
-    CollectiveAlgorithm,
-    Group,
-    PerRank,
-)
+from interlace.arguments import checks, words
+from interlace.arguments.checks import copied_back, filled, remember
+from interlace.arguments.forms import disjoint, either, parts
+from interlace.arguments.words import AnyReduceOp, CollectiveAlgorithm, Group, PerRank
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import stream_engine
 from interlace.runtime.core.call import Call, PreparedCall
@@ -37,20 +35,20 @@ def checked_all_reduce(
     data = checks.target("tensor", tensor, communicator)
     name, factor = checks.reduce_op(op)
     if factor is not None:
-        reduce_ops.check_factor(factor, "tensor", data)
+        words.check_factor(factor, "tensor", data)
     if algorithm != "auto":
         stream_engine.check_algorithm(algorithm, data.dtype, communicator, name)
     key = ("all_reduce", data.dtype, data.shape, name, algorithm)
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("all_reduce", name, "tensor", data.dtype)
+        words.check_dtype("all_reduce", name, "tensor", data.dtype)
         terms = (
             ("shape of tensor", tuple(data.shape)),
             ("dtype of tensor", data.dtype),
             ("op", name),
             ("algorithm", algorithm),
         )
-        call = dense.remember(communicator, key, Call("all_reduce", terms))
+        call = remember(communicator, key, Call("all_reduce", terms))
     if factor is None and algorithm == "auto" and data.is_contiguous():
         reduce = communicator.engine.reduce
         return functools.partial(reduce, call, (data,), data, name, TO_ALL), (tensor,), call
@@ -63,12 +61,12 @@ def _launch_all_reduce(
     call: Call,
     data: torch.Tensor,
     name: str,
-    factor: reduce_ops.Factor,
+    factor: words.Factor,
     algorithm: str,
 ) -> Event | None:
-    made, name = reduce_ops.dense(data, name, factor)
+    made, name = words.dense(data, name, factor)
     event = stream_engine.serving(communicator, algorithm).all_reduce(call, made, name)
-    return event if made is data else dense.copied_back(communicator, [data], [made], event)
+    return event if made is data else copied_back(communicator, [data], [made], event)
 
 
 _all_reduce = internal_form("all_reduce", checked_all_reduce, fills=True)
@@ -146,7 +144,7 @@ def _checked_sparse(
         raise ValueError(f"tensor is on {tensor.device}, the group's memory on {place.device}")
     name, _ = checks.reduce_op(op)
     checks.one_of("op of a sparse all_reduce", name, checks.REDUCE_OPS)
-    reduce_ops.check_dtype("all_reduce", name, "tensor", tensor.dtype)
+    words.check_dtype("all_reduce", name, "tensor", tensor.dtype)
     dtype, mine = tensor.dtype, tensor.detach()
     own, values = _summed(mine._indices(), _wide(mine._values()), mine)
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -232,7 +230,7 @@ def checked_all_gather(
             *_shape_terms("output", outputs),
             ("algorithm", algorithm),
         )
-        call = dense.remember(communicator, key, Call("all_gather", terms))
+        call = remember(communicator, key, Call("all_gather", terms))
     start = functools.partial(_launch_all_gather, communicator, call, outputs, data, algorithm)
     return start, given, call
 
@@ -245,9 +243,7 @@ def _launch_all_gather(
     algorithm: str,
 ) -> Event | None:
     made, serving = contiguous(data), stream_engine.serving(communicator, algorithm)
-    return dense.filled(
-        communicator, outputs, lambda targets: serving.all_gather(call, targets, made)
-    )
+    return filled(communicator, outputs, lambda targets: serving.all_gather(call, targets, made))
 
 
 _all_gather = internal_form("all_gather", checked_all_gather, fills=True)
@@ -324,19 +320,19 @@ def checked_reduce_scatter(
     inputs = parts("input", input, "output", out, communicator, written=False)
     if factor is not None:
         for r, each in enumerate(inputs):
-            reduce_ops.check_factor(factor, f"input[{r}]", each)
+            words.check_factor(factor, f"input[{r}]", each)
     if whole is None:
         key = (*key, *[each.shape for each in inputs])
     call = communicator.calls.get(key)
     if call is None:
-        reduce_ops.check_dtype("reduce_scatter", name, "output", out.dtype)
+        words.check_dtype("reduce_scatter", name, "output", out.dtype)
         terms = (
             ("dtype of input", out.dtype),
             ("op", name),
             *_shape_terms("input", inputs),
             ("algorithm", algorithm),
         )
-        call = dense.remember(communicator, key, Call("reduce_scatter", terms))
+        call = remember(communicator, key, Call("reduce_scatter", terms))
     of = inputs, name, factor, algorithm
     start = functools.partial(_launch_reduce_scatter, communicator, call, out, *of)
     return start, (output,), call
@@ -348,13 +344,13 @@ def _launch_reduce_scatter(
     out: torch.Tensor,
     inputs: list[torch.Tensor],
     name: str,
-    factor: reduce_ops.Factor,
+    factor: words.Factor,
     algorithm: str,
 ) -> Event | None:
-    made = [reduce_ops.dense(each, name, factor)[0] for each in inputs]
+    made = [words.dense(each, name, factor)[0] for each in inputs]
     reducing = name if factor is None else "sum"
     serving = stream_engine.serving(communicator, algorithm)
-    return dense.filled(
+    return filled(
         communicator,
         [out],
         lambda targets: serving.reduce_scatter(call, targets[0], made, reducing),
@@ -447,3 +443,181 @@ def barrier(
                 raise TypeError(f"device_ids must be a list of ints, got {device_ids!r}")
             checks.seconds("timeout", timeout)
     return _barrier(communicator, async_op, timeout)
+
+
+def _together(
+    communicator: Communicator, name: str, prepared: Sequence[PreparedCall]
+) -> PreparedCall:
+    """``prepared``, one after another, when all of it was compared on all ranks."""
+    calls = [call for *_, call in prepared if call is not None]
+    key = (name, *[call.message for call in calls])
+    whole = communicator.calls.get(key)
+    if whole is None:
+        terms: list[tuple[str, Any]] = [("number of tensors", len(calls))]
+        for index, call in enumerate(calls):
+            terms += [(f"{term}, of entry {index},", value) for term, value in call.terms]
+        whole = remember(communicator, key, Call(name, tuple(terms)))
+
+    def start() -> Any:
+        communicator.engine.agree(whole)
+        event = None
+        for begin, *_ in prepared:
+            event = begin()
+        return event
+
+    return start, [tensor for _, outputs, _ in prepared for tensor in outputs], whole
+
+
+def _read_first(
+    communicator: Communicator,
+    prepared: PreparedCall,
+    together: Callable[[list[torch.Tensor]], PreparedCall],
+) -> PreparedCall:
+    """``prepared`` of tensors that are reduced in place; of copies if two share memory, as torch has it."""
+    _, outputs, _ = prepared
+    tensors = [checks.imported("tensors", each) for each in outputs]
+    if disjoint(tensors):
+        return prepared
+    copies = [torch.empty_like(each) for each in tensors]
+    begin, _, call = together(copies)
+
+    def start() -> Event | None:
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        event: Any = begin()
+        return copied_back(communicator, tensors, copies, event)
+
+    return start, outputs, call
+
+
+def _of_lists(
+    name: str, names: Sequence[str], checked: Callable[..., PreparedCall]
+) -> Callable[..., Work | None]:
+    """The internal form of ``name``: ``checked`` for entries of lists, which errors call ``names``."""
+
+    def check(communicator: Communicator, *arguments: Any) -> PreparedCall:
+        lists, options = arguments[: len(names)], arguments[len(names) :]
+        for each, value in zip(names, lists, strict=True):
+            if not isinstance(value, (list, tuple)):
+                raise TypeError(f"{name}: {each} must be a list, got {type(value).__name__}")
+        if len(lists[0]) != len(lists[-1]):
+            raise ValueError(
+                f"{name}: {names[0]} has {len(lists[0])} entries, {names[-1]} has {len(lists[-1])}"
+            )
+
+        def together(*lists: Any) -> PreparedCall:
+            entries = zip(*lists, strict=True)
+            return _together(
+                communicator, name, [checked(communicator, *entry, *options) for entry in entries]
+            )
+
+        prepared = together(*lists)
+        return prepared if len(lists) > 1 else _read_first(communicator, prepared, together)
+
+    return internal_form(name, check, names=(*names, "op"))
+
+
+_all_reduce_coalesced = _of_lists("all_reduce_coalesced", ["tensors"], checked_all_reduce)
+_all_gather_coalesced = _of_lists(
+    "all_gather_coalesced",
+    ["output_tensor_lists", "input_tensor_list"],
+    checked_all_gather,
+)
+_all_gather_into_tensor_coalesced = _of_lists(
+    "all_gather_into_tensor_coalesced", ["outputs", "inputs"], checked_all_gather
+)
+_reduce_scatter_tensor_coalesced = _of_lists(
+    "reduce_scatter_tensor_coalesced", ["outputs", "inputs"], checked_reduce_scatter
+)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: AnyReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`interlace.all_reduce` of each of ``tensors``, which may differ in shape and dtype.
+
+    Where two of ``tensors`` share memory, all are read before one is written. Returns None, or a
+    :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
+    Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
+
+    >>> def on_rank():
+    ...     tensors = [torch.ones(1), torch.arange(2)]
+    ...     interlace.all_reduce_coalesced(tensors)
+    ...     return [tensor.tolist() for tensor in tensors]
+    >>> interlace.run(on_rank, 2)[0]
+    [[2.0], [0, 2]]
+    """
+    return _all_reduce_coalesced(resolve(group).on(tensors), (tensors,), (op,), async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[PerRank],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`interlace.all_gather` of each tensor of ``input_tensor_list``, into an output each.
+
+    Tensors of a list may differ in shape and dtype; each of ``output_tensor_lists`` is a tensor, of the
+    shapes that ``all_gather`` takes, or a list of one per rank.
+    Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
+    any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
+
+    >>> def on_rank():
+    ...     mine = [torch.tensor([interlace.get_rank()]), torch.ones(1)]
+    ...     outputs = [[torch.empty_like(each) for _ in range(2)] for each in mine]
+    ...     interlace.all_gather_coalesced(outputs, mine)
+    ...     return outputs[0]
+    >>> interlace.run(on_rank, 2)[0]
+    [tensor([0]), tensor([1])]
+    """
+    lists = output_tensor_lists, input_tensor_list
+    return _all_gather_coalesced(resolve(group).on(input_tensor_list), lists, (), async_op)
+
+
+def all_gather_into_tensor_coalesced(
+    outputs: Sequence[PerRank],
+    inputs: Sequence[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`all_gather_coalesced` under the name that backends of torch have for it.
+
+    ``inputs`` may differ in shape and dtype, and so do ``outputs``. Raises what that does.
+
+    >>> def on_rank():
+    ...     outputs = [torch.empty(2), torch.empty(4)]
+    ...     interlace.all_gather_into_tensor_coalesced(outputs, [torch.ones(1), torch.zeros(2)])
+    ...     return outputs
+    >>> interlace.run(on_rank, 2)[0]
+    [tensor([1., 1.]), tensor([0., 0., 0., 0.])]
+    """
+    communicator = resolve(group).on(inputs)
+    return _all_gather_into_tensor_coalesced(communicator, (outputs, inputs), (), async_op)
+
+
+def reduce_scatter_tensor_coalesced(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[PerRank],
+    op: AnyReduceOp = "sum",
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """:func:`interlace.reduce_scatter` of each of ``inputs``, in either form, into each of ``outputs``.
+
+    Each of ``outputs`` has the shape of this rank's part. Returns None, or a :class:`Work` with
+    ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics: the method
+    of that name of torch's backends.
+
+    >>> def on_rank():
+    ...     outputs = [torch.empty(1), torch.empty(2)]
+    ...     interlace.reduce_scatter_tensor_coalesced(outputs, [torch.ones(2), torch.arange(4.0)])
+    ...     return outputs
+    >>> interlace.run(on_rank, 2)
+    [[tensor([2.]), tensor([0., 2.])], [tensor([2.]), tensor([4., 6.])]]
+    """
+    communicator = resolve(group).on(outputs)
+    return _reduce_scatter_tensor_coalesced(communicator, (outputs, inputs), (op,), async_op)

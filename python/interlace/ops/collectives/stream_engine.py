@@ -65,7 +65,7 @@ import torch
 from interlace.arguments import checks
 from interlace.arguments.words import CollectiveAlgorithm
 from interlace.kernels.tiling import owner_order, prefix_sums, split_rows
-from interlace.ops.collectives import launch as algorithms, low_latency, node_moves
+from interlace.ops.collectives import launch as algorithms, launch as low_latency, node_moves
 from interlace.ops.collectives.launch import KERNEL_DTYPES, BySwitch, Staged, Taken
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call
@@ -76,7 +76,7 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import bytes_of, neighbours, overlap
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.numerics.reductions import fold
-from interlace.runtime.tuning import auto, configuration
+from interlace.runtime.tuning import configuration, tuning
 
 PART_ALIGNMENT = 16
 REDUCTIONS = ("sum", "avg")  # of kernels
@@ -162,7 +162,7 @@ class StreamEngine(Engine):
             algorithm = "copy"
         if algorithm == "auto":
             supported = dtype in KERNEL_DTYPES and reduction in (None, *REDUCTIONS)
-            algorithm = auto.choose_collective(
+            algorithm = tuning.choose_collective(
                 self._communicator.place,
                 small if reduction is None or supported else None,
                 kernel=supported,
@@ -214,7 +214,9 @@ class StreamEngine(Engine):
             (tensor,) = gives or takes
             algorithm = dict(call.terms).get("algorithm", "auto")
             if algorithm == "auto":
-                algorithm = auto.choose_collective(communicator.place, tensor.nbytes, kernel=False)
+                algorithm = tuning.choose_collective(
+                    communicator.place, tensor.nbytes, kernel=False
+                )
             if algorithm == "low_latency" and tensor.numel():
                 name_algorithm(algorithm)
                 _refuse("broadcast", low_latency.why_not(tensor.nbytes))

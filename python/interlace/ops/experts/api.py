@@ -47,7 +47,7 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op import eager
+from interlace.ops.op import calls
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
@@ -151,14 +151,14 @@ def _dispatched(
 
     if requires_gradients(data, scales, topk_idx, topk_weights):
         operands = (x, topk_idx, topk_weights, num_experts)
-        return eager.started(DISPATCH, async_op, operands, numbered, group=communicator, **how)
+        return calls.started(DISPATCH, async_op, operands, numbered, group=communicator, **how)
 
     def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
         return numbered(named(made, arguments, communicator))
 
     made = dispatch_rows(communicator, (arguments, None), async_op=async_op)
     if async_op:
-        return eager.RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
+        return calls.RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
     return finish(made)
 
 
@@ -216,7 +216,7 @@ def combine(
     with by_handle(communicator, handle):
         if requires_gradients(rows, weights):
             how: Any = {"weighted": weighted, "algorithm": algorithm}
-            return eager.started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
+            return calls.started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
         segments, idx = handle.segments, handle.topk_idx
         given = CombineArguments(rows, segments, idx, weights, False, *routing)
         return combine_rows(communicator, (given, None), async_op=async_op)  # type: ignore[no-any-return]
@@ -549,12 +549,12 @@ def grouped_matmul_combine(
                 received = grouped_combine.checked_splits(communicator, call, splits)
 
             def agree() -> Any:
-                return grouped_combine.agree(communicator, call, received, eager.FIRST)
+                return grouped_combine.agree(communicator, call, received, calls.FIRST)
 
-            counts = eager.agreed(communicator, OP, (input, weight, bias), agree)
+            counts = calls.agreed(communicator, OP, (input, weight, bias), agree)
             how |= {"home_splits": counts[communicator.rank].tolist(), "group": group}
             operands = (input, weight, received, topk_idx, topk_weights)
-            return eager.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
+            return calls.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
         checks.warn_without_gradients(OP, stacklevel=3)
     return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)  # type: ignore[no-any-return]
 
@@ -565,7 +565,7 @@ def _with_handle(
     input, weight, bias, topk_idx, topk_weights = operands
     if requires_gradients(*operands, handle.topk_weights):
         operands = (input, weight, handle, topk_idx, topk_weights)
-        return eager.started(OP, async_op, operands, bias=bias, **how)
+        return calls.started(OP, async_op, operands, bias=bias, **how)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
     routing = routing_for(handle, topk_idx)._replace(algorithm=how["algorithm"])
     communicator = resolve(handle.group).on(input)
@@ -592,9 +592,9 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
                 call = grouped.checked(communicator, known)
 
             def agree() -> Any:
-                return grouped.agree(communicator, call, eager.FIRST)
+                return grouped.agree(communicator, call, calls.FIRST)
 
-            routes, _ = eager.agreed(communicator, op, tensors, agree)
+            routes, _ = calls.agreed(communicator, op, tensors, agree)
             if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
                 splits = routes.splits()
 
@@ -609,11 +609,11 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
                 how |= {"algorithm": given.algorithm, "out_dtype": given.out_dtype, "group": group}
                 counts = call.input_splits, [n for each in splits for n in each]
                 operands = (known.input, given.weight, *counts)
-                return eager.started(op, async_op, operands, finish, **how)
+                return calls.started(op, async_op, operands, finish, **how)
         checks.warn_without_gradients(op, stacklevel=4)
     if given.max_rows:
         made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
         if async_op:
-            return eager.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
+            return calls.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
         return on_device(made)
     return grouped.FORMS[op](communicator, (given,), (), async_op)

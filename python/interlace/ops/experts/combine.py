@@ -44,17 +44,14 @@ from interlace.ops.experts.routing import (
     resolved,
     weights_of,
 )
-from interlace.ops.op.gradients import complete, kept, wait
-from interlace.ops.op.op import Op, OpGradient, requiring
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, complete, kept, requiring, wait
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
-from interlace.runtime.tuning.auto import FUSED_DTYPES
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.tuning import FUSED_DTYPES
 
 COMBINE = "combine"
 BY_TORCH = ("pipelined", "unfused")

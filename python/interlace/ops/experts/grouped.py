@@ -45,18 +45,15 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op, OpGradient, requiring
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, requiring, wait
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.tuning import choose_algorithm
 
 GATHER, EXCHANGE = "all_gather_grouped_matmul", "all_to_all_grouped_matmul"
 Tensor = torch.Tensor

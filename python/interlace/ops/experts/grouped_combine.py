@@ -3,7 +3,7 @@
 The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them, and a
 dispatch (``routing.py``).
 
-``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/grouped_matmul_combine.py``)
+``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/combine.py``)
 ``pipelined``  torch matmuls for one home and expert each, straight into the home's workspace
 ``unfused``    a torch matmul per expert, then as combine does; any dtype, many nodes
 
@@ -25,7 +25,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
-from interlace.kernels.experts import grouped_matmul_combine as kernels
+from interlace.kernels.experts import combine as kernels
 from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.experts import combine
 from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, pipelined_home
@@ -58,18 +58,15 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.gradients import wait
-from interlace.ops.op.op import Op, OpGradient, requiring
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, requiring, wait
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
 from interlace.runtime.core.memory import Layout, Workspace
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.configuration import Configuration
+from interlace.runtime.tuning.tuning import choose_algorithm
 
 OP = "grouped_matmul_combine"
 ROUTED = "routed_matmul_combine"

@@ -28,7 +28,7 @@ from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing, current, with_context
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.auto import FUSED_DTYPES
+from interlace.runtime.tuning.tuning import FUSED_DTYPES
 
 MOST = "most tokens of a rank"
 DISPATCHES = "dispatches"

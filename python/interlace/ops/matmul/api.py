@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
-from interlace.arguments.norms import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
+from interlace.arguments.checks import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
 from interlace.arguments.words import (
     FP8,
     FusedAlgorithm,
@@ -36,9 +36,8 @@ from interlace.ops.matmul.reduce import (
     SCATTER_NORM,
     ReductionArguments,
 )
-from interlace.ops.op import eager, registry
-from interlace.ops.op.gradients import longest, padded
-from interlace.ops.op.op import tensors
+from interlace.ops.op import calls, op as registry
+from interlace.ops.op.op import longest, padded, tensors
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.activations import activate
 from interlace.runtime.numerics.norms import unrounded
@@ -389,7 +388,7 @@ def record_gather(given: gather.AllGatherMatmulArguments, group: Any, async_op: 
     host message more, by which ranks learn the lengths of the shards.
     """
     input, dim = given.input, given.gather_dim
-    if not eager.matrices(input):
+    if not calls.matrices(input):
         return None
     if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
         return None
@@ -398,7 +397,7 @@ def record_gather(given: gather.AllGatherMatmulArguments, group: Any, async_op: 
     def exchange() -> list[int]:
         return communicator.parts(communicator.call_of(gather.OP, (), input.shape[dim]))
 
-    lengths = eager.agreed(communicator, gather.OP, (input, tensors(given.weights)), exchange)
+    lengths = calls.agreed(communicator, gather.OP, (input, tensors(given.weights)), exchange)
     dim %= input.dim()
     shards = GatheredShards(lengths, dim, dim == input.dim() - 1)
     several = not isinstance(given.weights, Tensor)
@@ -420,7 +419,7 @@ def record_gather(given: gather.AllGatherMatmulArguments, group: Any, async_op: 
         return (shards.cut(whole), made) if given.return_gathered else made
 
     call = functools.partial(_functional().gather, equal, group)
-    return eager.record(gather.OP, async_op, call, finish)
+    return calls.record(gather.OP, async_op, call, finish)
 
 
 def record_reduction(
@@ -439,9 +438,9 @@ def record_reduction(
             if quantize is not None:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
             request = norms.NormedReduce(communicator, given)
-            request.more_terms = (*request.more_terms, *eager.FIRST)
+            request.more_terms = (*request.more_terms, *calls.FIRST)
     if request is not None:
-        eager.agreed(communicator, op, (given.input, given.weight), request.agree)
+        calls.agreed(communicator, op, (given.input, given.weight), request.agree)
         plain = ReductionArguments(
             given.input, given.weight, given.bias, reduce_op=given.reduce_op,
             scatter_dim=given.scatter_dim, algorithm=given.algorithm, out_dtype=given.out_dtype,
@@ -462,7 +461,7 @@ def record_reduction(
         return normed, total
 
     call = functools.partial(_functional().reduce, op, plain, norm, quantize, group)
-    return eager.record(op, async_op, call, finish)
+    return calls.record(op, async_op, call, finish)
 
 
 def _functional() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from interlace.arguments.norms import RowNorm
+from interlace.arguments.checks import RowNorm
 from interlace.arguments.words import (
     FP8,
     FunctionalGroup,

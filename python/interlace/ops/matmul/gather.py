@@ -27,16 +27,23 @@ from interlace.ops.matmul.operands import (
     rows_of,
 )
 from interlace.ops.op import shapes
-from interlace.ops.op.gradients import rows, wait
-from interlace.ops.op.op import Op, OpGradient, Output, names_of_tensors, start_form
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
+from interlace.ops.op.op import (
+    Op,
+    OpGradient,
+    Ops,
+    Output,
+    Started,
+    names_of_tensors,
+    rows,
+    start_form,
+    wait,
+)
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.auto import choose_algorithm
+from interlace.runtime.tuning.tuning import choose_algorithm
 
 OP = "all_gather_matmul"
 Tensor = torch.Tensor

@@ -17,10 +17,11 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Gathered, NormOperands, Tail
-from interlace.kernels.matmul import low_latency_norm, matmul_norm, reduce_norm
+from interlace.kernels.matmul import row_norms
 from interlace.kernels.matmul.row_norms import IN_FLIGHT
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import launch as plain, low_latency
+from interlace.ops.collectives import launch as plain
+from interlace.ops.collectives.launch import BLOCK_WORDS, blocks_of_row, in_units, run_words
 from interlace.ops.matmul import launch_reduce as matmul_reduce, operands
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.core.communicator import Communicator
@@ -162,7 +163,7 @@ def matmul_reduce_scatter_fused(
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
     options = _launch_options(input, configuration)
-    kernel, op = matmul_norm.matmul_reduce_scatter_norm_kernel, "matmul_reduce_scatter"
+    kernel, op = row_norms.matmul_reduce_scatter_norm_kernel, "matmul_reduce_scatter"
     return plain.enqueue_kernel(communicator, op, layout, kernel, grid, arguments, options)
 
 
@@ -187,7 +188,7 @@ def matmul_all_reduce_fused(
     tiles = formulas.tiles_of([rows], block_m, tiles_n)
     grid = formulas.persistent_grid(0, tiles, plain.resident_programs(communicator, configuration))
     options = _launch_options(input, configuration)
-    kernel = matmul_norm.matmul_all_reduce_norm_kernel
+    kernel = row_norms.matmul_all_reduce_norm_kernel
     return plain.enqueue_kernel(
         communicator, "matmul_all_reduce", layout, kernel, grid, arguments, options
     )
@@ -236,7 +237,7 @@ def reduce_fused(
     grid = formulas.persistent_grid(0, slices, plain.resident_programs(communicator, configuration))
     options = {"num_warps": configuration.num_warps, "options": {"maxnreg": 168}}
     return plain.enqueue_kernel(
-        communicator, op, layout, reduce_norm.reduce_norm_kernel, grid, arguments, options
+        communicator, op, layout, row_norms.reduce_norm_kernel, grid, arguments, options
     )
 
 
@@ -317,11 +318,11 @@ class RowReduction:
         """One kernel for few bytes, whose words carry their flags; a program for every row."""
         linear, (rows, columns) = self.linear, self.input.shape
         nbytes = columns * self.input.element_size()
-        (units,) = low_latency.in_units(self.input.view(-1))
+        (units,) = in_units(self.input.view(-1))
         if nbytes % units.element_size():  # a row begins between two units
             units = self.input.view(-1).view(torch.int16)
-        blocks = rows * low_latency.blocks_of_row(columns, self.input.element_size())
-        in_block = 4 * low_latency.BLOCK_WORDS // self.input.element_size()
+        blocks = rows * blocks_of_row(columns, self.input.element_size())
+        in_block = 4 * BLOCK_WORDS // self.input.element_size()
         own = {
             **tail_arguments(linear, (1, in_block)),
             "input_ptr": units,
@@ -332,8 +333,8 @@ class RowReduction:
             "BIAS": linear.bias is not None,
             "AVERAGE": linear.average,
         }
-        kernel = low_latency_norm.low_latency_norm_kernel
-        return low_latency.run_words(self.communicator, self.op, kernel, rows, own, blocks)
+        kernel = row_norms.low_latency_norm_kernel
+        return run_words(self.communicator, self.op, kernel, rows, own, blocks)
 
     def pipelined(self) -> Event:
         """Torch operators: own rows are summed in fp32 and normed, then all gather."""

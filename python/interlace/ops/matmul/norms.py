@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.norms import checked_norm, checked_residual
+from interlace.arguments.checks import checked_norm, checked_residual
 from interlace.arguments.words import NormAlgorithm
 from interlace.kernels.tiling import split_rows
-from interlace.ops.collectives import low_latency, records as by_rank
+from interlace.ops.collectives import launch, records as by_rank
 from interlace.ops.collectives.stream_engine import check_nodes
 from interlace.ops.matmul import launch_norms as algorithms, reduce
 from interlace.ops.matmul.launch_norms import WholeRows
@@ -43,18 +43,20 @@ from interlace.ops.matmul.reduce import (
     factor_gradients,
 )
 from interlace.ops.op import shapes
-from interlace.ops.op.gradients import longest, padded, wait
 from interlace.ops.op.op import (
     Op,
     OpGradient,
+    Ops,
     OpVariant,
     Output,
+    Started,
+    longest,
+    padded,
     requiring,
     start_form,
+    wait,
     without_tensors,
 )
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -68,7 +70,7 @@ from interlace.runtime.numerics.norms import (
     backward,
 )
 from interlace.runtime.tuning import configuration, tuning
-from interlace.runtime.tuning.auto import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
+from interlace.runtime.tuning.tuning import FUSED_DTYPES, LARGEST_LOW_LATENCY_BYTES
 
 Tensor = torch.Tensor
 _ops: Any = Ops()
@@ -256,7 +258,7 @@ class NormedReduce(reduce.CheckedReduce):
             return False
         simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
         possible = self.normed.quantize is None or kernel_makes_fp8(self.communicator)
-        return simple and possible and not low_latency.why_no_rows(output)
+        return simple and possible and not launch.why_no_rows(output)
 
     def reduce_scatter_normed(
         self,
@@ -332,7 +334,7 @@ class _CheckedRows:
         algorithm = checks.one_of("algorithm", given, get_args(NormAlgorithm))
         place, dtype = self.communicator.place, self.input.dtype
         if algorithm == "low_latency":
-            why_not = low_latency.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
+            why_not = launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
             if why_not:
                 raise ValueError(f'algorithm="low_latency" cannot do this: {why_not}')
             check_nodes(algorithm, self.communicator)
@@ -359,7 +361,7 @@ class _CheckedRows:
 
     def _in_words(self) -> bool:
         """Whether one low-latency exchange does."""
-        return not low_latency.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
+        return not launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
 
     def _measured(self) -> tuple[str, tuning.Measured]:
         """The algorithm, and what was measured of it; the same on all ranks, which have agreed."""

@@ -31,25 +31,28 @@ from interlace.ops.matmul.operands import (
     scattered_product,
 )
 from interlace.ops.op import shapes
-from interlace.ops.op.gradients import longest, padded, rows, wait
 from interlace.ops.op.op import (
     Op,
     OpGradient,
+    Ops,
     Output,
+    Started,
+    longest,
     names_of_tensors,
+    padded,
     requiring,
+    rows,
     start_form,
+    wait,
     without_tensors,
 )
-from interlace.ops.op.pending import Started
-from interlace.ops.op.registry import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.auto import choose_algorithm
 from interlace.runtime.tuning.table import threshold
+from interlace.runtime.tuning.tuning import choose_algorithm
 
 SCATTER, ALL_REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
 SCATTER_NORM, ALL_REDUCE_NORM = "reduce_scatter_norm", "all_reduce_norm"

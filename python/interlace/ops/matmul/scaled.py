@@ -26,21 +26,21 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from interlace.arguments import checks, dense
+from interlace.arguments import checks
+from interlace.arguments.checks import copied_back
 from interlace.arguments.words import ScaledAlgorithm
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as collective_algorithms, records as by_rank
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.op import Op, OpGradient, Output
-from interlace.ops.op.pending import Started
+from interlace.ops.op.op import Op, OpGradient, Output, Started
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current
 from interlace.runtime.core.stream import Event, Outcome
 from interlace.runtime.tuning import tuning
-from interlace.runtime.tuning.auto import choose_scaled_algorithm
+from interlace.runtime.tuning.tuning import choose_scaled_algorithm
 
 GATHER, SCATTER = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -353,7 +353,7 @@ def start_reduce(communicator: Communicator, given: ScaledMatmulReduceScatterArg
                 event = reduce_fused(
                     communicator, given, made.matrix, average=average, inner=largest
                 )
-                return Outcome(None, dense.copied_back(communicator, [output], [made.view], event))
+                return Outcome(None, copied_back(communicator, [output], [made.view], event))
 
             return Started([output], communicator.run(SCATTER, start, async_op=True))
     with communicator.accepting(SCATTER):

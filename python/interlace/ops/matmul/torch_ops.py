@@ -30,8 +30,7 @@ from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, RE
 from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul.scaled import scaled_mm
 from interlace.ops.op import shapes
-from interlace.ops.op.op import Op
-from interlace.ops.op.pending import Started, finish, register as register_work
+from interlace.ops.op.op import Op, Started, finish, register as register_work
 from interlace.runtime.core.communicator import Communicator
 
 _BY_NUMBER = {

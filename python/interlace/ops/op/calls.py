@@ -13,24 +13,30 @@ recorded   by ``torch.library.register_autograd``     by :class:`_RecordedOp`, w
 backward   calls ops of this module                   the same, so it has a gradient itself
 seen by    compilers and modes                        nobody; under one of them the dispatcher is taken
 =========  =========================================  =================================================
+
+Eager calls whose gradients are recorded: they start as in ``interlace.functional``, which records them.
+
+All ranks' tensors must require gradients alike: it is in what ranks agree on before they start.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from interlace.arguments import checks, reduce_ops
+from interlace.arguments import checks, words
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups import groups, specs
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
+from interlace.ops.op import op as registry
 from interlace.ops.op.async_tensor import AsyncTensor, wait, wrapped
-from interlace.ops.op.op import Op, tensors
-from interlace.ops.op.pending import finish
-from interlace.ops.op.registry import FACES, OPS
+from interlace.ops.op.op import FACES, OPS, Op, finish, tensors, watched
 from interlace.ops.op.sim_backward import prepare
+from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,
@@ -38,8 +44,10 @@ from interlace.runtime.compat.torch_modes import (
     modes_active,
     transforms_active,
 )
+from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
+from interlace.runtime.core.stream import Outcome
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
 """Arguments that may be None."""
@@ -224,12 +232,12 @@ def reduction(
     op: str, group: FunctionalGroup, tag: str, reduce_op: Any, input: torch.Tensor
 ) -> tuple[str, torch.Tensor]:
     """The reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
-    if isinstance(reduce_op, str) and reduce_op in reduce_ops.OPS and reduce_op != "premul_sum":
+    if isinstance(reduce_op, str) and reduce_op in words.OPS and reduce_op != "premul_sum":
         return reduce_op, input
     try:
         name, factor = checks.reduce_op(reduce_op)
     except (TypeError, ValueError):
-        text = f"reduce_op must be one of {', '.join(reduce_ops.OPS)}, got {reduce_op!r}"
+        text = f"reduce_op must be one of {', '.join(words.OPS)}, got {reduce_op!r}"
         refuse(op, group, tag, ValueError(text))
     return (name, input) if factor is None else ("sum", input * factor)
 
@@ -348,3 +356,97 @@ class _RecordedOp(torch.autograd.Function):
                 among = grad if isinstance(grad, (list, tuple)) else [None] * len(given)
                 of_tensors += [g for each, g in zip(given, among, strict=True) if each is _TENSOR]
         return None, None, None, *of_tensors
+
+
+FIRST: Terms = (("whether ranks agree before they record", True),)
+"""In what they agree on then, if it has the op's own terms: who does not record goes on to the op."""
+
+
+def agreed(
+    communicator: Communicator, op: str, operands: Sequence[Any], agree: Callable[[], Any]
+) -> Any:
+    """What ``agree`` gives, which all ranks call before they record ``op``: who needs no gradient is told.
+
+    ``operands``: the first arguments of the op, by its schema.
+    """
+    record = registry.op(op)
+    needs = record.needs(dict(zip(record.kinds, operands, strict=False))) or "another tensor"
+
+    def start() -> Outcome:
+        with needing(needs):
+            return Outcome(agree(), None)
+
+    return communicator.run(op, start)
+
+
+def matrices(*tensors: Any) -> bool:
+    """Whether a call with these is one that autograd can know of."""
+    return not modes_active() and all(
+        isinstance(each, torch.Tensor) and each.dim() > 1 for each in tensors
+    )
+
+
+def started(
+    op: str,
+    async_op: bool,
+    operands: tuple[Any, ...],
+    then: Callable[[Any], Any] = lambda result: result,
+    **how: Any,
+) -> Any:
+    """What ``then`` makes of the result of ``op`` of ``interlace.functional``, as :func:`record`."""
+    call = functools.partial(registry.functional(op), *operands, **how)
+    return record(op, async_op, call, then)
+
+
+def record(op: str, async_op: bool, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+    """What ``then`` makes of ``call()``, which starts ``op`` and records it; a Work if ``async_op``."""
+    with watched() as works:
+        result = call()
+    work = RecordedWork(op, result, works, then)
+    return work if async_op else work.wait()
+
+
+class RecordedWork(TorchWork):
+    """The handle of an op whose result has a history."""
+
+    def __init__(self, op: str, result: Any, works: list[Any], then: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._op, self._result, self._works, self._then = op, result, works, then
+        self._waited = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """The result, complete. Raises what the op failed with."""
+        from interlace.ops.op.async_tensor import wait
+
+        if not self._waited:
+            for work in self._works:
+                work.wait(timeout)
+            self._result = self._then(tree_map_only(torch.Tensor, wait, self._result))
+            self._waited = True
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        found = [work.exception() for work in self._works]
+        return next((error for error in found if error is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if not self._works:
+            future.set_result(self._result)
+            return future
+        return self._works[-1].get_future().then(lambda _: self.wait())  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<Work {self._op}: {'completed' if self.is_completed() else 'in progress'}>"

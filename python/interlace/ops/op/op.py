@@ -2,23 +2,173 @@
 
 Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
 autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
+
+All ops by name, and as ``interlace.functional`` has them, for callers that know neither.
+
+Both bring torch's compilers along, so they are imported when somebody first asks.
+
+A started op: tensors that are not complete yet, and the Work to wait for.
+
+Gradients of the ops. A gradient is that of the sum of all ranks' losses, as in torch's functional ops.
+
+Those of an op stand beside it. Of those of a fused op the one that communicates is started first, and
+waited for last.
 """
 
+import contextlib
 import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from interlace.ops.op.pending import Started
+from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
+from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.work import ZERO, Work
+
+OPS: dict[str, Any] = {}
+"""An ``Op`` by name; ``ops/library.py`` puts them here."""
+FACES: dict[str, Callable[..., Any]] = {}
+"""``functional`` imports ``interlace.functional``; ``interlace`` itself puts it here. ``call`` is that of
+``calls.py``, which does."""
+
+
+def op(name: str) -> Any:
+    """The ``Op`` of that name."""
+    if not OPS:
+        FACES["functional"]()
+    return OPS[name]
+
+
+def functional(name: str) -> Callable[..., Any]:
+    """The function of that name in ``interlace.functional``."""
+    made: Callable[..., Any] = getattr(FACES["functional"](), name)
+    return made
+
+
+class Ops:
+    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(FACES["call"], name)
+
+
+class Started(NamedTuple):
+    """The ``outputs`` of an op, complete after ``work``; None for an op that was done at once."""
+
+    outputs: Sequence[torch.Tensor]
+    work: Work | None
+
+
+class _Together(TorchWork):
+    """The Work of an op with several outputs: who waits for one takes all out of torch's registry, which
+    would keep those that nobody uses, and in a graph nobody waits for."""
+
+    def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._outputs = [output.detach() for output in outputs]
+
+    def wait(self, timeout: timedelta = ZERO) -> Any:
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            with contextlib.suppress(Exception):  # it is raised below, too
+                _wait_tensor(output)
+        return self._work.wait(timeout)
+
+
+_wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
+_watching: ContextVar[list[Work] | None] = ContextVar("watching", default=None)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Work]]:
+    """The Works of the ops that are called through the dispatcher within the block."""
+    works: list[Work] = []
+    token = _watching.set(works)
+    try:
+        yield works
+    finally:
+        _watching.reset(token)
+
+
+def register(started: Started) -> None:
+    """Let torch's ``wait_tensor`` find the Work by each of the outputs."""
+    work: Any = started.work
+    if work is None:
+        return
+    watching = _watching.get()
+    if watching is not None:
+        watching.append(work)
+    if work.is_success():
+        work.wait()
+        return
+    findable = [output for output in started.outputs if output.numel()]
+    if not findable and watching is None:
+        work.wait()  # nobody could, and this rank might leave before the others are through
+    if len(findable) > 1:
+        work = _Together(work, findable)
+    for output in findable:
+        _register_work(output, work)
+
+
+def finish(started: Started) -> Sequence[torch.Tensor]:
+    """Wait here and now, where an op must be complete when it returns; the outputs."""
+    if started.work is not None:
+        started.work.wait()
+    return started.outputs
+
+
+_ops: Any = Ops()
+Tensor = torch.Tensor
+
+
+def wait(tensor: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
+    return waited
+
+
+def kept(output: Tensor) -> Tensor:
+    """An output of an op, to be saved for its backward, which takes it as :func:`complete`.
+
+    A graph waits for it in its forward: what it is used for without a gradient is moved there, and a wait
+    that were left in the backward would have the op done again.
+    """
+    return wait(output) if modes_active() else output
+
+
+def complete(saved: Tensor) -> Tensor:
+    """What :func:`kept` has saved."""
+    return saved if modes_active() else wait(saved)
+
+
+def rows(tensor: Tensor, dim: int) -> Tensor:
+    """A matrix of the last dimension, its rows in the order in which ``dim`` comes first."""
+    dim = dim % tensor.dim()
+    if dim == tensor.dim() - 1:
+        return tensor.flatten(0, -2)
+    return tensor.movedim(dim, 0).flatten(0, -2)
+
+
+def padded(tensor: Tensor, dim: int, length: Any) -> Tensor:
+    """``tensor`` with zeros behind it, up to ``length`` along ``dim``."""
+    behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
+    return torch.nn.functional.pad(tensor, behind)
+
+
+def longest(length: Any, size: int) -> Any:
+    """The longest of the ``size`` parts of ``length``: all but the last ones are as long."""
+    return (length + size - 1) // size
+
 
 GROUP = "SymInt group_size, str group_name"
-Tensor = torch.Tensor
 _KINDS: dict[Any, str] = {
     Tensor: "Tensor",
     int: "int",

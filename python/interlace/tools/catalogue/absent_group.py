@@ -13,8 +13,7 @@ import torch
 
 from interlace.kernels.signal import HEADER_WORDS
 from interlace.runtime.compiler.request import Entry
-from interlace.runtime.core.kernel_arguments import specialised
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelLaunch, specialised
 from interlace.runtime.core.memory import WORD, Layout, SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Nodes
 

@@ -40,7 +40,7 @@ from interlace.kernels.arguments import Peers
 from interlace.kernels.epilogue import ACTIVATIONS
 from interlace.kernels.node_puts import LIBRARY
 from interlace.ops.attention.head_exchange import FromHeads, ToHeads
-from interlace.ops.collectives import launch as plain, low_latency as small, node_moves
+from interlace.ops.collectives import launch as plain, launch as small, node_moves
 from interlace.ops.collectives.launch import BySwitch
 from interlace.ops.experts.combine import Combine, Home
 from interlace.ops.experts.counted import CountedMatmul, CountedSizes
@@ -52,7 +52,7 @@ from interlace.ops.matmul import (
     launch_gather as gather_matmul,
     launch_norms as normed,
     launch_reduce as matmul_reduce,
-    node_reduce as node_matmul_reduce,
+    launch_reduce as node_matmul_reduce,
 )
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library

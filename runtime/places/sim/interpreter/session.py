@@ -7,6 +7,17 @@ it happens by instance attributes on ``triton.runtime.interpreter.interpreter_bu
 removed when the session ends.
 
 The builder is global to the process, so only one session exists at a time; a second thread waits.
+
+Where pointers come from: an attribute, ``origin``, of the type in a pointer's handle.
+
+Whatever computes with pointers, shifts, broadcasts or reshapes them, keeps the handle's type, and so the
+origin. It begins where a tensor becomes an argument, and where one number becomes a pointer: there the
+hooks are asked what memory the number means. A block of numbers, such as the addresses of all ranks, has no
+origin; nor has what was chosen between pointers of different origins. Their accesses are looked up one by
+one.
+
+Tensor descriptors that TMA cannot use are refused here in words, with their origins: the interpreter
+only asserts.
 """
 
 import difflib
@@ -38,15 +49,94 @@ from interlace.runtime.compat.triton_interpreter import (
     unchecked,
 )
 from interlace.runtime.compat.triton_launcher import unknown_options
-from interlace.runtime.core.accesses import Atomic, Hooks
+from interlace.runtime.core.accesses import Atomic, Hooks, origin_of, with_origin
 from interlace.runtime.core.errors import PlaceUnavailableError
-from interlace.runtime.core.kernel_arguments import constants, kind_of, leaves
 from interlace.runtime.core.laboratory import laboratory
-from interlace.runtime.core.launch import checked_grid
-from interlace.runtime.places.sim.interpreter import provenance
+from interlace.runtime.core.launch import checked_grid, constants, kind_of, leaves
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
-from interlace.runtime.places.sim.interpreter.provenance import checked_descriptor
 from interlace.runtime.places.sim.interpreter.shortcuts import arithmetic_shortcuts, call_shortcuts
+
+Asked = Callable[[str, Any], Any]
+"""(path of an argument, tensor) -> its origin."""
+
+
+def mark(path: str, given: Any, made: Any, ask: Asked) -> None:
+    """Give pointers in ``made``, which stands for the argument ``given``, their origins."""
+    if isinstance(given, tuple):
+        for index, (each, part) in enumerate(zip(given, made, strict=True)):
+            name = getattr(given, "_fields", range(len(given)))[index]
+            mark(f"{path}.{name}", each, part, ask)
+    elif hasattr(given, "block_shape"):  # a descriptor
+        mark(path, given.base, made.handle.base, ask)
+    elif hasattr(given, "data_ptr"):
+        handle = getattr(made, "handle", made)
+        handle.dtype = with_origin(handle.dtype, ask(path, given))
+
+
+def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
+    """Methods of the builder by which pointers come about, or several become one."""
+    stock_bitcast = builder.create_bitcast
+
+    def create_bitcast(source: Any, kind: Any) -> Any:
+        made = stock_bitcast(source, kind)
+        if made.dtype.is_ptr():
+            if source.dtype.is_ptr():
+                origin = origin_of(source)
+            else:
+                origin = hooks.origin(int(made.data.item())) if made.data.size == 1 else None
+            made.dtype = with_origin(made.dtype, origin)
+        return made
+
+    def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
+        def merge(*handles: Any) -> Any:
+            made = stock(*handles)
+            if made.dtype.is_ptr():
+                one, other = map(origin_of, handles[first : first + 2])
+                made.dtype = with_origin(made.dtype, one if one is other else None)
+            return made
+
+        return merge
+
+    def create_int_to_ptr(source: Any, kind: Any) -> Any:
+        # An argument below 2**31 is an int32, and some processes have memory there.
+        wide = source.data.view(f"u{source.data.itemsize}").astype(np.uint64)
+        return create_bitcast(TensorHandle(wide, tl.uint64), kind)
+
+    return [
+        (builder, "create_bitcast", create_bitcast),
+        (builder, "create_int_to_ptr", create_int_to_ptr),
+        (builder, "create_select", merged(builder.create_select, 1)),
+        (builder, "create_cat", merged(builder.create_cat, 0)),
+        (builder, "create_join", merged(builder.create_join, 0)),
+    ]
+
+
+ALIGNMENT = 16  # bytes
+
+
+def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_make_tensor_descriptor`` that raises ValueError for what a GPU would refuse, naming it."""
+
+    def make(base: Any, shape: Any, strides: Any, *rest: Any, **named: Any) -> Any:
+        size = base.dtype.element_ty.primitive_bitwidth // 8
+        argument = getattr(origin_of(base), "argument", "")
+        of = f"a tensor descriptor{f' of {argument}' if argument else ''}"
+        address, steps = int(base.data.item()), [int(each.data.item()) for each in strides]
+        if address % ALIGNMENT:
+            raise ValueError(
+                f"{of}: its base, address {address:#x}, is not a multiple of {ALIGNMENT} bytes"
+            )
+        for dim, step in enumerate(steps[:-1]):
+            if step * size % ALIGNMENT:
+                raise ValueError(
+                    f"{of}: stride {dim} is {step} elements, {step * size} bytes, and not a multiple of "
+                    f"{ALIGNMENT} bytes"
+                )
+        if steps[-1] != 1:
+            raise ValueError(f"{of}: its last stride must be 1, got {steps[-1]}")
+        return stock(base, shape, strides, *rest, **named)
+
+    return make
 
 
 def require_interpreter(kernel: Any) -> None:
@@ -63,7 +153,7 @@ def require_interpreter(kernel: Any) -> None:
 
 
 def program_function(
-    kernel: Any, arguments: dict[str, Any], origin: provenance.Asked = lambda path, tensor: None
+    kernel: Any, arguments: dict[str, Any], origin: Asked = lambda path, tensor: None
 ) -> Callable[[], None]:
     """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
     require_interpreter(kernel)
@@ -76,7 +166,7 @@ def program_function(
         for name, value in arguments.items()
     }
     for name in arguments.keys() - fixed:
-        provenance.mark(name, arguments[name], converted[name], origin)
+        mark(name, arguments[name], converted[name], origin)
     body = kernel.rewrite()
     return lambda: body(**converted)
 
@@ -294,7 +384,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
 
     return [
         *(each for each in since_39 if hasattr(builder, each[1])),
-        *provenance.overrides(builder, hooks),
+        *overrides(builder, hooks),
         (builder, _DESCRIPTOR, checked_descriptor(getattr(builder, _DESCRIPTOR))),
         (builder, "create_masked_load", masked_load),
         (builder, "create_masked_store", masked_store),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.runtime.core import kernel_arguments
+from interlace.runtime.core import launch
 from interlace.runtime.core.memory import RED_ZONE
 
 
@@ -202,7 +202,7 @@ class Allocations:
         if not isinstance(tensor, torch.Tensor):
             return None
         read_only = ""
-        if path in kernel_arguments.read_only(kernel):
+        if path in launch.read_only(kernel):
             read_only = "the kernel declares it const"
         elif torch._debug_has_internal_overlap(tensor) == 1:
             read_only = "the tensor is expanded, several of its elements share memory"

@@ -17,7 +17,7 @@ from interlace.runtime.core.errors import MemoryAccessError
 from interlace.runtime.places.sim.interpreter.session import as_mask, chosen
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, MemoryRange, Origin
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 MOST = 1000  # bad accesses of a run that goes on; a program that polls out of bounds polls for ever
 WORD = 4  # bytes: the least that compiled code can swap

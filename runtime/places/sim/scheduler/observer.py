@@ -12,7 +12,7 @@ import torch
 
 from interlace.runtime.core.accesses import AsyncAccess, Atomic
 from interlace.runtime.core.launch import KernelLaunch
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 
 class Observer:

@@ -22,8 +22,7 @@ from interlace.runtime.places.sim.scheduler.memory_check import BadAccess, Memor
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import polling, user_line
 from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
-from interlace.runtime.places.sim.scheduler.strategies import Strategy
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Strategy, Task
 
 STALLED_POLLS = 20_000
 VAIN_POLLS = 2500  # for each task: they see what the last has seen, by who does not much besides

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.runtime.core import errors, kernel_arguments
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core import errors
+from interlace.runtime.core.launch import KernelLaunch, leaves
 from interlace.runtime.numerics.reductions import UsualMode
 from interlace.runtime.places.sim.interpreter import session
 from interlace.runtime.places.sim.scheduler import torch_state
@@ -51,8 +51,13 @@ from interlace.runtime.places.sim.scheduler.source_lines import (
     raised_in,
     with_lines,
 )
-from interlace.runtime.places.sim.scheduler.strategies import Random, ScheduleSegment, Strategy
-from interlace.runtime.places.sim.scheduler.task import Program, Task
+from interlace.runtime.places.sim.scheduler.strategies import (
+    Program,
+    Random,
+    ScheduleSegment,
+    Strategy,
+    Task,
+)
 
 try:
     import greenlet
@@ -169,7 +174,7 @@ class Scheduler(ProgramHooks):
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
         """Add every program of ``launch``; the result tells whether all have ended."""
-        for name, argument in kernel_arguments.leaves(launch.arguments).items():
+        for name, argument in leaves(launch.arguments).items():
             value = getattr(argument, "base", argument)  # of a descriptor
             if isinstance(value, torch.Tensor):
                 found = self.memory.of_tensor(value, rank)

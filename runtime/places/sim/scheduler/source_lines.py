@@ -20,7 +20,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.laboratory import PACKAGE
 from interlace.runtime.places.sim.interpreter.session import outwards, source_frames
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 # who polls there was called by the kernel that waits
 _SIGNALS = ("signal.py", "slots.py", "flagged_words.py")

@@ -35,7 +35,7 @@ import numpy as np
 from interlace.runtime.core.accesses import threads_of
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.observer import Observer
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 PIECES = 4
 DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)

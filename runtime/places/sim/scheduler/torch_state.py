@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 _C: Any = torch._C
 

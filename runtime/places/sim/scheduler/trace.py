@@ -38,7 +38,7 @@ from interlace.runtime.places.sim.scheduler import recording as recordings
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.recording import RecordedSpan, Recording, Signal, Slot
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
-from interlace.runtime.places.sim.scheduler.task import Task
+from interlace.runtime.places.sim.scheduler.strategies import Task
 
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 
