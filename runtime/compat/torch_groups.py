@@ -7,6 +7,11 @@ A group in Python (``process_group/group.py``) overrides methods of ``ProcessGro
     recorder   2.15 attaches its flight recorder to a new group, by a C++ backend that ours does not have,
                and would see nothing there: :func:`leave_unrecorded`
     gather     2.14 has ``gather_single``, of one tensor, which dispatches an op of its own
+
+torch's symmetric memory, as far as interlace reaches into it. Tried with torch 2.11, 2.13, 2.14, 2.15.
+
+All of these have the names. Nothing was allocated with them: that was tried on machines without a GPU.
+NVSHMEM's are there in builds for CUDA only, so they are asked for when used.
 """
 
 import functools
@@ -16,6 +21,7 @@ from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from interlace.runtime.compat.releases import needed
@@ -56,6 +62,12 @@ __all__ = [
     "Work",
     "_create_work_from_future",
     "_register_work",
+    "c10d",
+    "empty",
+    "nvshmem_available",
+    "register_bare_group",
+    "registered",
+    "tensor_over",
 ]
 
 _synchronous = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
@@ -135,3 +147,50 @@ def renamed(new: str) -> property:
         return old.__get__(self) if has_both and self._above else getattr(self, new)
 
     return property(method)
+
+
+MEMORY = ("empty_strided_p2p", "rendezvous", "get_backend", "set_backend", "has_multicast_support")
+
+GROUPS = ("_register_process_group", "_resolve_process_group", "_unregister_process_group")
+
+with needed("torch", "torch's symmetric memory"):
+    for _name in MEMORY:
+        getattr(c10d._SymmetricMemory, _name)
+    for _name in GROUPS:
+        getattr(c10d, _name)
+    _storage_at: Any = torch._C._construct_storage_from_data_pointer
+
+
+def register_bare_group(name: str, store: Any, rank: int, world_size: int) -> Any:
+    """A group without a backend under ``name``, which is all that a rendezvous asks for. Keep the store."""
+    group = c10d.ProcessGroup(store, rank, world_size)
+    c10d._register_process_group(name, group)
+    return group
+
+
+def registered(name: str) -> Any:
+    """torch's process group of that name, None if there is none."""
+    try:
+        return c10d._resolve_process_group(name)
+    except RuntimeError:
+        return None
+
+
+def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Symmetric memory of this rank, as bytes."""
+    made: torch.Tensor = c10d._SymmetricMemory.empty_strided_p2p(
+        (nbytes,), (1,), torch.uint8, device
+    )
+    return made
+
+
+def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor at ``address``, which owns nothing; ``device``'s streams copy a peer's memory, too."""
+    storage = _storage_at(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
+def nvshmem_available() -> bool | None:
+    """Whether torch finds NVSHMEM's host library; None of a torch that was built without NVSHMEM."""
+    ask = getattr(c10d, "_is_nvshmem_available", None)
+    return None if ask is None else bool(ask())

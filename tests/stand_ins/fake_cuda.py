@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.compat.torch_symmetric_memory import tensor_over
+from interlace.runtime.compat.torch_groups import tensor_over
 from interlace.runtime.places.gpu.launch import PreparedLaunch
 from stand_ins import fake_kernels
 from stand_ins.fake_items import (

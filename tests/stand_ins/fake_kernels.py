@@ -20,7 +20,7 @@ from interlace.kernels.signal import (
     SPIN_LIMIT_WORD,
 )
 from interlace.kernels.transfer import TRANSFER_COLUMNS
-from interlace.runtime.compat.torch_symmetric_memory import tensor_over
+from interlace.runtime.compat.torch_groups import tensor_over
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.numerics import norms
 

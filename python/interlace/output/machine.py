@@ -135,7 +135,7 @@ def _machine_code() -> bool:
 
 
 def _nvshmem_backend() -> bool:
-    from interlace.runtime.compat.torch_symmetric_memory import nvshmem_available
+    from interlace.runtime.compat.torch_groups import nvshmem_available
 
     return bool(nvshmem_available())
 

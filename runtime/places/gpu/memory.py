@@ -37,9 +37,8 @@ from typing import Any
 
 import torch
 
-from interlace.runtime.compat import torch_symmetric_memory as symmetric
-from interlace.runtime.compat.torch_groups import Store
-from interlace.runtime.compat.torch_symmetric_memory import tensor_over
+from interlace.runtime.compat import torch_groups as symmetric
+from interlace.runtime.compat.torch_groups import Store, tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import WORD, SymmetricBuffer
 from interlace.runtime.core.place import PlaceMemory

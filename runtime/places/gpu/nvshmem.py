@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from interlace.kernels.node_puts import LIBRARY
-from interlace.runtime.compat import torch_symmetric_memory as symmetric
+from interlace.runtime.compat import torch_groups as symmetric
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer

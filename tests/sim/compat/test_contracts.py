@@ -27,10 +27,10 @@ from interlace.runtime.compat import (
     releases,
     torch_groups,
     torch_modes,
-    torch_symmetric_memory,
     triton_interpreter,
     triton_launcher,
 )
+from interlace.runtime.compat.torch_groups import register_bare_group, registered, tensor_over
 from interlace.runtime.compat.triton_interpreter import NO_POLICY, TensorHandle, builder
 from stand_ins.replaced import Replacement, environment, replaced
 
@@ -235,18 +235,18 @@ def test_groups_in_python_are_left_to_themselves_by_the_recorder() -> None:
 
 def test_a_bare_group_can_be_registered() -> None:
     store = dist.HashStore()
-    group = torch_symmetric_memory.register_bare_group("interlace contract", store, 0, 1)
+    group = register_bare_group("interlace contract", store, 0, 1)
     try:
-        assert torch_symmetric_memory.registered("interlace contract") is not None
+        assert registered("interlace contract") is not None
         assert (group.rank(), group.size()) == (0, 1)
     finally:
         torch_groups.c10d._unregister_process_group("interlace contract")
-    assert torch_symmetric_memory.registered("interlace contract") is None
+    assert registered("interlace contract") is None
 
 
 def test_a_tensor_over_memory_of_others() -> None:
     memory = torch.arange(8, dtype=torch.uint8)
-    over = torch_symmetric_memory.tensor_over(memory.data_ptr() + 2, 4, torch.device("cpu"))
+    over = tensor_over(memory.data_ptr() + 2, 4, torch.device("cpu"))
     assert over.tolist() == [2, 3, 4, 5]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._C._distributed_c10d as c10d
 
-from interlace.runtime.compat.torch_symmetric_memory import tensor_over
+from interlace.runtime.compat.torch_groups import tensor_over
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.places.gpu import memory as cuda_memory
 from interlace.runtime.places.gpu.memory import (

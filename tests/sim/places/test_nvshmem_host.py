@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interlace.ops.collectives import node_moves
-from interlace.runtime.compat import torch_symmetric_memory as symmetric
+from interlace.runtime.compat import torch_groups as symmetric
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.gpu.memory import agreed, value

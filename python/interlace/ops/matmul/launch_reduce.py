@@ -192,7 +192,7 @@ def matmul_reduce_scatter_fused(
     op, then = "matmul_reduce_scatter", []
     if operands.may_have_roles(configuration, input, known):
         # Gluon is a language of its own, which most processes never need.
-        from interlace.kernels.matmul import matmul_reduce_scatter_roles as roles
+        from interlace.kernels.matmul import warp_roles as roles
 
         own = rows[communicator.rank]
         sums = matmul_reduce_scatter_kernels.sum_tiles_kernel
