@@ -14,12 +14,9 @@ from interlace.arguments.checks import (
     RowNorm,
 )
 from interlace.arguments.words import (
-    ReduceOp as ReduceOp,
-)
-from interlace.arguments.words import (
     AnyReduceOp, BroadcastAlgorithm, CollectiveAlgorithm, FP8, FusedAlgorithm, FusedReduceOp,
-    Group as _Group, NormAlgorithm, Normed, PerRank, Quantized, RunPlace, ScaledAlgorithm, Splits,
-    Tensors, Unscaled,
+    Group as _Group, NormAlgorithm, Normed, PerRank, Quantized, ReduceOp as ReduceOp, RunPlace,
+    ScaledAlgorithm, Splits, Tensors, Unscaled,
 )
 from interlace.groups.groups import (
     Group as Group, device as device, get_rank as get_rank, get_world_size as get_world_size,
@@ -42,6 +39,9 @@ from interlace.launcher import (
 from interlace.numerics import (
     check_numerics as check_numerics,
 )
+from interlace.ops.collectives.all_to_all import (
+    Whole,
+)
 from interlace.ops.collectives.objects import (
     all_gather_object as all_gather_object, broadcast_object_list as broadcast_object_list,
     gather_object as gather_object, recv_object_list as recv_object_list,
@@ -55,9 +55,6 @@ from interlace.ops.collectives.rootless import (
     _all_gather_base as _all_gather_base, _reduce_scatter_base as _reduce_scatter_base,
     all_gather_into_tensor as all_gather_into_tensor, all_gather_single as all_gather_single,
     reduce_scatter_single as reduce_scatter_single, reduce_scatter_tensor as reduce_scatter_tensor,
-)
-from interlace.ops.collectives.all_to_all import (
-    Whole,
 )
 from interlace.ops.experts.routing import (
     DispatchHandle,

@@ -24,7 +24,7 @@ from interlace.nn.linear_functions import (
 from interlace.nn.sharding import HeldGroup, OnGroup, ShardedModule, divisible, positive
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import activate
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -30,7 +30,7 @@ from interlace.ops.experts.products import multiply
 from interlace.ops.experts.routing import by_expert
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.context import comparing
-from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import activate
 
 Tensor = torch.Tensor
 SMALLEST = 1e-20  # added to a sum of scores, which sigmoids may leave at 0

@@ -11,8 +11,9 @@ from interlace.tensor.costs import (
     redistribute_cost as redistribute_cost, reduce_scatter_cost as reduce_scatter_cost,
 )
 from interlace.tensor.mesh_collectives import (
-    check_tensor_meta as check_tensor_meta,
-    fill_empty_tensor_to_shards as fill_empty_tensor_to_shards, pad_tensor as pad_tensor,
+    all_gather_v as all_gather_v, check_tensor_meta as check_tensor_meta,
+    fill_empty_tensor_to_shards as fill_empty_tensor_to_shards, gather_v as gather_v,
+    indexed_all_to_all_v as indexed_all_to_all_v, pad_tensor as pad_tensor, scatter_v as scatter_v,
     shard_dim_alltoall as shard_dim_alltoall, spec_to_bytes as spec_to_bytes,
     unpad_tensor as unpad_tensor,
 )
@@ -27,10 +28,6 @@ from interlace.tensor.styles import (
     ColwiseParallel as ColwiseParallel, PrepareModuleInput as PrepareModuleInput,
     PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput as PrepareModuleOutput,
     RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, explain as explain,
-)
-from interlace.tensor.mesh_collectives import (
-    all_gather_v as all_gather_v, gather_v as gather_v, indexed_all_to_all_v as indexed_all_to_all_v,
-    scatter_v as scatter_v,
 )
 from torch import (
     Tensor,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.numerics.activations import NAMES, activate
+from interlace.runtime.numerics.norms import NAMES, activate
 from ranks import ranks
 from support import noise
 

@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 import interlace
 from interlace import reference
 from interlace.kernels.matmul import all_gather_matmul as kernels
-from interlace.runtime.numerics.activations import NAMES as ACTIVATIONS
+from interlace.runtime.numerics.norms import NAMES as ACTIVATIONS
 from interlace.runtime.tuning.configuration import override
 from ranks import ranks
 from sim.api.refusals import check_refused

@@ -50,7 +50,7 @@ from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op import calls
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.work import Work
-from interlace.runtime.numerics.activations import activate
+from interlace.runtime.numerics.norms import activate
 
 if TYPE_CHECKING:
     pass

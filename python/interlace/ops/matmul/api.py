@@ -39,8 +39,7 @@ from interlace.ops.matmul.reduce import (
 from interlace.ops.op import calls, op as registry
 from interlace.ops.op.op import longest, padded, tensors
 from interlace.runtime.core.work import Work
-from interlace.runtime.numerics.activations import activate
-from interlace.runtime.numerics.norms import unrounded
+from interlace.runtime.numerics.norms import activate, unrounded
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,7 @@ from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
-from interlace.runtime.numerics.activations import activate
-from interlace.runtime.numerics.norms import NormTail, wide
+from interlace.runtime.numerics.norms import NormTail, activate, wide
 from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.numerics.activations import SLOPES, activate
-from interlace.runtime.numerics.norms import RowNorm
+from interlace.runtime.numerics.norms import SLOPES, RowNorm, activate
 
 # Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
 # 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
