@@ -1,7 +1,7 @@
 """One-shot collectives of a few kilobytes: every word carries its own flag, and there is no other signal.
 
 A message is cut into blocks of ``WORDS`` 32-bit words. Program b does block b, on every rank, and nothing
-else (``low_latency_norm.py``: a program does the blocks of a row). A block has an epoch and words of its
+else (``row_norms.py``: a program does the blocks of a row). A block has an epoch and words of its
 own, which nothing else ever touches. So messages of different lengths may follow each other: a block that
 one of them does not need just misses that op.
 
@@ -34,70 +34,14 @@ lowest-numbered program that has not ended is resident.
 Rejected: credits (a signal per op and peer, which is what this avoids), one flag per 8 or 16 bytes of a
 wider store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second
 round), sending only as many words as there are (a word that was left out 2**32 times has the right flag).
-
-Words that carry their own flag: data and signal in one store, for the few bytes of a small message.
-
-For a few bytes a signal of its own costs more than the data. ``send_words`` stores 64-bit words whose upper
-half is the epoch, and whose lower half is 32 bits of payload; ``receive_words`` polls the words themselves.
-A 64-bit store is seen whole or not at all, so nothing has to be ordered, and both sides are relaxed: no
-data is read or written but what the word itself holds. The accesses themselves are in ``signal.py``.
-
-What keeps a word from being overwritten too early is the caller's protocol
-(``kernels/collectives/low_latency.py``). The words' memory has a header as a channel has (``signal.py``),
-but its EPOCH counts the programs that have ended (``signal.count_program``).
-
-Giving up is as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first to
-give up writes down which rank it waited for.
 """
 
 import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Lot
-from interlace.kernels.signal import (
-    SPIN_LIMIT_WORD,
-    count_program,
-    give_up,
-    is_aborted,
-    look_for_words,
-    peer_pointer,
-    store_words,
-)
-
-_SPIN_LIMIT = tl.constexpr(SPIN_LIMIT_WORD)
-
-
-@triton.jit
-def send_words(peers, peer, byte_offsets, payload, epoch, COMPILED: tl.constexpr):
-    """Store ``payload`` (int32) with the epoch's lower 32 bits to ``peer``."""
-    store_words(tl.load(peers.peers_ptr + peer) + byte_offsets, payload, epoch, COMPILED)
-
-
-@triton.jit
-def receive_words(peers, source, byte_offsets, epoch, valid,
-                  COMPILED: tl.constexpr):  # fmt: skip
-    """Poll own words until ``source`` has sent all that are ``valid``.
-
-    Bounded as ``wait`` is. Returns (payload, int32; how many words are missing). The record of giving up
-    has the first word's byte as SLOT, and the epoch before as SEEN.
-    """
-    addresses = tl.load(peers.peers_ptr + peers.rank) + byte_offsets
-    payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
-    if missing > 0:
-        header = peer_pointer(peers, peers.rank, 0)
-        polls_left = tl.load(header + _SPIN_LIMIT)
-        while (missing > 0) & (polls_left > 0):
-            payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
-            # Compiled, look_for_words polls up to 64 times: ABORT is looked at as often as by `wait`.
-            polls_left -= 64 if COMPILED else 1
-            if is_aborted(header):
-                # times 0: the variable of a loop keeps its type
-                polls_left = polls_left * 0
-        if missing > 0:
-            first_byte = tl.min(byte_offsets)
-            # Kernels of words have no descriptor stores, hence False.
-            give_up(peers, source, first_byte, epoch, epoch - 1, False)
-    return payload, missing
+from interlace.kernels.flagged_words import receive_words, send_words
+from interlace.kernels.signal import count_program, peer_pointer
 
 
 @triton.jit

@@ -34,7 +34,7 @@ program's, and its columns are taken in order, so bits do not depend on who comp
 The variance of "layer" is put together block by block: the squares of each are taken from its own mean, and
 corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would cancel.
 
-Reduction + norm of rows that are there already: ``matmul_norm.py`` without the matmul.
+Reduction + norm of rows that are there already: ``row_norms.py`` without the matmul.
 
 The contributions are rows of the input, pushed whole; ``row_norms.py`` does the rest. Who owns what is in a
 table, so one kernel is an all-reduce in one shot, where every rank owns all rows; one in two shots, where

@@ -18,12 +18,11 @@ import secrets
 import types
 from typing import Any
 
-from interlace.runtime.compat.kernel_code import named
-from interlace.runtime.compat.triton_launcher import version_and_settings
+from interlace.runtime.compat.triton_launcher import named, version_and_settings
 from interlace.runtime.compiler.request import Compilation, Measurement
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
-_COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/kernel_arguments.py")
+_COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/launch.py")
 
 
 def folder(path: str) -> pathlib.Path:

@@ -33,11 +33,11 @@ class Compilation:
 
     ``module`` and ``kernel`` name the function, ``path`` its file: the file is loaded where the module
     cannot be imported in a new process, or is another one there. ``types`` are Triton's names by
-    argument ("*bf16", "i32"), of tuples by field in order ("input.stride", ``kernel_arguments.py``);
+    argument ("*bf16", "i32"), of tuples by field in order ("input.stride", ``launch.py``);
     "constexpr" stands for what is fixed at compile time, with the values in ``constants``.
     ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
     ``ignore`` names rules that do not apply. With ``artifacts``, the SASS and how to launch it are
-    left in files of that name (``artifacts.py``). ``libraries`` are paths of bitcode by name; what
+    left in files of that name (``worker.py``). ``libraries`` are paths of bitcode by name; what
     is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
     thread; 0 leaves it to ptxas. ``to_run``: only PTX is wanted, to be run on a CPU. ``stand_ins``:
     modules that stand for others when the file is imported (``compat/stand_ins.py``). ``absent`` are

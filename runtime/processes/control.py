@@ -9,11 +9,11 @@ After the header page::
      192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
     1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
     1808 MEETING  int64, released by the owner: the group that it is about to join; length (int64) and bytes
-         of its card, see ``meetings.py``
+         of its card, see ``rendezvous.py``
     2032 ATTEMPT, RESULT  int64, released by the owner: attempts to go on without those that have died, and
-         what came of them; the others strike the owner off in RESULT, see ``meetings.py``
+         what came of them; the others strike the owner off in RESULT, see ``rendezvous.py``
     2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
-    2056 WANTED    int64, released by the owner: with whom it means to go on, see ``meetings.py``
+    2056 WANTED    int64, released by the owner: with whom it means to go on, see ``rendezvous.py``
     2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
     2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
     2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 does something, or ANYONE

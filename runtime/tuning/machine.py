@@ -2,7 +2,7 @@
 
 A machine has links, as ``calibration.py`` has measured them or as data sheets have it, and a speed; a known
 GPU has the figures of its chip. :class:`Machine` predicts whole ops for the fusion pass
-(``interlace/compile/prediction.py``), :func:`fused_us` fused ops by configuration, and
+(``interlace/compile/fusion.py``), :func:`fused_us` fused ops by configuration, and
 :func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` asks the measured lines.
 
 Closed forms of what ``benchmarks/predict.py`` simulates event by event::

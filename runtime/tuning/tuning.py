@@ -66,7 +66,7 @@ SMALLEST_PIPELINED_SHARD_US = table.threshold("smallest_pipelined_shard_us")
 
 @dataclass(frozen=True)
 class Choice:
-    """``algorithm``: what "auto" is; "" leaves it to ``auto.py``. ``source``: who says so."""
+    """``algorithm``: what "auto" is; "" leaves it open. ``source``: who says so."""
 
     configuration: Configuration
     algorithm: str

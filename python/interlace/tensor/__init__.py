@@ -2,7 +2,7 @@
 
 ``mesh_collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, ``costs.py`` its
 costs, by torch's figures or by measured ones (``python -m interlace calibrate``), ``styles.py`` what
-``parallelize_module`` takes. ``uneven_collectives.py`` has differentiable collectives of parts that differ
+``parallelize_module`` takes. ``mesh_collectives.py`` has differentiable collectives of parts that differ
 in length, ``placeholder.py`` what stands for a tensor on the ranks that have none,
 ``sharded.py`` the tensor made of such parts.
 """

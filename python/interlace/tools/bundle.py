@@ -8,7 +8,7 @@
 
 A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Nothing in it is
 written by hand where it could drift: arguments, sizes and resources are those of this compilation
-(``compiler/artifacts.py``), contracts are the paragraphs of the kernels' docstrings. What launches compute
+(``compiler/worker.py``), contracts are the paragraphs of the kernels' docstrings. What launches compute
 is in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
 """
 

@@ -200,7 +200,7 @@ class DeviceStream(Stream):
         return prepared
 
     def admit(self, programs: int) -> None:
-        """Make what is enqueued next wait until so many programs fit the GPU; see ``residency.py``."""
+        """Make what is enqueued next wait until so many programs fit the GPU; see ``device_place.py``."""
         group, residency = id(self._place), self._place.residency
         alone = residency.alone
         if alone is not None and alone.group == group:  # the only group: its ops follow each other

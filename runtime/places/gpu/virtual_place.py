@@ -65,7 +65,7 @@ class Turns:
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self.failed: str | None = None
-        self.residencies: dict[Any, Any] = {}  # by rank; see residency.py
+        self.residencies: dict[Any, Any] = {}  # by rank; see device_place.py
 
     def take(self) -> None:
         with self._condition:

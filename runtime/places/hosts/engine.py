@@ -30,8 +30,6 @@ large     in pieces, once all agree; what is within the host goes on while piece
 "Once for the ranks of each host" is a round within the host: in round k of an all_gather rank l shares
 what it has received of host k. Where host k has more ranks than this one there are several.
 
-Reductions: ``partials.py``.
-
 Rejected: an all-reduce of gloo between hosts. It knows few dtypes, rounds halves at every step, and its
 order of summation is its own. Gathering at one rank per host: the others' cores and links would wait.
 

@@ -2,7 +2,7 @@
 
 The roll says who is left of a group on several hosts: what every rank has said, and who is gone, as all
 agree. On one host that is in memory which outlives its ranks (``MemoryRoll`` in
-``processes/meetings.py``). Here every rank keeps a copy: a *row* for each rank, numbered as it changes.
+``processes/rendezvous.py``). Here every rank keeps a copy: a *row* for each rank, numbered as it changes.
 A rank tells all others its own row. Of one that is gone, whose connection has ended or who has left, it
 tells all the last row that it knows, and again if it learns of a later one. Who is told so counts that
 rank as gone, too, and hears it no more.

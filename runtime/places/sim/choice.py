@@ -17,7 +17,7 @@ from typing import Any
 
 import triton.language as tl
 
-from interlace.runtime.compat.kernel_code import named
+from interlace.runtime.compat.triton_launcher import named
 from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import KernelLaunch

@@ -39,7 +39,7 @@ def whose(device: str) -> set[str]:
     for name in TAKEN_OVER:
         lines = torch._C._dispatch_dump(f"symm_mem::{name}").splitlines()
         active = next((line for line in lines if line.startswith(f"{device}:")), "")
-        if "interlace/symmetric_memory/registration.py" in active:
+        if "interlace/symmetric_memory/functions.py" in active:
             found.add(name)
     return found
 

@@ -2,7 +2,7 @@
 
 Code written for torch's ops, and torch's compiler with ``_micro_pipeline_tp``, runs with them where there
 is no GPU, and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is that of any group of
-torch, whatever its backend, or of interlace's. Registered by ``registration.py``. Inputs need not lie in
+torch, whatever its backend, or of interlace's. Registered by ``functions.py``. Inputs need not lie in
 symmetric memory.
 
 ==============================  ======================================================================

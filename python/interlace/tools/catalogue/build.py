@@ -53,7 +53,7 @@ def build(
     """Compile and measure ``entries`` in worker processes; reports in the same order.
 
     ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
-    ``artifacts``, one path per entry, what is compiled is kept there (``artifacts.py``).
+    ``artifacts``, one path per entry, what is compiled is kept there (``worker.py``).
     """
     stems = artifacts or [""] * len(entries)
     measured = compile_all(

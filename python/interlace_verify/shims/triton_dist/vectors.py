@@ -13,7 +13,7 @@ from typing import Any
 import triton.language as tl
 from triton.language import core
 
-from interlace.runtime.compat.kernel_code import wrap_with_statements
+from interlace.runtime.compat.triton_launcher import wrap_with_statements
 from interlace_verify.shims.symmetric import ptx, run_ptx
 
 
