@@ -1,7 +1,6 @@
 """Ranks with other floating-point modes: sums have equal bits on all of them, and their modes stay."""
 
 import ctypes
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +14,6 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
-from ranks import ranks
 
 UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(machine_code.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -48,25 +46,21 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     return made.view(dtype)
 
 
-@needs_modes
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("mode", MODES)
-@ranks(2)
-def test_sums_have_equal_bits(mode: str, dtype: torch.dtype, threads: int) -> None:
-    """As usual, or of large tensors as on the other rank, though rank 1 computes in ``mode``."""
-    rank = interlace.get_rank()
+def reduced(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -> list[str]:
+    """What differs from the usual, or of large tensors between ranks, if the mode of rank 1 is ``mode``."""
+    rank, wrong = interlace.get_rank(), []
     # a complex product depends on where in the range its factors are
     ops = ["sum", "avg", *([] if dtype.is_complex else ["product", "min", "max"])]
     torch.set_num_threads(1)
     parts = {nbytes: [payload(peer, nbytes, dtype) for peer in range(2)] for nbytes in SIZES}
     expected = {}
-    for op, nbytes in itertools.product(ops, SIZES):
-        expected[op, nbytes] = torch.empty_like(parts[nbytes][0])
-        reductions.fold(op, parts[nbytes], expected[op, nbytes])
+    for op in ops:
+        for nbytes in SIZES:
+            expected[op, nbytes] = torch.empty_like(parts[nbytes][0])
+            reductions.fold(op, parts[nbytes], expected[op, nbytes])
     with in_mode(mode if rank else ""):
         torch.set_num_threads(threads)
-        assert reductions.is_usual() == (rank == 0)
+        assert reductions.is_usual() == (rank == 0 or not seen)
         for (op, nbytes), whole in expected.items():
             half = whole.chunk(2)[rank]
             summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
@@ -75,9 +69,20 @@ def test_sums_have_equal_bits(mode: str, dtype: torch.dtype, threads: int) -> No
             if threads > 1 and nbytes > reductions.EVERYWHERE:
                 whole, half = summed.clone(), scattered
                 interlace.broadcast(whole, 0)
-            for found, meant in ((summed, whole), (scattered, half)):
-                assert torch.equal(found.view(torch.uint8), meant.view(torch.uint8)), (op, nbytes)
-            assert reductions.is_usual() == (rank == 0)
+            pairs = {"all_reduce": (summed, whole), "reduce_scatter": (scattered, half)}
+            for api, (found, meant) in pairs.items():
+                if not torch.equal(found.view(torch.uint8), meant.view(torch.uint8)):
+                    wrong.append(f"{api}, {op} of {nbytes} bytes")
+            assert reductions.is_usual() == (rank == 0 or not seen)
+    return wrong
+
+
+@needs_modes
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_have_equal_bits(mode: str, dtype: torch.dtype, threads: int) -> None:
+    assert interlace.run(reduced, 2, mode, dtype, threads, place="shm") == [[], []]
 
 
 @triton.jit
