@@ -77,20 +77,6 @@ def _dropless(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return (one + other) / 2
 
 
-def _products(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
-    world_size, rank = interlace.get_world_size(), interlace.get_rank()
-    rows, sent = experts.permute(x, idx, 2 * world_size)
-    splits = [
-        int((chosen(r, world_size) == e).sum())
-        for e in (2 * rank, 2 * rank + 1)
-        for r in range(world_size)
-    ]
-    eye = torch.eye(HIDDEN, dtype=x.dtype).expand(2, HIDDEN, HIDDEN)
-    home = sent.tolist()
-    hidden = functional.all_to_all_grouped_matmul(rows, eye, home, splits)
-    return functional.grouped_matmul_combine(hidden, m, splits, idx, w, home_splits=home)
-
-
 def _compiled(
     fn: Callable[..., Tensor],
 ) -> Callable[..., Tensor]:
@@ -99,7 +85,6 @@ def _compiled(
 
 FORMS: dict[str, Callable[..., Tensor]] = {
     "rows": _rows,
-    "products": _products,
     "handle": _handled,
     "dropless": _dropless,
     "handle compiled": lambda *args: _compiled(_handled)(*args),

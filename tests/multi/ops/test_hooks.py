@@ -139,31 +139,28 @@ def test_options_of_fused_ops_are_there_though_they_are_none(
 def test_after_an_op_its_results_are_there(on_ranks: Callable[..., list[Any]]) -> None:
     """Of an asynchronous one too, and whoever has waited for it has them looked at."""
 
-    def on_rank(group: Communicator) -> list[float]:
+    def on_rank(group: Communicator) -> None:
         sums: list[float] = []
-        with group.register_hook(
-            after=lambda call: sums.append(float(call.outputs["tensor"].sum()))
-        ):
+        with group.register_hook(after=lambda call: sums.append(call.outputs["tensor"].sum())):
             interlace.all_reduce(torch.ones(2), group=group)
             work = interlace.all_reduce(torch.ones(4), group=group, async_op=True)
             work.wait()
-            assert work.is_completed() and len(sums) == 2
-        return sums
+            assert work.is_completed() and sums == [4.0, 8.0]
 
-    assert on_ranks(on_rank) == [[4.0, 8.0]] * 2
+    on_ranks(on_rank)
 
 
 def test_ops_cost_what_they_did_once_there_are_no_hooks(on_ranks: Callable[..., list[Any]]) -> None:
-    def on_rank(group: Communicator) -> bool:
+    def on_rank(group: Communicator) -> None:
         first, second = (group.register_hook(before=print) for _ in range(2))
         assert group.hooks.watching
         for handle in first, second:
             handle.remove()
         group.barrier()
         interlace.barrier(group)
-        return not group.hooks.watching
+        assert not group.hooks.watching
 
-    assert on_ranks(on_rank) == [True, True]
+    on_ranks(on_rank)
 
 
 def test_what_a_hook_refuses_all_refuse(on_ranks: Callable[..., list[Any]]) -> None:
@@ -228,16 +225,15 @@ def test_the_end_of_a_group_is_said_once_with_its_cause(on_ranks: Callable[..., 
 def test_hooks_that_hooks_register_count_from_the_next_op_on(
     on_ranks: Callable[..., list[Any]],
 ) -> None:
-    def on_rank(group: Communicator) -> list[int]:
+    def on_rank(group: Communicator) -> None:
         seen: list[int] = []
-        with group.register_hook(
-            lambda call: group.register_hook(lambda call: seen.append(call.sequence))
-        ):
+        register = lambda call: group.register_hook(lambda call: seen.append(call.sequence))  # noqa: E731
+        with group.register_hook(register):
             interlace.all_reduce(torch.ones(1), group=group)
         interlace.all_reduce(torch.ones(1), group=group)
-        return seen
+        assert seen == [2]
 
-    assert on_ranks(on_rank) == [[2], [2]]
+    on_ranks(on_rank)
 
 
 def test_the_cause_of_an_end_is_raised_whatever_hooks_do(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,18 +280,16 @@ def test_torchs_api_and_an_abort() -> None:
     assert str(cause) == "rank 0 aborted process group 'hooked'"
 
 
+@ranks(2, place="sim")
 def test_fused_ops_and_layers() -> None:
-    def on_rank() -> list[tuple[Any, ...]]:
-        seen, layer = Seen(), interlace.nn.ColumnParallelLinear(8, 4, bias=False)
-        with seen.on(interlace.new_group()), seen.on(interlace.groups.groups.default_group()):
-            interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4))
-            with torch.no_grad():
-                layer(torch.ones(2, 8))
-        return seen.names("after")
-
-    fused = ("all_gather_matmul", ["input", "weight"], ["result"])
-    first, *rest = interlace.run(on_rank, 2)[0]
-    assert first == fused and rest[-1][0] == "all_gather_matmul", rest
+    seen, layer = Seen(), interlace.nn.ColumnParallelLinear(8, 4, bias=False)
+    with seen.on(interlace.new_group()), seen.on(interlace.groups.groups.default_group()):
+        interlace.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 4))
+        with torch.no_grad():
+            layer(torch.ones(2, 8))
+    first, *rest = seen.names("after")
+    assert first == ("all_gather_matmul", ["input", "weight"], ["result"])
+    assert rest[-1][0] == "all_gather_matmul", rest
 
 
 # -- check_numerics --------------------------------------------------------------------------------------
@@ -334,23 +328,19 @@ def test_an_input_that_is_no_number_is_refused_on_all_ranks(
     assert on_ranks(on_rank) == [peers, f"{said} (on rank 1)"]
 
 
+@ranks(2)
 def test_the_index_is_that_of_a_complex_number_through_torchs_api(tmp_path: Path) -> None:
     """torch hands on a view of the tensor as real numbers; other views of it have their own index."""
-    for said in interlace.run(complex_numbers, 2, str(tmp_path / "store"), place="shm"):
-        assert said == ["nan at [1, 2]", "nan at [1]", "nan at [1, 2]"]
-
-
-def complex_numbers(path: str) -> list[str]:
     x = torch.ones(2, 3, dtype=torch.complex64)
-    rank, said = interlace.get_rank(), []
-    with world(path):
-        x[1, 2] = 1 if rank else complex(1, NAN)  # the other one hears of it
+    with world(str(tmp_path / "store")):
+        # the other one hears of it
+        x[1, 2] = 1 if interlace.get_rank() else complex(1, NAN)
         with interlace.check_numerics(dist.group.WORLD):
-            for tensor in x, x[:, 2].imag, x.imag:
+            for tensor, place in ((x, "[1, 2]"), (x[:, 2].imag, "[1]"), (x.imag, "[1, 2]")):
                 with pytest.raises(ValueError) as caught:
                     dist.all_reduce(tensor)
-                said.append(str(caught.value).partition(" has ")[2].removesuffix(" (on rank 0)"))
-    return said
+                said = str(caught.value).removesuffix(" (on rank 0)")
+                assert said.endswith(f" has nan at {place}")
 
 
 @ranks(2, place="sim")
@@ -366,14 +356,12 @@ def test_an_array_that_is_no_number_is_refused() -> None:
             interlace.all_reduce(read_only)  # type: ignore[arg-type]
 
 
+@ranks(2, place="sim")
 def test_infinities_are_numbers_by_default() -> None:
-    def on_rank() -> bool:
-        mask = torch.tensor([0.0, -INF])
-        with interlace.check_numerics():
-            interlace.all_reduce(mask)
-        return bool(mask.isneginf()[1])
-
-    assert interlace.run(on_rank, 2) == [True, True]
+    mask = torch.tensor([0.0, -INF])
+    with interlace.check_numerics():
+        interlace.all_reduce(mask)
+    assert bool(mask.isneginf()[1])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -77,28 +77,37 @@ def on_rank(case: Case) -> Any:
     )
 
 
+def received_rows(case: Case, rank: int) -> list[torch.Tensor]:
+    """By expert of the rank."""
+    parts = [case.input(source).split(case.counts[source]) for source in range(case.world)]
+    return [torch.cat([part[e] for part in parts]) for e in case.block(rank)]
+
+
+def check_products(case: Case, rank: int, output: torch.Tensor) -> None:
+    """``output`` has the products of the rows that the rank has received, by expert."""
+    weight, bias, by_expert = case.weight(rank), case.bias_matrix(rank), received_rows(case, rank)
+    assert output.dtype == case.dtype
+    outputs = output.split([len(rows) for rows in by_expert])
+    for e, (rows, actual) in enumerate(zip(by_expert, outputs, strict=True)):
+        own = None if bias is None else bias[e]
+        exact, bound = reference.matmul(
+            rows, weight[e], case.dtype, bias=own, activation=case.activation, roundings=2
+        )
+        ratio = reference.worst_ratio(actual, exact, bound)
+        assert ratio <= 1, f"expert {e} on rank {rank}: {ratio:.3g} times the bound"
+
+
 def check(case: Case) -> None:
     with poisoned() as done, override(**case.configuration):
         results = interlace.run(on_rank, case.world, case, seed=case.seed)
     if case.algorithm in ("fused", "pipelined"):  # a collective's words need no workspace
         assert done["allocations"] == 0 or done["workspaces"] > 0, "nothing was poisoned"
-    parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
     for rank, (received, output, splits) in enumerate(results):
-        block, weight, bias = case.block(rank), case.weight(rank), case.bias_matrix(rank)
         assert splits.dtype == torch.int64
-        assert splits.tolist() == [[each[e] for each in case.counts] for e in block]
-        by_expert = [torch.cat([part[e] for part in parts]) for e in block]
-        assert torch.equal(received, torch.cat(by_expert)), f"received on rank {rank}"
-        assert output.dtype == case.dtype
+        assert splits.tolist() == [[each[e] for each in case.counts] for e in case.block(rank)]
+        assert torch.equal(received, torch.cat(received_rows(case, rank))), f"on rank {rank}"
         assert output.shape == (received.shape[0], case.columns)
-        outputs = output.split([rows.shape[0] for rows in by_expert])
-        for e, (rows, actual) in enumerate(zip(by_expert, outputs, strict=True)):
-            own = None if bias is None else bias[e]
-            exact, bound = reference.matmul(
-                rows, weight[e], case.dtype, bias=own, activation=case.activation, roundings=2
-            )
-            ratio = reference.worst_ratio(actual, exact, bound)
-            assert ratio <= 1, f"expert {e} on rank {rank}: {ratio:.3g} times the bound"
+        check_products(case, rank, output)
 
 
 @st.composite

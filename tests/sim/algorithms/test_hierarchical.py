@@ -19,6 +19,7 @@ from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
 from mutants.mutations import Edit, Mutant, mutated
+from ranks import ranks
 from sim.algorithms.node_support import OPS, SMALL, TILES, TWO, check_in_flight, on_nodes
 from support import noise, payload, poisoned
 from tiers import few, thorough
@@ -208,35 +209,30 @@ def test_fused_ops(algorithm: str, dtype: torch.dtype, put: str) -> None:
         interlace.run(on_rank, world)
 
 
+@ranks(4, place="sim")
 def test_sums_round_once_and_are_the_same_everywhere() -> None:
     """Partial sums of bfloat16 are fp32; a rank's part and everybody's copy of it have the same bits."""
-
-    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
-        group = on_nodes(TWO, "stores")
-        x = noise(group.rank, 0, (4, 33), torch.bfloat16)
-        part = torch.empty(33, dtype=torch.bfloat16)
-        interlace.reduce_scatter(part, x, group=group)
-        interlace.all_reduce(x, group=group)
-        return part, x
-
-    found = interlace.run(on_rank, 4)
-    inputs = [noise(rank, 0, (4, 33), torch.bfloat16).float() for rank in range(4)]
-    right = ((inputs[0] + inputs[1]) + (inputs[2] + inputs[3])).bfloat16()
-    for rank, (part, whole) in enumerate(found):
-        assert torch.equal(part, right[rank]) and torch.equal(whole, right)
+    group, inputs = (
+        on_nodes(TWO, "stores"),
+        [noise(r, 0, (4, 33), torch.bfloat16) for r in range(4)],
+    )
+    wide = [each.float() for each in inputs]
+    right = ((wide[0] + wide[1]) + (wide[2] + wide[3])).bfloat16()
+    x, part = inputs[group.rank].clone(), torch.empty(33, dtype=torch.bfloat16)
+    interlace.reduce_scatter(part, x, group=group)
+    interlace.all_reduce(x, group=group)
+    assert torch.equal(part, right[group.rank]) and torch.equal(x, right)
 
 
+@ranks(4, place="sim")
 def test_memory_of_another_node_cannot_be_touched() -> None:
-    def on_rank() -> None:
-        place = on_nodes(TWO).place
-        buffer = place.allocate(64)
-        other = 3 - place.rank
-        assert buffer.mapped(place.rank) and not buffer.mapped(other)
-        assert buffer.peers.tolist()[other] == 0 and all(buffer.peers.tolist()[4:])
-        buffer.view(other, 0, (1,), torch.int64)
-
+    place = on_nodes(TWO).place
+    buffer = place.allocate(64)
+    other = 3 - place.rank
+    assert buffer.mapped(place.rank) and not buffer.mapped(other)
+    assert buffer.peers.tolist()[other] == 0 and all(buffer.peers.tolist()[4:])
     with pytest.raises(AssertionError, match="is on another node"):
-        interlace.run(on_rank, 4)
+        buffer.view(other, 0, (1,), torch.int64)
 
 
 # -- races and schedules -------------------------------------------------------------------------------

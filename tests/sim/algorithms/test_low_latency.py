@@ -18,9 +18,9 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.place import SimStream
 from interlace.runtime.tuning import tuning
+from ranks import ranks
 from support import (
     POISON_BYTE,
-    failure,
     noise,
     payload,
     poison,
@@ -63,34 +63,24 @@ def compiled(launch: KernelLaunch) -> None:
     launch.arguments["COMPILED"] = True
 
 
-def three_ops(dtype: torch.dtype, count: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Of one size, one after another; with what came out of them."""
-
-    def on_rank() -> tuple[torch.Tensor, ...]:
-        rank, world = interlace.get_rank(), interlace.get_world_size()
-        gathered = poison(torch.zeros(world * count, dtype=dtype))
-        interlace.all_gather(gathered, payload(rank, 1, (count,), dtype), **LOW)
-        sent = payload(rank, 2, (count,), dtype)
-        interlace.broadcast(sent, world - 1, **LOW)
-        summed = noise(rank, 3, (count,), dtype) if dtype in (F32, F16, BF16) else torch.zeros(0)
-        if summed.numel():
-            interlace.all_reduce(summed, **LOW)
-        return gathered, sent, summed
-
-    return on_rank
-
-
-def check_three(results: list[Any], dtype: torch.dtype, count: int) -> None:
-    world = len(results)
-    parts = [payload(rank, 1, (count,), dtype) for rank in range(world)]
-    inputs = [noise(rank, 3, (count,), dtype) for rank in range(world)]
-    for gathered, sent, summed in results:
-        assert gathered.tolist() == torch.cat(parts).tolist()
-        assert sent.tolist() == payload(world - 1, 2, (count,), dtype).tolist()
-        if summed.numel():
-            expected, bound = reference.reduce(inputs)
-            assert reference.worst_ratio(summed, expected, bound) <= 1
-            assert torch.equal(summed, results[0][2]), "bits differ between ranks"
+def check_three(dtype: torch.dtype, count: int) -> None:
+    """Three ops of one size, one after another."""
+    rank, world = interlace.get_rank(), interlace.get_world_size()
+    gathered = poison(torch.zeros(world * count, dtype=dtype))
+    interlace.all_gather(gathered, payload(rank, 1, (count,), dtype), **LOW)
+    parts = [payload(each, 1, (count,), dtype) for each in range(world)]
+    assert gathered.tolist() == torch.cat(parts).tolist()
+    sent = payload(rank, 2, (count,), dtype)
+    interlace.broadcast(sent, world - 1, **LOW)
+    assert sent.tolist() == payload(world - 1, 2, (count,), dtype).tolist()
+    if dtype in (F32, F16, BF16):
+        inputs = [noise(each, 3, (count,), dtype) for each in range(world)]
+        summed = inputs[rank].clone()
+        interlace.all_reduce(summed, **LOW)
+        assert reference.worst_ratio(summed, *reference.reduce(inputs)) <= 1
+        every: list[Any] = [None] * world
+        interlace.all_gather_object(every, summed)
+        assert torch.equal(summed, every[0]), "bits differ between ranks"
 
 
 @pytest.mark.parametrize("count", [1, 7, 33])
@@ -98,13 +88,13 @@ def check_three(results: list[Any], dtype: torch.dtype, count: int) -> None:
 def test_lengths_that_are_no_words(dtype: torch.dtype, count: int) -> None:
     """From one byte on; shards of a gather that begin anywhere."""
     with poisoned(), small_words():
-        check_three(interlace.run(three_ops(dtype, count), 3, seed=count), dtype, count)
+        interlace.run(check_three, 3, dtype, count, seed=count)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
 def test_worlds(world: int) -> None:
     with poisoned(), small_words(), launches() as seen:
-        check_three(interlace.run(three_ops(BF16, 21), world, seed=world), BF16, 21)
+        interlace.run(check_three, world, BF16, 21, seed=world)
     assert set(seen) == {
         f"low_latency_{op}_kernel" for op in ("all_gather", "all_reduce", "broadcast")
     }
@@ -115,25 +105,21 @@ def test_the_instructions_of_a_gpu(dtype: torch.dtype) -> None:
     """The asm text that is compiled, run by the emulator, also when words are late."""
     for slow in range(2):
         with poisoned(), small_words(), launches(compiled), starved(slow_rank(slow)):
-            check_three(interlace.run(three_ops(dtype, 35), 2, seed=slow), dtype, 35)
+            interlace.run(check_three, 2, dtype, 35, seed=slow)
 
 
+@ranks(2, place="sim")
 def test_memory_that_begins_anywhere() -> None:
-    def on_rank() -> list[Any]:
-        rank = interlace.get_rank()
-        results = []
-        for shift in (1, 2, 3, 4):
-            output = torch.zeros(16 + shift, dtype=torch.int8)[shift:]
-            interlace.all_gather(output, torch.arange(9, dtype=torch.int8)[1:] + rank, **LOW)
-            memory = bytearray(4 * 3 + shift)
-            summed = torch.frombuffer(memory, dtype=F32, count=3, offset=shift)
-            summed.copy_(torch.tensor([1.0, 2.0, 3.0]))
-            interlace.all_reduce(summed, **LOW)
-            results.append((output.tolist(), summed.tolist()))
-        return results
-
-    for result in interlace.run(on_rank, 2):
-        assert result == [([*range(1, 9), *range(2, 10)], [2.0, 4.0, 6.0])] * 4
+    for shift in (1, 2, 3, 4):
+        output = torch.zeros(16 + shift, dtype=torch.int8)[shift:]
+        own = torch.arange(9, dtype=torch.int8)[1:] + interlace.get_rank()
+        interlace.all_gather(output, own, **LOW)
+        assert output.tolist() == [*range(1, 9), *range(2, 10)]
+        memory = bytearray(4 * 3 + shift)
+        summed = torch.frombuffer(memory, dtype=F32, count=3, offset=shift)
+        summed.copy_(torch.tensor([1.0, 2.0, 3.0]))
+        interlace.all_reduce(summed, **LOW)
+        assert summed.tolist() == [2.0, 4.0, 6.0]
 
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -156,25 +142,19 @@ WRAPS = [(1 << 32) - 3, (1 << 31) - 3, (1 << 33) - 3]
 def test_flags_come_round(finished: int) -> None:
     """The lower half of an epoch goes through 0, and through what is a negative number."""
 
-    def on_rank() -> list[list[int]]:
-        rank, world = interlace.get_rank(), interlace.get_world_size()
-        results = []
+    def on_rank() -> None:
+        world = interlace.get_world_size()
         interlace.all_gather(torch.zeros(world, dtype=I32), torch.zeros(1, dtype=I32), **LOW)
         set_epochs(finished)
         for call in range(5):
-            output = torch.full((world * 3,), -1, dtype=I32)
-            own = torch.tensor([rank, call, finished + call & 0x7FFFFFFF], dtype=I32)
-            interlace.all_gather(output, own, **LOW)
-            results.append(output.tolist())
-        return results
-
-    def expected(call: int) -> list[int]:
-        return [x for rank in range(3) for x in (rank, call, finished + call & 0x7FFFFFFF)]
+            rows = [[rank, call, finished + call & 0x7FFFFFFF] for rank in range(world)]
+            output, right = torch.full((world, 3), -1, dtype=I32), torch.tensor(rows, dtype=I32)
+            interlace.all_gather(output, right[interlace.get_rank()], **LOW)
+            assert torch.equal(output, right)
 
     for slow in range(3):
         with starved(slow_rank(slow)):
-            for results in interlace.run(on_rank, 3, seed=slow):
-                assert results == [expected(call) for call in range(5)]
+            interlace.run(on_rank, 3, seed=slow)
 
 
 def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
@@ -183,42 +163,34 @@ def test_no_word_keeps_a_flag_until_it_comes_round() -> None:
     By threads, because words that are sent at once come at once.
     """
 
-    def on_rank() -> list[float]:
-        rank = interlace.get_rank()
+    def on_rank() -> None:
         interlace.all_reduce(torch.full((4,), 100.0), **LOW)
         set_epochs((1 << 32) - 2)
         for _ in range(2):
             interlace.all_reduce(torch.ones(1), **LOW)
-        tensor = torch.full((4,), 1.0 + rank)
+        tensor = torch.full((4,), 1.0 + interlace.get_rank())
         interlace.all_reduce(tensor, **LOW)
-        return tensor.tolist()
+        assert tensor.tolist() == [3.0] * 4
 
     for slow in range(2):
         with small_words(), launches(compiled), starved(slow_rank(slow)):
-            assert interlace.run(on_rank, 2, seed=slow) == [[3.0] * 4] * 2
+            interlace.run(on_rank, 2, seed=slow)
 
 
 def test_data_that_looks_like_flags() -> None:
     """Words of the next, the last and the present epoch in either half of an int64."""
 
-    def on_rank() -> list[list[int]]:
+    def on_rank() -> None:
         rank, world = interlace.get_rank(), interlace.get_world_size()
-        results = []
         for epoch in range(1, 6):
             own = torch.tensor([(epoch + d) << 32 | epoch + e for d in (-1, 0, 1) for e in (0, 1)])
-            output = torch.zeros(6 * world, dtype=I64)
+            output = torch.zeros(world, 6, dtype=I64)
             interlace.all_gather(output, own + rank, **LOW)
-            results.append(output.tolist())
-        return results
-
-    def expected(epoch: int, world: int) -> list[int]:
-        own = [(epoch + d) << 32 | epoch + e for d in (-1, 0, 1) for e in (0, 1)]
-        return [x + rank for rank in range(world) for x in own]
+            assert torch.equal(output, own + torch.arange(world)[:, None])
 
     for slow in range(2):
         with starved(slow_rank(slow)):
-            for results in interlace.run(on_rank, 2, seed=slow):
-                assert results == [expected(epoch, 2) for epoch in range(1, 6)]
+            interlace.run(on_rank, 2, seed=slow)
 
 
 @pytest.mark.parametrize("slow", range(3))
@@ -226,17 +198,16 @@ def test_growing_and_shrinking_with_a_slow_rank(slow: int) -> None:
     """Programs that missed ops; buffers that are outgrown while ops are on their way through them."""
     counts = [3, 40, 5, 100, 3, 41, 100]
 
-    def on_rank() -> list[torch.Tensor]:
+    def on_rank() -> None:
         tensors = [payload(interlace.get_rank(), call, (n,)) for call, n in enumerate(counts)]
         started = [interlace.all_reduce(tensor, async_op=True, **LOW) for tensor in tensors]
         for work in started:
             work.wait()
-        return tensors
+        for call, tensor in enumerate(tensors):
+            assert torch.equal(tensor, sum(payload(r, call, tensor.shape) for r in range(3)))
 
     with poisoned(), small_words(), starved(slow_rank(slow)):
-        for tensors in interlace.run(on_rank, 3, seed=slow):
-            for call, (n, tensor) in enumerate(zip(counts, tensors, strict=True)):
-                assert torch.equal(tensor, sum(payload(rank, call, (n,)) for rank in range(3)))
+        interlace.run(on_rank, 3, seed=slow)
 
 
 # -- giving up -------------------------------------------------------------------------------------
@@ -322,16 +293,12 @@ def uneven() -> None:
     interlace.all_gather([torch.ones(2), torch.ones(3)], torch.ones(count))
 
 
+@ranks(2, place="sim")
 def test_words_are_made_once_and_counted() -> None:
-    def on_rank() -> list[int]:
-        held = [default_group().workspace_bytes]
-        for count in (4, 8, 300, 4):
-            interlace.all_reduce(torch.ones(count), **LOW)
-            held.append(default_group().workspace_bytes)
-        return held
-
-    (held, *others) = interlace.run(on_rank, 2)
-    assert all(each == held for each in others)
+    held = [default_group().workspace_bytes]
+    for count in (4, 8, 300, 4):
+        interlace.all_reduce(torch.ones(count), **LOW)
+        held.append(default_group().workspace_bytes)
     assert held[0] == 0 < held[1] == held[2] < held[3] == held[4]
 
 
@@ -345,16 +312,14 @@ REFUSED = [
     (lambda: interlace.broadcast(torch.ones(4), 0, algorithm="kernel"),
      "algorithm must be one of auto, copy, low_latency, got 'kernel'"),
     (lambda: interlace.all_reduce(torch.ones(4), "max", **LOW), "reduces with op sum or avg, got 'max'"),
+    (lambda: interlace.all_reduce(torch.ones(4).long(), **LOW),
+     "TypeError: supports float32, float16 and bfloat16"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
+@ranks(2, place="sim")
 def test_what_cannot_be_done_is_said(call: Any, message: str) -> None:
-    error = failure(call, 2)
-    assert isinstance(error, ValueError) and message in str(error)
-
-
-def test_dtypes_without_sums_are_refused() -> None:
-    error = failure(lambda: interlace.all_reduce(torch.ones(4).long(), **LOW), 2)
-    assert isinstance(error, TypeError)
-    assert "supports float32, float16 and bfloat16" in str(error)
+    with pytest.raises(TypeError if message.startswith("TypeError: ") else ValueError) as caught:
+        call()
+    assert message.removeprefix("TypeError: ") in str(caught.value)

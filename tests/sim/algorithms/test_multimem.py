@@ -24,6 +24,7 @@ from interlace.runtime.core.place import Nodes
 from interlace.runtime.places.sim.place import SimPlace, address_for
 from interlace.runtime.tuning import tuning
 from interlace.runtime.tuning.configuration import override
+from ranks import ranks
 from sim.interpreter.ptx_kernels import in_memory
 from support import failure, noise, payload, poison, poisoned
 
@@ -73,7 +74,7 @@ def test_all_gather(
 ) -> None:
     """Shards of any lengths, of which the last vectors are not whole."""
 
-    def on_rank() -> list[torch.Tensor]:
+    def on_rank() -> None:
         rank = interlace.get_rank()
         whole = poison(torch.zeros(sum(lengths[:world]), dtype=dtype))
         outputs = list(torch.split(whole, lengths[:world]))
@@ -82,12 +83,11 @@ def test_all_gather(
             outputs[rank].copy_(own)
             own = outputs[rank]
         interlace.all_gather(outputs, own, algorithm="multimem")
-        return outputs
+        for source, output in enumerate(outputs):
+            assert torch.equal(output, payload(source, 1, (lengths[source],), dtype))
 
     with small_blocks(switch):
-        for outputs in interlace.run(on_rank, world):
-            for source, output in enumerate(outputs):
-                assert torch.equal(output, payload(source, 1, (lengths[source],), dtype))
+        interlace.run(on_rank, world)
 
 
 @SWITCH
@@ -120,56 +120,54 @@ def test_all_reduce(switch: bool, world: int, dtype: torch.dtype, count: int) ->
 def test_reduce_scatter(switch: bool, dtype: torch.dtype, world: int, in_place: bool) -> None:
     lengths = [37, 5, 0][:world]
 
-    def on_rank() -> torch.Tensor:
+    everyone = [noise(rank, 1, (sum(lengths),), dtype) for rank in range(world)]
+    parts = list(
+        zip(*(torch.split(each, lengths) for each in reference.reduce(everyone)), strict=True)
+    )
+
+    def on_rank() -> None:
         rank = interlace.get_rank()
-        inputs = list(torch.split(noise(rank, 1, (sum(lengths),), dtype), lengths))
+        inputs = list(torch.split(everyone[rank].clone(), lengths))
         output = inputs[rank] if in_place else poison(torch.zeros(lengths[rank], dtype=dtype))
         interlace.reduce_scatter(output, inputs, algorithm="multimem")
-        return output
+        assert reference.worst_ratio(output, *parts[rank]) <= 1
 
     with small_blocks(switch):
-        results = interlace.run(on_rank, world)
-    inputs = [noise(rank, 1, (sum(lengths),), dtype) for rank in range(world)]
-    whole, bound = reference.reduce(inputs)
-    parts = zip(torch.split(whole, lengths), torch.split(bound, lengths), strict=True)
-    for mine, (expected, off) in zip(results, parts, strict=True):
-        assert reference.worst_ratio(mine, expected, off) <= 1
+        interlace.run(on_rank, world)
 
 
+@ranks(2, place="sim")
 def test_unaligned_memory_is_copied() -> None:
-    def on_rank() -> list[float]:
-        gathered = torch.zeros(12, dtype=F16)
-        interlace.all_gather(gathered, torch.ones(7, dtype=F16)[1:], algorithm="multimem")
-        return gathered.tolist()
-
-    assert interlace.run(on_rank, 2) == [[1.0] * 12] * 2
+    gathered = torch.zeros(12, dtype=F16)
+    interlace.all_gather(gathered, torch.ones(7, dtype=F16)[1:], algorithm="multimem")
+    assert gathered.tolist() == [1.0] * 12
 
 
 @SWITCH
 def test_copiers_of_the_fused_gather(switch: bool) -> None:
     """Rows of 32 bytes: 16-byte vectors."""
+    shards = [payload(rank, 1, (20, 8)) for rank in range(3)]
 
-    def on_rank() -> torch.Tensor:
-        shard = payload(interlace.get_rank(), 1, (20, 8))
-        return interlace.all_gather_matmul(shard, torch.eye(8), algorithm="fused")
+    def on_rank() -> None:
+        shard = shards[interlace.get_rank()]
+        made = interlace.all_gather_matmul(shard, torch.eye(8), algorithm="fused")
+        assert torch.equal(made, torch.cat(shards))
 
     blocks = {f"block_{axis}": 16 for axis in "mnk"}
     with small_blocks(switch), override(**SMALL_BLOCKS, **blocks, multimem=True):
-        results = interlace.run(on_rank, 3)
-    expected = torch.cat([payload(rank, 1, (20, 8)) for rank in range(3)])
-    assert all(torch.equal(result, expected) for result in results)
+        interlace.run(on_rank, 3)
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
+@ranks(2, place="sim")
 def test_averages_and_dtypes_are_refused() -> None:
-    error = failure(lambda: interlace.all_reduce(torch.ones(4), "avg", algorithm="multimem"), 2)
-    assert isinstance(error, ValueError)
-    assert "algorithm=\"multimem\" reduces with op sum, got 'avg' (on rank" in str(error)
-    error = failure(lambda: interlace.all_reduce(torch.ones(4).long(), algorithm="multimem"), 2)
-    assert isinstance(error, TypeError)
-    assert "supports float32, float16 and bfloat16" in str(error)
+    averages = "algorithm=\"multimem\" reduces with op sum, got 'avg' .on rank"
+    with pytest.raises(ValueError, match=averages):
+        interlace.all_reduce(torch.ones(4), "avg", algorithm="multimem")
+    with pytest.raises(TypeError, match="supports float32, float16 and bfloat16"):
+        interlace.all_reduce(torch.ones(4).long(), algorithm="multimem")
 
 
 def test_without_a_multicast_address_it_is_refused_where_kernels_are_compiled() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import interlace
 from interlace import functional
 from interlace.groups.specs import bind, describe
+from ranks import ranks
 
 
 @pytest.mark.parametrize(
@@ -63,31 +64,31 @@ def test_specs_are_checked() -> None:
     assert interlace.GroupSpec("tp") != spec and interlace.GroupSpec("tp").size is None
 
 
+@ranks(4, place="sim")
 def test_binding() -> None:
-    def body() -> list[Any]:
-        rank = interlace.get_rank()
-        x = torch.tensor([float(rank)])
-        spec = interlace.GroupSpec("bound here", 2)
-        with pytest.raises(ValueError, match="no group named 'bound here'"):
-            functional.all_gather(x, group=spec)
-        with pytest.raises(ValueError, match="has size 2, the group 4"):
-            spec.bind(None)
-        spec.bind([[0, 1], [2, 3]])
-        found = [functional.all_gather(x, group=spec).tolist()]
-        spec.bind([[0, 2], [1, 3]])  # again, to another group
-        found.append(functional.all_gather(x, group=spec).tolist())
-        found.append(functional.all_gather(x, group="bound here").tolist())
-        found.append(functional.all_gather(x, group=interlace.GroupSpec("bound here")).tolist())
-        wrong = interlace.GroupSpec("bound here", 3)
-        with pytest.raises(ValueError, match="has 2 ranks, the op was traced for 3"):
-            functional.all_gather(x, group=wrong)
-        interlace.new_group([0, 1, 2, 3], name="named")
-        found.append(functional.all_gather(x, group=interlace.GroupSpec("named", 4)).tolist())
+    rank = interlace.get_rank()
+    pairs, columns = [[0.0, 1.0], [2.0, 3.0]][rank // 2], [[0.0, 2.0], [1.0, 3.0]][rank % 2]
+
+    def gathered(group: Any) -> list[float]:
+        found: list[float] = functional.all_gather(
+            torch.tensor([float(rank)]), group=group
+        ).tolist()
         return found
 
-    for rank, found in enumerate(interlace.run(body, 4)):
-        pairs, columns = [[0.0, 1.0], [2.0, 3.0]][rank // 2], [[0.0, 2.0], [1.0, 3.0]][rank % 2]
-        assert found == [pairs, columns, columns, columns, [0.0, 1.0, 2.0, 3.0]]
+    spec = interlace.GroupSpec("bound here", 2)
+    with pytest.raises(ValueError, match="no group named 'bound here'"):
+        gathered(spec)
+    with pytest.raises(ValueError, match="has size 2, the group 4"):
+        spec.bind(None)
+    spec.bind([[0, 1], [2, 3]])
+    assert gathered(spec) == pairs
+    spec.bind([[0, 2], [1, 3]])  # again, to another group
+    for form in (spec, "bound here", interlace.GroupSpec("bound here")):
+        assert gathered(form) == columns
+    with pytest.raises(ValueError, match="has 2 ranks, the op was traced for 3"):
+        gathered(interlace.GroupSpec("bound here", 3))
+    interlace.new_group([0, 1, 2, 3], name="named")
+    assert gathered(interlace.GroupSpec("named", 4)) == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_name_stands_for_one_group_in_its_run_only() -> None:
@@ -107,13 +108,10 @@ def test_a_name_stands_for_one_group_in_its_run_only() -> None:
     assert interlace.run(body, 2, False) == ["group: there is no group"] * 2
 
 
+@ranks(2, place="sim")
 def test_communicators_have_names_that_find_them() -> None:
-    def body() -> list[bool]:
-        groups = [interlace.new_group([1, 0]) for _ in range(3)]
-        named = interlace.new_group([0, 1], name="mine")
-        names = [describe(group)[0] for group in (*groups, named)]
-        found = [bind(name, 2) for name in names]
-        same = [group is other for group, other in zip((*groups, named), found, strict=True)]
-        return [*same, len(set(names)) == 4, names[3] == "mine"]
-
-    assert interlace.run(body, 2) == [[True] * 6] * 2
+    groups = [interlace.new_group([1, 0]) for _ in range(3)]
+    groups.append(interlace.new_group([0, 1], name="mine"))
+    names = [describe(group)[0] for group in groups]
+    assert all(bind(name, 2) is group for name, group in zip(names, groups, strict=True))
+    assert len(set(names)) == 4 and names[3] == "mine"

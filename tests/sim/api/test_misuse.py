@@ -3,8 +3,10 @@
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,8 +63,7 @@ DIFFERENT: dict[str, Case] = {
      "matmul_reduce_scatter: the shape of input without k " + both(r"\(3,\)", r"\(4,\)")),
     "rs columns": (lambda: rs(W22, torch.ones(2, mine(3, 4))), ValueError,
      "the columns of weight " + both(3, 4)),
-    "rs dim": (lambda: rs(W22, W22, scatter_dim=mine(0, -1)),
-     ValueError, "scatter_dim " + both(0, 1)),
+    "rs dim": (lambda: rs(W22, W22, scatter_dim=mine(0, -1)), ValueError, "scatter_dim " + both(0, 1)),
     "rs op": (lambda: rs(W22, W22, reduce_op=mine("sum", "avg")), ValueError,
      "reduce_op " + both("sum", "avg")),
     "rs dtype": (lambda: rs(W22.to(mine(torch.float32, torch.bfloat16)),
@@ -108,10 +109,8 @@ WRONG: dict[str, Case] = {
     "input sparse": (lambda: ag(W22.to_sparse(), W22), TypeError, "input must be a strided tensor"),
     "input negated": (lambda: ag(torch._neg_view(W22), W22), ValueError, "input is lazily negated"),
     "weight type": (lambda: ag(W22, None), TypeError, "weight must be a tensor .*got NoneType"),
-    "weight empty": (lambda: ag(W22, []),
-     TypeError, "weight must be a tensor or a non-empty sequence"),
-    "weight in list": (lambda: ag(W22, [W22, 3]),
-     TypeError, r"weight\[1\] must be a tensor, got int"),
+    "weight empty": (lambda: ag(W22, []), TypeError, "weight must be a tensor or a non-empty sequence"),
+    "weight in list": (lambda: ag(W22, [W22, 3]), TypeError, r"weight\[1\] must be a tensor, got int"),
     "weight 3-D": (lambda: rs(W22, torch.ones(1, 2, 2)), ValueError, r"weight .*\(1, 2, 2\)"),
     "weight rows": (lambda: ar(W22, torch.ones(3, 2)),
      ValueError, "weight has 3 rows, input has k = 2"),
@@ -119,10 +118,8 @@ WRONG: dict[str, Case] = {
      r"weight has 2 rows, the gathered input has k = 4"),
     "weight dtype": (lambda: ag(W22, W22.half()),
      TypeError, "weight is torch.float16, input is torch.float32"),
-    "weight negated": (lambda: ag(W22, torch._neg_view(W22)),
-     ValueError, "weight is lazily negated"),
-    "bias shape": (lambda: rs(W22, W22, bias=torch.ones(3)),
-     ValueError, r"bias .*\(2,\).*got \(3,\)"),
+    "weight negated": (lambda: ag(W22, torch._neg_view(W22)), ValueError, "weight is lazily negated"),
+    "bias shape": (lambda: rs(W22, W22, bias=torch.ones(3)), ValueError, r"bias .*\(2,\).*got \(3,\)"),
     "bias dtype": (lambda: ag(W22, W22, bias=torch.ones(2).double()),
      TypeError, "bias is torch.float64"),
     "bias type": (lambda: ag(W22, W22, bias=1.0), TypeError, "bias must be a tensor, got float"),
@@ -133,20 +130,16 @@ WRONG: dict[str, Case] = {
     "gather_dim low": (lambda: ag(W22, W22, gather_dim=-3), ValueError, "gather_dim .*got -3"),
     "gather_dim bool": (lambda: ag(W22, W22, gather_dim=True),
      TypeError, "gather_dim must be an int, got True"),
-    "gather_dim float": (lambda: ag(W22, W22, gather_dim=0.0),
-     TypeError, "gather_dim must be an int"),
+    "gather_dim float": (lambda: ag(W22, W22, gather_dim=0.0), TypeError, "gather_dim must be an int"),
     "scatter_dim": (lambda: rs(W22, W22, scatter_dim=5), ValueError, "scatter_dim .*got 5"),
     "algorithm": (lambda: ag(W22, W22, algorithm="fast"),
      ValueError, "algorithm must be one of .*got 'fast'"),
-    "algorithm None": (lambda: ag(W22, W22, algorithm=None),
-     ValueError, "algorithm must be one of"),
-    "fused along k": (lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"),
-     ValueError,
+    "algorithm None": (lambda: ag(W22, W22, algorithm=None), ValueError, "algorithm must be one of"),
+    "fused along k": (lambda: ag(W22, torch.ones(4, 2), gather_dim=1, algorithm="fused"), ValueError,
      "algorithm='fused' cannot .* gather_dim=1"),
     "fused float64": (lambda: rs(W22.double(), W22.double(), algorithm="fused"), TypeError,
      'algorithm="fused" supports float32.* input is torch.float64'),
-    "fused out float64": (lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"),
-     TypeError,
+    "fused out float64": (lambda: ar(W22, W22, out_dtype=torch.float64, algorithm="fused"), TypeError,
      "out_dtype is torch.float64"),
     "reduce_op": (lambda: rs(W22, W22, reduce_op="max"),
      ValueError, "reduce_op must be one of sum, avg, got 'max'"),
@@ -187,8 +180,7 @@ WRONG: dict[str, Case] = {
      ValueError, "premul_sum needs its factor"),
     "ranks twice": (lambda: interlace.new_group([0, 0]),
      ValueError, r"ranks must be distinct, .*\[0, 0\]"),
-    "ranks outside": (lambda: interlace.new_group([0, 2]),
-     ValueError, r"within 0\.\.1, got \[0, 2\]"),
+    "ranks outside": (lambda: interlace.new_group([0, 2]), ValueError, r"within 0\.\.1, got \[0, 2\]"),
     "ranks bool": (lambda: interlace.new_group([True, False]), TypeError, "ranks must be ints"),
 }  # fmt: skip
 
@@ -256,20 +248,14 @@ RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (None, TypeError, "must be a number of seconds or a timedelta, got None"),
     ],
 )
+@ranks(1, place="sim")
 def test_a_wrong_timeout(value: Any, kind: type[Exception], text: str) -> None:
-    def of_a_group() -> None:
-        interlace.new_group().set_timeout(value)
-
-    def of_a_context() -> None:
-        with interlace.timeout(value):
+    for call in interlace.new_group().set_timeout, interlace.timeout:
+        with pytest.raises(kind, match=f"seconds {text}"), call(value) or nullcontext():
             pass
-
-    for call in of_a_group, of_a_context:
-        with pytest.raises(kind, match=f"seconds {text}"):
-            interlace.run(call, 1)
     if value is not None:
         with pytest.raises(kind, match=f"timeout {text}"):
-            interlace.run(lambda: interlace.new_group(timeout=value), 1)
+            interlace.new_group(timeout=value)
 
 
 @pytest.mark.parametrize("place", ["sim", "shm"])
@@ -307,24 +293,25 @@ def test_a_switch_of_verify_that_is_no_bool() -> None:
             call(interlace.barrier, 2, **{name: "yes"})
 
 
-def test_actors_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match="pip install ray"):
+def test_actors_without_ray() -> None:
+    with (
+        mock.patch.dict(sys.modules, ray=None),
+        pytest.raises(ImportError, match="pip install ray"),
+    ):
         on_ray.run(rank, 2)
     with pytest.raises(ValueError, match="world_size must be within"):
         on_ray.run(rank, 0)
 
 
+@ranks(2, place="sim")
 def test_a_monitored_barrier_of_less_than_no_time() -> None:
-    def on_rank() -> str:
-        with pytest.raises(ValueError) as caught:
-            interlace.monitored_barrier(timeout=5 - 6 * interlace.get_rank())
-        interlace.barrier()
-        return str(caught.value)
-
-    others, own = interlace.run(on_rank, 2)
-    assert own == "timeout must not be negative, got -1 (on rank 1)"
-    assert "rank 1 cannot take part" in others
+    with pytest.raises(ValueError) as caught:
+        interlace.monitored_barrier(timeout=5 - 6 * rank())
+    interlace.barrier()
+    if rank() == 1:
+        assert str(caught.value) == "timeout must not be negative, got -1 (on rank 1)"
+    else:
+        assert "rank 1 cannot take part" in str(caught.value)
 
 
 def test_timeouts_do_nothing_where_is_no_clock() -> None:
@@ -341,24 +328,17 @@ def test_timeouts_do_nothing_where_is_no_clock() -> None:
         interlace.run(on_rank, 2, False)
 
 
+@ranks(2, place="sim")
 def test_what_is_no_group_and_no_name_is_named() -> None:
-    def on_rank() -> None:
-        with pytest.raises(TypeError, match=r"name must be a str or None, got 5 \(on rank"):
-            interlace.new_group(name=5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"group must be None, a group .*, got 5 \(int\)"):
-            interlace.barrier(5)
-
-    interlace.run(on_rank, 2)
-    assert "rank 1" in interlace.run(_refused, 2)[0]
-
-
-def _refused() -> str:
-    """A rank's number is said once in what it refuses: by the others as that of who cannot take part."""
-    rank = interlace.get_rank()
+    wrong: Any = 5
+    with pytest.raises(TypeError, match=r"name must be a str or None, got 5 \(on rank"):
+        interlace.new_group(name=wrong)
+    with pytest.raises(TypeError, match=r"group must be None, a group .*, got 5 \(int\)"):
+        interlace.barrier(wrong)
+    # its number is said once, by the others as that of who cannot take part
     with pytest.raises(TypeError) as caught:
-        interlace.all_reduce(torch.ones(1) if rank == 0 else 5)  # type: ignore[arg-type]
+        interlace.all_reduce(torch.ones(1) if rank() == 0 else wrong)
     assert str(caught.value).count("rank 1") == 1, caught.value
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(("case", "kind", "pattern"), RUNS)

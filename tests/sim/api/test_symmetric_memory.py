@@ -6,6 +6,7 @@ What ranks do is in ``multi/symmetric_memory/symmetric_ranks.py``, which ``shm``
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,28 +47,24 @@ def test_all_names_of_torchs_handle_are_there() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_kernel_pushes_through_the_table(seed: int) -> None:
+def test_kernels_push_through_the_table_and_mix_signals_with_the_hosts(seed: int) -> None:
+    """A rank may signal itself."""
     assert interlace.run(ranks.gather, 3, 3, seed=seed) == [[[], True]] * 3
+    for world_size in (1, 3):
+        found = interlace.run(ranks.ring, world_size, 4, seed=seed)
+        assert found == [[[], True]] * world_size
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_signals_of_host_and_kernels_mix(seed: int) -> None:
-    assert interlace.run(ranks.ring, 3, 4, seed=seed) == [[[], True]] * 3
-
-
-def test_a_rank_may_signal_itself() -> None:
-    assert interlace.run(ranks.ring, 1, 3) == [[[], True]]
-
-
-def test_without_the_second_barrier_data_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_second_barrier_data_is_overwritten() -> None:
     """The control of the tests above: they do see a buffer that is written too early."""
     barrier = SymmetricMemory.barrier
-    monkeypatch.setattr(
-        SymmetricMemory,
-        "barrier",
-        lambda self, channel=0, timeout_ms=0: None if channel == 1 else barrier(self, channel),
-    )
-    results = [interlace.run(ranks.gather, 3, 3, seed=seed) for seed in range(6)]
+
+    def only_first(self: SymmetricMemory, channel: int = 0, timeout_ms: int = 0) -> None:
+        if channel != 1:
+            barrier(self, channel)
+
+    with mock.patch.object(SymmetricMemory, "barrier", only_first):
+        results = [interlace.run(ranks.gather, 3, 3, seed=seed) for seed in range(6)]
     assert any(wrong for result in results for wrong, _ in result)
 
 
@@ -90,18 +87,17 @@ def test_unordered_signals_do_not_carry_data() -> None:
 
 
 def test_barrier_again_and_again() -> None:
-    def on_rank() -> list[int]:
+    def on_rank() -> None:
         _, hdl = ranks.handle_of(1)
-        mine = hdl.get_buffer(hdl.rank, (1,), torch.float32)
-        others = [hdl.get_buffer(r, (1,), torch.float32) for r in range(hdl.world_size)]
-        late = []
+        own, *others = (
+            hdl.get_buffer((hdl.rank + r) % 4, (1,), torch.float32) for r in range(hdl.world_size)
+        )
         for number in range(60):
-            mine.fill_(number)
+            own.fill_(number)
             hdl.barrier(number % 3)
-            late += [number for other in others if float(other) not in (number, number + 1)]
-        return late
+            assert all(float(other) in (number, number + 1) for other in others)
 
-    assert interlace.run(on_rank, 4, seed=3) == [[]] * 4
+    interlace.run(on_rank, 4, seed=3)
 
 
 def test_group_of_some_ranks() -> None:
@@ -244,12 +240,9 @@ def test_barrier_that_one_rank_does_not_join_is_a_deadlock() -> None:
         interlace.run(on_rank, 3)
 
 
+@mock.patch.object(SimPlace, "poll_limit", lambda self: 1)
 @pytest.mark.parametrize("op", ["barrier", "put_signal", "wait_signal"])
-def test_wait_that_gives_up_says_whom_it_waited_for(
-    monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
-    monkeypatch.setattr(SimPlace, "poll_limit", lambda self: 1)
-
+def test_wait_that_gives_up_says_whom_it_waited_for(op: str) -> None:
     def on_rank() -> None:
         _, hdl = ranks.handle_of(1)
         if hdl.rank == 0 and op == "put_signal":

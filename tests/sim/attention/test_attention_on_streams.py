@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,10 +104,16 @@ def differentiate(gpu: FakeGpu, *methods: str, rounds: int = 2) -> Callable[[], 
     return on_rank
 
 
-def holds(
-    run: Any, monkeypatch: pytest.MonkeyPatch, seed: int, *ways: Any, backward: bool = False
-) -> bool:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+Gpus = Callable[[int], FakeGpu]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """By a seed the stand-in, which is installed; it does more or less of its work at once."""
+    return lambda seed: install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+
+
+def holds(run: Any, gpu: FakeGpu, *ways: Any, backward: bool = False) -> bool:
     try:
         return all(run(differentiate(gpu, *ways), 4) if backward else run(exercise(gpu, *ways), 3))
     except (CudaError, DeviceHang, UseAfterFree):
@@ -115,8 +122,8 @@ def holds(
 
 @RUNS
 @pytest.mark.parametrize("seed", range(4))
-def test_right_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+def test_right_whatever_runs_first(run: Any, seed: int, gpus: Gpus) -> None:
+    gpu = gpus(seed)
     assert all(run(exercise(gpu, *WAYS), 3))
     for name in ("all_gather_attention", "attention", "merge_attention"):
         assert f"{name}_kernel" in gpu.launches
@@ -124,13 +131,14 @@ def test_right_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.Monk
 
 @RUNS
 @pytest.mark.parametrize("seed", range(2))
-def test_gradients_whatever_runs_first(
-    run: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+def test_gradients_whatever_runs_first(run: Any, seed: int, gpus: Gpus) -> None:
+    gpu = gpus(seed)
     assert all(run(differentiate(gpu, *METHODS), 4))
     for name in ("queries", "keys"):
         assert f"attention_{name}_backward_kernel" in gpu.launches
+
+
+plain_send = plain.send_by_copy_engine
 
 
 def _published_first(communicator: Any, workspace: Any, lines: Any, tensors: Any) -> None:
@@ -140,21 +148,17 @@ def _published_first(communicator: Any, workspace: Any, lines: Any, tensors: Any
     plain_send(communicator, workspace, lines, tensors)
 
 
-plain_send = plain.send_by_copy_engine
-
-
 @RUNS
 @pytest.mark.parametrize("way", [COPY_ENGINE, RING], ids=["copy engine", "ring"])
-def test_control_keys_that_are_not_waited_for(
-    way: tuple[str, int], run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = "                compute.wait_event(copying.record())\n            if step + 1"
-    without = changed(
-        key_transport, "RingKeys", line, "                pass\n            if step + 1"
-    )
-    monkeypatch.setitem(key_transport.WAYS, "ring", without)
-    monkeypatch.setattr(plain, "send_by_copy_engine", _published_first)
-    assert not all(holds(run, monkeypatch, seed, way) for seed in range(8))
+def test_control_keys_that_are_not_waited_for(way: tuple[str, int], run: Any, gpus: Gpus) -> None:
+    wait = "                compute.wait_event(copying.record())\n            if step + 1"
+    nothing = "                pass\n            if step + 1"
+    without = changed(key_transport, "RingKeys", wait, nothing)
+    with (
+        mock.patch.dict(key_transport.WAYS, ring=without),
+        mock.patch.object(plain, "send_by_copy_engine", _published_first),
+    ):
+        assert not all(holds(run, gpus(seed), way) for seed in range(8))
 
 
 NOT_WAITED = {
@@ -170,10 +174,8 @@ NOT_WAITED = {
 
 @RUNS
 @pytest.mark.parametrize("fault", NOT_WAITED)
-def test_control_contributions_that_are_not_waited_for(
-    fault: str, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_contributions_that_are_not_waited_for(fault: str, run: Any, gpus: Gpus) -> None:
     method, name, line = NOT_WAITED[fault]
-    monkeypatch.setitem(key_transport.BACK, method, changed(key_transport, name, line, "pass"))
-    seeds = range(8)
-    assert not all(holds(run, monkeypatch, seed, method, backward=True) for seed in seeds)
+    without = changed(key_transport, name, line, "pass")
+    with mock.patch.dict(key_transport.BACK, {method: without}):
+        assert not all(holds(run, gpus(seed), method, backward=True) for seed in range(8))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import interlace
-from interlace import experts, reference
+from interlace import experts
 from interlace.ops.experts.counted import CountedSizes, experts_of, rows_sent
 from interlace.ops.experts.grouped import Routes
 from interlace.runtime.tuning.configuration import override
@@ -30,7 +30,15 @@ from multi.experts.test_experts import (
     weights,
 )
 from ranks import ranks
-from sim.algorithms.test_grouped_matmul import BF16, EXCHANGE, LOPSIDED, SIZES, Case, cases
+from sim.algorithms.test_grouped_matmul import (
+    BF16,
+    EXCHANGE,
+    LOPSIDED,
+    SIZES,
+    Case,
+    cases,
+    check_products,
+)  # fmt: skip
 from sim.api.refusals import check_refused
 from support import noise, poisoned, slow_rank, starved
 from tiers import thorough
@@ -59,25 +67,14 @@ def most_rows(case: Case) -> int:
 def check(case: Case) -> None:
     with poisoned(), override(**case.configuration):
         results = interlace.run(on_rank, case.world, case, seed=case.seed)
-    parts = [case.input(rank).split(case.counts[rank]) for rank in range(case.world)]
     for rank, (output, handle) in enumerate(results):
-        block, weight, bias = case.block(rank), case.weight(rank), case.bias_matrix(rank)
         begin = 0
-        for e, expert in enumerate(block):
-            for source in range(case.world):
-                rows = case.counts[source][expert]
-                home = sum(case.counts[source][:expert])
-                assert handle.segments[e, source].tolist() == [begin, rows, home]
-                actual, begin = output[begin : begin + rows], begin + rows
-                exact, bound = reference.matmul(
-                    parts[source][expert],
-                    weight[e],
-                    case.dtype,
-                    bias=None if bias is None else bias[e],
-                    activation=case.activation,
-                    roundings=2,
-                )
-                assert reference.worst_ratio(actual, exact, bound) <= 1
+        for e, expert in enumerate(case.block(rank)):
+            for source, counts in enumerate(case.counts):
+                home = sum(counts[:expert])
+                assert handle.segments[e, source].tolist() == [begin, counts[expert], home]
+                begin += counts[expert]
+        check_products(case, rank, output[:begin])
         assert output.shape == (case.world * most_rows(case), case.columns)
         assert not output[begin:].any(), "what nothing came for is zero"
         chosen = [e for e, rows in enumerate(case.counts[rank]) for _ in range(rows)]

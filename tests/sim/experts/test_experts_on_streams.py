@@ -75,10 +75,19 @@ def exercise(gpu: FakeGpu, rounds: int = 3) -> Callable[[], bool]:
     return on_rank
 
 
+Gpus = Callable[..., FakeGpu]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """By a seed the stand-in, which is installed."""
+    return lambda seed, eager: install(monkeypatch, FakeGpu(seed, eager=eager))
+
+
 @RUNS
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch, FakeGpu(seed, eager=0.5 if seed % 2 else 0.05))
+def test_whatever_runs_first(run: Any, seed: int, gpus: Gpus) -> None:
+    gpu = gpus(seed, 0.5 if seed % 2 else 0.05)
     assert all(run(exercise(gpu), 3))
     names = "dispatch_send", "dispatch_receive", "combine", "grouped_matmul_combine"
     for name in (*names, "counted_grouped_matmul"):
@@ -88,11 +97,9 @@ def test_whatever_runs_first(run: Any, seed: int, monkeypatch: pytest.MonkeyPatc
 @RUNS
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined", "unfused"])
 @pytest.mark.parametrize("bound", [{}, {"num_max_rows_per_rank": 4}], ids=["splits", "bound"])
-def test_a_lone_rank_waits_for_its_caller(
-    run: Any, bound: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lone_rank_waits_for_its_caller(run: Any, bound: Any, algorithm: str, gpus: Gpus) -> None:
     """No collective comes first, which would hold the products until rows are there."""
-    gpu = install(monkeypatch, FakeGpu(0, eager=0.05))
+    gpu = gpus(0, 0.05)
 
     def on_rank() -> bool:
         seen = []
@@ -167,12 +174,10 @@ def layer(x: torch.Tensor, idx: torch.Tensor, kind: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_host_waits_for_nothing_in_a_combine(
-    world_size: int, held_up: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_waits_for_nothing_in_a_combine(world_size: int, held_up: Any, gpus: Gpus) -> None:
     """Also after a dispatch without a bound, whose numbers of tokens all ranks know."""
     of, seen = held_up
-    install(monkeypatch, FakeGpu(3, eager=0.0))
+    gpus(3, 0.0)
 
     def on_rank() -> None:
         for number in range(ROUNDS):
@@ -196,11 +201,11 @@ def test_the_host_waits_for_nothing_in_a_combine(
 )
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_host_waits_for_nothing_when_a_call_is_repeated(
-    kind: str, world_size: int, held_up: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, world_size: int, held_up: Any, gpus: Gpus
 ) -> None:
     """With a bound of tokens: whatever the routing is, and though ranks have other numbers of tokens."""
     of, seen = held_up
-    install(monkeypatch, FakeGpu(3, eager=0.0))  # which does nothing while a host enqueues
+    gpus(3, 0.0)  # which does nothing while a host enqueues
 
     def on_rank() -> int:
         rank, tokens = interlace.get_rank(), TOKENS - interlace.get_rank()
