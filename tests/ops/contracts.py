@@ -384,17 +384,6 @@ def lengths_of_experts(splits: Sequence[int], size: int) -> list[int]:
     return [sum(splits[first : first + size]) for first in range(0, len(splits), size)]
 
 
-def grouped(given: Sequence[Any], size: int, gathers: bool) -> Right:
-    parts = [each.input.split(list(each.input_splits)) for each in given]
-    made = []
-    for rank, each in enumerate(given):
-        own = range(EXPERTS) if gathers else range(rank * EXPERTS, (rank + 1) * EXPERTS)
-        received = torch.cat([parts[source][e] for e in own for source in range(size)])
-        lengths = lengths_of_experts(each.output_splits, size)
-        made.append([of_experts(each, received, lengths), received])
-    return made
-
-
 def dispatched(given: Sequence[Any], size: int) -> Right:
     known, made = Routes([each.topk_idx for each in given]), []
     for rank, each in enumerate(given):
@@ -438,21 +427,6 @@ def products_backward(given: Sequence[Any], size: int) -> Right:
             torch.stack([part.sum(0) for part in rows]),
         ]
         made.append([every.to(dtype) for every in found])
-    return made
-
-
-def to_heads(given: Sequence[Any], size: int) -> Right:
-    products = [(each.input @ each.weight + each.bias).chunk(size, 1) for each in given]
-    return [[torch.cat([columns[rank] for columns in products])] for rank in range(size)]
-
-
-def from_heads(given: Sequence[Any], size: int) -> Right:
-    lengths = [len(given[0].input) // size if g.length is None else g.length for g in given]
-    made = []
-    for rank, each in enumerate(given):
-        received = [other.input.split(lengths)[rank] for other in given]
-        product = torch.cat(received, 1) @ each.weight + each.bias
-        made.append([product, torch.stack(received).flatten(1, -2)])
     return made
 
 
@@ -521,8 +495,6 @@ def normed(given: Sequence[Any], size: int) -> Right:
 
 NORMED = tuple(name for name, op in BY_NAME.items() if "kind" in op.kinds)
 REFERENCES: dict[str, Callable[[Sequence[Any], int], Right]] = {
-    "all_gather_grouped_matmul": lambda given, size: grouped(given, size, True),
-    "all_to_all_grouped_matmul": lambda given, size: grouped(given, size, False),
     "dispatch": dispatched,
     "combine": lambda given, size: returned(
         given, [each.input for each in given], given[0].input.dtype
@@ -530,8 +502,6 @@ REFERENCES: dict[str, Callable[[Sequence[Any], int], Right]] = {
     "grouped_matmul_combine": products_returned,
     "routed_matmul_combine": products_returned,
     "routed_matmul_combine_backward": products_backward,
-    "matmul_all_to_all": to_heads,
-    "all_to_all_matmul": from_heads,
     "context_parallel_attention": attended,
     "context_parallel_attention_backward": attended_backward,
     "distributed_decode": decoded,

@@ -97,6 +97,16 @@ FUSED: dict[str, Case] = {
     "all_reduce_norm of pairs": lambda x: F.all_reduce_norm(
         x, residual=SAME, norm=interlace.RMSNorm(WEIGHT[:, 0]), group=PAIRS
     ),
+    "all_gather_grouped_matmul": lambda x: F.all_gather_grouped_matmul(
+        x, torch.stack([WEIGHT, -WEIGHT]), [3, 5], [3] * 4 + [5] * 4, return_received=True
+    ),
+    "all_to_all_grouped_matmul": lambda x: F.all_to_all_grouped_matmul(
+        x, WEIGHT[None], [2] * 4, [2] * 4, bias=BIAS[None]
+    ),
+    "matmul_all_to_all": lambda x: F.matmul_all_to_all(x.view(4, 2, 6), WEIGHT, bias=BIAS),
+    "all_to_all_matmul of pairs": lambda x: F.all_to_all_matmul(
+        x, torch.cat([WEIGHT, WEIGHT * 2]), bias=BIAS, group=PAIRS
+    ),
 }
 
 

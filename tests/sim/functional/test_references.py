@@ -4,6 +4,7 @@ What is common to both is the activation alone, which is torch's. So each says w
 """
 
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from interlace import reference
 from interlace.ops.library import BY_NAME
 from interlace.reference import Bounded
 from interlace.runtime.numerics.norms import RowNorm
+from ops import contracts
+from ops.contracts import EXPERTS, Setting
 
 SIZE, ROWS, INNER, COLUMNS = 3, 6, 10, 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -22,7 +25,8 @@ Given = Sequence[dict[str, Any]]
 
 
 class Compared(NamedTuple):
-    """``arguments`` of a rank besides the group; ``right`` the first of all ranks' results."""
+    """``arguments`` of a rank besides the group, without any those of the contract matrix; ``right`` the
+    first of all ranks' results."""
 
     op: str
     arguments: dict[str, Any]
@@ -116,6 +120,56 @@ def scaled(every: Given, dtype: torch.dtype) -> list[Bounded]:
     unit = reference.unit_roundoff(torch.float32)
     value, bound = reference.sum_of_rounded(products, OUTPUT, unit)
     return shared((value, reference.rounded(bound, value, OUTPUT)))
+
+
+def multiplied_by_experts(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    """Of rows that are by expert, and then by source."""
+    sent = [each["input"].split(each["input_splits"]) for each in every]
+    found = []
+    for rank, each in enumerate(every):
+        first = rank * EXPERTS if each["op"] == "all_to_all_grouped_matmul" else 0
+        products = [
+            reference.matmul(
+                torch.cat([parts[first + expert] for parts in sent]),
+                each["weight"][expert],
+                dtype,
+                bias=each["bias"][expert],
+                roundings=2,
+            )
+            for expert in range(EXPERTS)
+        ]
+        found.append(behind(products))
+    return found
+
+
+def behind(parts: Sequence[Bounded], dim: int = 0) -> Bounded:
+    values, bounds = zip(*parts, strict=True)
+    return torch.cat(values, dim), torch.cat(bounds, dim)
+
+
+def given_to_heads(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    products = [
+        shared(
+            reference.matmul(each["input"], each["weight"], dtype, bias=each["bias"], roundings=2),
+            1,
+        )
+        for each in every
+    ]
+    return [behind(parts) for parts in zip(*products, strict=True)]
+
+
+def taken_from_heads(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    sent = [each["input"].chunk(SIZE) for each in every]
+    return [
+        reference.matmul(
+            torch.cat([parts[rank] for parts in sent], 1),
+            each["weight"],
+            dtype,
+            bias=each["bias"],
+            roundings=2,
+        )
+        for rank, each in enumerate(every)
+    ]
 
 
 ROWS_OF = {"input": noise(ROWS, COLUMNS), "reduce_op": "sum"}
@@ -218,7 +272,19 @@ CASES = (
         PRODUCT | HOW | NORM | LAYER | OWN | {"reduce_op": "sum"},
         normed,
     ),
+    Compared("all_gather_grouped_matmul", {}, multiplied_by_experts),
+    Compared("all_to_all_grouped_matmul", {}, multiplied_by_experts),
+    Compared("matmul_all_to_all", {}, given_to_heads),
+    Compared("all_to_all_matmul", {}, taken_from_heads),
 )
+
+
+class NoisySetting(Setting):
+    """With numbers that are not whole, so that sums are rounded."""
+
+    def numbers(self, *shape: int, same: bool = False) -> torch.Tensor:
+        seed = zlib.crc32(self.argument.encode()) + (0 if same else self.rank)
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
 
 def arguments(compared: Compared, rank: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -227,6 +293,9 @@ def arguments(compared: Compared, rank: int, dtype: torch.dtype) -> dict[str, An
             return [of_rank(each) for each in value]
         return value(rank, dtype) if callable(value) else value
 
+    if not compared.arguments:
+        setting = NoisySetting(rank, SIZE, dtype, rows=(ROWS // SIZE,) * SIZE)
+        return contracts.arguments(BY_NAME[compared.op], setting)
     return {name: of_rank(value) for name, value in compared.arguments.items()}
 
 
