@@ -144,7 +144,7 @@ def reads_of_a_layer(algorithm: str) -> set[str]:
 
 
 # Functions that check numbers where reading them costs nothing, which is not on a GPU.
-CHECKS = {"check_numbers", "checked_segments", "check_experts", "assignment_of"}
+CHECKS = {"check_numbers", "checked_segments", "check_experts", "assigned"}
 
 
 def gradients(how: str) -> list[str]:

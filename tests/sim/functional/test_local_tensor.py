@@ -110,6 +110,20 @@ FUSED: dict[str, Case] = {
 }
 
 
+def through_experts(x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, ...]:
+    """Two of four experts for each token, one of which every rank has."""
+    chosen, weights = x.detach()[:, :4].argsort(1)[:, :2], x.detach()[:, 4:].abs()
+    received, handle = F.dispatch(x, chosen, weights, 4, **how)
+    product = F.grouped_matmul_combine(received.x, WEIGHT[None], handle, bias=BIAS[None])
+    return product, F.combine(received.x * 2, handle)
+
+
+BOUND = {"num_max_dispatch_tokens_per_rank": 8}
+FUSED |= {
+    "dispatch": through_experts,
+    "dispatch with a bound": lambda x: through_experts(x, **BOUND, capacity=3),
+    "dispatch, low latency": lambda x: through_experts(x, **BOUND, low_latency=True),
+}
 FP8 = torch.float8_e4m3fn
 HALF, BY_COLUMN = torch.tensor(0.5), torch.arange(1.0, 9.0).view(1, 8)
 SCALED: dict[str, Case] = {

@@ -16,7 +16,7 @@ from interlace.ops.library import BY_NAME
 from interlace.reference import Bounded
 from interlace.runtime.numerics.norms import RowNorm
 from ops import contracts
-from ops.contracts import EXPERTS, Setting
+from ops.contracts import EXPERTS, SLOTS, WIDTH, Routes, Setting
 
 SIZE, ROWS, INNER, COLUMNS = 3, 6, 10, 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -172,6 +172,44 @@ def taken_from_heads(every: Given, dtype: torch.dtype) -> list[Bounded]:
     ]
 
 
+def dispatched(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    known, found = Routes(of_all(every, "topk_idx")), []
+    for rank, each in enumerate(every):
+        arriving = known.arriving(rank)
+        rows = torch.cat([every[s]["input"][slots // SLOTS] for s, slots in arriving])
+        bound = each["max_tokens"] * SLOTS * SIZE
+        found.append(torch.nn.functional.pad(rows, (0, 0, 0, bound - len(rows))))
+    return moved(found)
+
+
+def combined(every: Given, dtype: torch.dtype) -> list[Bounded]:
+    """Rows of experts, or their products, of each token."""
+    known = Routes(of_all(every, "topk_idx"))
+    home = [
+        (torch.zeros(len(chosen), WIDTH).double(), torch.zeros(len(chosen), WIDTH).double())
+        for chosen in known.chosen
+    ]
+    for rank, each in enumerate(every):
+        parts = each["input"].split(known.splits(rank))
+        for number, ((source, slots), rows) in enumerate(
+            zip(known.arriving(rank), parts, strict=True)
+        ):
+            made = moved([rows])[0]
+            if "weight" in each:
+                weight, bias = each["weight"][number // SIZE], each["bias"][number // SIZE]
+                made = reference.matmul(rows, weight, dtype, bias=bias, roundings=2)
+            for to, part in zip(home[source], made, strict=True):
+                to[slots] = part
+    return [
+        reference.combine(
+            (value.view(-1, SLOTS, WIDTH), bound.view(-1, SLOTS, WIDTH)),
+            each["topk_weights"],
+            dtype,
+        )
+        for (value, bound), each in zip(home, every, strict=True)
+    ]
+
+
 ROWS_OF = {"input": noise(ROWS, COLUMNS), "reduce_op": "sum"}
 PRODUCT = {"input": noise(ROWS, INNER), "weight": noise(INNER, COLUMNS), "bias": None}
 HOW = {"algorithm": "auto", "out_dtype": None}
@@ -276,6 +314,10 @@ CASES = (
     Compared("all_to_all_grouped_matmul", {}, multiplied_by_experts),
     Compared("matmul_all_to_all", {}, given_to_heads),
     Compared("all_to_all_matmul", {}, taken_from_heads),
+    Compared("dispatch", {}, dispatched),
+    Compared("combine", {}, combined),
+    Compared("grouped_matmul_combine", {}, combined),
+    Compared("routed_matmul_combine", {}, combined),
 )
 
 
@@ -349,8 +391,12 @@ def test_both_references_agree_on_fp8(op: str) -> None:
 
 
 def test_every_reference_is_compared() -> None:
-    """But those of ops that only move what the root has, or bring it to the root."""
+    """But those of ops that only move what the root has, or bring it to the root.
+
+    What stands in for a reference in the contract matrix is compared there.
+    """
     there = {op.name for op in BY_NAME.values() if op.reference is not None}
     by_scale = {"all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"}
     moving = {"reduce", "gather", "scatter", "permute", "rank"}
-    assert there - moving == {compared.op for compared in CASES} | by_scale
+    compared = {compared.op for compared in CASES} | by_scale
+    assert there - moving == compared | (there & contracts.REFERENCES.keys())
