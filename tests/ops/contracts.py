@@ -25,6 +25,7 @@ from cases.support_table import defined
 from interlace import reference
 from interlace.arguments.checks import RowNorm
 from interlace.ops.attention.reference import AttentionReference, visible
+from interlace.ops.experts.dispatch import DispatchArguments
 from interlace.ops.library import BY_NAME, WITH_OUT
 from interlace.ops.op.op import Op
 
@@ -139,26 +140,6 @@ class Routes:
             found.append([begin, len(slots), before])
             begin += len(slots)
         return torch.tensor(found).view(EXPERTS, self.size, 3)
-
-    def brought(self, of_tokens: Sequence[Tensor], rank: int) -> Tensor:
-        """What the tokens of the rows of ``rank`` have, of all ranks' ``of_tokens``, a row for each."""
-        return torch.cat([of_tokens[s][slots // SLOTS] for s, slots in self.arriving(rank)])
-
-    def weights(self, of_slots: Sequence[Tensor], rank: int) -> Tensor:
-        return torch.cat([of_slots[s].reshape(-1)[slots] for s, slots in self.arriving(rank)])
-
-    def home(self, rows: Sequence[Tensor], rank: int) -> Tensor:
-        """Rows that experts' ranks have, as the slots of ``rank``: ``(tokens, SLOTS, n)``."""
-        found = rows[0].new_zeros(self.chosen[rank].numel(), rows[0].shape[1])
-        for owner, theirs in enumerate(rows):
-            arriving = self.arriving(owner)
-            parts = theirs[: sum(len(slots) for _, slots in arriving)].split(
-                [len(slots) for _, slots in arriving]
-            )
-            for (source, slots), part in zip(arriving, parts, strict=True):
-                if source == rank:
-                    found[slots] = part
-        return found.view(-1, SLOTS, rows[0].shape[1])
 
 
 def routes(setting: Setting) -> Routes:
@@ -373,64 +354,14 @@ def arguments(op: Op, setting: Setting, **others: Any) -> dict[str, Any]:
 # -- right results of ops whose record has no reference, or rounds in an order of its own ----------
 
 
-def of_experts(given: Any, received: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Rows by expert, times the weight of each, plus its bias."""
-    parts = received.split(list(lengths))
-    products = [part @ given.weight[e] + given.bias[e] for e, part in enumerate(parts)]
-    return torch.cat(products)
-
-
-def lengths_of_experts(splits: Sequence[int], size: int) -> list[int]:
-    return [sum(splits[first : first + size]) for first in range(0, len(splits), size)]
-
-
-def grouped(given: Sequence[Any], size: int, gathers: bool) -> Right:
-    parts = [each.input.split(list(each.input_splits)) for each in given]
-    made = []
-    for rank, each in enumerate(given):
-        own = range(EXPERTS) if gathers else range(rank * EXPERTS, (rank + 1) * EXPERTS)
-        received = torch.cat([parts[source][e] for e in own for source in range(size)])
-        lengths = lengths_of_experts(each.output_splits, size)
-        made.append([of_experts(each, received, lengths), received])
-    return made
-
-
-def dispatched(given: Sequence[Any], size: int) -> Right:
-    known, made = Routes([each.topk_idx for each in given]), []
-    for rank, each in enumerate(given):
-        rows = known.brought([other.input for other in given], rank)
-        weights = known.weights([other.topk_weights for other in given], rank)
-        behind = each.routing.bound(SLOTS, size) - len(rows)
-        pad = torch.nn.functional.pad
-        made.append([pad(rows, (0, 0, 0, behind)), pad(weights, (0, behind)), known.segments(rank)])
-    return made
-
-
-def returned(given: Sequence[Any], rows: Sequence[Tensor], dtype: torch.dtype) -> Right:
-    """Weighted sums of rows by token, and the rows as the sorted slots have them."""
-    known, made = Routes([each.topk_idx for each in given]), []
-    for rank, each in enumerate(given):
-        home = known.home(rows, rank)
-        total = (home.double() * each.topk_weights.double().unsqueeze(2)).sum(1).to(dtype)
-        made.append([total, home.flatten(0, 1)[known.orders[rank]].to(dtype)])
-    return made
-
-
-def products_returned(given: Sequence[Any], size: int) -> Right:
-    known, rows = Routes([each.topk_idx for each in given]), []
-    for rank, each in enumerate(given):
-        lengths = lengths_of_experts(known.splits(rank), size)
-        rows.append(of_experts(each, each.input, lengths))
-    return returned(given, rows, given[0].out_dtype or given[0].input.dtype)
-
-
 def products_backward(given: Sequence[Any], size: int) -> Right:
-    known, made = Routes([each.topk_idx for each in given]), []
-    for rank, each in enumerate(given):
-        grads = known.brought([other.grad for other in given], rank)
-        weights = known.weights([other.topk_weights for other in given], rank)
-        lengths = lengths_of_experts(known.splits(rank), size)
-        rows = (grads.double() * weights.double().unsqueeze(1)).split(lengths)
+    sent = [DispatchArguments(g.grad, None, g.topk_idx, g.topk_weights, *g.routing) for g in given]
+    find = BY_NAME["dispatch"].reference
+    assert find is not None
+    made = []
+    for each, (grads, weights, segments) in zip(given, find(sent, size), strict=True):
+        lengths = segments[..., 1].sum(1).tolist()
+        rows = (grads.double() * weights.double().unsqueeze(1))[: sum(lengths)].split(lengths)
         inputs, dtype = each.input.double().split(lengths), each.input.dtype
         found = [
             torch.cat([part @ each.weight[e].double().t() for e, part in enumerate(rows)]),
@@ -438,21 +369,6 @@ def products_backward(given: Sequence[Any], size: int) -> Right:
             torch.stack([part.sum(0) for part in rows]),
         ]
         made.append([every.to(dtype) for every in found])
-    return made
-
-
-def to_heads(given: Sequence[Any], size: int) -> Right:
-    products = [(each.input @ each.weight + each.bias).chunk(size, 1) for each in given]
-    return [[torch.cat([columns[rank] for columns in products])] for rank in range(size)]
-
-
-def from_heads(given: Sequence[Any], size: int) -> Right:
-    lengths = [len(given[0].input) // size if g.length is None else g.length for g in given]
-    made = []
-    for rank, each in enumerate(given):
-        received = [other.input.split(lengths)[rank] for other in given]
-        product = torch.cat(received, 1) @ each.weight + each.bias
-        made.append([product, torch.stack(received).flatten(1, -2)])
     return made
 
 
@@ -521,17 +437,7 @@ def normed(given: Sequence[Any], size: int) -> Right:
 
 NORMED = tuple(name for name, op in BY_NAME.items() if "kind" in op.kinds)
 REFERENCES: dict[str, Callable[[Sequence[Any], int], Right]] = {
-    "all_gather_grouped_matmul": lambda given, size: grouped(given, size, True),
-    "all_to_all_grouped_matmul": lambda given, size: grouped(given, size, False),
-    "dispatch": dispatched,
-    "combine": lambda given, size: returned(
-        given, [each.input for each in given], given[0].input.dtype
-    ),
-    "grouped_matmul_combine": products_returned,
-    "routed_matmul_combine": products_returned,
     "routed_matmul_combine_backward": products_backward,
-    "matmul_all_to_all": to_heads,
-    "all_to_all_matmul": from_heads,
     "context_parallel_attention": attended,
     "context_parallel_attention_backward": attended_backward,
     "distributed_decode": decoded,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.utils._pytree import (
     tree_flatten,
     tree_leaves,
@@ -386,17 +386,23 @@ def test_compiled(op: str) -> None:
     call.check(torch.compile(graph, fullgraph=True)(*[leaves[i] for i in at]))
 
 
+def of_all_ranks(values: Sequence[Any]) -> Any:
+    """A LocalTensor, or a number that is another on each rank, or what all ranks have alike."""
+    if isinstance(values[0], Tensor):
+        return LocalTensor(dict(enumerate(values)))
+    if all(each == values[0] for each in values):
+        return values[0]
+    return torch.SymInt(LocalIntNode(dict(enumerate(values))))  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("op", cells("local_tensor"))
 def test_local_tensor(op: str) -> None:
     """Results of all ranks in one process; an op without a reference refuses."""
     known, setting = BY_NAME[op], Setting(0, SIZE, call=1, rows=evenly(SIZE))
     given = [contracts.arguments(known, each) for each in setting.everyone()]
-    leaves, tree = tree_flatten(list(given[0].values()))
+    tree = tree_flatten(list(given[0].values()))[1]
     columns = zip(*[tree_leaves(list(each.values())) for each in given], strict=True)
-    every = [
-        LocalTensor(dict(enumerate(column))) if isinstance(leaf, Tensor) else leaf
-        for leaf, column in zip(leaves, columns, strict=True)
-    ]
+    every = [of_all_ranks(column) for column in columns]
     call = functools.partial(getattr(torch.ops.interlace, op).default, *tree_unflatten(every, tree))
     local_tensor.define("everyone", [list(range(SIZE))])
     with LocalTensorMode(SIZE):

@@ -29,6 +29,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import OwnRows, Table
 from interlace.kernels.attention import head_exchange as kernels
 from interlace.kernels.tiling import owner_order
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import (
     agreed_call,
     enqueue_kernel,
@@ -39,7 +40,8 @@ from interlace.ops.collectives.launch import (
     wait_for_all,
 )
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.operands import Linear, rows_of
+from interlace.ops.matmul.operands import Linear, checked_bias, rows_of
+from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -144,17 +146,23 @@ def prepared(
         )
         whole = output.shape[0] if op == TO_HEADS else call.input.shape[0]
         parts = communicator.parts(communicator.call_of(op, terms, (call.own, whole)))
-        lengths = [own for own, _ in parts]
-        for rank, (_, total) in enumerate(parts):
-            if total != sum(lengths):
-                name = "length" if op == TO_HEADS else "input"
-                raise ValueError(
-                    f"{op}: {name} is for {total} on rank {rank}, the ranks have {sum(lengths)} "
-                    f"({lengths} by rank)"
-                )
+        lengths = _lengths(op, parts)
         return Outcome(None, _launched(communicator, op, call, lengths, output, received))
 
     return start, (), None
+
+
+def _lengths(op: str, parts: Sequence[tuple[int, int]]) -> list[int]:
+    """The ranks' parts of dimension 0, from those and the whole that each has it for."""
+    lengths = [own for own, _ in parts]
+    for rank, (_, total) in enumerate(parts):
+        if total != sum(lengths):
+            name = "length" if op == TO_HEADS else "input"
+            raise ValueError(
+                f"{op}: {name} is for {total} on rank {rank}, the ranks have {sum(lengths)} "
+                f"({lengths} by rank)"
+            )
+    return lengths
 
 
 def _launched(
@@ -414,8 +422,6 @@ class FromHeads(HeadExchangeCall):
         operands.enqueue_product(communicator, matrix, linear, slice(None), "matmul")
         return communicator.compute.record()
 
-    _ops: Any = Ops()
-
 
 # -- outputs and gradients -------------------------------------------------------------------------
 
@@ -527,6 +533,51 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
     )
 
 
+# -- of one process that plays all ranks -----------------------------------------------------------
+
+
+def _alike(ranks: Sequence[ToHeadsArguments | FromHeadsArguments]) -> list[Tensor | None]:
+    """The biases of ranks, whose tensors fit together."""
+    op, first = ranks[0].op, ranks[0]
+    checks.algorithm_and_dtype(first.input, first)
+    by_rank.alike(op, "input", by_rank.inputs(ranks), but=0)
+    by_rank.alike(op, "weight", [each.weight for each in ranks])
+    checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
+    return [checked_bias(each.bias, each.weight.shape[1], each.input) for each in ranks]
+
+
+def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
+    """Every rank's product, cut into the columns of each receiver."""
+    outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
+    shapes.divided(ranks[0].weight.shape[1], size, "dimension 1 of weight")
+    wholes = [len(each) for each in outputs]
+    own = [len(each.input) for each in ranks]
+    lengths = _lengths(TO_HEADS, list(zip(own, wholes, strict=True)))
+    places = [torch.split(each, lengths) for each in outputs]
+    for source, (each, bias) in enumerate(zip(ranks, biases, strict=True)):
+        product = each.input.new_empty([*each.input.shape[:-1], each.weight.shape[1]])
+        operands.multiply(product.flatten(0, -2), rows_of(each.input, 0), each.weight, bias)
+        for place, columns in zip(places, product.chunk(size, -1), strict=True):
+            place[source].copy_(columns)
+    return [[each] for each in outputs]
+
+
+def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:
+    """What comes from the ranks side by side, times the weight."""
+    outputs, biases = [from_heads_outputs(each, size) for each in ranks], _alike(ranks)
+    own = [len(each[0]) for each in outputs]
+    wholes = [len(each.input) for each in ranks]
+    lengths = _lengths(FROM_HEADS, list(zip(own, wholes, strict=True)))
+    sent = [torch.split(each.input, lengths) for each in ranks]
+    for rank, (output, *received) in enumerate(outputs):
+        arrived = [parts[rank] for parts in sent]
+        matrix = torch.cat(arrived, -1).flatten(0, -2)
+        operands.multiply(output.flatten(0, -2), matrix, ranks[rank].weight, biases[rank])
+        for each in received:
+            each.copy_(torch.stack(arrived).flatten(1, -2))
+    return outputs
+
+
 OPS = (
     Op(
         TO_HEADS,
@@ -535,6 +586,7 @@ OPS = (
         to_heads_output,
         OpGradient(_save_to_heads, _to_heads_gradients),
         {"input, weight or bias": ("input", "weight", "bias")},
+        reference=_to_heads_reference,
     ),
     Op(
         FROM_HEADS,
@@ -543,5 +595,6 @@ OPS = (
         from_heads_outputs,
         OpGradient(_save_from_heads, _from_heads_gradients),
         several=True,
+        reference=_from_heads_reference,
     ),
 )

@@ -22,6 +22,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Combined, ExpertSizes, Rows, SlotRows
 from interlace.kernels.experts import combine as kernels
 from interlace.kernels.tiling import owner_order
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import wait_for_all
 from interlace.ops.experts.dispatch import (
     MAX_REGISTERS,
@@ -38,7 +39,9 @@ from interlace.ops.experts.routing import (
     Routing,
     RoutingArguments,
     agreed,
+    assigned,
     assignment_of,
+    check_spread,
     measured,
     most_dispatched,
     resolved,
@@ -409,6 +412,55 @@ def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor
     return torch.where(inverse < 0, 0.0, product).to(weights.dtype)
 
 
+def returned(
+    op: str,
+    ranks: Sequence[Any],
+    routing: Routing,
+    rows: Sequence[Tensor],
+    segments: Sequence[Tensor],
+) -> list[list[Tensor]]:
+    """All ranks' results of ``rows``, which the experts' ranks have where their ``segments`` say."""
+    made = []
+    for rank, given in enumerate(ranks):
+        inverse = assigned(routing, given.topk_idx, None, len(ranks), read=True).inverse
+        home = torch.cat(
+            [
+                theirs[first : first + count]
+                for theirs, table in zip(rows, segments, strict=True)
+                for first, count, _ in table[:, rank].tolist()
+            ]
+        )
+        if len(home) != int((inverse >= 0).sum()):
+            raise ValueError(
+                f"{op}: the experts have {len(home)} rows of rank {rank}, topk_idx has "
+                f"{int((inverse >= 0).sum())} there"
+            )
+        outputs = results_of(rows[rank], given.topk_idx, given.return_rows)
+        sum_slots(home, inverse, given.topk_weights, outputs[0])
+        for each in outputs[1:]:
+            each.copy_(as_many(home, len(each)))
+        made.append(outputs)
+    return made
+
+
+def reference(ranks: Sequence[CombineArguments], size: int) -> list[list[Tensor]]:
+    rows, routing = by_rank.inputs(ranks), ranks[0].routing
+    by_rank.alike(COMBINE, "y", rows, but=0)
+    check_spread(routing, size)
+    return returned(COMBINE, ranks, routing, rows, [each.segments for each in ranks])
+
+
 GRADIENT = OpGradient(save, backward)
 COMMUNICATES = {"y": ("input",)}
-OPS = (Op(COMBINE, CombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),)
+OPS = (
+    Op(
+        COMBINE,
+        CombineArguments,
+        start,
+        results,
+        GRADIENT,
+        COMMUNICATES,
+        several=True,
+        reference=reference,
+    ),
+)

@@ -27,6 +27,7 @@ from interlace.arguments import checks
 from interlace.kernels.arguments import ExpertRows, ExpertSizes, SlotRows, TokenRegions, TokenRows
 from interlace.kernels.experts import dispatch as kernels
 from interlace.kernels.tiling import owner_order
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import agreed_call, sources
 from interlace.ops.experts.routing import (
     Assignment,
@@ -38,7 +39,10 @@ from interlace.ops.experts.routing import (
     RoutingArguments,
     SentTokens,
     agreed,
+    assigned,
     assignment_of,
+    check_spread,
+    known_segments,
     measured,
     next_power,
     resolved,
@@ -545,6 +549,50 @@ def as_many(rows: Tensor, count: Any) -> Tensor:
     return rows if made == count else F.pad(rows, (0, 0, 0, count - made))
 
 
+def _by_expert_of_all(given: DispatchArguments, assignment: Assignment) -> list[Tensor]:
+    """All that goes with the rows that a rank sends, in the order of :func:`results`, by expert."""
+    slots = assignment.slots(int(assignment.counts.sum()))
+    tokens = slots // given.topk_idx.shape[1]
+    matrices = [each.contiguous() for each in (given.input, given.scales) if each is not None]
+    found = [bytes_of_rows(each)[tokens].view(each.dtype) for each in matrices]
+    if given.topk_weights is not None:
+        found.append(given.topk_weights.reshape(-1)[slots])
+    return found
+
+
+def reference(ranks: Sequence[DispatchArguments], size: int) -> list[list[Tensor]]:
+    routing = ranks[0].routing
+    by_rank.alike(DISPATCH, "x", by_rank.inputs(ranks), but=0)
+    check_spread(routing, size)
+    chosen = [
+        assigned(routing, each.topk_idx, each.input.shape[0], size, read=True) for each in ranks
+    ]
+    counts = torch.stack([each.counts for each in chosen])
+    sent, made = list(map(_by_expert_of_all, ranks, chosen)), []
+    for rank, (given, assignment) in enumerate(zip(ranks, chosen, strict=True)):
+        rows = routing.expert_rows(size)
+        segments = known_segments(counts, rank, assignment.per_rank, rows)
+        outputs = results(given, size, int(segments[..., 1].sum()))
+        outputs[-1].copy_(segments)
+        for line in segments.tolist():
+            for theirs, (first, count, home) in zip(sent, line, strict=True):
+                for to, each in zip(outputs, theirs, strict=False):
+                    to[first : first + count].copy_(each[home : home + count])
+        made.append(outputs)
+    return made
+
+
 GRADIENT = OpGradient(save, backward)
 COMMUNICATES = {"x or topk_weights": ("input", "topk_weights")}
-OPS = (Op(DISPATCH, DispatchArguments, start, results, GRADIENT, COMMUNICATES, several=True),)
+OPS = (
+    Op(
+        DISPATCH,
+        DispatchArguments,
+        start,
+        results,
+        GRADIENT,
+        COMMUNICATES,
+        several=True,
+        reference=reference,
+    ),
+)

@@ -27,7 +27,8 @@ collective follows them.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
@@ -40,6 +41,7 @@ from interlace.kernels.arguments import Experts, Table
 from interlace.kernels.experts import grouped_matmul as kernels
 from interlace.kernels.launch_formulas import Line
 from interlace.kernels.tiling import prefix_sums
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.ops.collectives.launch import resident_programs, send_by_copy_engine
 from interlace.ops.experts.products import of_weights
@@ -303,8 +305,11 @@ def checked_tensors(communicator: Communicator, given: GroupedArguments) -> Grou
 
 def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
     """The arguments, if they fit together on this rank."""
-    world_size = communicator.world_size
-    call = checked_tensors(communicator, given)
+    return with_splits(checked_tensors(communicator, given), communicator.world_size)
+
+
+def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
+    """``call`` with its splits as ints, if they fit to its tensors."""
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
     sent = row_counts("input_splits", call.input_splits)
@@ -704,6 +709,41 @@ def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
     return splits.by_expert(wait(_ops.all_to_all(input, *back, *group)))
 
 
+def multiply_by_expert(
+    output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, where: Iterable[slice]
+) -> None:
+    """``output``: of each expert the rows that are ``where`` it has them, times its weight."""
+    for expert, rows in enumerate(where):
+        of_expert = None if bias is None else bias[expert]
+        operands.multiply(output[rows], input[rows], weight[expert], of_expert)
+
+
+def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[list[Tensor]]:
+    calls = [with_splits(replace(each, op=op), size) for each in ranks]
+    by_rank.alike(op, "input", by_rank.inputs(calls), but=0)
+    by_rank.alike(op, "weight", [each.weight for each in calls], but=2)
+    checks.algorithm_and_dtype(calls[0].input, calls[0])
+    experts = calls[0].weight.shape[0]
+    sent, made = [torch.split(each.input, each.input_splits) for each in calls], []
+    for rank, call in enumerate(calls):
+        checks.same_dtype("weight", call.weight.dtype, "input", call.input.dtype)
+        first = 0 if op == GATHER else rank * experts
+        arrived = [parts[e] for e in range(first, first + experts) for parts in sent]
+        lengths = [len(each) for each in arrived]
+        if lengths != call.output_splits:
+            raise ValueError(
+                f"{op}: output_splits is {call.output_splits} on rank {rank}, of input_splits the ranks "
+                f"have {lengths} for it"
+            )
+        rows = torch.cat(arrived)
+        output, received = results_of(call, len(rows))
+        begins = prefix_sums(_sums(lengths, size))
+        where = itertools.starmap(slice, itertools.pairwise(begins))
+        multiply_by_expert(output, rows, call.weight, call.bias, where)
+        made.append([output] if received is None else [output, received.copy_(rows)])
+    return made
+
+
 OPS = tuple(
     Op(
         name,
@@ -713,6 +753,7 @@ OPS = tuple(
         OpGradient(save, functools.partial(backward, name)),
         {"input": ("input",), "weight": ("weight",)},
         several=True,
+        reference=functools.partial(reference, name),
     )
     for name in (GATHER, EXCHANGE)
 )

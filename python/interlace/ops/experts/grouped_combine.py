@@ -26,8 +26,9 @@ import torch
 from interlace.arguments import checks
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.experts import combine as kernels
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import resident_programs
-from interlace.ops.experts import combine
+from interlace.ops.experts import combine, dispatch
 from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, pipelined_home
 from interlace.ops.experts.dispatch import (
     DispatchArguments,
@@ -42,6 +43,7 @@ from interlace.ops.experts.grouped import (
     checked_operands,
     expert_of,
     expert_operands,
+    multiply_by_expert,
     row_counts,
 )
 from interlace.ops.experts.products import of_products, of_weights
@@ -52,6 +54,7 @@ from interlace.ops.experts.routing import (
     RoutingArguments,
     agreed,
     assignment_of,
+    known_segments,
     least_of_all,
     on_device,
     weights_of,
@@ -260,19 +263,22 @@ def _prepared(
 def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
     """The arguments but for splits, if they fit together on this rank."""
     factors = checked_operands(communicator, given)
-    weight = factors["weight"]
-    experts = weight.shape[0] * communicator.world_size
-    routing = Routing(experts)
-    if isinstance(given, RoutedCombineArguments):
-        routing = given.routing
-    if routing.num_experts != experts:
-        raise ValueError(
-            f"weight has {weight.shape[0]} experts on each of {communicator.world_size} ranks, the "
-            f"dispatch had {routing.num_experts}"
-        )
+    routing = _routing_of(given, factors["weight"].shape[0], communicator.world_size)
     assignment = assignment_of(communicator, routing, given.topk_idx, None)
     weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
     return CheckedCombine(assignment, weights, **factors)
+
+
+def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
+    """That of the dispatch, if it had ``each`` experts on every rank."""
+    if isinstance(given, GroupedCombineArguments):
+        return Routing(each * world_size)
+    if given.num_experts != each * world_size:
+        raise ValueError(
+            f"weight has {each} experts on each of {world_size} ranks, the dispatch had "
+            f"{given.num_experts}"
+        )
+    return given.routing
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
@@ -292,16 +298,22 @@ def agree(
     communicator: Communicator, call: CheckedCombine, splits: list[int], more: Terms = ()
 ) -> Tensor:
     """All ranks' rows by expert; raises alike on all. ``more``: on what else they have to agree."""
-    world_size, experts = communicator.world_size, call.weight.shape[0]
+    experts = call.weight.shape[0]
     terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]), *more)
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
     part = tuple(splits), home, call.assignment.topk_idx.numel()
     answers = communicator.parts(Call(OP, with_context(terms), part=part))
-    received = torch.tensor([each for each, *_ in answers]).view(world_size, experts, world_size)
-    counts = received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
+    counts = _counts([each for each, *_ in answers], experts)
     for rank, (_, home, slots) in enumerate(answers):
         _fitting(counts[rank].tolist(), rank, home, slots, experts)
     return counts
+
+
+def _counts(splits: Sequence[Sequence[int]], experts: int) -> Tensor:
+    """All ranks' rows by expert, from what the ranks have received, each for so many experts."""
+    world_size = len(splits)
+    received = torch.tensor(splits).view(world_size, experts, world_size)
+    return received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
 
 
 def _fitting(
@@ -542,28 +554,72 @@ def routed_gradients(given: RoutedGradientArguments, size: int) -> list[Tensor]:
 
 
 def start_routed_backward(communicator: Communicator, given: RoutedGradientArguments) -> Started:
-    about = given.topk_idx, given.topk_weights, *given.routing
-    sent = DispatchArguments(given.grad, None, *about)
-    rows, *weights = dispatch_rows(communicator, (sent, None))[:-1]
+    made = dispatch_rows(communicator, (_of_tokens(given), None))
+    return Started(_gradients(given, *made[:-1]), None)
+
+
+def _of_tokens(given: RoutedGradientArguments) -> DispatchArguments:
+    return DispatchArguments(given.grad, None, given.topk_idx, given.topk_weights, *given.routing)
+
+
+def _gradients(given: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
+    """Of input, weight and bias, from the gradients of tokens as the dispatch has brought them."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(given.weight.dtype), given.input.shape[0])
-    made = of_products(given.input, rows, given.weight, given.segments, given.packed)
-    return Started(made, None)
+    return of_products(given.input, rows, given.weight, given.segments, given.packed)
+
+
+# -- of one process that plays all ranks -----------------------------------------------------------
+
+
+def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
+    first, factors = ranks[0], [each.weight for each in ranks]
+    by_rank.alike(OP, "input", by_rank.inputs(ranks), but=0)
+    by_rank.alike(OP, "weight", factors)
+    checks.same_dtype("weight", first.weight.dtype, "input", first.input.dtype)
+    _, dtype = checks.algorithm_and_dtype(first.input, first)
+    experts, _, columns = first.weight.shape
+    segments, products = _segments(ranks, experts), []
+    for each, table in zip(ranks, segments, strict=True):
+        product = each.input.new_zeros(each.input.shape[0], columns, dtype=dtype)
+        where = [slice(line[0][0], line[-1][0] + line[-1][1]) for line in table.tolist()]
+        multiply_by_expert(product, each.input, each.weight, each.bias, where)
+        products.append(product)
+    return combine.returned(OP, ranks, _routing_of(first, experts, size), products, segments)
+
+
+def _segments(ranks: Sequence[Any], experts: int) -> list[Tensor]:
+    """Where the rows of each rank's experts are, by what its dispatch or its splits say."""
+    if isinstance(ranks[0], RoutedCombineArguments):
+        return [each.segments for each in ranks]
+    counts = _counts([list(each.splits) for each in ranks], experts)
+    return [known_segments(counts, rank, experts) for rank in range(len(ranks))]
+
+
+def backward_reference(ranks: Sequence[RoutedGradientArguments], size: int) -> list[list[Tensor]]:
+    every = dispatch.reference([_of_tokens(each) for each in ranks], size)
+    return [_gradients(each, *made[:-1]) for each, made in zip(ranks, every, strict=True)]
 
 
 GRADIENT, ROUTED_GRADIENT = OpGradient(save, backward), OpGradient(save_routed, backward_routed)
 COMMUNICATES = {"input, weight or bias": FACTORS}
 OPS = (
-    Op(OP, GroupedCombineArguments, start, results, GRADIENT, COMMUNICATES, several=True),
-    Op(
-        ROUTED,
-        RoutedCombineArguments,
-        start,
-        results,
-        ROUTED_GRADIENT,
-        COMMUNICATES,
-        several=True,
+    *(
+        Op(
+            name,
+            arguments,
+            start,
+            results,
+            gradient,
+            COMMUNICATES,
+            several=True,
+            reference=reference,
+        )
+        for name, arguments, gradient in (
+            (OP, GroupedCombineArguments, GRADIENT),
+            (ROUTED, RoutedCombineArguments, ROUTED_GRADIENT),
+        )
     ),
     Op(
         ROUTED_BACKWARD,
@@ -571,5 +627,6 @@ OPS = (
         start_routed_backward,
         routed_gradients,
         several=True,
+        reference=backward_reference,
     ),
 )

@@ -464,12 +464,23 @@ def assignment_of(
     communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
 ) -> Assignment:
     """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
-    experts, world_size = routing.num_experts, communicator.world_size
-    if experts % world_size:
-        raise ValueError(
-            f"num_experts must be a multiple of the world size {world_size}, got {experts}"
-        )
+    world_size, read = communicator.world_size, communicator.place.interpreted
+    check_spread(routing, world_size)
     idx = checks.tensor("topk_idx", topk_idx, communicator)
+    return assigned(routing, idx, tokens, world_size, read=read)
+
+
+def check_spread(routing: Routing, world_size: int) -> None:
+    if routing.num_experts % world_size:
+        raise ValueError(
+            f"num_experts must be a multiple of the world size {world_size}, got {routing.num_experts}"
+        )
+
+
+def assigned(
+    routing: Routing, idx: Tensor, tokens: int | None, world_size: int, *, read: bool
+) -> Assignment:
+    """As :func:`assignment_of`; ``read``: whether the experts may be looked at."""
     if idx.is_floating_point() or idx.is_complex() or idx.dtype is torch.bool:
         raise TypeError(f"topk_idx must be a tensor of integers, got {idx.dtype}")
     if idx.dim() != 2 or not idx.shape[1]:
@@ -480,8 +491,8 @@ def assignment_of(
         raise ValueError(
             f"num_max_dispatch_tokens_per_rank is {routing.max_tokens}, topk_idx has {idx.shape[0]} rows"
         )
-    if communicator.place.interpreted:
-        check_experts(idx, experts)
+    if read:
+        check_experts(idx, routing.num_experts)
         ordered = idx.sort(1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
         if bool(twice.any()):
@@ -489,7 +500,7 @@ def assignment_of(
             raise ValueError(
                 f"topk_idx names an expert twice for token {token}: {idx[token].tolist()}"
             )
-    return Assignment(idx.to(torch.int64), experts, world_size, routing.capacity)
+    return Assignment(idx.to(torch.int64), routing.num_experts, world_size, routing.capacity)
 
 
 def check_experts(topk_idx: Tensor, experts: int) -> None:
