@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 import interlace
 from interlace import functional as F
 from interlace.ops import local_tensor
+from interlace.ops.attention.functional import attention_of_heads, context_parallel_attention
 from interlace.ops.collectives.records import OPS as COLLECTIVES
 from support import SCALES_BY_ROW
 
@@ -123,6 +124,35 @@ FUSED |= {
     "dispatch": through_experts,
     "dispatch with a bound": lambda x: through_experts(x, **BOUND, capacity=3),
     "dispatch, low latency": lambda x: through_experts(x, **BOUND, low_latency=True),
+}
+
+
+def attended(x: torch.Tensor, **how: Any) -> Any:
+    """Of two heads that see one head of keys; of four where heads are exchanged."""
+    heads = x.view(1, 8, -1, 3) if "method" not in how else x.repeat(1, 2).view(1, 8, 4, 3)
+    keys = heads if "method" in how else heads[:, :, :1]
+    return context_parallel_attention(heads, keys, keys * 2, **how)
+
+
+def decoded(x: torch.Tensor, **how: Any) -> Any:
+    """The keys of two sequences, of which the ranks have some each; no rank has all."""
+    x = x.detach().view(2, 4, 2, 3)
+    return F.distributed_decode(SAME.view(2, 4, 2, 3)[:, :3], (x, x * 2), **how)
+
+
+LENGTHS, PAGES = torch.tensor([3, 1]), torch.tensor([[1], [0]])
+FUSED |= {
+    "attention": lambda x: attended(x, causal=True, return_lse=True),
+    "attention of packed sequences": lambda x: attended(
+        x, cu_seqlens=torch.tensor([0, 5, 20]), window=(3, 2), balance="contiguous"
+    ),
+    "attention of exchanged heads": lambda x: attended(x, method="ulysses", causal=True),
+    "attention of pairs": lambda x: attended(x, causal=True, group=PAIRS),
+    "attention of heads": lambda x: attention_of_heads(
+        x.view(1, 8, 2, 3), x.view(1, 8, 2, 3), x.view(1, 8, 2, 3), causal=True
+    ),
+    "decode": lambda x: decoded(x),
+    "decode of pages": lambda x: decoded(x, lengths=LENGTHS, block_table=PAGES),
 }
 FP8 = torch.float8_e4m3fn
 HALF, BY_COLUMN = torch.tensor(0.5), torch.arange(1.0, 9.0).view(1, 8)
