@@ -194,7 +194,7 @@ def counted_layer(algorithm: str) -> None:
 
 
 # Functions that check numbers where reading them costs nothing, which is not on a GPU.
-CHECKS = {"check_numbers", "checked_segments", "check_experts", "assignment_of"}
+CHECKS = {"check_numbers", "checked_segments", "check_experts", "assigned"}
 
 
 def test_no_count_is_read() -> None:

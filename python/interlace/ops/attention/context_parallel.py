@@ -12,7 +12,7 @@ queries give to the gradients of a rank's keys comes back to it.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -29,6 +29,7 @@ from interlace.ops.attention.problem import (
     unit_rows,
     wide_dtype,
 )
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -143,9 +144,22 @@ def checked(
     communicator: Communicator, given: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
     """The arguments, if they fit together on this rank."""
-    layout, method, algorithm, mask = checked_options(given)
+    checked_options(given)
     named = (("q", given.query), ("k", given.key), ("v", given.value))
     query, key, value = (checks.tensor(name, each, communicator) for name, each in named)
+    documents = given.cu_seqlens
+    if documents is not None:
+        documents = checks.tensor("cu_seqlens", documents, communicator)
+    own = replace(given, query=query, key=key, value=value, cu_seqlens=documents)
+    return fitting(own, communicator.world_size)
+
+
+def fitting(
+    given: AttentionArguments | AttentionBackwardArguments, world_size: int
+) -> CheckedAttention:
+    """The arguments, whose tensors are where they should be, if they fit together."""
+    layout, method, algorithm, mask = checked_options(given)
+    query, key, value = given.query, given.key, given.value
     for name, each in (("q", query), ("k", key), ("v", value)):
         checks.float_dtype(name, each.dtype)
         checks.same_dtype(name, each.dtype, "q", query.dtype)
@@ -177,9 +191,8 @@ def checked(
             f'algorithm="fused" takes heads of at most {LARGEST_HEAD}, got {largest}; '
             'use "unfused" or "auto"'
         )
-    scale, documents = scale_of(given.scale, size), None
-    if given.cu_seqlens is not None:
-        documents = checks.tensor("cu_seqlens", given.cu_seqlens, communicator)
+    scale, documents = scale_of(given.scale, size), given.cu_seqlens
+    if documents is not None:
         if documents.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"cu_seqlens must be int32 or int64, got {documents.dtype}")
         if documents.dim() != 1 or not documents.numel():
@@ -191,10 +204,9 @@ def checked(
     query, key, value = (tokens_first(each, layout) for each in (query, key, value))
     if given.length is not None and given.length < 0:
         raise ValueError(f"length must be None or not negative, got {given.length}")
-    if method == HEADS and given.length is None and query.shape[0] % communicator.world_size:
+    if method == HEADS and given.length is None and query.shape[0] % world_size:
         raise ValueError(
-            f"q has {query.shape[0]} tokens, which world size {communicator.world_size} does not "
-            "divide; give length"
+            f"q has {query.shape[0]} tokens, which world size {world_size} does not divide; give length"
         )
     return CheckedAttention(query, key, value, documents, mask, scale, method, algorithm)
 
@@ -253,24 +265,31 @@ def _agreed(
         ranks = tuple(range(communicator.world_size))
         own = rows // len(ranks) if options.length is None else options.length
     parts = communicator.parts(communicator.call_of(op, terms, (own, rows)))
-    shards = TokenShards(tuple(length for length, _ in parts), options.balance)
-    for rank, (_, total) in enumerate(parts if ranks else ()):
-        if total != shards.total:
-            raise ValueError(
-                f"{op}: q has {total} tokens on rank {rank}, the ranks have {shards.total} "
-                f"({list(shards.lengths)} by rank)"
-            )
-    lengths = shards.lengths
-    if isinstance(documents, tuple) and documents[-1] > shards.total:
-        raise ValueError(
-            f"{op}: cu_seqlens ends at {documents[-1]}, the ranks have {shards.total} tokens "
-            f"({list(lengths)} by rank)"
-        )
+    totals = [total for _, total in parts] if ranks else ()
+    shards = _shards(op, [length for length, _ in parts], options.balance, totals, documents)
     per_key = heads // call.key.shape[2] if heads else 1
     return AttentionProblem(
         communicator, op, call.query, call.key, call.value, shards, call.mask, call.documents,
         call.scale, per_key, ranks=ranks,
     )  # fmt: skip
+
+
+def _shards(
+    op: str, lengths: Sequence[int], balance: str, totals: Sequence[int], documents: Any
+) -> TokenShards:
+    """Of so many tokens by rank, if ``totals``, what ranks have already, and ``documents`` fit to them."""
+    shards = TokenShards(tuple(lengths), balance)
+    known = f"the ranks have {shards.total}"
+    for rank, total in enumerate(totals):
+        if total != shards.total:
+            raise ValueError(
+                f"{op}: q has {total} tokens on rank {rank}, {known} ({list(lengths)} by rank)"
+            )
+    if isinstance(documents, tuple) and documents[-1] > shards.total:
+        raise ValueError(
+            f"{op}: cu_seqlens ends at {documents[-1]}, {known} tokens ({list(lengths)} by rank)"
+        )
+    return shards
 
 
 def _name(method: str, algorithm: str) -> str:
@@ -476,6 +495,104 @@ def without_gradient(op: str) -> OpGradient:
     return OpGradient(lambda ctx, given, output: None, backward)
 
 
+# -- of one process that plays all ranks -----------------------------------------------------------
+
+
+class _Sequence(NamedTuple):
+    """Tokens of ``ranks``, one rank's after another's: ``[batch, heads, tokens, size]``, in fp32 or wider.
+
+    ``mask``: ``[tokens, tokens]``, what a query sees.
+    """
+
+    ranks: list[Any]
+    results: list[list[Tensor]]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+    scale: float
+
+    def whole(self, name: str) -> Tensor:
+        return _heads_first([tokens_first(getattr(e, name), e.layout) for e in self.ranks])
+
+    def give(self, number: int, whole: Tensor) -> None:
+        """Each rank's tokens of ``whole`` to its result of this ``number``."""
+        rows = whole.permute(2, 0, 1, 3)
+        to = [
+            tokens_first(made[number], each.layout)
+            for each, made in zip(self.ranks, self.results, strict=True)
+        ]
+        for place, part in zip(to, torch.split(rows, [len(each) for each in to]), strict=True):
+            place.copy_(part)
+
+
+def _heads_first(parts: Sequence[Tensor]) -> Tensor:
+    whole = torch.cat(list(parts)).permute(1, 2, 0, 3)
+    return whole.to(wide_dtype(whole.dtype))
+
+
+def _sequences(
+    op: str, ranks: Sequence[Any], results: list[list[Tensor]], size: int
+) -> list[_Sequence]:
+    """Of all ranks together, or with ``HEADS`` of each; none without tokens."""
+    calls = [fitting(each, size) for each in ranks]
+    first, tokens = calls[0], [each.query.shape[0] for each in calls]
+    for name in ("query", "key", "value"):
+        by_rank.alike(op, name, [getattr(each, name) for each in calls], but=0)
+    lengths, alone = tokens, first.method == HEADS
+    if alone:
+        lengths = [tokens[0] // size if each.length is None else each.length for each in ranks]
+    documents = None if first.documents is None else tuple(first.documents.tolist())
+    shards = _shards(op, lengths, ranks[0].balance, tokens if alone else (), documents)
+    if not shards.total * math.prod(first.query.shape[1:]):
+        return []
+    spans = shards.spans(range(size), first.mask, first.documents)
+    places = shards.places(range(size), spans.device)
+    mask = (spans[:, :1] <= places) & (places < spans[:, 1:])
+    found = []
+    for some in [slice(r, r + 1) for r in range(size)] if alone else [slice(None)]:
+        query, key, value = (
+            _heads_first([getattr(each, name) for each in calls[some]])
+            for name in ("query", "key", "value")
+        )
+        about = query, key, value, mask, first.scale
+        found.append(_Sequence(list(ranks[some]), results[some], *about))
+    return found
+
+
+def reference(ranks: Sequence[AttentionArguments], size: int) -> list[list[Tensor]]:
+    made = [outputs(each, size) for each in ranks]
+    for each in _sequences(FORWARD, ranks, made, size):
+        tensors = each.query, each.key, each.value
+        output, sums = blocks.attended(*tensors, each.mask, False, each.scale)
+        each.give(0, output)
+        logs = [lse for _, lse in each.results]
+        parts = torch.split(sums, [lse.shape[2] for lse in logs], 2)
+        for lse, part in zip(logs, parts, strict=True):
+            lse.copy_(part)
+    return made
+
+
+def backward_reference(
+    ranks: Sequence[AttentionBackwardArguments], size: int
+) -> list[list[Tensor]]:
+    made = [backward_outputs(each, size) for each in ranks]
+    for each in _sequences(BACKWARD, ranks, made, size):
+        grad, output = each.whole("grad"), each.whole("output")
+        lse = torch.cat([given.lse for given in each.ranks], 2).to(grad.dtype)
+        of_lse = [given.lse_grad for given in each.ranks if given.lse_grad is not None]
+        delta = (grad * output).sum(-1) - torch.cat(of_lse, 2) if of_lse else None
+        of = grad, output, lse.masked_fill(lse == -math.inf, math.inf)
+        tensors = each.query, each.key, each.value
+        found = blocks.differentiated(*tensors, of, delta, each.mask, False, each.scale)
+        for number, whole in enumerate(found):
+            batches, _, tokens, dim = whole.shape
+            # by the head of queries, or of keys already
+            by_head = whole.reshape(batches, tensors[number].shape[1], -1, tokens, dim)
+            each.give(number, by_head.sum(2))
+    return made
+
+
 OPS = (
     Op(
         FORWARD,
@@ -485,6 +602,7 @@ OPS = (
         OpGradient(_save, _gradients),
         {"q, k or v": ("query", "key", "value")},
         several=True,
+        reference=reference,
     ),
     Op(
         BACKWARD,
@@ -494,5 +612,6 @@ OPS = (
         without_gradient(BACKWARD),
         {},
         several=True,
+        reference=backward_reference,
     ),
 )

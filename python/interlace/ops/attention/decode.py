@@ -34,6 +34,7 @@ from interlace.ops.attention.problem import (
     unit_rows,
     wide_dtype,
 )
+from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
 from interlace.ops.op import op
@@ -441,8 +442,51 @@ def _start(communicator: Communicator, given: DecodeArguments) -> Started:
     return Started([each.contiguous() for each in made], None)
 
 
+def _own_keys(given: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``[batches, heads, keys, size]`` of a rank, and which each of so many tokens sees."""
+    key, value, lengths = given.key, given.value, given.lengths
+    if given.block_table is not None:
+        # behind what is there a table may have anything
+        pages = given.block_table.clamp(0, key.shape[0] - 1).to(torch.int64)
+        key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
+    batches, most = given.q.shape[0], key.shape[1]
+    if lengths is None:
+        lengths = torch.full((batches,), most, device=key.device)
+    of_tokens = lengths.view(batches, -1, 1).expand(batches, tokens, 1)
+    seen = torch.arange(most, device=key.device) < of_tokens
+    # what is not there may be no numbers, and 0 times that is none
+    unseen = ~seen.any(1)[:, :, None, None]
+    key, value = (each.masked_fill(unseen, 0).transpose(1, 2) for each in (key, value))
+    return key, value, seen
+
+
+def reference(ranks: Sequence[DecodeArguments], size: int) -> list[list[Tensor]]:
+    made, first = [_outputs(each, size) for each in ranks], ranks[0]
+    by_rank.alike(OP, "q", [each.q for each in ranks])
+    query = first.q.unsqueeze(1) if first.q.dim() == 3 else first.q
+    own = [_own_keys(each, query.shape[1]) for each in ranks]
+    key, value, seen = (torch.cat(each, 2) for each in zip(*own, strict=True))
+    wide, scale = wide_dtype(query.dtype), scale_of(first.scale, query.shape[3])
+    query, key, value = (each.to(wide) for each in (query.transpose(1, 2), key, value))
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    sums = query.new_full(query.shape[:3], -math.inf)
+    if query.numel() and key.numel():
+        output, sums = attended(query, key, value, seen.unsqueeze(1), False, scale)
+    for to, lse in made:
+        to.copy_(output.transpose(1, 2).reshape(to.shape))
+        lse.copy_(sums.reshape(lse.shape))
+    return made
+
+
 DISTRIBUTED_DECODE = Op(
-    OP, DecodeArguments, _start, _outputs, without_gradient(OP), communicates={}, several=True
+    OP,
+    DecodeArguments,
+    _start,
+    _outputs,
+    without_gradient(OP),
+    communicates={},
+    several=True,
+    reference=reference,
 )
 
 
