@@ -30,7 +30,7 @@ CASES = {
     "matmul_reduce_scatter bf16 nk pointers": r"sum_\w+",
     "node_sums stores": r"sum_\w+",
     "matmul_reduce_scatter bf16 kn tma": r"matmul_reduce_scatter_kernel",
-    "matmul_reduce_scatter_roles bf16 kn tma": r"_reduce_store|multiply",
+    "matmul_reduce_scatter_roles bf16 kn tma": r"_store|multiply",
     "sum_tiles bf16 kn tma": r"sum_\w+",
     "attention bf16 head 64": "attend_run",
     "attention bf16 head 128": "attend_run",

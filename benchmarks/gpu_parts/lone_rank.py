@@ -14,7 +14,7 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.kernels import launch_formulas as formulas, signal, slots, transfer
 from interlace.kernels.arguments import Peers, Table, Workspace
-from interlace.kernels.matmul import all_gather_matmul, warp_roles as roles
+from interlace.kernels.matmul import all_gather_matmul, all_gather_matmul_roles as roles
 from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.matmul.operands import (
     Linear,

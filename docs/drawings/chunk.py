@@ -8,7 +8,7 @@ import torch
 
 import interlace
 from drawings.svg import Drawing
-from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler import recording as trace
 from interlace.runtime.places.sim.scheduler.recording import TICKS, RecordedSpan, merge
 from interlace.runtime.tuning import configuration
 

@@ -20,7 +20,7 @@ takes.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile; for
-9.0 there is one, behind products that gain more: ``warp_roles.py``).
+9.0 there is one, behind products that gain more: ``matmul_reduce_scatter_roles.py``).
 
 Fused matmul + all-reduce, one-shot: every partial tile goes to every rank, every rank sums all.
 
@@ -200,7 +200,7 @@ def sum_tiles_kernel(workspace, epilogue, output_ptr, own_rows, N, AVERAGE: tl.c
     """``output[own_rows, N] = activation(sum over ranks of their contributions (+ bias))``.
 
     The sums of ``matmul_reduce_scatter_kernel`` by themselves, behind a kernel that only has products
-    (``warp_roles.py``). Legend: as there.
+    (``matmul_reduce_scatter_roles.py``). Legend: as there.
 
     Ordering: it waits for a tile's slots of all sources, then loads. All that others wait for is in the
     kernel before it on the stream, so no order of ranks blocks. The workspace is free again as there.

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.arguments.paths import refuse_unwritable
-from interlace.runtime.places.sim.scheduler import trace as recorder
+from interlace.runtime.places.sim.scheduler import recording as recorder
 from interlace.runtime.places.sim.scheduler.recording import Recording, merge, write_trace
 
 Runs = list[tuple[str, Recording]]

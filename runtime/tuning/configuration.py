@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 
 from interlace.runtime.core.context import Overrides, context_with, current
-from interlace.runtime.core.launch import shared_bytes
+from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
 

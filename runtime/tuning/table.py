@@ -23,7 +23,7 @@ which comes first (``tuning.py`` has the order). ``docs/tune.md`` explains the c
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from interlace.runtime.core.launch import SHARED_KIB
+from interlace.runtime.core.limits import SHARED_KIB
 
 Values = dict[str, Any]
 """Fields of ``configuration.Configuration``, by name."""

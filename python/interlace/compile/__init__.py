@@ -6,7 +6,6 @@ True
 """
 
 from interlace.compile.backend import Explanation, FusionPass, explain, register
-from interlace.compile.collectives import Collective
 from interlace.compile.fusion import (
     CPU,
     GPU,
@@ -19,7 +18,7 @@ from interlace.compile.fusion import (
     fuse,
     predict,
 )
-from interlace.compile.graph_nodes import call
+from interlace.compile.graph_nodes import Collective, call
 
 __all__ = [
     "CPU",

@@ -34,8 +34,16 @@ from torch import fx
 
 from interlace.arguments import checks
 from interlace.compile import graph_nodes as nodes, norms
-from interlace.compile.collectives import Collective, at, find, others
-from interlace.compile.matmuls import GraphProduct, Unfit, readers, terms
+from interlace.compile.graph_nodes import (
+    Collective,
+    GraphProduct,
+    Unfit,
+    at,
+    find,
+    others,
+    readers,
+    terms,
+)
 from interlace.compile.rewrite import WITH_MATMULS, fuse_gather, fuse_reduction, fused_op
 from interlace.runtime.tuning.machine import (
     CPU as CPU,

@@ -6,6 +6,29 @@ returns, and then its changed arguments, in the order of the schema or in that o
 The patterns of this package are those of graphs that are decomposed: a Linear is ``mm`` or ``addmm``. An
 exported program has composite ops, ``linear``, ``matmul``, ``layer_norm``, which torch itself computes by
 other ops; :func:`decompose` replaces them.
+
+Collectives of an aten graph, found in every form in which they come.
+
+torch's functional ops gather and scatter dim 0; what its layers want of other dims is around them::
+
+    gather   all_gather_into_tensor -> wait [-> split or slices -> cat along dim]
+    scatter  [split or slices along dim -> cat ->] reduce_scatter_tensor -> wait
+    reduce   all_reduce -> wait
+
+``torch.ops.interlace``'s own have the dim themselves. vLLM's have it, too, and no wait; their group is the
+one that ``GroupSpec.bind`` or torch has given the name. Legacy calls, ``dist.all_gather_into_tensor(out,
+x)`` and so on, are these once torch has traced them.
+
+Matmuls that read a gathered tensor, and those whose products are reduced.
+
+A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
+
+    mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
+    addmm(bias, reshape(x), w)   a Linear
+    bmm(x, expand(w))            matmul of a batch with one weight
+    bmm(x, w)                    of a batch with a weight for every entry
+    _scaled_mm(reshape(x), w)    of fp8 matrices with scales
+    add(product, product)        of several matmuls what is reduced: q, k and v in a backward
 """
 
 import contextlib
@@ -14,6 +37,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,6 +47,8 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from interlace.groups import specs
 
 aten: Any = torch.ops.aten
 c10d: Any = torch.ops._c10d_functional
@@ -391,3 +417,303 @@ def _replace_composite(node: fx.Node) -> None:
     for old in dict.fromkeys([*(old for old, _ in pairs), node]):
         if not old.users:
             node.graph.erase_node(old)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a graph, as a :class:`Pattern` gets it.
+
+    ``kind``: "all_gather", "reduce_scatter" or "all_reduce". ``start`` is the node that starts it.
+    ``input`` is what the user's code gave, ``result`` what it gets, both in the form in which ``dim`` is
+    the dimension that is gathered or scattered. ``size`` and ``name`` are the group's.
+    """
+
+    kind: str
+    start: fx.Node
+    input: fx.Node
+    result: fx.Node
+    dim: int
+    reduce_op: str
+    size: int
+    name: str
+
+
+def find(graph: fx.Graph) -> list[Collective]:
+    return [made for node in graph.nodes if (made := at(node)) is not None]
+
+
+STARTS = {  # of an op: the kind of collective, and the names of its arguments
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "input size name"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input reduce_op size name"),
+    "_c10d_functional::all_reduce": ("all_reduce", "input reduce_op name"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input reduce_op name"),
+    "interlace::all_gather": ("all_gather", "input dim size name"),
+    "interlace::reduce_scatter": ("reduce_scatter", "input reduce_op dim size name"),
+    "interlace::all_reduce": ("all_reduce", "input reduce_op size name"),
+    "vllm::all_gather": ("all_gather", "input dim size name"),
+    "vllm::reduce_scatter": ("reduce_scatter", "input dim size name"),
+    "vllm::all_reduce": ("all_reduce", "input name"),
+}
+NAMESPACES = ("_c10d_functional", "interlace")
+VLLM = tuple(name for name in STARTS if name.startswith("vllm"))  # which has ops of other kinds
+NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
+
+
+def others(graph: fx.Graph) -> list[fx.Node]:
+    """Collectives of the graph that :func:`find` does not find; ops that are fused already are none."""
+    left = []
+    for node in graph.nodes:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            continue
+        full = target._schema.name
+        name = full.split("::")[1]
+        if target.namespace not in NAMESPACES and full not in VLLM:
+            continue
+        if name in NOT_COLLECTIVE or "matmul" in name:
+            continue
+        if name.endswith("_norm"):
+            continue
+        if at(node) is None:
+            left.append(node)
+    return left
+
+
+def at(node: fx.Node) -> Collective | None:
+    """The collective that ``node`` starts, with its wait, and what torch does for other dims than 0."""
+    called = named_call(node)
+    if called is None or called.name not in STARTS:
+        return None
+    kind, names = STARTS[called.name]
+    given = dict(zip(names.split(), called.given.values(), strict=True))
+    input, name = given["input"], given["name"]
+    size = given["size"] if "size" in given else _size_of(name)
+    waited = node if called.name in VLLM else only_user(node)
+    if waited is None or not (waited is node or is_call(waited, wait_tensor)):
+        return None
+    if value(input) is None or not isinstance(size, int) or not isinstance(name, str):
+        return None
+    result, dim = waited, given.get("dim", 0) % max(value(input).dim(), 1)
+    if "dim" not in given and kind == "all_gather":
+        result, dim = _joined(waited, size) or (result, dim)
+    if "dim" not in given and kind == "reduce_scatter":
+        input, dim = _cut(input, size) or (input, dim)
+    reduce_op = str(given.get("reduce_op", "sum")).lower()
+    return Collective(kind, node, input, result, dim, reduce_op, size, name)
+
+
+def _size_of(name: Any) -> int | None:
+    """An all_reduce does not carry the size of its group; None if there is no such group yet."""
+    try:
+        return specs.describe(name)[1]
+    except (RuntimeError, LookupError, ValueError, TypeError):
+        return None
+
+
+def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
+    """The cat, along another dim, of all slices along dim 0 of a gathered tensor."""
+    parts = _slices(waited, 0, size)
+    if parts is None:
+        return None
+    users = {user for part in parts for user in part.users}
+    cat = users.pop() if len(users) == 1 else None
+    if not is_call(cat, aten.cat.default) or cat is None or list(arguments(cat)[0]) != parts:
+        return None
+    return cat, int(named_arguments(cat)["dim"]) % value(cat).dim()
+
+
+def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
+    """Of ``input`` = the cat, along dim 0, of all slices along another dim: what is sliced, and the dim."""
+    if not is_call(input, aten.cat.default) or len(input.users) != 1:
+        return None
+    joined = named_arguments(input)
+    parts = list(joined["tensors"])
+    whole = len(parts) == size and joined["dim"] == 0
+    if not whole or not all(isinstance(part, fx.Node) for part in parts):
+        return None
+    cut = arguments(parts[0])[0] if is_call(parts[0], operator.getitem) else parts[0]
+    if not is_call(cut, aten.split.Tensor, aten.chunk.default, aten.slice.Tensor):
+        return None
+    source, along = arguments(cut)[0], named_arguments(cut)["dim"]
+    if _slices(source, along, size) != parts:
+        return None
+    return source, int(along) % value(source).dim()
+
+
+def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
+    """The ``size`` equal parts of ``source`` along ``dim``, if it is used by nothing else."""
+    length = shape(source)[dim]
+    user = only_user(source)
+    if user is not None and is_call(user, aten.split.Tensor):
+        given = named_arguments(user)
+        part, along = given["split_size"], given["dim"]
+        part = part.meta["val"] if isinstance(part, fx.Node) else part
+        items = sorted(user.users, key=lambda item: int(arguments(item)[1]))
+        equal = same([part * size], [length])
+        if equal and along == dim and [arguments(each)[1] for each in items] == list(range(size)):
+            return items
+        return None
+    if not isinstance(length, int) or length % size:
+        return None
+    part = length // size
+    slices = list(source.users)
+    if len(slices) != size or not all(is_call(each, aten.slice.Tensor) for each in slices):
+        return None
+    found = {}
+    for each in slices:
+        given = named_arguments(each)
+        start, end = given["start"] or 0, length if given["end"] is None else given["end"]
+        if (given["dim"], given["step"]) != (dim, 1) or start % part:
+            return None
+        if min(end, length) != start + part:
+            return None
+        found[start // part] = each
+    return [found[rank] for rank in range(size)] if len(found) == size else None
+
+
+class Unfit(Exception):
+    """Why a matmul cannot be fused."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of the operands of ``aten._scaled_mm``, and its options."""
+
+    left: fx.Node
+    right: fx.Node
+    out_dtype: Any
+    fast: bool
+
+
+@dataclass(frozen=True)
+class GraphProduct:
+    """``left @ right + bias + added``, ``right`` ``(k, n)``; a ``batch`` of them in a dim before, or 0."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
+    scales: Scales | None = None
+    batch: int = 0
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """A key that products must share to share a fused op."""
+        if self.scales is None:
+            return (self.batch,)
+        return self.scales.left, self.scales.out_dtype, self.scales.fast
+
+    @property
+    def inner(self) -> int:
+        return int(shape(self.right)[-2])
+
+    @property
+    def columns(self) -> int:
+        return int(shape(self.right)[-1])
+
+
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
+
+
+def product_at(node: fx.Node) -> GraphProduct:
+    """The product that ``node`` is; raises :class:`Unfit`."""
+    bias: Any = None
+    added: Any = None
+    if is_call(node, aten.mm.default):
+        left, right = arguments(node)
+    elif is_call(node, aten.addmm.default):
+        bias, left, right = arguments(node)
+        if node.kwargs:
+            raise Unfit("addmm with a scaled bias")
+        if shape(bias) != shape(right)[1:]:
+            bias, added = None, bias
+    elif is_call(node, aten.bmm.default):
+        left, right = arguments(node)
+        right = _expanded_weight(right) or right
+    elif is_call(node, aten._scaled_mm.default):
+        return _scaled(node)
+    else:
+        raise Unfit(f"{node.target} is no matmul")
+    if not static(*shape(right)):
+        raise Unfit("the weight has a symbolic shape")
+    dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
+    if len(dtypes) != 1:
+        raise Unfit("input, weight and bias differ in dtype")
+    batch = shape(right)[0] if value(right).dim() == 3 else 0
+    return GraphProduct(node, left, right, bias, added, batch=batch)
+
+
+def _scaled(node: fx.Node) -> GraphProduct:
+    left, right = arguments(node)[:2]
+    given = named_arguments(node)
+    if given["scale_result"] is not None:
+        raise Unfit("_scaled_mm with a scale of its result")
+    if not static(*shape(right)):
+        raise Unfit("the weight has a symbolic shape")
+    dtype = given["out_dtype"] or value(node).dtype
+    scales = Scales(given["scale_a"], given["scale_b"], dtype, bool(given["use_fast_accum"]))
+    return GraphProduct(node, left, right, given["bias"], scales=scales)
+
+
+def _expanded_weight(node: Any) -> Any:
+    """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
+    wanted = shape(node)
+    while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
+        node = arguments(node)[0]
+    if not is_call(node, aten.expand.default):
+        return None
+    source = arguments(node)[0]
+    if is_call(source, aten.unsqueeze.default, *RESHAPES) and shape(source)[:-2] == [1]:
+        source = arguments(source)[0]
+    return source if shape(source) == wanted[1:] else None
+
+
+def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
+    """The products whose rows ``gathered`` are; and matmuls that read it otherwise, with why."""
+    products, others = [], []
+    summed = "the gathered dimension is summed over"
+    for source in chain_of_reshapes(gathered):
+        for user in source.users:
+            if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
+                others += [(each, summed) for each in user.users if is_call(each, *MATMULS)]
+            if not is_call(user, *MATMULS):
+                continue
+            try:
+                product = product_at(user)
+                if product.left is not source:
+                    raise Unfit("the gathered tensor is the weight")
+                if product.right is source:
+                    raise Unfit("the gathered tensor is multiplied with itself")
+                products.append(product)
+            except Unfit as error:
+                others.append((user, str(error)))
+    return products, others
+
+
+def terms(reduced: fx.Node) -> list[GraphProduct]:
+    """The products whose sum ``reduced`` is, and which nothing else reads; raises :class:`Unfit`."""
+    inside, passed = through_reshapes(reduced)
+    for each in (*passed, inside):
+        if each is not reduced and len(each.users) != 1:
+            raise Unfit("the product is read by others too")
+    if is_call(inside, aten.add.Tensor) and not inside.kwargs:
+        found: list[GraphProduct] = []
+        for side in arguments(inside):
+            if not isinstance(side, fx.Node) or value(side) is None:
+                raise Unfit("what is reduced is no matmul: add")
+            if shape(side) != shape(inside):
+                raise Unfit("a term of the sum is broadcast")
+            if len(side.users) != 1:
+                raise Unfit("a term of the sum is read by others too")
+            found += terms(side)
+        if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
+            raise Unfit("a sum of scaled or batched matmuls")
+        return found
+    if not is_call(inside, *MATMULS):
+        name = getattr(inside.target, "__name__", inside.target)
+        raise Unfit(f"what is reduced is no matmul: {name}")
+    product = product_at(inside)
+    if product.added is not None:
+        raise Unfit("addmm with a two-dimensional bias")
+    return [product]

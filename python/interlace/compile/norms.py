@@ -37,14 +37,16 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from interlace.compile.collectives import Collective, find as collectives
 from interlace.compile.graph_nodes import (
     CONVERTS,
     RESHAPES,
+    Collective,
+    Unfit,
     ancestors,
     arguments,
     aten,
     chain_of_reshapes,
+    find as collectives,
     is_call,
     keeps_columns,
     named_call,
@@ -53,7 +55,6 @@ from interlace.compile.graph_nodes import (
     shape,
     value,
 )
-from interlace.compile.matmuls import Unfit
 
 ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from interlace.compile.collectives import Collective
 from interlace.compile.graph_nodes import (
     RESHAPES,
+    Collective,
+    GraphProduct,
+    Scales,
     aten,
     call,
     is_call,
@@ -18,7 +20,6 @@ from interlace.compile.graph_nodes import (
     value,
     wait_tensor,
 )
-from interlace.compile.matmuls import GraphProduct, Scales
 from interlace.compile.norms import GraphNorm
 from interlace.ops.library import BY_NAME
 

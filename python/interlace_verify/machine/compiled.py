@@ -25,7 +25,8 @@ from interlace.runtime.compiler import kept
 from interlace.runtime.compiler.pool import compile_one
 from interlace.runtime.compiler.request import Compilation, Measurement, jitted_function
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.core.launch import KernelLaunch, leaves, shared_bytes, specialised
+from interlace.runtime.core.launch import KernelLaunch, leaves, specialised
+from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
 from interlace_verify.machine.machine import PtxMachine

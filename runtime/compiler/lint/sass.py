@@ -26,7 +26,7 @@ from interlace.runtime.compiler.lint.faults import Fault, Frame, describe, place
 from interlace.runtime.compiler.lint.ptx import PtxModule
 from interlace.runtime.compiler.lint.ptx_rules import PTX_RULES, is_acquire, is_release
 from interlace.runtime.compiler.lint.triton_ir import Dot, TritonIR
-from interlace.runtime.core.launch import shared_bytes
+from interlace.runtime.core.limits import shared_bytes
 
 _TEXT = re.compile(
     r'^\s*(?://## File "(?P<path>[^"]*)", line (?P<line>\d+)|(?P<label>\.L_x_\w+):|/\*[0-9a-f]+\*/\s+'

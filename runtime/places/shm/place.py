@@ -52,7 +52,7 @@ from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.places.sim.choice import programs
 from interlace.runtime.places.sim.interpreter import session
-from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 from interlace.runtime.processes import dump as record, rendezvous
 from interlace.runtime.processes.control import Cells, load_acquire, store_release
@@ -113,7 +113,7 @@ class _Launches:
 
         name, warps = kernel.__name__, options.get("num_warps", 4)
         launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps)
-        how: dict[str, Any] = {"observer": trace.current(), "programs": programs(None)}
+        how: dict[str, Any] = {"observer": recording.current(), "programs": programs(None)}
         run_interpreted(launch, places[0].rank, idle, **how)
 
 
@@ -169,7 +169,7 @@ class InlineStream(Stream):
 
     def launch(self, launch: KernelLaunch) -> None:
         idle = self._group.idle_hook()
-        run_interpreted(launch, self._group.rank, idle, observer=trace.current())
+        run_interpreted(launch, self._group.rank, idle, observer=recording.current())
         # Waits in a kernel return early once the group is aborted: what it computed is void.
         everyone = range(self._group.world_size)
         self._group.check_during(f"{launch.op}, in {launch.name}", everyone)
@@ -318,7 +318,7 @@ class ShmPlace(CpuPlace):
         self.worker.drain()
         mappings = self.group.allocate(nbytes, f"an allocation of {nbytes} bytes")
         tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
-        recorder = trace.current()
+        recorder = recording.current()
         if recorder is not None:
             for rank, memory in enumerate(tensors):
                 recorder.on_allocate(rank, memory)
@@ -343,7 +343,7 @@ class ShmPlace(CpuPlace):
         shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
         shared[self.rank] = memory.parts
         self.group.shared_ranges.add([parts[0] for parts in shared])
-        recorder = trace.current()
+        recorder = recording.current()
         if recorder is not None:
             for rank, parts in enumerate(shared):
                 for part in parts:
@@ -368,7 +368,7 @@ class ShmPlace(CpuPlace):
         def idle(wait: BlockedWait) -> None:
             patience.step(launch.op, waited_for())
 
-        run_interpreted(launch, self.rank, idle, observer=trace.current())
+        run_interpreted(launch, self.rank, idle, observer=recording.current())
 
     def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
         blame = self.group.blame

@@ -56,7 +56,7 @@ from interlace.runtime.core.memory import (
 from interlace.runtime.core.place import Nodes, Place, table
 from interlace.runtime.core.stream import Event, Outcome, Stream
 from interlace.runtime.places.sim.choice import programs
-from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.scheduler import Scheduler, TaskFailed
 from interlace.runtime.places.sim.scheduler.source_lines import line_of, user_frame, user_line
 
@@ -591,7 +591,7 @@ def run_sim(
     """
     if scheduler is None:
         made = programs(arch)
-        scheduler = Scheduler(seed, timeout=timeout, observer=trace.current(), programs=made)
+        scheduler = Scheduler(seed, timeout=timeout, observer=recording.current(), programs=made)
     world = SimWorld(scheduler)
     results: list[Any] = [None] * world_size
     members = tuple(range(world_size))

@@ -15,7 +15,7 @@ import torch
 import interlace
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Extents, Table
-from interlace.kernels.matmul import warp_roles as matmul_reduce_scatter_roles
+from interlace.kernels.matmul import matmul_reduce_scatter_roles
 from interlace.kernels.tiling import grouped_tile
 from interlace.ops.matmul import launch_gather as gather_matmul, launch_reduce as matmul_reduce
 from interlace.runtime.core.launch import KernelLaunch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.runtime.places.sim.scheduler import trace
+from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.recording import merge
 from interlace.runtime.tuning.configuration import override
 from sim.benchmark.model_support import (
@@ -268,7 +268,7 @@ def test_programs_do_in_the_model_what_they_do_in_the_simulator() -> None:
             )
 
     for op, fn, m in ((GATHER, gathers, 192), (SCATTER, scatters, 96)):
-        with trace.recording() as recorder:
+        with recording.recording() as recorder:
             interlace.run(fn, 3)
         real: dict[tuple[int, int], list[tuple[str, int]]] = {}
         for span in merge([recorder.recording()]).spans:

@@ -19,7 +19,7 @@ from interlace import reference
 from interlace.cli.commands import demo as command, demo_timeline as timeline
 from interlace.cli.commands.demo import CASES, DemoOptions, run_case
 from interlace.kernels.tiling import split_rows
-from interlace.runtime.places.sim.scheduler import recording, trace
+from interlace.runtime.places.sim.scheduler import recording, recording as trace
 
 SMALL = {"m": 45, "n": 40, "k": 24}
 

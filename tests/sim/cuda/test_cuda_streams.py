@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.kernels.matmul import matmul_reduce_scatter, warp_roles
+from interlace.kernels.matmul import matmul_reduce_scatter, matmul_reduce_scatter_roles
 from interlace.runtime.core.memory import Layout
 from interlace.runtime.places.gpu import stream
 from interlace.runtime.places.gpu.device_place import DevicePlace
@@ -187,7 +187,7 @@ def in_two_kernels(gpu: FakeGpu, rounds: int = 4) -> Callable[[], bool]:
 def test_products_and_sums_in_two_kernels(run: Any, connections: int) -> None:
     gpu = FakeGpu(connections, connections=connections)
     assert all(run(in_two_kernels(gpu), 4, gpu))
-    products = warp_roles.matmul_reduce_scatter_roles_kernel
+    products = matmul_reduce_scatter_roles.matmul_reduce_scatter_roles_kernel
     for kernel in (products, matmul_reduce_scatter.sum_tiles_kernel):
         assert gpu.launches.count(kernel.__name__) == 16
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interlace.runtime.core.launch import shared_bytes
+from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.runtime.tuning import (
     calibration,

@@ -232,7 +232,7 @@ def all_gather_matmul_fused(
 ) -> Event:
     """One kernel per weight; the first carries the copiers, or the copy engine sends.
 
-    Between nodes a kernel of its own moves the rows (``py``). Where the weights' ``scales`` are
+    Between nodes a kernel of its own moves the rows (``node_moves.py``). Where the weights' ``scales`` are
     "row", that of each row travels with it.
     """
     rank, inner = communicator.rank, input.shape[1]
@@ -277,7 +277,7 @@ def all_gather_matmul_fused(
             plainly = not copiers and not operand["TILES"].BIAS
             if plainly and operands.may_have_roles(configuration, input, operand):
                 # Gluon is a language of its own, which most processes never need.
-                from interlace.kernels.matmul import warp_roles as roles
+                from interlace.kernels.matmul import all_gather_matmul_roles as roles
 
                 kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
                 stages = configuration.num_stages

@@ -164,7 +164,7 @@ def matmul_reduce_scatter_fused(
     segments: Segments,
     configuration: Configuration,
 ) -> Event:
-    """One kernel, or with ``warp_roles`` two; between nodes one puts (``py``)."""
+    """One kernel, or with ``warp_roles`` two; between nodes ``node_matmul_reduce_scatter.py`` has it."""
     if communicator.place.nodes is not None:
         if input.shape[0] and linear.weight.shape[1]:
             return matmul_reduce_scatter(communicator, input, linear, segments, configuration)
@@ -192,7 +192,7 @@ def matmul_reduce_scatter_fused(
     op, then = "matmul_reduce_scatter", []
     if operands.may_have_roles(configuration, input, known):
         # Gluon is a language of its own, which most processes never need.
-        from interlace.kernels.matmul import warp_roles as roles
+        from interlace.kernels.matmul import matmul_reduce_scatter_roles as roles
 
         own = rows[communicator.rank]
         sums = matmul_reduce_scatter_kernels.sum_tiles_kernel

@@ -1,6 +1,6 @@
 """Observers of a simulated run: every access, launch, event and allocation, as it happens.
 
-The scheduler, streams and places report to one :class:`Observer`. The recorder of ``trace.py`` is one,
+The scheduler, streams and places report to one :class:`Observer`. The recorder of ``recording.py`` is one,
 the race detector of ``interlace.verify`` another. Observers look on: they never change what happens,
 so a seed means the same schedule with and without them.
 """
