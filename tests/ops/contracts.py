@@ -2,9 +2,9 @@
 
 An op of the registry is in the matrix without being named: an argument is made by its name, of which
 ``EXAMPLES`` has one for all ops, and ``Op.reference`` is what is right. ``OF_OP`` has arguments of one op
-that are others, ``REFERENCES`` stands in for a reference that a record has not, and ``REASONS`` says why a
-cell is left out. Numbers are small and whole, so sums are exact in every dtype and in every order, and
-results are compared bit for bit; where an op divides or takes a root, ``REFERENCES`` has a bound.
+that are others, and ``REASONS`` says why a cell is left out. Numbers are small and whole, so sums are exact
+in every dtype and in every order, and results are compared bit for bit. Where an op divides or takes a
+root, or computes with what its reference computes with, ``REFERENCES`` has another formula, in float64.
 
 =============  ===================================================================================
 legend
@@ -351,15 +351,13 @@ def arguments(op: Op, setting: Setting, **others: Any) -> dict[str, Any]:
     return made
 
 
-# -- right results of ops whose record has no reference, or rounds in an order of its own ----------
+# -- right results of ops that round in an order of their own ---------------------------------------
 
 
 def products_backward(given: Sequence[Any], size: int) -> Right:
     sent = [DispatchArguments(g.grad, None, g.topk_idx, g.topk_weights, *g.routing) for g in given]
-    find = BY_NAME["dispatch"].reference
-    assert find is not None
-    made = []
-    for each, (grads, weights, segments) in zip(given, find(sent, size), strict=True):
+    brought, made = BY_NAME["dispatch"].reference(sent, size), []
+    for each, (grads, weights, segments) in zip(given, brought, strict=True):
         lengths = segments[..., 1].sum(1).tolist()
         rows = (grads.double() * weights.double().unsqueeze(1))[: sum(lengths)].split(lengths)
         inputs, dtype = each.input.double().split(lengths), each.input.dtype
@@ -425,9 +423,7 @@ def decoded(given: Sequence[Any], size: int) -> Right:
 def normed(given: Sequence[Any], size: int) -> Right:
     """The sums are exact, and are normed within bounds."""
     name = next(n for n in NORMED if BY_NAME[n].arguments is type(given[0]))
-    right = BY_NAME[name].reference
-    assert right is not None
-    made, first = right(given, size), given[0]
+    made, first = BY_NAME[name].reference(given, size), given[0]
     kind = RowNorm(first.kind, first.eps, first.norm_weight, first.norm_bias)
     bounds = [reference.norm(total, kind, total.dtype) for _, total in made]
     if first.gather_normed:
@@ -528,13 +524,8 @@ def reason(op: Op, contract: str) -> str:
 
 
 def gaps(ops: Mapping[str, Op]) -> list[str]:
-    """What the table lacks for some op: an example of an argument, or what is right."""
-    found = [f"{name}: no example of {each}" for name, op in ops.items() for each in missing(op)]
-    return found + [
-        f"{name}: no reference"
-        for name, op in ops.items()
-        if op.reference is None and name not in REFERENCES
-    ]
+    """What the table lacks for some op: an example of an argument."""
+    return [f"{name}: no example of {each}" for name, op in ops.items() for each in missing(op)]
 
 
 def takes(op: Op, dtype: torch.dtype) -> bool:
@@ -547,7 +538,6 @@ def takes(op: Op, dtype: torch.dtype) -> bool:
 def right_results(op: Op, given: Sequence[Mapping[str, Any]], size: int) -> Right:
     """What all ranks must get for the arguments of all."""
     find = REFERENCES.get(op.name) or op.reference
-    assert find is not None, f"{op.name} has no reference"
     return find([op.record(list(each.values())) for each in given], size)
 
 

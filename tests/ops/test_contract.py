@@ -397,7 +397,7 @@ def of_all_ranks(values: Sequence[Any]) -> Any:
 
 @pytest.mark.parametrize("op", cells("local_tensor"))
 def test_local_tensor(op: str) -> None:
-    """Results of all ranks in one process; an op without a reference refuses."""
+    """Results of all ranks in one process."""
     known, setting = BY_NAME[op], Setting(0, SIZE, call=1, rows=evenly(SIZE))
     given = [contracts.arguments(known, each) for each in setting.everyone()]
     tree = tree_flatten(list(given[0].values()))[1]
@@ -406,10 +406,6 @@ def test_local_tensor(op: str) -> None:
     call = functools.partial(getattr(torch.ops.interlace, op).default, *tree_unflatten(every, tree))
     local_tensor.define("everyone", [list(range(SIZE))])
     with LocalTensorMode(SIZE):
-        if known.reference is None:
-            with pytest.raises(NotImplementedError, match="LocalTensorMode"):
-                call(SIZE, "everyone")
-            return
         made = call(SIZE, "everyone")
     for each in setting.everyone():
         own = [whole._local_tensors[each.rank] for whole in (made if known.several else [made])]
@@ -514,8 +510,5 @@ def test_a_new_op_is_found_without_being_named() -> None:
 
     interlace.run(on_rank, SIZE)
     unknown = dataclasses.make_dataclass("unknown", [("input", Tensor), ("speed", int)])
-    without: Any = dataclasses.replace(known, name="another", reference=None, arguments=unknown)
-    assert contracts.gaps({"another": without}) == [
-        "another: no example of speed",
-        "another: no reference",
-    ]
+    without = dataclasses.replace(known, name="another", arguments=unknown)
+    assert contracts.gaps({"another": without}) == ["another: no example of speed"]

@@ -44,10 +44,10 @@ RankLists = list[list[int]]
 
 
 def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[str]) -> None:
-    """Give every op its rule. An op without a simulation refuses."""
+    """Give every op its rule."""
     _rule("group_size", _group_size)
     for name, op in ops.items():
-        _rule(name, _refusal(name) if op.reference is None else _simulation(op))
+        _rule(name, _simulation(op))
     for name in with_out:
         _rule(f"{name}_out", _simulation(ops[name], "out"))
     for name in in_place:
@@ -64,15 +64,6 @@ def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
 
 def _rule(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_torch_dispatch(f"{NAMESPACE}::{name}", _Mode, rule, lib=_library)
-
-
-def _refusal(name: str) -> Callable[..., Any]:
-    def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if mode._disable:
-            return func(*args, **(kwargs or {}))
-        raise NotImplementedError(f"interlace.{name} does not work under LocalTensorMode")
-
-    return rule
 
 
 def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,13 +144,11 @@ def _outside() -> Any:
 
 def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
     """Outputs by rank."""
-    reference = op.reference
-    assert reference is not None
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
         given = [op.record([_on_rank(value, rank) for value in own]) for rank in row]
-        for rank, made in zip(row, reference(given, len(row)), strict=True):
+        for rank, made in zip(row, op.reference(given, len(row)), strict=True):
             outputs[rank] = made
     return {rank: outputs[rank] for rank in ranks}
 

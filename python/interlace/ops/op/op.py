@@ -1,4 +1,4 @@
-"""One op, declared once: its arguments, what it gives, how it starts, and its gradient.
+"""One op, declared once: its arguments, what it gives, how it starts, its gradient, and all ranks at once.
 
 Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
 autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
@@ -233,12 +233,12 @@ class Op:
     without : fields which this op does not take: they keep their defaults.
     start : called with a communicator and the arguments; with ``out`` where the op has such a form.
     outputs : called with the arguments and the size of the group; makes the results, on fake tensors too.
+    reference : called with all ranks' arguments and the size of the group; all ranks' results, of one
+        process that plays all of them.
     communicates : for which arguments' gradients the backward communicates: their names, by the words of
         error messages. Ranks agree on them, but for plain collectives, whose engines take equal messages
         alone.
     several : whether it returns a list.
-    reference : called with all ranks' arguments and the size of the group; all ranks' results, of one
-        process that plays all of them.
     variants : its cases that tools list beside it.
     """
 
@@ -246,12 +246,12 @@ class Op:
     arguments: type
     start: Callable[..., Started]
     outputs: Callable[[Any, Any], Any]
+    reference: Callable[[Sequence[Any], int], list[list[Tensor]]] = dataclasses.field(kw_only=True)
     gradient: OpGradient | None = None
     communicates: Mapping[str, tuple[str, ...]] = dataclasses.field(
         default_factory=lambda: {"input": ("input",)}
     )
     several: bool = False
-    reference: Callable[[Sequence[Any], int], list[list[Tensor]]] | None = None
     variants: Sequence[OpVariant] = ()
     without: Sequence[str] = ()
 
