@@ -58,7 +58,7 @@ from interlace.runtime.places.worker_process import (
     failure,
     success,
 )
-from interlace.runtime.processes.deadlock import Blame
+from interlace.runtime.processes.dump import Blame
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import SignedStore

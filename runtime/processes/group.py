@@ -40,7 +40,8 @@ from interlace.runtime.processes.control import (
     Control,
     check_size,
 )
-from interlace.runtime.processes.deadlock import Blame, Kind, LastingWait, aborted_by
+from interlace.runtime.processes.deadlock import Kind, LastingWait
+from interlace.runtime.processes.dump import Blame, aborted_by
 from interlace.runtime.processes.recorder import MESSAGES
 from interlace.runtime.processes.segment import (
     Identity,

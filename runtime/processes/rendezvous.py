@@ -52,7 +52,8 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
 )
 from interlace.runtime.core.plain import UnreadableError
-from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED, compare_and_swap
+from interlace.runtime.processes.atomics import compare_and_swap
+from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED
 from interlace.runtime.processes.segment import LAYOUT_VERSION, MAGIC, NONCE_BYTES, compare
 from interlace.runtime.processes.signed_store import STORE_POLL_SECONDS, glance
 from interlace.runtime.processes.waiting import Interruption, Patience, ended_processes

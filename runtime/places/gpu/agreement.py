@@ -55,7 +55,8 @@ from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.memory import WORD
 from interlace.runtime.core.place import Place
 from interlace.runtime.processes import dump as record
-from interlace.runtime.processes.control import LARGEST_MESSAGE, Words, check_size
+from interlace.runtime.processes.atomics import Words
+from interlace.runtime.processes.control import LARGEST_MESSAGE, check_size
 from interlace.runtime.processes.recorder import ENTRIES
 
 

@@ -50,7 +50,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.places.hosts.host_map import listening_address
 from interlace.runtime.places.hosts.joining import connected, let_go
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
-from interlace.runtime.processes.deadlock import aborted_by, follow
+from interlace.runtime.processes.dump import aborted_by, follow
 from interlace.runtime.processes.signed_store import DIGEST_BYTES, PolledStore, digest
 from interlace.runtime.processes.worker import Helper, apart
 

@@ -55,7 +55,7 @@ from interlace.runtime.places.sim.interpreter import session
 from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 from interlace.runtime.processes import dump as record, rendezvous
-from interlace.runtime.processes.control import Cells, load_acquire, store_release
+from interlace.runtime.processes.atomics import Cells, load_acquire, store_release
 from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.recorder import called_from

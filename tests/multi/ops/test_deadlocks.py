@@ -23,7 +23,7 @@ from guard import MOST as LONG
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
-from interlace.runtime.processes.deadlock import Blame
+from interlace.runtime.processes.dump import Blame
 from ranks import ranks
 
 FEW = 4

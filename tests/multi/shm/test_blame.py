@@ -21,7 +21,7 @@ from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, 
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
-from interlace.runtime.processes import deadlock, deadlock as blame, waiting
+from interlace.runtime.processes import deadlock, dump as blame, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
 from multi.shm.members import LONG, SECRET, close, members, on_hosts, run

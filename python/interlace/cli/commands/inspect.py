@@ -17,8 +17,7 @@ from interlace.output.consoles import write
 from interlace.output.options import CommandOptions, option
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.processes.control import CONTROL_BYTES, RECORD, said
-from interlace.runtime.processes.deadlock import FRESH_SECONDS, follow
-from interlace.runtime.processes.dump import JOB_AND_RANK
+from interlace.runtime.processes.dump import FRESH_SECONDS, JOB_AND_RANK, follow
 from interlace.runtime.processes.recorder import (
     REGION_BYTES,
     PastOp,

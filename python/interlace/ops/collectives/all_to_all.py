@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.arguments.checks import filled, remember
-from interlace.arguments.forms import apart, disjoint, one_per_rank
+from interlace.arguments.checks import apart, disjoint, filled, one_per_rank, remember
 from interlace.arguments.words import AnyReduceOp, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives.rooted import _gather, _scatter

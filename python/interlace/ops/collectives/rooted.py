@@ -11,8 +11,7 @@ from typing import Any, get_args
 import torch
 
 from interlace.arguments import checks, words
-from interlace.arguments.checks import copied_back, filled, remember
-from interlace.arguments.forms import apart, one_per_rank
+from interlace.arguments.checks import apart, copied_back, filled, one_per_rank, remember
 from interlace.arguments.words import AnyReduceOp, BroadcastAlgorithm, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import stream_engine

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks, words
-from interlace.arguments.checks import copied_back, filled, remember
-from interlace.arguments.forms import disjoint, either, parts
+from interlace.arguments.checks import copied_back, disjoint, either, filled, parts, remember
 from interlace.arguments.words import AnyReduceOp, CollectiveAlgorithm, Group, PerRank
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import stream_engine

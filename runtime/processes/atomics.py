@@ -1,0 +1,89 @@
+"""int64 words of shared memory for Python: release/acquire atomics on raw addresses, and faster ones.
+
+Python has none. Triton's interpreter does: its C++ half runs ``std::atomic`` operations on arrays
+of addresses with the memory order asked for. Using it keeps Python and interpreted kernels on
+the same instructions, is right on weakly ordered processors, and needs no compiler. A load is an
+``atomic_add`` of 0, as in ``kernels/signal.py``.
+
+Thread safety: a :class:`Cells` holds only arrays that are never written (addresses, zeros, mask),
+and a store makes its own value array, so any number of threads may use the same object at once.
+
+Cost (2 cores, x86-64, triton 3.7.1, Python 3.11, 2025-11): 1.9 us for one cell, 2.7 us for 63.
+
+Where the processor itself keeps loads in order with loads and stores with stores (x86-64), an aligned load
+of Python's ``memoryview`` is an acquire and its store a release: each is one move of eight bytes inside a
+C function that no compiler can look into from its caller. So :class:`Words` take a tenth of a microsecond
+there, and go through the atomics elsewhere. A poll may read the plain word; what it has seen counts after
+``acquired``.
+"""
+
+import platform
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from interlace.runtime.compat.triton_interpreter import atomics
+
+_rmw = atomics.atomic_rmw
+_EXCHANGE = atomics.RMW_OP.XCHG
+_ADD = atomics.RMW_OP.ADD
+_RELEASE = atomics.MEM_SEMANTIC.RELEASE
+_ACQUIRE = atomics.MEM_SEMANTIC.ACQUIRE
+_BOTH = atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+
+class Cells:
+    """int64 words, 8-byte aligned, that stay mapped, and are read or written together."""
+
+    __slots__ = ("_addresses", "_mask", "_zeros")
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._addresses = np.array(addresses, dtype=np.uint64)
+        self._zeros = np.zeros(len(addresses), dtype=np.int64)
+        self._mask = np.ones(len(addresses), dtype=np.bool_)
+
+    def load_acquire(self) -> list[int]:
+        values: list[int] = _rmw(_ADD, self._addresses, self._zeros, self._mask, _ACQUIRE).tolist()
+        return values
+
+    def store_release(self, value: int) -> None:
+        values = np.full(len(self._zeros), value, dtype=np.int64)
+        _rmw(_EXCHANGE, self._addresses, values, self._mask, _RELEASE)
+
+
+def store_release(address: int, value: int) -> None:
+    Cells((address,)).store_release(value)
+
+
+def load_acquire(address: int) -> int:
+    return Cells((address,)).load_acquire()[0]
+
+
+def compare_and_swap(address: int, old: int, new: int) -> None:
+    """Store ``new`` if the word is ``old``, at once."""
+    values = np.array([old], dtype=np.int64), np.array([new], dtype=np.int64)
+    atomics.atomic_cas(np.array([address], dtype=np.uint64), *values, _BOTH)
+
+
+class Words:
+    """``data``, bytes at ``address`` that stay mapped, as words: ``view[i]`` is byte ``8 * i``.
+
+    ``release(index, value)`` stores a word; earlier writes of this thread come before it.
+    ``acquired(index)`` loads one; what was written before its release is seen afterwards.
+    """
+
+    __slots__ = ("acquired", "address", "bytes", "release", "view")
+
+    release: Callable[[int, int], None]
+    acquired: Callable[[int], int]
+
+    def __init__(self, address: int, data: memoryview) -> None:
+        self.address = address
+        self.bytes = data
+        self.view = data[: data.nbytes // 8 * 8].cast("B").cast("q")
+        if ORDERED:
+            self.release, self.acquired = self.view.__setitem__, self.view.__getitem__
+        else:
+            self.release = lambda index, value: store_release(address + 8 * index, value)
+            self.acquired = lambda index: load_acquire(address + 8 * index)
