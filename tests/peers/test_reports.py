@@ -113,6 +113,7 @@ def test_text_json_page_and_sarif_say_the_same(
             assert sum(each.endswith(text) for each in told) == 1
 
 
+@thorough
 def test_memory_of_a_heap_has_the_names_of_a_kernels_arguments(tmp_path: pathlib.Path) -> None:
     kernels = pathlib.Path(__file__).with_name("iris_kernels.py").read_text()
     mutant = tmp_path / "relaxed_ring.py"
