@@ -32,7 +32,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         uneven = ["uneven"] * self.uneven
-        return ", ".join([self.op, *(f"{k}={v}" for k, v in self.options.items()), *uneven])
+        said = {name: getattr(value, "__name__", value) for name, value in self.options.items()}
+        return ", ".join([self.op, *(f"{k}={v}" for k, v in said.items()), *uneven])
 
     def inputs(self, rank: int, size: int) -> Tensors:
         found = []
