@@ -116,13 +116,16 @@ FOLDERS = {
         "interlace/arguments interlace/groups interlace/ops interlace/ops/collectives "
         "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core runtime/tuning"
     ),
+    "python": "interlace/cli interlace/compile interlace/process_group",
+    "program": "python",
+    "interlace/nn/functional": "interlace/ops/attention",
     "interlace/nn": (
-        "interlace/arguments interlace/groups interlace/ops interlace/ops/attention "
-        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/ops/op "
-        "interlace/tensor runtime/compat runtime/core runtime/numerics"
+        "interlace/arguments interlace/groups interlace/nn/functional interlace/ops "
+        "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
+        "interlace/ops/matmul interlace/ops/op interlace/tensor runtime/compat runtime/core "
+        "runtime/numerics"
     ),
     "interlace/integrations": "interlace interlace/groups interlace/nn runtime/compat runtime/core",
-    "python": "interlace/cli interlace/compile interlace/process_group",
     "face": (
         "interlace interlace/arguments interlace/cli interlace/compile interlace/experts "
         "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
@@ -146,7 +149,6 @@ FOLDERS = {
         "interlace/tensor interlace/tools interlace/tools/catalogue runtime/compat runtime/core "
         "runtime/places/gpu runtime/places/sim/scheduler runtime/processes runtime/tuning"
     ),
-    "program": "python",
     "interlace_verify/lint_check": (
         "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"
     ),

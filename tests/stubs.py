@@ -23,7 +23,7 @@ FACES = tuple(
         "interlace/__init__.py",
         "interlace/experts/__init__.py",
         "interlace/functional/__init__.py",
-        "interlace/nn/functional.py",
+        "interlace/nn/functional/__init__.py",
         "interlace/tensor/__init__.py",
         "interlace_verify/__init__.py",
     )

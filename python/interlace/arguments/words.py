@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp as ReduceOp
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.kernels.epilogue import Activation as Activation
@@ -15,6 +16,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics import reductions
 from interlace.runtime.tuning.files import Algorithm
 
+ReduceOp = dist.ReduceOp
 RunPlace = Literal["sim", "shm", "cuda", "ptx"]
 FusedAlgorithm = Literal["auto", Algorithm]
 ScaledAlgorithm = Literal["auto", "fused", "unfused"]

@@ -60,7 +60,7 @@ def fused(name: str, *operands: torch.Tensor, **options: Any) -> Callable[[], ob
 
 OF_ONE, OF_ALL = "epoch) >= epoch - 1", "wait_credits(workspace, epoch) == 0"
 REDUCTION, MULTIMEM = "collectives/reduction", "collectives/multimem"
-SCATTER, REDUCE = "matmul/matmul_reduce_scatter", "matmul/matmul_all_reduce"
+SCATTER, REDUCE = "matmul/matmul_reduce_scatter", "matmul/matmul_reduce_scatter"
 NORM = {"norm": interlace.RMSNorm()}
 NORMED = {**NORM, "gather_normed": True}
 PRODUCT = NUMBERS, WEIGHT
@@ -79,7 +79,7 @@ OPS = {
     ),
     "matmul_all_reduce_norm": Case(fused("matmul_all_reduce", *PRODUCT, **NORM), REDUCE, OF_ALL),
     "reduce_norm": Case(
-        fused("reduce_scatter_norm", NUMBERS, **NORMED), "matmul/reduce_norm", OF_ONE
+        fused("reduce_scatter_norm", NUMBERS, **NORMED), "matmul/row_norms", OF_ONE
     ),
 }
 
