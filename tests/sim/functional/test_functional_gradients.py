@@ -240,16 +240,29 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
     interlace.run(case, 3)
 
 
-@pytest.mark.parametrize(("dim", "inner"), [(0, 4), (1, 15)])
+@pytest.mark.parametrize(
+    ("dim", "rows", "text"),
+    [
+        (0, [4, 4, 5], r"weight has 5 rows, input has k = 4 \(shape \(4, 4\)\)"),
+        (1, [16, 16, 16], r"weight has 16 rows, the gathered input has k = 15 \(\d on rank \d\)"),
+        (
+            1,
+            [15, 15, 16],
+            r"rows of weight differs between ranks: \(15,\) on rank 0, \(16,\) on rank 2",
+        ),
+    ],
+)
 @ranks(3, place="sim")
-def test_weights_that_do_not_fit_unequal_shards_are_refused(dim: int, inner: int) -> None:
+def test_weights_that_do_not_fit_unequal_shards_are_refused(
+    dim: int, rows: list[int], text: str
+) -> None:
     """On all ranks, and the group goes on."""
     rank = interlace.get_rank()
     shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
-    weight = torch.ones(inner + rank // 2, 3)
-    text = rf"weight has shape \({inner + 1}, 3\), the gathered input has k = {inner}"
     with pytest.raises(ValueError, match=text):
-        interlace.all_gather_matmul(shard.requires_grad_(), weight, gather_dim=dim)
+        interlace.all_gather_matmul(
+            shard.requires_grad_(), torch.ones(rows[rank], 3), gather_dim=dim
+        )
     interlace.barrier()
 
 
