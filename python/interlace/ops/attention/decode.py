@@ -38,7 +38,7 @@ from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
 from interlace.ops.op.op import Op, Started
-from interlace.ops.op.recording import dispatched, record, run_recorded
+from interlace.ops.op.recording import run_recorded
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -549,24 +549,17 @@ def distributed_decode(
         checks.flag("return_lse", return_lse)
     tensors = q, key, value, lengths, block_table
     given = DecodeArguments(*tensors, scale, algorithm)
+
+    def run(given: DecodeArguments, async_op: bool = False) -> Any:
+        return decode(communicator, (given,), (), async_op)
+
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
         # whose backward says that there is none
-        output, lse = _recorded(communicator, given)
+        output, lse = run_recorded(DISTRIBUTED_DECODE, communicator, given, run, _both, False)
     else:
-        output, lse = decode(communicator, (given,))  # type: ignore[misc]
+        output, lse = run(given)
     return (output, lse) if return_lse else output
 
 
-def _recorded(communicator: Communicator, given: DecodeArguments) -> Any:
-    op = DISTRIBUTED_DECODE
-
-    def run(given: DecodeArguments, async_op: bool) -> Any:
-        return decode(communicator, (given,), (), async_op)
-
-    def then(given: DecodeArguments, made: Sequence[Tensor]) -> Any:
-        return record(op, communicator, given, made)
-
-    def dispatch(given: DecodeArguments) -> Any:
-        return dispatched(op, communicator, given)
-
-    return run_recorded(op, communicator, given, run, then, False, dispatch)
+def _both(outputs: list[Tensor], _: Any) -> list[Tensor]:
+    return outputs

@@ -53,8 +53,6 @@ from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
     ContinuedWork,
-    dispatched,
-    record,
     run_recorded,
 )
 from interlace.runtime.compat.torch_modes import modes_active
@@ -153,23 +151,15 @@ def _dispatched(
         routing = routing_of(num_experts, **how)
     arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
 
-    def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
+    def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
         received, handle = named(made, arguments, communicator)
         return received, handle._replace(number=number)
 
     def run(given: DispatchArguments, async_op: bool) -> Any:
         return dispatch_rows(communicator, (given, None), async_op=async_op)
 
-    op = OPS[DISPATCH]
     if requires_gradients(data, scales, topk_idx, topk_weights):
-
-        def then(given: DispatchArguments, made: list[Tensor]) -> Any:
-            return finish(record(op, communicator, given, made))
-
-        def dispatch(given: DispatchArguments) -> Any:
-            return finish(dispatched(op, communicator, given))
-
-        return run_recorded(op, communicator, arguments, run, then, async_op, dispatch)
+        return run_recorded(OPS[DISPATCH], communicator, arguments, run, finish, async_op)
     made = run(arguments, async_op)
     return ContinuedWork(made, finish) if async_op else finish(made)
 
@@ -234,40 +224,34 @@ def combine(
 
 
 def _sums(
-    op: str, communicator: Communicator, given: Any, form: Callable[..., Any], async_op: bool
-) -> Any:
-    """The sums by token, by the ``form`` of an op that a handle has routed."""
-    known = OPS[op]
-    if not requires_gradients(*known.tensors_of(given)):
-        return form(communicator, (given, None), async_op=async_op)
-
-    def dispatch(given: Any) -> Tensor:
-        return dispatched(known, communicator, given)[0]
-
-    return _recorded_sums(known, communicator, given, form, async_op, dispatch=dispatch)
-
-
-def _recorded_sums(
-    op: Op,
+    op: str,
     communicator: Communicator,
     given: Any,
     form: Callable[..., Any],
     async_op: bool,
+    *,
     as_op: Callable[[Any, Any], Any] = lambda given, made: given,
-    dispatch: Callable[[Any], Any] | None = None,
+    hidden: bool = False,
 ) -> Any:
-    """The sums with their history. ``as_op`` adds to the arguments what the call has found."""
+    """The sums by token, by a ``form``. ``as_op`` adds to arguments what the call has found."""
+    known: Op = OPS[op]
+    if not requires_gradients(*known.tensors_of(given)):
+        return form(communicator, (given, None), async_op=async_op)
     outputs: list[Tensor] = []
 
     def run(given: Any, async_op: bool) -> Any:
-        with communicator.accepting(OP if op.name == ROUTED else op.name):
-            outputs.extend(op.outputs(given, communicator.world_size))
+        with communicator.accepting(OP if op == ROUTED else op):
+            outputs.extend(known.outputs(given, communicator.world_size))
         return form(communicator, (given, outputs), async_op=async_op)
 
-    def then(given: Any, made: Any) -> Tensor:
-        return record(op, communicator, as_op(given, made), outputs)[0]
+    def results(given: Any, made: Any) -> tuple[Any, list[Tensor]]:
+        return as_op(given, made), outputs
 
-    return run_recorded(op, communicator, given, run, then, async_op, dispatch)
+    def finish(outputs: list[Tensor], _: Any) -> Tensor:
+        return outputs[0]
+
+    how: Any = {"results": results, "hidden": hidden}
+    return run_recorded(known, communicator, given, run, finish, async_op, **how)
 
 
 def permute(
@@ -588,19 +572,14 @@ def grouped_matmul_combine(
         with by_handle(communicator, splits):
             return _with_handle(operands, splits, how, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)
-    about: Any = topk_idx, topk_weights, [], splits, False
+    about: Any = topk_idx, topk_weights, [], splits, requires_gradients(topk_weights)
     given = GroupedCombineArguments(input, weight, bias, *about, **how)
-    form = grouped_combine.grouped_matmul_combine
-    if not requires_gradients(*operands):
-        return form(communicator, (given, None), (), async_op)  # type: ignore[no-any-return]
-    with communicator.accepting(OP):
-        given.splits = row_counts("splits", splits)
-        given.return_rows = requires_gradients(topk_weights)
 
     def as_op(given: GroupedCombineArguments, home_splits: list[int]) -> GroupedCombineArguments:
-        return replace(given, home_splits=home_splits)
+        return replace(given, home_splits=home_splits, splits=row_counts("splits", given.splits))
 
-    return _recorded_sums(OPS[OP], communicator, given, form, async_op, as_op)  # type: ignore[no-any-return]
+    form = grouped_combine.grouped_matmul_combine
+    return _sums(OP, communicator, given, form, async_op, as_op=as_op, hidden=True)  # type: ignore[no-any-return]
 
 
 def _with_handle(
@@ -650,15 +629,18 @@ def _recorded_grouped(
     def run(call: GroupedArguments, async_op: bool) -> Any:
         return grouped.FORMS[op.name](communicator, (call,), (), async_op)
 
-    def then(call: GroupedArguments, made: tuple[list[Tensor], grouped.Routes]) -> Any:
+    def results(call: GroupedArguments, made: Any) -> tuple[GroupedArguments, list[Tensor]]:
         outputs, routes = made
-        sent, splits = row_counts("input_splits", call.input_splits), routes.splits()
-        received = [rows for each in splits for rows in each]
-        call = replace(call, input_splits=sent, output_splits=received)
-        outputs = record(op, communicator, call, outputs)
-        output = activate(outputs[0], name)
+        sent = row_counts("input_splits", call.input_splits)
+        received = [rows for each in routes.splits() for rows in each]
+        return replace(call, input_splits=sent, output_splits=received), outputs
+
+    def finish(outputs: list[Tensor], made: Any) -> Any:
+        output, routes = activate(outputs[0], name), made[1]
         if given.max_rows:
             return on_device(counted.padded(output, routes, given))
-        return grouped.result(outputs[1] if given.return_received else None, output, splits)
+        received = outputs[1] if given.return_received else None
+        return grouped.result(received, output, routes.splits())
 
-    return run_recorded(op, communicator, plain, run, then, async_op)
+    how: Any = {"results": results, "hidden": True}
+    return run_recorded(op, communicator, plain, run, finish, async_op, **how)

@@ -247,11 +247,12 @@ def _prepared(
     """
     call = checked(communicator, given)
     if isinstance(given, GroupedCombineArguments):
-        return _by_splits, (outputs,), (call, checked_splits(communicator, call, given.splits))
+        splits = checked_splits(communicator, call, given.splits)
+        return _by_splits, (outputs,), (call, splits, not given.home_splits)
     routing, segments = given.routing, given.segments
     if not routing.max_tokens:
         splits = checked_splits(communicator, call, segments[..., 1])
-        return _by_splits, (outputs,), (call, splits)
+        return _by_splits, (outputs,), (call, splits, False)
     segments = combine.checked_segments(communicator, segments, routing, "input", call.input)
     algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
@@ -377,10 +378,12 @@ def _with_splits(
     outputs: list[Tensor] | None,
     call: CheckedCombine,
     splits: list[int],
+    eager: bool,
 ) -> PreparedCall:
     """All ranks tell what they have, and the host knows who goes where.
 
-    If the caller has made the ``outputs``, the result is the rows that this rank has sent, by expert.
+    If an ``eager`` caller has made the ``outputs``, the result is the rows that this rank has sent, by
+    expert.
     """
 
     def start() -> Outcome:
@@ -394,8 +397,9 @@ def _with_splits(
             event = op.fused(op.host_segments(routes), most, grid, chosen)
         else:
             event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
-        sent = routes.counts[communicator.rank].tolist()
-        return Outcome(sent if outputs else op.home.output, event)
+        if outputs is None:
+            return Outcome(op.home.output, event)
+        return Outcome(routes.counts[communicator.rank].tolist() if eager else None, event)
 
     return start, (), None
 

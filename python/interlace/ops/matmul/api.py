@@ -40,8 +40,6 @@ from interlace.ops.matmul.reduce import (
 from interlace.ops.op.op import OPS, longest, padded, wait
 from interlace.ops.op.recording import (
     Ops,
-    dispatched,
-    record,
     run_recorded,
 )
 from interlace.runtime.compat.torch_modes import modes_active
@@ -93,8 +91,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
     Gradients are recorded; all ranks' tensors must require them alike, or all ranks refuse. The activation
-    is then torch's, after the op, because its gradient needs what it was taken of, and shorter shards
-    travel with zeros behind them.
+    is then torch's, after the op, because its gradient needs what it was taken of.
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
@@ -356,7 +353,7 @@ def _recorded_gather(
     communicator: Communicator, given: gather.AllGatherMatmulArguments, async_op: bool
 ) -> Any:
     """The activation is torch's, after the op, because its gradient needs what it was taken of."""
-    op, several = gather.ALL_GATHER_MATMUL, not isinstance(given.weights, Tensor)
+    several = not isinstance(given.weights, Tensor)
     count = len(given.weights) if isinstance(given.weights, (list, tuple)) else 1
     with communicator.accepting(gather.OP):
         names = checks.activations(given.activation, count, several)
@@ -365,25 +362,19 @@ def _recorded_gather(
         given, activation=None, recorded=True, return_gathered=asked or learning
     )
 
-    def as_op(given: Any, lengths: list[int] | None = None) -> Any:
+    def results(given: gather.AllGatherMatmulArguments, made: Any) -> Any:
+        outputs, lengths = made or (None, None)
         weights, biases = gather.listed(given.weights, given.biases)
-        return dataclasses.replace(given, weights=weights, biases=biases, lengths=lengths)
+        return dataclasses.replace(given, weights=weights, biases=biases, lengths=lengths), outputs
 
-    def finish(outputs: list[Tensor]) -> Any:
+    def finish(outputs: list[Tensor], _: Any) -> Any:
         done = [activate(each, name) for each, name in zip(outputs, names, strict=False)]
         result = done if several else done[0]
         return (outputs[count], result) if asked else result
 
-    def then(given: Any, made: Any) -> Any:
-        outputs, lengths = made
-        return finish(record(op, communicator, as_op(given, lengths), outputs))
-
-    def dispatch(given: Any) -> Any:
-        return finish(dispatched(op, communicator, as_op(given)))
-
     run = functools.partial(gather.gather_matmul, communicator)
-    seen = None if modes_active() else dispatch  # modes do not see the call, as without a gradient
-    return run_recorded(op, communicator, plain, run, then, async_op, seen)
+    how: Any = {"results": results, "hidden": modes_active()}  # as without a gradient
+    return run_recorded(gather.ALL_GATHER_MATMUL, communicator, plain, run, finish, async_op, **how)
 
 
 def _recorded_reduction(
@@ -403,27 +394,22 @@ def _recorded_reduction(
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
     op = OPS[norms.full_name(plain) if plain.kind else plain.op]
 
-    def as_op(given: ReductionArguments) -> ReductionArguments:
+    def results(given: ReductionArguments, made: Any) -> Any:
+        outputs = norms.listed(made) if given.kind and made else [made]
         name = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
-        return dataclasses.replace(given, reduce_op=name, length=own_part(given, communicator))
+        length = own_part(given, communicator)
+        return dataclasses.replace(given, reduce_op=name, length=length), outputs
 
-    def finish(outputs: list[Tensor]) -> Any:
+    def finish(outputs: list[Tensor], _: Any) -> Any:
         if plain.kind:
             return norms.paired(outputs)
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 
-    def then(given: ReductionArguments, made: Any) -> Any:
-        outputs = norms.listed(made) if given.kind else [made]
-        return finish(record(op, communicator, as_op(given), outputs))
-
-    def dispatch(given: ReductionArguments) -> Any:
-        return finish(dispatched(op, communicator, as_op(given)))
-
     run = functools.partial(norms.FORMS[plain.op], communicator)
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
-        return run_recorded(op, communicator, plain, run, then, async_op, dispatch)
+        return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
 
 
 def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:
@@ -431,11 +417,8 @@ def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor
     total = total if given.residual is None else total + given.residual
     normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
     if given.gather_normed:
-        dim, size = (
-            checks.index("scatter_dim", given.scatter_dim, total.dim()),
-            communicator.world_size,
-        )
-        length = given.input.shape[dim]
+        dim = checks.index("scatter_dim", given.scatter_dim, total.dim())
+        length, size = given.input.shape[dim], communicator.world_size
         part = padded(normed, dim, longest(length, size))
         normed = wait(_ops.all_gather(part, dim, size, communicator)).narrow(dim, 0, length)
     return normed, total

@@ -13,13 +13,11 @@ from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
 from interlace.ops.op.op import OPS, Op
-from interlace.ops.op.recording import call, call_out
+from interlace.ops.op.recording import call, call_out, seen
 from interlace.runtime.compat.torch_modes import (
-    PLAIN_TYPES,
     above_autograd,
     allow_in_graph,
     modes_active,
-    transforms_active,
 )
 
 NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of norm")
@@ -108,19 +106,13 @@ def _has_modes() -> bool:
 
 def direct(*tensors: Any) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if torch.compiler.is_compiling() or _has_modes() or transforms_active():
+    given = [each for each in tensors if each is not None]
+    if seen(given):
         return False
     recording = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if (
-            type(tensor) not in PLAIN_TYPES
-            or tensor.is_meta
-            or (recording and tensor.requires_grad)
-        ):
-            return False
-    return True
+    return not any(
+        [type(each) is AsyncTensor or (recording and each.requires_grad) for each in given]
+    )
 
 
 def own_length(

@@ -18,7 +18,7 @@ All ranks' tensors must require gradients alike: it is in what ranks agree on wh
 """
 
 import functools
-import re
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -69,8 +69,9 @@ def call(name: str, *args: Any) -> Any:
     """
     *own, size, group = args
     op: Op = OPS[name]
+    _check_types(op, own, size, group)
     with needing(op.needs(dict(zip(op.kinds, own, strict=True)))):
-        if seen(tensors(own)) or not _fitting(op, own):
+        if seen(tensors(own)):
             return _through(name, name, args)
         communicator = group if isinstance(group, Communicator) else specs.bind(group, size)
         given = op.record(tree_map_only(torch.Tensor, wait, own))
@@ -86,55 +87,42 @@ def call(name: str, *args: Any) -> Any:
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
     """``torch.ops.interlace.<name>_out(*args, out=out)``, which records nothing."""
     *own, size, group = args
-    if seen(tensors([*own, out])) or not _fitting(OPS[name], own):
+    _check_types(OPS[name], own, size, group)
+    if seen(tensors([*own, out])):
         _through(name, f"{name}_out", args, out=out)
         return
     plain = tree_map_only(torch.Tensor, wait, own)
     finish(OPS[name].begin(specs.bind(group, size), plain, out=wait(out)))
 
 
-_WRONG_TYPE = re.compile(r"interlace::\w+\(\) Expected .* for argument '(\w+)' .* type '(.*?)'")
-_WORDS = {
-    "Tensor": "a tensor", "str": "a str", "bool": "a bool", "float": "a number", "int": "an int",
-    "SymInt": "an int", "ScalarType": "a torch.dtype",
-}  # fmt: skip
+_TYPES: dict[str, tuple[str, Any]] = {
+    "Tensor": ("a tensor", torch.Tensor),
+    "str": ("a str", str),
+    "bool": ("a bool", bool),
+    "float": ("a number", (numbers.Real, torch.SymFloat)),
+    "int": ("an int", (numbers.Integral, torch.SymInt)),
+    "SymInt": ("an int", (numbers.Integral, torch.SymInt)),
+    "ScalarType": ("a torch.dtype", torch.dtype),
+}
 
 
 def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
-    """Through the dispatcher. What a schema does not take, before anything runs, all ranks refuse."""
+    """Through the dispatcher."""
     *own, size, group = args
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
     register_with_torch(OPS[name])
-    try:
-        return getattr(_dispatched, overload).default(*own, size, group, **out)
-    except RuntimeError as error:
-        wrong = _WRONG_TYPE.match(str(error))
-        kinds = OPS[name].kinds
-        if wrong is None or wrong[1] not in kinds:
-            raise
-        text = f"{wrong[1]} must be {_in_words(kinds[wrong[1]])}, got {wrong[2]}"
-    if torch.compiler.is_compiling() or modes_active():
-        raise TypeError(text)
-    with specs.bind(group, size).accepting(name):
-        raise TypeError(text)
+    return getattr(_dispatched, overload).default(*own, size, group, **out)
 
 
-_TYPES: dict[str, Any] = {
-    "Tensor": torch.Tensor, "str": str, "bool": bool, "float": (float, int), "int": int, "SymInt": int,
-    "ScalarType": torch.dtype,
-}  # fmt: skip
-
-
-def _fitting(op: Op, own: Sequence[Any]) -> bool:
-    """Whether a schema takes these as they are; others are the dispatcher's to convert, or to refuse.
-
-    Simulated ranks that have others beside them have no dispatcher.
-    """
-    if all(map(_fits, op.kinds.values(), own)):
-        return True
-    rank = groups.joined()
-    return rank is not None and rank.place.simulated and rank.world_size > 1
+def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
+    """Refuse on all ranks, before anything runs, what the schema does not take."""
+    for (name, kind), value in zip(op.kinds.items(), own, strict=True):
+        if not _fits(kind, value):
+            error = TypeError(f"{name} must be {_in_words(kind)}, got {type(value).__name__}")
+            if not (torch.compiler.is_compiling() or modes_active()):
+                specs.bind(group, size).refuse(op.name, error)
+            raise error
 
 
 def _fits(kind: str, value: Any) -> bool:
@@ -142,14 +130,14 @@ def _fits(kind: str, value: Any) -> bool:
         return value is None or _fits(kind[:-1], value)
     if kind.endswith("[]"):
         return isinstance(value, (list, tuple)) and all([_fits(kind[:-2], each) for each in value])
-    return isinstance(value, _TYPES[kind])
+    return isinstance(value, _TYPES[kind][1])
 
 
 def _in_words(kind: str) -> str:
     """What a type of a schema is."""
     if kind.endswith("?"):
         return f"{_in_words(kind[:-1])} or None"
-    return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _WORDS[kind]
+    return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _TYPES[kind][0]
 
 
 def seen(operands: Sequence[torch.Tensor]) -> bool:
@@ -233,43 +221,50 @@ def _places(given: Any) -> Iterator[tuple[str, int | None]]:
 # -- eager calls -------------------------------------------------------------------------------------
 
 
+def _as_they_are(given: Any, made: Any) -> tuple[Any, Any]:
+    return given, made
+
+
 @disable
 def run_recorded(
     op: Op,
     communicator: Communicator,
     given: Any,
     run: Callable[..., Any],
-    then: Callable[[Any, Any], Any],
+    finish: Callable[[list[torch.Tensor], Any], Any],
     async_op: bool,
-    dispatch: Callable[[Any], Any] | None = None,
+    *,
+    results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
+    hidden: bool = False,
 ) -> Any:
-    """What ``then`` makes of what an eager call returns, or a Work of that.
+    """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
 
-    ``run`` makes the call, of ``given`` and ``async_op``. ``then``, which records it, gets ``given``, too.
+    ``run`` makes the call, of ``given`` and ``async_op``. ``results`` gives, for the arguments and what the
+    call has returned, the arguments and the results as the op of torch has them. Where somebody else looks
+    at the call, unless it is ``hidden``, it goes through the dispatcher, and has returned None.
+
     What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
-    ``dispatch`` gives the result where somebody else looks; without it they do not see the call.
     """
     operands = op.tensors_of(given)
-    if dispatch is not None and seen(operands):
-        result = dispatch(given)
+    if not hidden and seen(operands):
+        given, _ = results(given, None)
+        values = [getattr(given, name) for name in op.kinds]
+        made = call(op.name, *values, communicator.world_size, communicator)
+        outputs = [wait_tensor(each) for each in (made if op.several else [made])]
         done = Work(op.name, communicator.place, None)
-        return ContinuedWork(done, lambda _: result) if async_op else result
+        work = ContinuedWork(done, lambda _: finish(outputs, None))
+        return work if async_op else work.wait()
     prepare(communicator, *operands)
     if any([type(each) is AsyncTensor for each in operands]):
         named = {name: getattr(given, name) for name in names_of_tensors(given.__class__)}
         given = replace(given, **tree_map_only(torch.Tensor, wait, named))
-    with needing(op.needs(vars(given)) or "another tensor"):
+
+    def then(made: Any) -> Any:
+        return finish(record(op, communicator, *results(given, made)), made)
+
+    with needing(op.needs(vars(given)) or ("another tensor" if op.communicates else "")):
         made = run(given, async_op=async_op)
-    if async_op:
-        return ContinuedWork(made, functools.partial(then, given))
-    return then(given, made)
-
-
-def dispatched(op: Op, communicator: Communicator, given: Any) -> list[torch.Tensor]:
-    """The complete results of an op on a record, through the dispatcher."""
-    values = [getattr(given, name) for name in op.kinds]
-    made = call(op.name, *values, communicator.world_size, communicator)
-    return [wait_tensor(each) for each in (made if op.several else [made])]
+    return ContinuedWork(made, then) if async_op else then(made)
 
 
 class ContinuedWork(TorchWork):
