@@ -1,7 +1,7 @@
 """Mutants, and the checks that catch them: ``python tests/mutant_table.py [--write]``; some minutes.
 
 Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
-docs/verify.md, between two comments; without, what differs from the document is printed and the exit
+docs/checks/suite.md, between two comments; without, what differs from the document is printed and the exit
 code says whether anything does. It is 1, too, if a mutant is caught by nothing.
 """
 
@@ -23,7 +23,7 @@ from interlace_verify.schedule_check.parallel import map_seeds
 from mutants.mutant_checks import CHECKS, caught
 from mutants.protocol_mutants import CASES
 
-DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "verify.md"
+DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "checks" / "suite.md"
 BEGIN = "<!-- mutants: python tests/mutant_table.py --write -->"
 END = "<!-- end of mutants -->"
 EFFORT = 3
@@ -127,7 +127,12 @@ def main() -> int:
         DOCUMENT.write_text(before + BEGIN + new + END + after)
     else:
         changes = difflib.unified_diff(
-            old.splitlines(), new.splitlines(), "docs/verify.md", "found now", lineterm="", n=0
+            old.splitlines(),
+            new.splitlines(),
+            "docs/checks/suite.md",
+            "found now",
+            lineterm="",
+            n=0,
         )
         print("\n".join(changes))
     return 1 if missed or (not options.write and old != new) else 0

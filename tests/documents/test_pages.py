@@ -18,6 +18,7 @@ LINES = [
 LONG = {
     f"docs/{name}.md"
     for name in (
+        "checks/lint", "checks/races", "checks/schedules", "checks/tests-and-ci",
         "aot", "attention", "bench", "experts", "kernels", "layers", "megatron", "model", "norms",
         "operations", "peers", "places", "ptx", "record", "start", "tensor", "torchtitan", "tune", "verify",
     )

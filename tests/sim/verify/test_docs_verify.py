@@ -1,4 +1,4 @@
-"""docs/verify.md names what there is, and its tables are whole. Its blocks are run by tests/pages.py.
+"""The pages about checks name what there is, and their tables are whole. tests/pages.py runs their blocks.
 
 After a change of the rules: ``cd tests && python -m sim.verify.test_docs_verify`` writes their table anew;
 ``tests/mutant_table.py`` writes that of mutants.
@@ -17,7 +17,9 @@ from interlace_verify.suite.jobs import PROTOCOLS, load_function
 from mutants.protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[3]
-DOCUMENT = ROOT / "docs" / "verify.md"
+START = ROOT / "docs" / "verify.md"
+PAGES = [START, *sorted((ROOT / "docs" / "checks").glob("*.md"))]
+LINT, SUITE = ROOT / "docs" / "checks" / "lint.md", ROOT / "docs" / "checks" / "suite.md"
 COMMAND = re.compile(r"python -m interlace ([^`#\n]+)")
 RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
 
@@ -29,7 +31,7 @@ def rules_table() -> str:
 
 def mutant_rows() -> dict[str, list[str]]:
     """The cells of the checks, by mutant."""
-    rows = re.findall(r"^\| ([^|]+) \| [\w/]+\.py \| (.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \| [\w/]+\.py \| (.*) \|$", SUITE.read_text(), re.MULTILINE)
     return {name: cells.split(" | ") for name, cells in rows}
 
 
@@ -47,10 +49,10 @@ def test_commands_parse_and_name_what_is_there(document: str) -> None:
 
 
 def test_names_and_rules_are_those_of_the_module() -> None:
-    text = DOCUMENT.read_text()
-    for name in set(re.findall(r"\bverify\.(\w+)", text)):
+    text = "".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"\bverify\.(?!md\b)(\w+)", text)):
         assert hasattr(verify, name), name
-    assert RULES_BEGIN + rules_table() + RULES_END in text
+    assert RULES_BEGIN + rules_table() + RULES_END in LINT.read_text()
 
 
 def test_every_mutant_has_a_row_and_a_check() -> None:
@@ -61,11 +63,13 @@ def test_every_mutant_has_a_row_and_a_check() -> None:
     columns = ("races", "schedules", "late stores", "lint")
     for case in CASES:
         assert rows[case.mutant.name][columns.index(case.check)] != "-", case.mutant.name
-    assert f"{len(CASES)} kernels with one fault each" in " ".join(DOCUMENT.read_text().split())
+    assert f"{len(CASES)} kernels with one fault each" in " ".join(
+        (START.read_text() + SUITE.read_text()).split()
+    )
 
 
 if __name__ == "__main__":
-    document = DOCUMENT.read_text()
+    document = LINT.read_text()
     before, _, rest = document.partition(RULES_BEGIN)
     after = rest.partition(RULES_END)[2]
-    DOCUMENT.write_text(before + RULES_BEGIN + rules_table() + RULES_END + after)
+    LINT.write_text(before + RULES_BEGIN + rules_table() + RULES_END + after)
