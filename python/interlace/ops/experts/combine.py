@@ -33,6 +33,7 @@ from interlace.ops.experts.dispatch import (
     sorted_places,
 )
 from interlace.ops.experts.routing import (
+    EXAMPLES,
     Assignment,
     Bounds,
     HostRoutes,
@@ -47,7 +48,17 @@ from interlace.ops.experts.routing import (
     resolved,
     weights_of,
 )
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, complete, kept, requiring, wait
+from interlace.ops.op.op import (
+    Op,
+    OpGradient,
+    Ops,
+    Started,
+    complete,
+    fused_by,
+    kept,
+    requiring,
+    wait,
+)
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -462,5 +473,7 @@ OPS = (
         COMMUNICATES,
         several=True,
         reference=reference,
+        algorithms=fused_by("combine_kernel"),
+        examples=EXAMPLES,
     ),
 )

@@ -48,6 +48,7 @@ from interlace.ops.experts.grouped import (
 )
 from interlace.ops.experts.products import of_products, of_weights
 from interlace.ops.experts.routing import (
+    EXAMPLES,
     Assignment,
     HostRoutes,
     Routing,
@@ -61,7 +62,8 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, requiring, wait
+from interlace.ops.op.examples import own_rows
+from interlace.ops.op.op import Op, OpGradient, Ops, Started, fused_by, requiring, wait
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
@@ -615,6 +617,8 @@ OPS = (
             COMMUNICATES,
             several=True,
             reference=reference,
+            algorithms=fused_by(f"{OP}_kernel"),
+            examples=EXAMPLES,
         )
         for name, arguments, gradient in (
             (OP, GroupedCombineArguments, GRADIENT),
@@ -628,5 +632,6 @@ OPS = (
         routed_gradients,
         several=True,
         reference=backward_reference,
+        examples={**EXAMPLES, "grad": own_rows},
     ),
 )

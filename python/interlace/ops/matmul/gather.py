@@ -27,12 +27,14 @@ from interlace.ops.matmul.operands import (
     rows_of,
 )
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
     Ops,
     Output,
     Started,
+    fused_by,
     names_of_tensors,
     rows,
     start_form,
@@ -308,4 +310,6 @@ ALL_GATHER_MATMUL = Op(
     {"input": ("input",), "a weight": ("weights",)},
     several=True,
     reference=reference,
+    algorithms=fused_by("all_gather_matmul_kernel"),
+    examples={"input": own_rows},
 )

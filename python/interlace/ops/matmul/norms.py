@@ -43,6 +43,7 @@ from interlace.ops.matmul.reduce import (
     factor_gradients,
 )
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
@@ -50,6 +51,7 @@ from interlace.ops.op.op import (
     OpVariant,
     Output,
     Started,
+    fused_by,
     longest,
     padded,
     requiring,
@@ -602,11 +604,23 @@ OPS = tuple(
         reference=reference,
         variants=tuple(variants),
         without=without,
+        algorithms=algorithms,
+        examples={} if "scatter_dim" in without else {"residual": own_rows},
     )
-    for name, without, communicates, *variants in (
-        (f"{SCATTER}_norm", (), _PRODUCT),
-        (f"{ALL_REDUCE}_norm", SCATTERED, {"input or weight": ("input", "weight")}),
-        (ALL_REDUCE_NORM, (*_ROWS, *SCATTERED), {"input": ("input",)}),
-        (SCATTER_NORM, _ROWS, _SCATTERED, GATHERED_ROWS),
+    for name, without, communicates, algorithms, *variants in (
+        (f"{SCATTER}_norm", (), _PRODUCT, fused_by(f"{SCATTER}_norm_kernel")),
+        (
+            f"{ALL_REDUCE}_norm",
+            SCATTERED,
+            {"input or weight": ("input", "weight")},
+            fused_by(f"{ALL_REDUCE}_norm_kernel"),
+        ),
+        (
+            ALL_REDUCE_NORM,
+            (*_ROWS, *SCATTERED),
+            {"input": ("input",)},
+            {**fused_by("reduce_norm_kernel"), "low_latency": ("low_latency_norm_kernel",)},
+        ),
+        (SCATTER_NORM, _ROWS, _SCATTERED, fused_by("reduce_norm_kernel"), GATHERED_ROWS),
     )
 )

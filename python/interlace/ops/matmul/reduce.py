@@ -37,6 +37,7 @@ from interlace.ops.op.op import (
     Ops,
     Output,
     Started,
+    fused_by,
     longest,
     names_of_tensors,
     padded,
@@ -402,6 +403,7 @@ OPS = (
         {"input": ("input",), "weight": ("weight",)},
         reference=reference,
         without=NORM,
+        algorithms=fused_by(f"{SCATTER}_kernel"),
     ),
     Op(
         ALL_REDUCE,
@@ -412,5 +414,6 @@ OPS = (
         {"input or weight": ("input", "weight")},
         reference=reference,
         without=(*NORM, *SCATTERED),
+        algorithms=fused_by(f"{ALL_REDUCE}_kernel"),
     ),
 )
