@@ -96,7 +96,7 @@ def attended(given: Sequence[Any], size: int) -> Right:
 
 def attended_backward(given: Sequence[Any], size: int) -> Right:
     if not sum(each.query.shape[1] for each in given):
-        return [[torch.empty(1, 0, HEADS, HEAD)] * 3] * size
+        return [[each.new_empty(each.shape) for each in (g.query, g.key, g.value)] for g in given]
     known, lengths = _attention(given)
     grads = known.gradients(_whole(given, "grad"))
     by_input = [_of_tokens(_tokens_first(each), lengths, 1) for each in grads]

@@ -27,6 +27,7 @@ import interlace
 from interlace import reference
 from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
+from interlace.kernels.tiling import split_rows
 from interlace.ops import local_tensor
 from interlace.ops.library import BY_NAME, IN_PLACE
 from interlace.ops.op import calls
@@ -236,6 +237,13 @@ def test_empty_on_all(place: str, op: str) -> None:
 @ranks(SIZE)
 def test_empty_on_one(place: str, op: str) -> None:
     check_values(op, rows=last_has_none)
+
+
+@matrix("empty_on_one")
+@ranks(SIZE)
+def test_parts_as_chunks(place: str, op: str) -> None:
+    """All but the last are as long as torch.chunk makes them, which is longer than a third."""
+    check_values(op, rows=lambda size: [count for _, count in split_rows(3 * size + 1, size)])
 
 
 @matrix("layouts")

@@ -27,7 +27,7 @@ from interlace.ops.attention.problem import (
     AttentionProblem,
     AttentionResult,
     TokenShards,
-    example_tokens,
+    example_queries,
     unit_rows,
     wide_dtype,
 )
@@ -637,7 +637,7 @@ OPS: tuple[Op, ...] = (
         algorithms=_algorithms(BACKWARD_KERNELS, BACKWARD_KERNELS),
         examples={
             **EXAMPLES,
-            "grad": example_tokens,
+            "grad": example_queries,
             "lse_grad": constant(None),
             "output": lambda setting: _example_results(setting)[0],
             "lse": lambda setting: _example_results(setting)[1],

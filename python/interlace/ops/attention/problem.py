@@ -303,17 +303,21 @@ def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 # -- examples of arguments -------------------------------------------------------------------------
 
-HEADS, HEAD = 6, 4
+HEADS, KEY_HEADS, HEAD = 2, 1, 4
 
 
-def example_tokens(setting: Setting) -> torch.Tensor:
+def example_queries(setting: Setting) -> torch.Tensor:
     return setting.numbers(1, setting.own, HEADS, HEAD)
 
 
+def _keys(setting: Setting) -> torch.Tensor:
+    return setting.numbers(1, setting.own, KEY_HEADS, HEAD)
+
+
 EXAMPLES: dict[str, Example] = {
-    "query": example_tokens,
-    "key": example_tokens,
-    "value": example_tokens,
+    "query": example_queries,
+    "key": _keys,
+    "value": _keys,
     "cu_seqlens": constant(None),
     "lengths": constant(None),
     "block_table": constant(None),

@@ -42,8 +42,9 @@ from interlace.ops.matmul.reduce import (
     equal_part,
     factor_gradients,
 )
+from interlace.ops.matmul.reference import split
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import own_rows
+from interlace.ops.op.examples import EXAMPLES, Example, own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
@@ -573,7 +574,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     dim, made = first.scatter_dim, []
     for rank, given in enumerate(ranks):
         outputs = [each.view for each in results(given, size)]
-        own = total if dim is None else total.tensor_split(size, dim)[rank]
+        own = total if dim is None else split(total, size, dim)[rank]
         for each in (given.bias, given.residual):
             own = own if each is None else own + each
         outputs[1].copy_(own)
@@ -583,7 +584,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         for reader in made if given.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if given.gather_normed:
-                places = [each.tensor_split(size, dim or 0)[rank] for each in places]
+                places = [split(each, size, dim or 0)[rank] for each in places]
             NormTail(norm, None, *places).finish(outputs[1])
     return made
 
@@ -592,6 +593,12 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
 _PRODUCT = {"input": ("input",), "weight": ("weight",), **_SCATTERED}
 _ROWS = ("weight", "out_dtype")
+_EXAMPLES: dict[str, Example] = {
+    "kind": lambda setting: "rms" if setting.call % 2 else "layer",
+    "norm_bias": lambda setting: None if setting.call % 2 else EXAMPLES["norm_weight"](setting),
+    # after a gather all have read what they were sent, credit or none
+    "gather_normed": lambda setting: setting.call != 1,
+}
 OPS = tuple(
     Op(
         name,
@@ -605,7 +612,7 @@ OPS = tuple(
         variants=tuple(variants),
         without=without,
         algorithms=algorithms,
-        examples={} if "scatter_dim" in without else {"residual": own_rows},
+        examples=_EXAMPLES if "scatter_dim" in without else {**_EXAMPLES, "residual": own_rows},
     )
     for name, without, communicates, algorithms, *variants in (
         (f"{SCATTER}_norm", (), _PRODUCT, fused_by(f"{SCATTER}_norm_kernel")),

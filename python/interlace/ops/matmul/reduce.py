@@ -30,6 +30,7 @@ from interlace.ops.matmul.operands import (
     rows_of,
     scattered_product,
 )
+from interlace.ops.matmul.reference import split
 from interlace.ops.op import shapes
 from interlace.ops.op.op import (
     Op,
@@ -385,7 +386,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
         if each.scatter_dim is not None:
-            whole = whole.tensor_split(size, each.scatter_dim)[rank]
+            whole = split(whole, size, each.scatter_dim)[rank]
         product.copy_(whole)  # rounded once
     return [[product] for product in products]
 

@@ -280,9 +280,10 @@ class Op:
             found[name] = others[name] if name in others else makers[name](about)
         return found
 
-    def example_records(self, setting: Setting) -> list[Any]:
+    def example_records(self, setting: Setting, **others: Any) -> list[Any]:
         """The records of all ranks' examples."""
-        return [self.record(list(self.example(each).values())) for each in setting.everyone()]
+        every = [self.example(each, **others) for each in setting.everyone()]
+        return [self.record(list(each.values())) for each in every]
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
