@@ -134,20 +134,21 @@ FOLDERS = {
         "runtime/compat runtime/core runtime/places runtime/tuning"
     ),
     "interlace/tools": (
-        "face interlace interlace/groups interlace/ops/attention interlace/ops/collectives "
-        "interlace/ops/matmul interlace/tools/catalogue runtime/compat runtime/core "
-        "runtime/places/sim runtime/tuning"
+        "face interlace interlace/groups interlace/ops interlace/ops/attention "
+        "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/ops/op "
+        "interlace/tools/catalogue runtime/compat runtime/core runtime/places/sim runtime/tuning"
     ),
     "interlace/benchmark": (
-        "face interlace interlace/arguments interlace/groups interlace/ops/attention "
+        "face interlace interlace/groups interlace/ops interlace/ops/attention "
         "interlace/ops/collectives interlace/ops/experts interlace/ops/matmul interlace/tools "
         "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/cli/commands": (
         "face interlace interlace/arguments interlace/benchmark interlace/functional "
-        "interlace/groups interlace/ops/collectives interlace/ops/matmul interlace/output "
-        "interlace/tensor interlace/tools interlace/tools/catalogue runtime/compat runtime/core "
-        "runtime/places/gpu runtime/places/sim/scheduler runtime/processes runtime/tuning"
+        "interlace/groups interlace/ops interlace/ops/collectives interlace/ops/matmul "
+        "interlace/output interlace/tensor interlace/tools interlace/tools/catalogue "
+        "runtime/compat runtime/core runtime/places/gpu runtime/places/sim/scheduler "
+        "runtime/processes runtime/tuning"
     ),
     "interlace_verify/lint_check": (
         "runtime/compiler runtime/compiler/lint runtime/core runtime/tuning"

@@ -1,22 +1,13 @@
-"""The table of the contract matrix: arguments of every op, right results, and the cells that do not apply.
+"""The table of the contract matrix: right results, wrong arguments, and the cells that do not apply.
 
-An op of the registry is in the matrix without being named: an argument is made by its name, of which
-``EXAMPLES`` has one for all ops, and ``Op.reference`` is what is right. ``OF_OP`` has arguments of one op
-that are others, and ``REASONS`` says why a cell is left out. Numbers are small and whole, so sums are exact
-in every dtype and in every order, and results are compared bit for bit. Where an op divides or takes a
-root, or computes with what its reference computes with, ``REFERENCES`` has another formula, in float64.
-
-=============  ===================================================================================
-legend
-=============  ===================================================================================
-rows           by rank: how many rows of the whole are a rank's; the others' are before and behind
-``WIDTH``      of all matrices, k and n alike; groups of 2 and of 3 ranks share it evenly
-=============  ===================================================================================
+An op of the registry is in the matrix without being named: its arguments are its examples
+(``ops/op/examples.py``), and ``Op.reference`` is what is right. ``REASONS`` says why a cell is left out.
+Numbers are small and whole, so sums are exact in every dtype and in every order, and results are compared
+bit for bit. Where an op divides or takes a root, or computes with what its reference computes with,
+``REFERENCES`` has another formula, in float64.
 """
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +15,12 @@ import torch
 from cases.support_table import defined
 from interlace import reference
 from interlace.arguments.checks import RowNorm
+from interlace.ops.attention.problem import HEAD, HEADS
 from interlace.ops.attention.reference import AttentionReference, visible
 from interlace.ops.experts.dispatch import DispatchArguments
 from interlace.ops.library import BY_NAME, WITH_OUT
 from interlace.ops.op.op import Op
 
-WIDTH, SLOTS, EXPERTS, HEADS, HEAD, FP8_WIDTH = 6, 2, 2, 6, 4, 16
-ATTENTION_SCALE = 0.5
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = {
@@ -48,45 +38,6 @@ Right = list[list[Any]]
 """By rank and output: a tensor, or a value with a bound."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the arguments of a rank are made for; no two calls have the same numbers."""
-
-    rank: int
-    size: int
-    dtype: torch.dtype = torch.float32
-    call: int = 0
-    rows: tuple[int, ...] = ()
-    argument: str = ""
-
-    @property
-    def own(self) -> int:
-        return self.rows[self.rank]
-
-    @property
-    def uneven(self) -> bool:
-        return len(set(self.rows)) > 1
-
-    @property
-    def total(self) -> int:
-        return sum(self.rows)
-
-    def numbers(self, *shape: int, same: bool = False) -> Tensor:
-        """Whole ones from -2 to 2; of ``same`` ones all ranks have the same."""
-        seed = zlib.crc32(self.argument.encode()) + 1000 * self.call + (0 if same else self.rank)
-        generator = torch.Generator().manual_seed(seed)
-        made = torch.randint(-2, 3, shape, generator=generator)
-        if self.dtype.is_complex:
-            return torch.complex(made.float(), made.flip(0).float()).to(self.dtype)
-        return made.to(self.dtype)
-
-    def of(self, rank: int) -> "Setting":
-        return replace(self, rank=rank)
-
-    def everyone(self) -> list["Setting"]:
-        return [self.of(rank) for rank in range(self.size)]
-
-
 def evenly(size: int, rows: int = 2) -> tuple[int, ...]:
     return (rows,) * size
 
@@ -94,261 +45,6 @@ def evenly(size: int, rows: int = 2) -> tuple[int, ...]:
 def last_has_none(size: int) -> tuple[int, ...]:
     """As ``torch.chunk`` cuts a whole that has a row less than there are ranks."""
     return (*evenly(size - 1, 1), 0)
-
-
-# -- who goes to whom, of the ops of experts -------------------------------------------------------
-
-
-def choices(setting: Setting) -> Tensor:
-    """The experts of a rank's tokens: ``(tokens, SLOTS)``, two of each token."""
-    tokens = torch.arange(setting.own).unsqueeze(1)
-    slots = torch.arange(SLOTS) * setting.size
-    return (2 * setting.rank + 3 * tokens + slots + setting.call) % (EXPERTS * setting.size)
-
-
-def slot_weights(setting: Setting) -> Tensor:
-    return setting.numbers(setting.own, SLOTS).float() / 2
-
-
-class Routes:
-    """Of the choices of all ranks: by rank the slots of its rows, in the order that ``routing.py`` says."""
-
-    def __init__(self, chosen: Sequence[Tensor]) -> None:
-        self.chosen, self.size = [each.reshape(-1) for each in chosen], len(chosen)
-        self.orders = [each.argsort(stable=True) for each in self.chosen]
-
-    def slots(self, expert: int, source: int) -> Tensor:
-        order = self.orders[source]
-        return order[self.chosen[source][order] == expert]
-
-    def arriving(self, rank: int) -> list[tuple[int, Tensor]]:
-        """The source and its slots, by own expert and source."""
-        own = range(rank * EXPERTS, (rank + 1) * EXPERTS)
-        return [(source, self.slots(e, source)) for e in own for source in range(self.size)]
-
-    def counts(self, source: int) -> list[int]:
-        """A rank's rows by expert of all ranks'."""
-        return torch.bincount(self.chosen[source], minlength=EXPERTS * self.size).tolist()
-
-    def splits(self, rank: int) -> list[int]:
-        return [len(slots) for _, slots in self.arriving(rank)]
-
-    def segments(self, rank: int) -> Tensor:
-        found, begin = [], 0
-        for index, (source, slots) in enumerate(self.arriving(rank)):
-            before = sum(self.counts(source)[: rank * EXPERTS + index // self.size])
-            found.append([begin, len(slots), before])
-            begin += len(slots)
-        return torch.tensor(found).view(EXPERTS, self.size, 3)
-
-
-def routes(setting: Setting) -> Routes:
-    return Routes([choices(each) for each in setting.everyone()])
-
-
-def most_tokens(setting: Setting) -> int:
-    return max(1, *setting.rows)
-
-
-def experts_rows(setting: Setting) -> Tensor:
-    return setting.numbers(sum(routes(setting).splits(setting.rank)), WIDTH)
-
-
-def gathered_splits(setting: Setting) -> list[int]:
-    """By expert of one rank and source: all get the rows for all experts, of which there are EXPERTS."""
-    return [setting.of(s).own for _ in range(EXPERTS) for s in range(setting.size)]
-
-
-# -- arguments by name -----------------------------------------------------------------------------
-
-Example = Callable[[Setting], Any]
-
-
-def constant(value: Any) -> Example:
-    return lambda setting: value
-
-
-def square(setting: Setting) -> Tensor:
-    return setting.numbers(WIDTH, WIDTH)
-
-
-def vector(setting: Setting) -> Tensor:
-    return setting.numbers(WIDTH, same=True)
-
-
-def wide(setting: Setting) -> Setting:
-    return replace(setting, dtype=max(setting.dtype, torch.float32, key=lambda each: each.itemsize))
-
-
-def own_rows(setting: Setting) -> Tensor:
-    return setting.numbers(setting.own, WIDTH)
-
-
-def own_length(setting: Setting) -> int | None:
-    return setting.own if setting.uneven else None
-
-
-def tokens_of(setting: Setting) -> Tensor:
-    return setting.numbers(1, setting.own, HEADS, HEAD)
-
-
-def attention(settings: Sequence[Setting]) -> AttentionReference:
-    """Of all ranks' tokens, which are in the order of the ranks, each seeing those before it."""
-    query, key, value = (
-        torch.cat([tokens_of(replace(each, argument=name)) for each in settings], 1).transpose(1, 2)
-        for name in ("query", "key", "value")
-    )
-    mask = visible(query.shape[2], causal=True)
-    return AttentionReference(query, key, value, mask, ATTENTION_SCALE)
-
-
-def output_of(setting: Setting) -> Tensor:
-    if not setting.total:
-        return tokens_of(setting)
-    value = attention(setting.everyone()).output()[0].transpose(1, 2)
-    return value.split(list(setting.rows), 1)[setting.rank].to(setting.dtype)
-
-
-def sums_of(setting: Setting) -> Tensor:
-    dtype = wide(setting).dtype
-    if not setting.total:
-        return torch.empty(1, HEADS, 0, dtype=dtype)
-    value = attention(setting.everyone()).lse
-    return value.split(list(setting.rows), 2)[setting.rank].to(dtype)
-
-
-EXAMPLES: dict[str, Example] = {
-    "input": lambda setting: setting.numbers(setting.total, WIDTH),
-    "weight": square,
-    "weights": lambda setting: [square(setting), square(setting).flip(0)],
-    "bias": vector,
-    "biases": lambda setting: [vector(setting), torch.zeros(WIDTH, dtype=setting.dtype)],
-    "norm_weight": lambda setting: vector(wide(setting)),
-    "norm_bias": constant(None),
-    "residual": lambda setting: setting.numbers(setting.total, WIDTH, same=True),
-    "reduce_op": constant("sum"),
-    "gather_dim": constant(0),
-    "scatter_dim": constant(0),
-    "src": constant(1),
-    "dst": constant(1),
-    "src_dst": lambda setting: [(rank + 1) % setting.size for rank in range(setting.size)],
-    "output_split_sizes": constant(None),
-    "input_split_sizes": constant(None),
-    "length": own_length,
-    "algorithm": constant("auto"),
-    "out_dtype": constant(None),
-    "kind": constant("rms"),
-    "eps": constant(0.5),
-    "quantize": constant(""),
-    "gather_normed": constant(False),
-    "return_gathered": constant(True),
-    "return_received": constant(True),
-    "return_rows": constant(True),
-    "use_fast_accum": constant(False),
-    "scales": constant(None),
-    "topk_idx": choices,
-    "topk_weights": slot_weights,
-    "num_experts": lambda setting: EXPERTS * setting.size,
-    "capacity": constant(0),
-    "max_tokens": most_tokens,
-    "packed": constant(False),
-    "segments": lambda setting: routes(setting).segments(setting.rank),
-    "splits": lambda setting: routes(setting).splits(setting.rank),
-    "home_splits": lambda setting: routes(setting).counts(setting.rank),
-    "query": tokens_of,
-    "key": tokens_of,
-    "value": tokens_of,
-    "cu_seqlens": constant(None),
-    "lengths": constant(None),
-    "block_table": constant(None),
-    "method": constant("auto"),
-    "causal": constant(True),
-    "scale": constant(ATTENTION_SCALE),
-    "window": constant(None),
-    "layout": constant("bshd"),
-    "balance": constant("contiguous"),
-}
-"""By the name of an argument; a new op with these arguments needs nothing here."""
-
-SQUARES: Example = lambda setting: setting.numbers(EXPERTS, WIDTH, WIDTH)  # noqa: E731
-BIASES: Example = lambda setting: setting.numbers(EXPERTS, WIDTH)  # noqa: E731
-ROUTED = ("routed_matmul_combine", "routed_matmul_combine_backward", "grouped_matmul_combine")
-
-
-def _scaled(setting: Setting, *shape: int) -> Tensor:
-    return replace(setting, dtype=FP8).numbers(*shape)
-
-
-def _scales(setting: Setting, *shape: int) -> Tensor:
-    return replace(setting, dtype=torch.float32).numbers(*shape).abs() + 1
-
-
-OF_OP: dict[str, Example] = {
-    **{
-        f"{op}.input": own_rows
-        for op in ("all_gather", "gather", "all_gather_matmul", "matmul_all_to_all", "dispatch")
-    },
-    **{
-        f"{op}.residual": own_rows for op in ("matmul_reduce_scatter_norm", "reduce_scatter_norm")
-    },
-    "all_to_all.input_split_sizes": lambda setting: list(setting.rows) if setting.uneven else None,
-    "all_to_all.output_split_sizes": lambda setting: (
-        [setting.own] * setting.size if setting.uneven else None
-    ),
-    "matmul_all_to_all.length": lambda setting: setting.total if setting.uneven else None,
-    "all_to_all_matmul.weight": lambda setting: setting.numbers(WIDTH * setting.size, WIDTH),
-    # experts
-    **{f"{op}.weight": SQUARES for op in ROUTED},
-    **{f"{op}.bias": BIASES for op in ROUTED},
-    **{f"{op}.input": experts_rows for op in (*ROUTED, "combine")},
-    "routed_matmul_combine_backward.grad": own_rows,
-    "all_to_all_grouped_matmul.weight": SQUARES,
-    "all_to_all_grouped_matmul.bias": BIASES,
-    "all_to_all_grouped_matmul.input": lambda setting: setting.numbers(SLOTS * setting.own, WIDTH),
-    "all_to_all_grouped_matmul.input_splits": lambda setting: routes(setting).counts(setting.rank),
-    "all_to_all_grouped_matmul.output_splits": lambda setting: routes(setting).splits(setting.rank),
-    "all_gather_grouped_matmul.weight": SQUARES,
-    "all_gather_grouped_matmul.bias": BIASES,
-    "all_gather_grouped_matmul.input": lambda setting: setting.numbers(EXPERTS * setting.own, WIDTH),
-    "all_gather_grouped_matmul.input_splits": lambda setting: [setting.own] * EXPERTS,
-    "all_gather_grouped_matmul.output_splits": gathered_splits,
-    # attention
-    "context_parallel_attention_backward.grad": tokens_of,
-    "context_parallel_attention_backward.lse_grad": constant(None),
-    "context_parallel_attention_backward.output": output_of,
-    "context_parallel_attention_backward.lse": sums_of,
-    "distributed_decode.q": lambda setting: setting.numbers(1, HEADS, HEAD, same=True),
-    # fp8, whose matrices are of 16 columns at least, the right one column by column
-    **{
-        f"{op}.bias": constant(None) for op in ("scaled_matmul_reduce_scatter",)
-    },
-    "scaled_matmul_reduce_scatter.input": lambda setting: _scaled(setting, setting.total, FP8_WIDTH),
-    "scaled_matmul_reduce_scatter.weight": lambda setting: _scaled(setting, FP8_WIDTH, FP8_WIDTH).t(),
-    "scaled_matmul_reduce_scatter.input_scale": lambda setting: _scales(setting, setting.total, 1),
-    "scaled_matmul_reduce_scatter.weight_scale": lambda setting: _scales(setting, 1, FP8_WIDTH),
-    "scaled_matmul_reduce_scatter.out_dtype": lambda setting: setting.dtype,
-    "all_gather_scaled_matmul.input": lambda setting: _scaled(setting, setting.own, FP8_WIDTH),
-    "all_gather_scaled_matmul.weights": lambda setting: [_scaled(setting, FP8_WIDTH, FP8_WIDTH).t()],
-    "all_gather_scaled_matmul.input_scale": lambda setting: _scales(setting, setting.own, 1),
-    "all_gather_scaled_matmul.weight_scales": lambda setting: [_scales(setting, 1, FP8_WIDTH)],
-    "all_gather_scaled_matmul.biases": constant([None]),
-    "all_gather_scaled_matmul.out_dtype": lambda setting: setting.dtype,
-}  # fmt: skip
-"""By ``op.argument``: where an op's argument of a name is another than other ops'."""
-
-
-def missing(op: Op) -> list[str]:
-    """The arguments of an op that no example is of."""
-    return [name for name in op.kinds if not (name in EXAMPLES or f"{op.name}.{name}" in OF_OP)]
-
-
-def arguments(op: Op, setting: Setting, **others: Any) -> dict[str, Any]:
-    """Those of a rank, by name; ``others`` instead of the examples."""
-    made = {}
-    for name in op.kinds:
-        example = OF_OP.get(f"{op.name}.{name}") or EXAMPLES[name]
-        made[name] = others[name] if name in others else example(replace(setting, argument=name))
-    return made
 
 
 # -- right results of ops that round in an order of their own ---------------------------------------
@@ -400,7 +96,7 @@ def attended(given: Sequence[Any], size: int) -> Right:
 
 def attended_backward(given: Sequence[Any], size: int) -> Right:
     if not sum(each.query.shape[1] for each in given):
-        return [[torch.empty(1, 0, HEADS, HEAD)] * 3] * size
+        return [[each.new_empty(each.shape) for each in (g.query, g.key, g.value)] for g in given]
     known, lengths = _attention(given)
     grads = known.gradients(_whole(given, "grad"))
     by_input = [_of_tokens(_tokens_first(each), lengths, 1) for each in grads]
@@ -524,8 +220,10 @@ def reason(op: Op, contract: str) -> str:
 
 
 def gaps(ops: Mapping[str, Op]) -> list[str]:
-    """What the table lacks for some op: an example of an argument."""
-    return [f"{name}: no example of {each}" for name, op in ops.items() for each in missing(op)]
+    """What some op lacks: an example of an argument."""
+    return [
+        f"{name}: no example of {each}" for name, op in ops.items() for each in op.without_example()
+    ]
 
 
 def takes(op: Op, dtype: torch.dtype) -> bool:

@@ -27,7 +27,6 @@ from interlace.benchmark.fused import ByRows, Expected
 from interlace.benchmark.plain import Tensors
 from interlace.ops.attention.reference import AttentionReference
 from interlace.runtime.core.place import Place
-from interlace.runtime.tuning.files import BY_OP
 from interlace.runtime.tuning.tuning import Problem
 
 QUERY, KEY, VALUE, GRAD = range(4)
@@ -109,7 +108,6 @@ class AttentionRows(_HeadTensors):
     """Algorithms are those of the op, after a method where that makes a difference."""
 
     op = "context_parallel_attention"
-    algorithms = ("auto", *BY_OP["context_parallel_attention"])
     settings = (*_HeadTensors.settings, "mask")
     scatters = shards = True
     passes = 2.0  # products of queries and keys, and of weights and values
@@ -286,7 +284,6 @@ class DecodeRows(_HeadTensors):
     """Torch's way: attention to the own keys, whose results and logarithms are gathered and merged."""
 
     op = "distributed_decode"
-    algorithms = ("auto", "fused", "unfused")
     varied = ({"block_n": 32}, {"block_n": 64}, {"block_n": 128})
 
     def __init__(

@@ -19,7 +19,6 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.arguments import checks
 from interlace.benchmark import payload
 from interlace.benchmark.baselines import TORCH, TorchCollectives
 from interlace.benchmark.plain import (
@@ -46,7 +45,6 @@ class ByRows(MeasuredOp):
     ``collectives``: those of :meth:`theirs`, which others replace (``baselines.py``).
     """
 
-    algorithms: tuple[str, ...] = checks.ALGORITHMS
     sizes: tuple[str, ...] = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"
     collectives: TorchCollectives = TORCH

@@ -144,7 +144,6 @@ class _SumsWithNorm(_WithNorm, _Sums):
 
 class AllReduceNorm(_SumsWithNorm):
     op = "all_reduce_norm"
-    algorithms = (*ByRows.algorithms, "low_latency")
     communication = AllReduce
 
 

@@ -17,16 +17,17 @@ import torch.distributed as dist
 import interlace
 from interlace.benchmark import payload
 from interlace.benchmark.figures import bus_factor
+from interlace.ops.library import BY_NAME
 from interlace.runtime.core.place import Place
 
 Tensors = tuple[Any, ...]
 
 
 class MeasuredOp(ABC):
-    """One op of a rank at one size, through interlace and as torch has it."""
+    """One op of a rank at one size, through interlace and as torch has it; algorithms are its record's."""
 
     op: str
-    algorithms: tuple[str, ...]
+    algorithms: tuple[str, ...] = ("auto",)
     sizes: tuple[str, ...]
     without: str  # of other sizes
     defaults: ClassVar[dict[str, str]] = {}  # of sizes
@@ -35,6 +36,11 @@ class MeasuredOp(ABC):
     nbytes: int
     bus_factor: float | None
     flops: float = 0.0
+
+    def __init_subclass__(cls) -> None:
+        record = BY_NAME.get(vars(cls).get("op", ""))
+        if record is not None:
+            cls.algorithms = ("auto", *record.algorithms)
 
     def __init__(self, place: Place, dtype: torch.dtype) -> None:
         self.device, self.dtype = place.device, dtype
@@ -83,7 +89,6 @@ class Plain(MeasuredOp):
     """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
 
     torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, where it has others
-    algorithms: tuple[str, ...] = ("auto",)
     reduces = True  # where an algorithm depends on it
     sizes: tuple[str, ...] = ("nbytes",)
     without = "has no matmul; it takes --sizes"
@@ -205,7 +210,6 @@ class _Sum(Plain):
 
 class AllReduce(_Sum):
     op = "all_reduce"
-    algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
 
     def inputs(self, call: int) -> Tensors:
         return (self.of(self.rank, call),)
@@ -233,7 +237,6 @@ class AllReduce(_Sum):
 class AllGather(_Copying):
     op = "all_gather"
     torch_names = ("all_gather_single", "all_gather_into_tensor")
-    algorithms = ("auto", "kernel", "copy", "multimem", "low_latency")
     pieces = _Copying._parts_of_all
 
     @property
@@ -247,7 +250,6 @@ class AllGather(_Copying):
 class ReduceScatter(_Sum):
     op = "reduce_scatter"
     torch_names = ("reduce_scatter_single", "reduce_scatter_tensor")
-    algorithms = ("auto", "kernel", "copy", "multimem")
 
     def inputs(self, call: int) -> Tensors:
         return self.empty(self.part), self.of(self.rank, call)
@@ -290,7 +292,6 @@ class Barrier(_Copying):
 
 class Broadcast(_Copying):
     op = "broadcast"
-    algorithms = ("auto", "copy", "low_latency")
 
     def inputs(self, call: int) -> Tensors:
         return self.empty(self.whole) if self.rank else self.of(0, call), 0

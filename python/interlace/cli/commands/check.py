@@ -27,6 +27,7 @@ from interlace.benchmark.expert_rows import AllToAllGroupedRows
 from interlace.benchmark.requests import OPS
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.launch import MOST_BYTES
+from interlace.ops.library import BY_NAME
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import write
@@ -146,6 +147,8 @@ def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
 
 Variant = tuple[str, dict[str, Any], Mapping[str, int | bool]]  # name, arguments, configuration
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+RECORDS = {**BY_NAME, **{each.name: op for op in BY_NAME.values() for each in op.variants}}
+"""By the name of an op, or of a variant of one."""
 OF_STREAMS = ("wait_credits_kernel", "finish_kernel")
 """What streams of a GPU launch around copies; those of ``sim`` need none."""
 
@@ -243,14 +246,11 @@ def _fused() -> dict[str, list[Variant]]:
 def _kernels(
     op: str, algorithm: str, sizes: Sizes, dtype: str, of_streams: tuple[str, ...]
 ) -> tuple[str, ...]:
-    if algorithm in ("fused", "kernel"):
-        large = op == "matmul_all_reduce" and (
-            sizes[0] * sizes[1] * DTYPES[dtype].itemsize > ONE_SHOT_BYTES
-        )
-        return ("matmul_reduce_scatter_kernel" if large else f"{op}_kernel",)
-    if algorithm == "low_latency":
-        return (f"low_latency_{op}_kernel",)
-    return () if algorithm == "unfused" else of_streams
+    if op == "matmul_all_reduce" and algorithm == "fused":
+        large = sizes[0] * sizes[1] * DTYPES[dtype].itemsize > ONE_SHOT_BYTES
+        op = "matmul_reduce_scatter" if large else op
+    own = tuple(BY_NAME[op].algorithms[algorithm])
+    return own if own or algorithm == "unfused" else of_streams
 
 
 def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
@@ -339,24 +339,27 @@ class RowsCase(CheckCase):
         return float(op.check(result, call))
 
 
+def _kernels_of(op: str, algorithm: str) -> Sequence[str]:
+    """Those of the record; a backward runs its forward before."""
+    if algorithm == COUNTED:
+        return ("counted_grouped_matmul_kernel",)
+    before = _kernels_of(op.removesuffix("_backward"), algorithm) if "_backward" in op else ()
+    return (*before, *RECORDS[op].algorithms[algorithm])
+
+
 class _CheckedOp(NamedTuple):
-    """``sizes``: the sizes in ``sim`` and on a GPU. ``ways``: algorithms with the kernels that they run."""
+    """``sizes``: the sizes in ``sim`` and on a GPU. ``ways``: the algorithms."""
 
     op: str
     sizes: tuple[Sizes, Sizes]
-    ways: dict[str, tuple[str, ...]] | None = None
+    ways: tuple[str, ...] = ("fused",)
 
     @property
     def algorithms(self) -> dict[str, tuple[str, ...]]:
-        """``ways``, or the fused one, with the kernels that ``verify`` knows of the op."""
-        return self.ways or {"fused": TARGETS[self.op].kernels}
+        """With the kernels that they run."""
+        return {name: tuple(_kernels_of(self.op, name)) for name in self.ways}
 
 
-_MERGE = "merge_attention_kernel"
-_BACKWARD = TARGETS["attention_backward"].kernels
-_GATHERED, _HEADS = ("all_gather_attention_kernel", _MERGE), ("attention_kernel", _MERGE)
-_DECODE = ("decode_attention_kernel", _MERGE, "decode_exchange_kernel")
-_GROUPED = ("grouped_matmul_kernel",)
 _TOKENS = (48, 4, 16), (1024, 8, 128)
 _PRODUCTS = (48, 48, 24), (1024, 1024, 512)
 _SMALL = (48, 48, 24), (128, 1024, 512)  # for which all-reduce is one kernel
@@ -364,37 +367,24 @@ _MOVED = (48, 40), (1024, 2048)
 _WORDS = (48, 32), (8, 1024)
 _ROWS = (
     _CheckedOp(
-        "context_parallel_attention",
-        _TOKENS,
-        {"all_gather fused": _GATHERED, "ring fused": _HEADS, "ulysses fused": _HEADS},
+        "context_parallel_attention", _TOKENS, ("all_gather fused", "ring fused", "ulysses fused")
     ),
-    _CheckedOp(
-        "context_parallel_attention_backward",
-        _TOKENS,
-        {"all_gather fused": (*_GATHERED, *_BACKWARD), "ring fused": (*_HEADS, *_BACKWARD)},
-    ),
-    _CheckedOp("distributed_decode", _TOKENS, {"fused": _DECODE}),
+    _CheckedOp("context_parallel_attention_backward", _TOKENS, ("all_gather fused", "ring fused")),
+    _CheckedOp("distributed_decode", _TOKENS),
     _CheckedOp("matmul_reduce_scatter_norm", _PRODUCTS),
     _CheckedOp("matmul_all_reduce_norm", _SMALL),
     _CheckedOp("reduce_scatter_norm", _MOVED),
-    _CheckedOp(GATHERED_ROWS.name, _MOVED, {"fused": TARGETS["reduce_scatter_norm"].kernels}),
-    _CheckedOp("all_reduce_norm", _WORDS, {"low_latency": ("low_latency_norm_kernel",)}),
+    _CheckedOp(GATHERED_ROWS.name, _MOVED),
+    _CheckedOp("all_reduce_norm", _WORDS, ("low_latency",)),
     _CheckedOp("dispatch", _MOVED),
     _CheckedOp("combine", _MOVED),
-    _CheckedOp(
-        "all_to_all_grouped_matmul",
-        _PRODUCTS,
-        {"fused": _GROUPED, COUNTED: ("counted_grouped_matmul_kernel",)},
-    ),
+    _CheckedOp("all_to_all_grouped_matmul", _PRODUCTS, ("fused", COUNTED)),
     _CheckedOp("all_gather_grouped_matmul", _PRODUCTS),
     _CheckedOp("grouped_matmul_combine", _PRODUCTS),
     _CheckedOp("matmul_all_to_all", _PRODUCTS),
     _CheckedOp("all_to_all_matmul", _PRODUCTS),
-    *(
-        _CheckedOp(op, ((4096,), (1 << 20,)), {"multimem": (f"multimem_{op}_kernel",)})
-        for op in ("all_gather", "reduce_scatter", "all_reduce")
-    ),
-    _CheckedOp("broadcast", ((4096,), (1 << 14,)), {"low_latency": TARGETS["broadcast"].kernels}),
+    *(_CheckedOp(op, ((4096,), (1 << 20,)), ("multimem",)) for op in COLLECTIVES),
+    _CheckedOp("broadcast", ((4096,), (1 << 14,)), ("low_latency",)),
 )
 
 _HEADS_OF = (

@@ -21,15 +21,18 @@ from interlace.arguments import checks
 from interlace.ops.attention import blocks, key_transport, ulysses
 from interlace.ops.attention.problem import (
     BALANCES,
+    EXAMPLES,
     NO_LIMIT,
     AttentionMask,
     AttentionProblem,
     AttentionResult,
     TokenShards,
+    example_queries,
     unit_rows,
     wide_dtype,
 )
 from interlace.ops.collectives import records as by_rank
+from interlace.ops.op.examples import Setting, constant
 from interlace.ops.op.op import Op, OpGradient, Started, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
@@ -46,6 +49,7 @@ METHODS = ("auto", *configurations.METHODS)
 HEADS = "heads"
 """In place of a method: a rank has all ranks' tokens already, of its heads."""
 LAYOUTS = ("bshd", "sbhd")
+BACKWARD_KERNELS = ("attention_queries_backward_kernel", "attention_keys_backward_kernel")
 RING_BYTES = threshold("ring_attention_bytes")
 Tensor = torch.Tensor
 _ops: Any = Ops()
@@ -594,7 +598,19 @@ def backward_reference(
     return made
 
 
-OPS = (
+def _algorithms(gathered: Sequence[str], others: Sequence[str]) -> dict[str, Sequence[str]]:
+    """After a method; the kernels of one that gathers keys in them, and those of the others."""
+    fused = {f"{method} fused": others for method in METHODS[1:]}
+    pipelined = {f"{method} pipelined": () for method in METHODS[1:]}
+    return {**fused, "all_gather fused": gathered, **pipelined, "unfused": ()}
+
+
+def _example_results(setting: Setting) -> list[Tensor]:
+    """The results of the op that an example is of the backward of."""
+    return reference(OPS[0].example_records(setting), setting.size)[setting.rank]
+
+
+OPS: tuple[Op, ...] = (
     Op(
         FORWARD,
         AttentionArguments,
@@ -604,6 +620,11 @@ OPS = (
         {"q, k or v": ("query", "key", "value")},
         several=True,
         reference=reference,
+        algorithms=_algorithms(
+            ("all_gather_attention_kernel", "merge_attention_kernel"),
+            ("attention_kernel", "merge_attention_kernel"),
+        ),
+        examples=EXAMPLES,
     ),
     Op(
         BACKWARD,
@@ -614,5 +635,13 @@ OPS = (
         {},
         several=True,
         reference=backward_reference,
+        algorithms=_algorithms(BACKWARD_KERNELS, BACKWARD_KERNELS),
+        examples={
+            **EXAMPLES,
+            "grad": example_queries,
+            "lse_grad": constant(None),
+            "output": lambda setting: _example_results(setting)[0],
+            "lse": lambda setting: _example_results(setting)[1],
+        },
     ),
 )

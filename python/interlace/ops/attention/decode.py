@@ -28,6 +28,9 @@ from interlace.kernels.attention import decode as kernels, forward
 from interlace.ops.attention.blocks import attended, merged
 from interlace.ops.attention.context_parallel import scale_of, without_gradient
 from interlace.ops.attention.problem import (
+    EXAMPLES,
+    HEAD,
+    HEADS,
     LOG2E,
     attention_tiles,
     rows_argument,
@@ -487,6 +490,11 @@ DISTRIBUTED_DECODE = Op(
     communicates={},
     several=True,
     reference=reference,
+    algorithms={
+        "fused": ("decode_attention_kernel", "merge_attention_kernel", "decode_exchange_kernel"),
+        "unfused": (),
+    },
+    examples={**EXAMPLES, "q": lambda setting: setting.numbers(1, HEADS, HEAD, same=True)},
 )
 
 

@@ -42,7 +42,8 @@ from interlace.ops.collectives.launch import (
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, checked_bias, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.examples import own_rows
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -588,6 +589,11 @@ OPS = (
         OpGradient(_save_to_heads, _to_heads_gradients),
         {"input, weight or bias": ("input", "weight", "bias")},
         reference=_to_heads_reference,
+        algorithms=fused_by(f"{TO_HEADS}_kernel"),
+        examples={
+            "input": own_rows,
+            "length": lambda setting: setting.total if setting.uneven else None,
+        },
     ),
     Op(
         FROM_HEADS,
@@ -597,5 +603,9 @@ OPS = (
         OpGradient(_save_from_heads, _from_heads_gradients),
         several=True,
         reference=_from_heads_reference,
+        algorithms=fused_by(f"{FROM_HEADS}_kernel"),
+        examples={
+            "weight": lambda setting: setting.numbers(setting.width * setting.size, setting.width)
+        },
     ),
 )

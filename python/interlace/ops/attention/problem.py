@@ -23,6 +23,7 @@ import torch
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Queries
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, input_precision
+from interlace.ops.op.examples import Example, Setting, constant
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import Workspace
 from interlace.runtime.tuning.configuration import Configuration
@@ -298,3 +299,32 @@ def attention_tiles(
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
+
+
+# -- examples of arguments -------------------------------------------------------------------------
+
+HEADS, KEY_HEADS, HEAD = 2, 1, 4
+
+
+def example_queries(setting: Setting) -> torch.Tensor:
+    return setting.numbers(1, setting.own, HEADS, HEAD)
+
+
+def _keys(setting: Setting) -> torch.Tensor:
+    return setting.numbers(1, setting.own, KEY_HEADS, HEAD)
+
+
+EXAMPLES: dict[str, Example] = {
+    "query": example_queries,
+    "key": _keys,
+    "value": _keys,
+    "cu_seqlens": constant(None),
+    "lengths": constant(None),
+    "block_table": constant(None),
+    "method": constant("auto"),
+    "causal": constant(True),
+    "scale": constant(0.5),
+    "window": constant(None),
+    "layout": constant("bshd"),
+    "balance": constant("contiguous"),
+}

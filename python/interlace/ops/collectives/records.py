@@ -33,6 +33,7 @@ from interlace.arguments.checks import check_not_quantized
 from interlace.ops.collectives import rooted, rootless
 from interlace.ops.collectives.all_to_all import _all_to_all_single
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import Example, own_rows
 from interlace.ops.op.op import Op, OpGradient, Started, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.communicator import Communicator
@@ -44,6 +45,7 @@ _ops: Any = Ops()
 Tensor = torch.Tensor
 Length = torch.SymInt
 Tensors = list[Tensor]
+ALGORITHMS = ("kernel", "copy", "multimem")
 Outputs = list[Tensors]
 
 
@@ -52,8 +54,13 @@ def _record(
     arguments: type,
     gradient: Callable[[Any, Tensor], Tensor] | None,
     reference: Callable[[Sequence[Any], int], Outputs],
+    algorithms: Sequence[str] = (),
+    **examples: Example,
 ) -> Op:
-    """A collective. Its arguments make its output and start to fill it; ``gradient`` is its input's."""
+    """A collective. Its arguments make its output and start to fill it; ``gradient`` is its input's.
+
+    Each of the ``algorithms`` but "copy" has a kernel.
+    """
 
     def start(communicator: Communicator, given: Any, out: Tensor | None = None) -> Started:
         try:
@@ -84,7 +91,14 @@ def _record(
         by_name,
         communicates={},
         reference=reference,
+        algorithms={each: _kernels(name, each) for each in algorithms},
+        examples=examples,
     )
+
+
+def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
+    names = {"kernel": f"{op}_kernel", "copy": ""}
+    return tuple(filter(None, [names.get(algorithm, f"{algorithm}_{op}_kernel")]))
 
 
 def _save(ctx: Any, given: Any, output: Tensor) -> None:
@@ -190,6 +204,7 @@ ALL_REDUCE = _record(
     AllReduceArguments,
     _gradient_of_all_reduce,
     lambda ranks, size: _copies(reduced("all_reduce", inputs(ranks), ranks[0].reduce_op), size),
+    (*ALGORITHMS, "low_latency"),
 )
 
 
@@ -232,6 +247,7 @@ REDUCE_SCATTER = _record(
     ReduceScatterArguments,
     _gradient_of_reduce_scatter,
     lambda ranks, size: scattered(inputs(ranks), ranks[0].reduce_op, ranks[0].scatter_dim, size),
+    ALGORITHMS,
 )
 
 
@@ -311,6 +327,8 @@ ALL_GATHER = _record(
     lambda ranks, size: _copies(
         gathered("all_gather", inputs(ranks), ranks[0].gather_dim, size), size
     ),
+    (*ALGORITHMS, "low_latency"),
+    input=own_rows,
 )
 
 
@@ -347,7 +365,7 @@ def _gather_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     return _only_on(dst, gathered("gather", inputs(ranks), ranks[0].gather_dim, size), size)
 
 
-GATHER = _record("gather", GatherArguments, _gradient_of_gather, _gather_on_all)
+GATHER = _record("gather", GatherArguments, _gradient_of_gather, _gather_on_all, input=own_rows)
 
 
 @dataclass
@@ -411,7 +429,13 @@ def _broadcast_on_all(ranks: Sequence[Any], size: int) -> Outputs:
     return [[shapes.like(source).copy_(source)] for _ in range(size)]
 
 
-BROADCAST = _record("broadcast", BroadcastArguments, _gradient_of_broadcast, _broadcast_on_all)
+BROADCAST = _record(
+    "broadcast",
+    BroadcastArguments,
+    _gradient_of_broadcast,
+    _broadcast_on_all,
+    ("copy", "low_latency"),
+)
 
 
 @dataclass
@@ -465,7 +489,14 @@ def _split(rank: int, tensor: Tensor, sizes: Sequence[int] | None, size: int) ->
     return torch.split(tensor, lengths)
 
 
-ALL_TO_ALL = _record("all_to_all", AllToAllArguments, _gradient_of_all_to_all, _all_to_all_on_all)
+ALL_TO_ALL = _record(
+    "all_to_all",
+    AllToAllArguments,
+    _gradient_of_all_to_all,
+    _all_to_all_on_all,
+    input_split_sizes=lambda setting: list(setting.rows) if setting.uneven else None,
+    output_split_sizes=lambda setting: [setting.own] * setting.size if setting.uneven else None,
+)
 
 
 @dataclass

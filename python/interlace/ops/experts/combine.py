@@ -33,6 +33,7 @@ from interlace.ops.experts.dispatch import (
     sorted_places,
 )
 from interlace.ops.experts.routing import (
+    EXAMPLES,
     Assignment,
     Bounds,
     HostRoutes,
@@ -47,7 +48,7 @@ from interlace.ops.experts.routing import (
     resolved,
     weights_of,
 )
-from interlace.ops.op.op import Op, OpGradient, Started, complete, kept, requiring, wait
+from interlace.ops.op.op import Op, OpGradient, Started, complete, fused_by, kept, requiring, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -463,5 +464,7 @@ OPS = (
         COMMUNICATES,
         several=True,
         reference=reference,
+        algorithms=fused_by("combine_kernel"),
+        examples=EXAMPLES,
     ),
 )

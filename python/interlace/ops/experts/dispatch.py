@@ -30,6 +30,7 @@ from interlace.kernels.tiling import owner_order
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import agreed_call, sources
 from interlace.ops.experts.routing import (
+    EXAMPLES,
     Assignment,
     Bounds,
     DispatchHandle,
@@ -49,7 +50,8 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
-from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.examples import own_rows
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -595,5 +597,7 @@ OPS = (
         COMMUNICATES,
         several=True,
         reference=reference,
+        algorithms=fused_by("dispatch_send_kernel", "dispatch_receive_kernel"),
+        examples={**EXAMPLES, "input": own_rows},
     ),
 )

@@ -45,9 +45,11 @@ from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.all_to_all import whole_numbers
 from interlace.ops.collectives.launch import resident_programs, send_by_copy_engine
 from interlace.ops.experts.products import of_weights
+from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Started, requiring, spread, wait
+from interlace.ops.op.examples import Example
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -754,6 +756,16 @@ def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[lis
     return made
 
 
+_GATHERED: dict[str, Example] = {
+    "input": lambda setting: setting.numbers(EXPERTS * setting.own, setting.width),
+    "input_splits": lambda setting: [setting.own] * EXPERTS,
+    "output_splits": lambda setting: list(setting.rows) * EXPERTS,
+}
+_EXCHANGED: dict[str, Example] = {
+    "input": lambda setting: setting.numbers(SLOTS * setting.own, setting.width),
+    "input_splits": EXAMPLES["home_splits"],
+    "output_splits": EXAMPLES["splits"],
+}
 OPS = tuple(
     Op(
         name,
@@ -764,6 +776,8 @@ OPS = tuple(
         {"input": ("input",), "weight": ("weight",)},
         several=True,
         reference=functools.partial(reference, name),
+        algorithms=fused_by("grouped_matmul_kernel"),
+        examples={**EXAMPLES, **examples},
     )
-    for name in (GATHER, EXCHANGE)
+    for name, examples in ((GATHER, _GATHERED), (EXCHANGE, _EXCHANGED))
 )

@@ -48,6 +48,7 @@ from interlace.ops.experts.grouped import (
 )
 from interlace.ops.experts.products import of_products, of_weights
 from interlace.ops.experts.routing import (
+    EXAMPLES,
     Assignment,
     HostRoutes,
     Routing,
@@ -61,7 +62,8 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Started, requiring, wait
+from interlace.ops.op.examples import own_rows
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -622,6 +624,8 @@ OPS = (
             COMMUNICATES,
             several=True,
             reference=reference,
+            algorithms=fused_by(f"{OP}_kernel"),
+            examples=EXAMPLES,
         )
         for name, arguments, gradient in (
             (OP, GroupedCombineArguments, GRADIENT),
@@ -635,5 +639,6 @@ OPS = (
         routed_gradients,
         several=True,
         reference=backward_reference,
+        examples={**EXAMPLES, "grad": own_rows},
     ),
 )

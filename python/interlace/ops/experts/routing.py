@@ -24,6 +24,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
+from interlace.ops.op.examples import Example, Setting, constant
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing, current, with_context
@@ -540,3 +541,48 @@ def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> T
     if not weights.is_floating_point():
         raise TypeError(f"topk_weights must be a tensor of floats, got {weights.dtype}")
     return weights.to(torch.float32).contiguous()
+
+
+# -- examples of arguments -------------------------------------------------------------------------
+
+SLOTS, EXPERTS = 2, 2  # of a token, of a rank
+
+
+def example_choice(setting: Setting) -> Tensor:
+    """The experts of a rank's tokens, of which some have two on one rank."""
+    experts = EXPERTS * setting.size
+    first = 3 * torch.arange(setting.own).unsqueeze(1) + setting.rank + setting.call
+    step = 1 + setting.call % (experts - 1)
+    return (first + step * torch.arange(SLOTS)) % experts
+
+
+def example_counts(setting: Setting) -> Tensor:
+    """The rows of all ranks, by rank and by expert of all ranks'."""
+    chosen = [example_choice(each).reshape(-1) for each in setting.everyone()]
+    return torch.stack([each.bincount(minlength=EXPERTS * setting.size) for each in chosen])
+
+
+def example_segments(setting: Setting) -> Tensor:
+    return known_segments(example_counts(setting), setting.rank, EXPERTS)
+
+
+def example_rows(setting: Setting) -> Tensor:
+    """The rows that a rank's experts get."""
+    return setting.numbers(int(example_segments(setting)[..., 1].sum()), setting.width)
+
+
+EXAMPLES: dict[str, Example] = {
+    "input": example_rows,
+    "weight": lambda setting: setting.numbers(EXPERTS, setting.width, setting.width),
+    "bias": lambda setting: setting.numbers(EXPERTS, setting.width),
+    "scales": constant(None),
+    "topk_idx": example_choice,
+    "topk_weights": lambda setting: setting.numbers(setting.own, SLOTS).float() / 2,
+    "num_experts": lambda setting: EXPERTS * setting.size,
+    "capacity": constant(0),
+    "max_tokens": lambda setting: max(1, *setting.rows),
+    "packed": constant(False),
+    "segments": example_segments,
+    "splits": lambda setting: example_segments(setting)[..., 1].flatten().tolist(),
+    "home_splits": lambda setting: example_counts(setting)[setting.rank].tolist(),
+}

@@ -27,11 +27,13 @@ from interlace.ops.matmul.operands import (
     rows_of,
 )
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
     Output,
     Started,
+    fused_by,
     names_of_tensors,
     rows,
     spread,
@@ -337,4 +339,6 @@ ALL_GATHER_MATMUL = Op(
     {"input": ("input",), "a weight": ("weights",)},
     several=True,
     reference=reference,
+    algorithms=fused_by("all_gather_matmul_kernel"),
+    examples={"input": own_rows},
 )

@@ -42,13 +42,16 @@ from interlace.ops.matmul.reduce import (
     equal_part,
     factor_gradients,
 )
+from interlace.ops.matmul.reference import split
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import EXAMPLES, Example, own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
     OpVariant,
     Output,
     Started,
+    fused_by,
     longest,
     padded,
     requiring,
@@ -577,7 +580,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     dim, made = first.scatter_dim, []
     for rank, given in enumerate(ranks):
         outputs = [each.view for each in results(given, size)]
-        own = total if dim is None else total.tensor_split(size, dim)[rank]
+        own = total if dim is None else split(total, size, dim)[rank]
         for each in (given.bias, given.residual):
             own = own if each is None else own + each
         outputs[1].copy_(own)
@@ -587,7 +590,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         for reader in made if given.gather_normed else [outputs]:
             places = [reader[0], *reader[2:]]
             if given.gather_normed:
-                places = [each.tensor_split(size, dim or 0)[rank] for each in places]
+                places = [split(each, size, dim or 0)[rank] for each in places]
             NormTail(norm, None, *places).finish(outputs[1])
     return made
 
@@ -596,6 +599,12 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
 _PRODUCT = {"input": ("input",), "weight": ("weight",), **_SCATTERED}
 _ROWS = ("weight", "out_dtype")
+_EXAMPLES: dict[str, Example] = {
+    "kind": lambda setting: "rms" if setting.call % 2 else "layer",
+    "norm_bias": lambda setting: None if setting.call % 2 else EXAMPLES["norm_weight"](setting),
+    # after a gather all have read what they were sent, credit or none
+    "gather_normed": lambda setting: setting.call != 1,
+}
 OPS = tuple(
     Op(
         name,
@@ -608,11 +617,23 @@ OPS = tuple(
         reference=reference,
         variants=tuple(variants),
         without=without,
+        algorithms=algorithms,
+        examples=_EXAMPLES if "scatter_dim" in without else {**_EXAMPLES, "residual": own_rows},
     )
-    for name, without, communicates, *variants in (
-        (f"{SCATTER}_norm", (), _PRODUCT),
-        (f"{ALL_REDUCE}_norm", SCATTERED, {"input or weight": ("input", "weight")}),
-        (ALL_REDUCE_NORM, (*_ROWS, *SCATTERED), {"input": ("input",)}),
-        (SCATTER_NORM, _ROWS, _SCATTERED, GATHERED_ROWS),
+    for name, without, communicates, algorithms, *variants in (
+        (f"{SCATTER}_norm", (), _PRODUCT, fused_by(f"{SCATTER}_norm_kernel")),
+        (
+            f"{ALL_REDUCE}_norm",
+            SCATTERED,
+            {"input or weight": ("input", "weight")},
+            fused_by(f"{ALL_REDUCE}_norm_kernel"),
+        ),
+        (
+            ALL_REDUCE_NORM,
+            (*_ROWS, *SCATTERED),
+            {"input": ("input",)},
+            {**fused_by("reduce_norm_kernel"), "low_latency": ("low_latency_norm_kernel",)},
+        ),
+        (SCATTER_NORM, _ROWS, _SCATTERED, fused_by("reduce_norm_kernel"), GATHERED_ROWS),
     )
 )

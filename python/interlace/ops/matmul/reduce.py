@@ -30,12 +30,14 @@ from interlace.ops.matmul.operands import (
     rows_of,
     scattered_product,
 )
+from interlace.ops.matmul.reference import split
 from interlace.ops.op import shapes
 from interlace.ops.op.op import (
     Op,
     OpGradient,
     Output,
     Started,
+    fused_by,
     longest,
     names_of_tensors,
     padded,
@@ -396,7 +398,7 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
         if each.scatter_dim is not None:
-            whole = whole.tensor_split(size, each.scatter_dim)[rank]
+            whole = split(whole, size, each.scatter_dim)[rank]
         product.copy_(whole)  # rounded once
     return [[product] for product in products]
 
@@ -414,6 +416,7 @@ OPS = (
         {"input": ("input",), "weight": ("weight",)},
         reference=reference,
         without=NORM,
+        algorithms=fused_by(f"{SCATTER}_kernel"),
     ),
     Op(
         ALL_REDUCE,
@@ -424,5 +427,6 @@ OPS = (
         {"input or weight": ("input", "weight")},
         reference=reference,
         without=(*NORM, *SCATTERED),
+        algorithms=fused_by(f"{ALL_REDUCE}_kernel"),
     ),
 )

@@ -34,6 +34,7 @@ from interlace.ops.collectives import launch as collective_algorithms, records a
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
+from interlace.ops.op.examples import Example, Setting, constant
 from interlace.ops.op.op import Op, OpGradient, Output, Started
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
@@ -48,6 +49,7 @@ ALGORITHMS: tuple[str, ...] = get_args(ScaledAlgorithm)
 KERNEL_OUTPUTS = (torch.float32, torch.float16, torch.bfloat16)
 
 Tensor = torch.Tensor
+FP8_WIDTH = 16
 _scaled_mm: Any = torch._scaled_mm
 
 
@@ -495,6 +497,24 @@ def reduce_reference(
     return by_rank.scattered(partials, ranks[0].reduce_op, ranks[0].scatter_dim, size)
 
 
+def _fp8(setting: Setting, rows: int, columns: int) -> Tensor:
+    """fp8 numbers: rows of a matrix have ``FP8_WIDTH`` of them at least."""
+    return dataclasses.replace(setting, dtype=torch.float8_e4m3fn).numbers(rows, columns)
+
+
+def _right(setting: Setting) -> Tensor:
+    """A weight, column by column."""
+    return _fp8(setting, FP8_WIDTH, FP8_WIDTH).t()
+
+
+def _scales(setting: Setting, *shape: int) -> Tensor:
+    return dataclasses.replace(setting, dtype=torch.float32).numbers(*shape).abs() + 1
+
+
+_EXAMPLES: dict[str, Example] = {
+    "out_dtype": lambda setting: setting.dtype,
+    "use_fast_accum": constant(False),
+}
 _NO_GRADIENT = OpGradient(lambda ctx, given, output: None, _backward)
 OPS = (
     Op(
@@ -506,6 +526,15 @@ OPS = (
         communicates={},
         several=True,
         reference=gather_reference,
+        algorithms={"fused": ("all_gather_matmul_kernel",), "unfused": ()},
+        examples={
+            **_EXAMPLES,
+            "input": lambda setting: _fp8(setting, setting.own, FP8_WIDTH),
+            "weights": lambda setting: [_right(setting)],
+            "input_scale": lambda setting: _scales(setting, setting.own, 1),
+            "weight_scales": lambda setting: [_scales(setting, 1, FP8_WIDTH)],
+            "biases": constant([None]),
+        },
     ),
     Op(
         SCATTER,
@@ -515,5 +544,14 @@ OPS = (
         _NO_GRADIENT,
         communicates={},
         reference=reduce_reference,
+        algorithms={"fused": ("matmul_reduce_scatter_kernel",), "unfused": ()},
+        examples={
+            **_EXAMPLES,
+            "input": lambda setting: _fp8(setting, setting.total, FP8_WIDTH),
+            "weight": _right,
+            "input_scale": lambda setting: _scales(setting, setting.total, 1),
+            "weight_scale": lambda setting: _scales(setting, 1, FP8_WIDTH),
+            "bias": constant(None),
+        },
     ),
 )

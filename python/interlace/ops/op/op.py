@@ -25,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from interlace.ops.op.examples import EXAMPLES, Example, Setting, constant
 from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
@@ -181,6 +182,11 @@ class OpGradient(NamedTuple):
     backward: Callable[[Any, Any], Mapping[str, Any]]
 
 
+def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
+    """``Op.algorithms`` of a fused op, which has these kernels."""
+    return {"fused": kernels, "pipelined": (), "unfused": ()}
+
+
 class OpVariant(NamedTuple):
     """A case of an op that tools time, tune and check like an op of its own.
 
@@ -208,6 +214,9 @@ class Op:
         alone.
     several : whether it returns a list.
     variants : its cases that tools list beside it.
+    algorithms : those that a caller can ask for, each with the kernels that it launches. Of an op that has
+        some ``verify`` has a target, and ``check`` cases; "auto" is not among them.
+    examples : by argument, how tests and tools make it, where ``examples.py`` and the default do not.
     """
 
     name: str
@@ -222,6 +231,27 @@ class Op:
     several: bool = False
     variants: Sequence[OpVariant] = ()
     without: Sequence[str] = ()
+    algorithms: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    examples: Mapping[str, Example] = dataclasses.field(default_factory=dict)
+
+    def without_example(self) -> list[str]:
+        """The arguments that nobody has an example of."""
+        known = {**self.defaults, **EXAMPLES, **self.examples}
+        return [name for name in self.kinds if name not in known]
+
+    def example(self, setting: Setting, **others: Any) -> dict[str, Any]:
+        """The arguments of a rank, by name; ``others`` instead of the examples."""
+        defaults = {name: constant(value) for name, value in self.defaults.items()}
+        makers, found = {**defaults, **EXAMPLES, **self.examples}, {}
+        for name in self.kinds:
+            about = dataclasses.replace(setting, argument=name)
+            found[name] = others[name] if name in others else makers[name](about)
+        return found
+
+    def example_records(self, setting: Setting, **others: Any) -> list[Any]:
+        """The records of all ranks' examples."""
+        every = [self.example(each, **others) for each in setting.everyone()]
+        return [self.record(list(each.values())) for each in every]
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
