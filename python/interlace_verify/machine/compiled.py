@@ -29,6 +29,7 @@ from interlace.runtime.core.launch import KernelLaunch, leaves, specialised
 from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.machine import PtxMachine
 from interlace_verify.machine.module import PtxKernel, read
 from interlace_verify.machine.provenance import origins
@@ -111,7 +112,7 @@ class CompiledPrograms:
     def __init__(self, arch: int, rewrite: Callable[[str, str], str] | None) -> None:
         self.arch, self._rewrite = arch, rewrite
 
-    def __call__(self, launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+    def __call__(self, launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
         """One program of ``launch``, to be run in a session, and its threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
@@ -226,7 +227,7 @@ def program(
     shared_bytes: int,
     values: Sequence[Any],
     names: Sequence[str],
-    hooks: Any,
+    hooks: ProgramHooks,
     variables: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
     """One program of ``kernel`` on ``values``; parameters behind those are 0. ``names``: of the values."""

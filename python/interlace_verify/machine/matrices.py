@@ -34,6 +34,7 @@ import numpy as np
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.numerics.exact import matrix_product
 from interlace_verify.machine.shared import (
+    PtxProgram,
     build_commit,
     build_wait,
     groups_of,
@@ -409,7 +410,7 @@ def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
 
 def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: bool) -> Array:
     """(warps, rows, k): what warps see by their ``descriptors``."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     kind = TYPES[f"b{NUMBERS[name].bits}"]
     size = kind.bits // 8
     found = np.empty((len(descriptors), rows, 32 // size), kind.raw)
@@ -425,7 +426,7 @@ def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: 
 
 def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:
     """The threads that run begin to read matrices, each by (descriptors, rows, numbers, turned)."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     if not program.hooks.observed:
         return None
     numbers = threads.active(threads.numbers)

@@ -131,7 +131,7 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
     put = instruction.active_writer(instruction.operands[0], _STATE) if arrives else None
 
     def arrive(threads: Threads) -> None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         numbers = threads.active(threads.numbers).tolist()
         counts = [1] * len(numbers) if given is None else threads.active(given(threads)).tolist()
@@ -204,7 +204,7 @@ def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
     read = instruction.reader(instruction.operands[2], _WORD if by_parity else _STATE)
 
     def wait(threads: Threads) -> int | None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         parities = (threads.active(read(threads)) & 1).tolist()
         wanted = {id(m): (m, parity) for m, parity in zip(mbarriers, parities, strict=True)}

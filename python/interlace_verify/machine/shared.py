@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.core.accesses import AsyncAccess, Atomic, Numbers
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.local import (
     ThreadMemory,
     build_local,
@@ -134,9 +135,10 @@ class PtxProgram(PtxSession):
     parameters that are, by address. ``variables``: where those of the module are.
     """
 
+    hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
-    shared: Any = None
+    shared: Numbers = field(default_factory=lambda: np.zeros(0, np.uint8))
     local: ThreadMemory = field(default_factory=lambda: ThreadMemory(0, 0))
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
     unsettled: dict[int, AsyncWork] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class PtxProgram(PtxSession):
     until: Callable[[], bool] | None = None
     changes: int = 0  # of shared memory and of mbarriers
     branch: Any = None
-    _queues: dict[Any, int] = field(default_factory=dict)
+    _queues: dict[object, int] = field(default_factory=dict)
 
     @property
     def base(self) -> int:
@@ -166,7 +168,7 @@ class PtxProgram(PtxSession):
             )
         return offsets
 
-    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+    def atomic_in_shared(self, atomic: Atomic, perform: Any) -> Any:
         kind = atomic.pointers.get_element_ty()
         self.offsets(atomic.pointers.data, kind.primitive_bitwidth // 8)
         result = perform()
@@ -203,7 +205,7 @@ def _touched(
 
     ``bits``: what is stored, which may be there already.
     """
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         pointers = pointers_of(threads, addresses, kind, lanes)
@@ -427,7 +429,7 @@ def _start(instruction: Instruction) -> Action:
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
     """Observers hear of a load where a copy of its own thread goes that it has not waited for."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():
         if work.targets is None or last < work.low or work.high + np.uint64(work.size) <= first:

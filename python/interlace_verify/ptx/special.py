@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import Atomic, Hooks, Lanes, Numbers
+
 WARP = 32
 CLOCK_STEP = 1000
 """A read of a clock takes so long, in cycles or nanoseconds: no real clock enters a schedule."""
@@ -22,14 +24,14 @@ class PtxSession:
     """
 
     builder: Any
-    hooks: Any
+    hooks: Hooks
     clock: int = 0
     barriers: list[tuple[int, int, Any]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
     origins: Mapping[int, Any] = field(default_factory=dict)
 
-    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+    def atomic_in_shared(self, atomic: Atomic, perform: Any) -> Any:
         """Of programs that have shared memory."""
         raise NotImplementedError
 
@@ -46,10 +48,10 @@ class Threads:
     """
 
     session: Any  # a PtxSession, or a PtxProgram
-    registers: list[Any]
-    numbers: Any
+    registers: list[Numbers]
+    numbers: Numbers
     block: int = 1
-    mask: Any = None
+    mask: Numbers | None = None
     alone: bool = False
     told_apart: bool = False
     heard: bool = True
@@ -63,11 +65,11 @@ class Threads:
             return values.repeat(count)
         return values if self.mask is None else values[self.mask]
 
-    def everyone(self) -> Any:
+    def everyone(self) -> Numbers:
         """The mask of those that run."""
         return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
 
-    def who(self) -> Any:
+    def who(self) -> Lanes:
         """The numbers of those that run, if hooks are told."""
         return self.active(self.numbers) if self.told_apart else None
 

@@ -148,7 +148,7 @@ def _serve(
     connection: Connection,
     parents: Connection,
     parent_thread_stays: bool,
-    mask: Any,
+    mask: set[signal.Signals],
 ) -> None:
     """The life of a worker: a report for every chunk that it is sent."""
     gc.freeze()

@@ -21,6 +21,7 @@ from interlace.runtime.compat.triton_launcher import named
 from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
 
 Rewrite = Callable[[str, str], str]
@@ -80,7 +81,7 @@ def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
 
 
 def _by_need(
-    arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: Any
+    arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: ProgramHooks
 ) -> tuple[Callable[[], None], int]:
     """One program of ``launch``, to be run in a session, and its threads if they are told apart.
 

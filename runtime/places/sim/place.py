@@ -194,8 +194,8 @@ class SimWorld:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.observer = scheduler.observer
-        self.groups: defaultdict[Any, _SimGroup] = defaultdict(_SimGroup)
-        self.modules: defaultdict[Any, dict[str, torch.Tensor]] = defaultdict(dict)
+        self.groups: defaultdict[object, _SimGroup] = defaultdict(_SimGroup)
+        self.modules: defaultdict[object, dict[str, torch.Tensor]] = defaultdict(dict)
         self.user_streams: Any = None  # of ``user_code.py``, where user code has streams
 
 

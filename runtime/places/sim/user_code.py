@@ -49,7 +49,7 @@ from interlace.runtime.compat.triton_interpreter import triton_interpreter
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
 
 _CACHED = type(functools.lru_cache(lambda: None))
-_OF_PROCESSES: dict[Any, Any] = {
+_OF_PROCESSES: dict[object, Any] = {
     type(make()): make for make in (threading.Lock, threading.RLock, threading.local)
 }
 _CONTAINERS = (dict, list, set, deque)

@@ -49,7 +49,7 @@ from interlace.runtime.compat.triton_interpreter import (
     unchecked,
 )
 from interlace.runtime.compat.triton_launcher import unknown_options
-from interlace.runtime.core.accesses import Atomic, Hooks, origin_of, with_origin
+from interlace.runtime.core.accesses import Atomic, Handle, Hooks, Mask, origin_of, with_origin
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import checked_grid, constants, kind_of, leaves
@@ -308,8 +308,8 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
-    def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        def perform(mask: Any = mask) -> Any:
+    def masked_load(pointers: Handle, mask: Handle, other: Any, *rest: Any, **named: Any) -> Any:
+        def perform(mask: Handle = mask) -> Any:
             if other is not None:
                 return load(pointers, mask, other, *rest, **named)
             element = pointers.get_element_ty()
@@ -322,45 +322,45 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
             return hooks.atomic(Atomic(pointers, mask, "load", "relaxed", "sys", True), perform)
         return hooks.load(pointers, mask, perform)
 
-    def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        def perform(mask: Any = mask) -> Any:
+    def masked_store(pointers: Handle, value: Any, mask: Mask, *rest: Any, **named: Any) -> Any:
+        def perform(mask: Mask = mask) -> Any:
             return store(pointers, value, mask, *rest, **named)
 
         return hooks.store(pointers, value, mask, perform)
 
-    def atomic_cas(pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+    def atomic_cas(pointers: Handle, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         reads_only = bool((compare.data == value.data).all())
         atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
 
-        def perform(mask: Any = None) -> Any:
+        def perform(mask: Mask = None) -> Any:
             if mask is None:
                 return cas(pointers, compare, value, sem, scope)
             return TensorHandle(np.zeros_like(value.data), value.dtype)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_rmw(op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_rmw(op: Any, pointers: Handle, value: Any, mask: Mask, sem: Any, scope: Any) -> Any:
         kind = _KINDS[op]
         reads_only = kind == "add" and not value.data.any()
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
 
-        def perform(mask: Any = mask) -> Any:
+        def perform(mask: Mask = mask) -> Any:
             return rmw(op, pointers, value, mask, sem, scope)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_load(pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_load(pointers: Handle, mask: Mask, sem: Any, scope: Any) -> Any:
         atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
 
-        def perform(mask: Any = mask) -> Any:
+        def perform(mask: Mask = mask) -> Any:
             return load(pointers, mask, None, *NO_POLICY, True)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_store(pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_store(pointers: Handle, value: Any, mask: Mask, sem: Any, scope: Any) -> Any:
         return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
 
-    def atomic_poll(pointers: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+    def atomic_poll(pointers: Handle, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
         # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
         everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
         values = np.broadcast_to(expected.data, pointers.data.shape)
@@ -443,12 +443,12 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
     return run
 
 
-def active_addresses(pointers: Any, mask: Any) -> Any:
+def active_addresses(pointers: Handle, mask: Mask) -> Any:
     """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
     return active(pointers.data, pointers, mask)
 
 
-def active(values: Any, pointers: Any, mask: Any) -> Any:
+def active(values: Any, pointers: Handle, mask: Mask) -> Any:
     """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
@@ -458,7 +458,7 @@ def active(values: Any, pointers: Any, mask: Any) -> Any:
     return values[chosen(pointers, mask)]
 
 
-def chosen(pointers: Any, mask: Any) -> Any:
+def chosen(pointers: Handle, mask: Mask) -> Any:
     """Of each pointer whether the mask lets the access be."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 

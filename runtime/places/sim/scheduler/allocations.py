@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from interlace.runtime.core import launch
+from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.memory import RED_ZONE
 
 
@@ -222,7 +223,7 @@ class Allocations:
     def _is_nobodys(self, address: int) -> bool:
         return any(address in each for each in self.nobodys)
 
-    def known(self, addresses: Any, size: int) -> Any:
+    def known(self, addresses: Numbers, size: int) -> Any:
         """Of each of ``addresses``, whether the element of ``size`` bytes is in memory that is there."""
         if not self._bases:
             return np.zeros(addresses.shape, bool)

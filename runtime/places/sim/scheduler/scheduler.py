@@ -71,11 +71,11 @@ QUIET_SECONDS = (
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
 
 
-Programs = Callable[[KernelLaunch, Any], tuple[Callable[[], None], int]]
+Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]]
 """(launch, hooks) -> one program of it, which its task runs, and its threads, if they are told apart."""
 
 
-def interpreted(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
     origin = functools.partial(hooks.memory.of_argument, launch.kernel, hooks.current.rank)
     return session.program_function(launch.kernel, launch.arguments, origin), 0
 
