@@ -136,7 +136,7 @@ class Bundle:
         }
         self._run = [self.kernels[name] for name in self.sequence]
 
-    def evaluate(self, name: str, values: Mapping[str, Any]) -> Any:
+    def evaluate(self, name: str, values: Mapping[str, object]) -> Any:
         """A quantity of the manifest ("slots", "sends"), or a kernel's grid, at launch ``values``.
 
         Tables come as lists of lines; a kernel wants them as int64 in device memory.
@@ -290,7 +290,7 @@ class Kernel:
             if p["name"] not in given and p["name"] in known
         }
 
-    def _packed(self, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _packed(self, given: Mapping[str, Any]) -> list[tuple[str, object]]:
         """(type, value) of every parameter; None where the loader fills in."""
         packed: list[tuple[str, Any]] = []
         for parameter in self.parameters:
@@ -342,7 +342,7 @@ class Kernel:
         return address
 
 
-def _require(name: str, value: Any, wanted: Any) -> None:
+def _require(name: str, value: Any, wanted: object) -> None:
     """Raises TypeError or KeyError unless ``value`` has all that is ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
         kind = (
@@ -362,7 +362,7 @@ def _require(name: str, value: Any, wanted: Any) -> None:
                 _require(f"{name}.{each}", value[each], kind)
 
 
-def _check_ranks(values: Mapping[str, Any]) -> None:
+def _check_ranks(values: Mapping[str, object]) -> None:
     """Raises ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
 
@@ -31,13 +31,13 @@ NOT_RUN_BY_A_CALL = (
 def run(
     fn: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     place: RunPlace = "sim",
     seed: int = 0,
     timeout: float | timedelta = 300.0,
     processes: bool = False,
     arch: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
 
@@ -105,7 +105,7 @@ def run(
 
 
 def check_run(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
     timeout: float | timedelta = 300.0,
     names: tuple[str, str] = ("fn", "world_size"),
@@ -132,8 +132,8 @@ def check_run(
 
 
 def rank_function(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Place], Any]:
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Callable[[Place], object]:
     """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
     def on_rank(place: Place) -> Any:
@@ -143,7 +143,7 @@ def rank_function(
     return on_rank
 
 
-def _complete(result: Any) -> Any:
+def _complete(result: object) -> Any:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
     if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run

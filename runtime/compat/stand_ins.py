@@ -12,7 +12,7 @@ now: dict[str, str] = {}
 """What stands for what at present, by name: also for processes that import the same files."""
 
 
-on_simulated_ranks: list[Callable[[], tuple[dict[str, Any], Mapping[str, Any]]]] = []
+on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, object]]]] = []
 """What has which names replaced while simulated ranks run, in one thread by turns."""
 
 
@@ -141,7 +141,7 @@ def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: A
     leaving.callback(undo)
 
 
-def _set(where: dict[str, Any], key: str, value: Any) -> None:
+def _set(where: dict[str, object], key: str, value: Any) -> None:
     if value is _ABSENT:
         where.pop(key, None)
     else:

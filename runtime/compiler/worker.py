@@ -65,7 +65,7 @@ def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> No
     path.with_name(path.name + ".json").write_text(json.dumps(found))
 
 
-def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any]:
+def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, object]:
     """Facts to launch ``compiled`` with, and what a program of it takes of a multiprocessor."""
     metadata, source, ptx = compiled.metadata, compiled.src, compiled.asm["ptx"]
     for name, allowed in (("num_ctas", 1), ("profile_scratch_size", 0), ("launch_pdl", False)):
@@ -278,7 +278,7 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
     return compiled(kernel, _specialised(names, request), request.arch, options)
 
 
-def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
+def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
     """``request`` in Triton's words. A tuple of nothing but constants is one constant."""
     signature, constants = joined(request.types), joined(request.constants)
     places: dict[str, tuple[int, ...]] = {}

@@ -79,7 +79,7 @@ class Communicator:
         self.table = self.tables.table
         self.calls: dict[Any, Call] = {}  # that come again and again
         self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
-        self.numbers: dict[Any, int] = {}  # that ranks have told each other once for all
+        self.numbers: dict[object, int] = {}  # that ranks have told each other once for all
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0
@@ -311,7 +311,7 @@ class Communicator:
         self,
         before: Callable[[HookedOp], object] | None = None,
         after: Callable[[HookedOp], object] | None = None,
-        on_abort: Callable[[Any, BaseException], object] | None = None,
+        on_abort: Callable[["Communicator", BaseException], object] | None = None,
     ) -> RemovableHandle:
         """Have functions called around every op of this group on this rank; of several in their order.
 
@@ -354,7 +354,7 @@ class Communicator:
         key = (op, terms := (*before, *terms, *behind), part)
         return self.calls.get(key) or self.remember(key, Call(op, terms, part=part))
 
-    def remember(self, key: Any, call: Call) -> Call:
+    def remember(self, key: object, call: Call) -> Call:
         """Keep ``call`` for the next time the same is asked for.
 
         Raises as ``call.match`` does in a group of one rank, which compares nothing later.
@@ -457,11 +457,11 @@ def _begun(communicator: Communicator, op: str, prepared: PreparedCall, async_op
 
 def internal_form(
     op: str,
-    check: Callable[..., Any],
+    check: Callable[..., object],
     *,
     fills: bool | None = None,
     names: Sequence[str] = (),
-    begin: Callable[..., Any] = _begun,
+    begin: Callable[..., object] = _begun,
 ) -> Callable[..., Work | None]:
     """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
@@ -495,7 +495,7 @@ def internal_form(
 
 
 def record_form(
-    op: str, arguments: type, tensors: Sequence[str], check: Callable[..., Any], **called: str
+    op: str, arguments: type, tensors: Sequence[str], check: Callable[..., object], **called: str
 ) -> Callable[..., Any]:
     """``op`` for callers with a record of its arguments: ``form(communicator, given, outputs, async_op)``.
 
@@ -508,7 +508,7 @@ def record_form(
     tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*others)
     order = [*tensors, "outputs", *others]
 
-    def checked(communicator: Communicator, *values: Any) -> Any:
+    def checked(communicator: Communicator, *values: object) -> Any:
         known = dict(zip(order, values, strict=True))
         outputs = known.pop("outputs")
         return check(communicator, arguments(**known), outputs)
@@ -517,7 +517,7 @@ def record_form(
     run = internal_form(op, checked, fills=False, names=names)
 
     def form(
-        communicator: Communicator, given: Any, outputs: Any = None, async_op: bool = False
+        communicator: Communicator, given: object, outputs: object = None, async_op: bool = False
     ) -> Any:
         known = given.__dict__
         return run(communicator, (*tensors_of(known), outputs), others_of(known), async_op)
@@ -525,7 +525,7 @@ def record_form(
     return form
 
 
-def composed_form(op: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
+def composed_form(op: str, prepare: Callable[..., object]) -> Callable[..., Any]:
     """``op`` as another form: ``prepare``, a ``check``, returns that, its tensors and options.
 
     So that may be done from a plan, which has no room for torch code; hooks see the caller's tensors.

@@ -276,8 +276,8 @@ class Tables:
 
     def __init__(self, place: Any) -> None:
         self._place = place
-        self.lasting: dict[Any, torch.Tensor] = {}
-        self._passing: dict[Any, torch.Tensor] = {}
+        self.lasting: dict[object, torch.Tensor] = {}
+        self._passing: dict[object, torch.Tensor] = {}
 
     def table(
         self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False

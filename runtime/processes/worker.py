@@ -43,7 +43,7 @@ class Helper(threading.Thread):
         self,
         name: str,
         target: Callable[..., object],
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         at_work: Callable[[], object] = lambda: False,
         *,
         endless: bool = False,

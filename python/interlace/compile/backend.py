@@ -147,7 +147,7 @@ def _inductor(
     inputs: Sequence[Any],
     fusion: FusionPass,
     mode: str | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
 ) -> Callable[..., Any]:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx

@@ -36,7 +36,7 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def graph_of(program: AnyGraph) -> fx.Graph:
     )
 
 
-def is_call(node: Any, *targets: Any) -> bool:
+def is_call(node: object, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
@@ -97,11 +97,11 @@ def shape(node: fx.Node) -> list[Any]:
     return list(value(node).shape)
 
 
-def static(*numbers: Any) -> bool:
+def static(*numbers: object) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether two lists of lengths are equal, as far as that is known; asks for no guards."""
     if len(one) != len(other):
         return False
@@ -143,7 +143,7 @@ def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> f
     return node
 
 
-def origin_of(node: fx.Node) -> dict[str, Any]:
+def origin_of(node: fx.Node) -> dict[str, object]:
     """The part of the ``meta`` of ``node`` that says where it comes from, for nodes in its place."""
     keys = "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"
     return {key: node.meta[key] for key in keys if key in node.meta}
@@ -306,7 +306,7 @@ class NamedCall(NamedTuple):
 
     name: str
     given: dict[str, Any]
-    made: dict[Any, fx.Node | None]
+    made: dict[object, fx.Node | None]
 
 
 def named_call(node: fx.Node) -> NamedCall | None:
@@ -317,7 +317,7 @@ def named_call(node: fx.Node) -> NamedCall | None:
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
         schema = node.target._schema
-        single: dict[Any, fx.Node | None] = {0: node}
+        single: dict[object, fx.Node | None] = {0: node}
         made = _results(node) if len(schema.returns) > 1 else single
         return NamedCall(schema.name, named_arguments(node), made)
     op: Any = arguments(node)[0]
@@ -337,12 +337,12 @@ def named_call(node: fx.Node) -> NamedCall | None:
     return NamedCall(op._schema.name, given_to(op, (), given), made)
 
 
-def named_arguments(node: Any) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of the node's call as :func:`given_to` gives them."""
     return given_to(node.target, node.args, node.kwargs)
 
 
-def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def given_to(op: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """The arguments of a call of ``op``, by name, in the order of its schema, with defaults."""
     found = {}
     for index, each in enumerate(op._schema.arguments):
@@ -351,7 +351,7 @@ def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return found
 
 
-def _results(node: fx.Node) -> dict[Any, fx.Node | None]:
+def _results(node: fx.Node) -> dict[object, fx.Node | None]:
     return {arguments(user)[1]: user for user in node.users if user.target is operator.getitem}
 
 
@@ -389,7 +389,7 @@ def _replace_composite(node: fx.Node) -> None:
     if mode is None:
         return
 
-    def call(*given: Any) -> Any:
+    def call(*given: object) -> Any:
         known = dict(zip(inputs, given, strict=True))
         args, kwargs = tree_map_only(fx.Node, known.__getitem__, (node.args, node.kwargs))
         return target(*args, **kwargs)
@@ -502,7 +502,7 @@ def at(node: fx.Node) -> Collective | None:
     return Collective(kind, node, input, result, dim, reduce_op, size, name)
 
 
-def _size_of(name: Any) -> int | None:
+def _size_of(name: object) -> int | None:
     """An all_reduce does not carry the size of its group; None if there is no such group yet."""
     try:
         return specs.describe(name)[1]
@@ -656,7 +656,7 @@ def _scaled(node: fx.Node) -> GraphProduct:
     return GraphProduct(node, left, right, given["bias"], scales=scales)
 
 
-def _expanded_weight(node: Any) -> Any:
+def _expanded_weight(node: fx.Node) -> Any:
     """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
     wanted = shape(node)
     while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:

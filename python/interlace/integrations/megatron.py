@@ -111,7 +111,7 @@ def unpatch(model: torch.nn.Module) -> list[str]:
     return names
 
 
-def _is_patched(layer: Any) -> bool:
+def _is_patched(layer: object) -> bool:
     own = layer.__dict__
     return (
         own.get("_forward_impl") is linear_with_grad_accumulation_and_async_allreduce
@@ -176,7 +176,7 @@ class _OutputGradients(DeferredWeightGradients):
     def accepts(self) -> bool:
         return not self._limit or len(self._buffer) < self._limit
 
-    def add(self, weights: Any, grads: Any, input: Tensor, **how: Any) -> None:
+    def add(self, weights: object, grads: Any, input: Tensor, **how: object) -> None:
         self._buffer.append(grads[0].view(*self._lengths, grads[0].shape[-1]))
 
 
@@ -189,8 +189,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: int | None = 0,
-    async_grad_allreduce: Any = None,
-    tp_group: Any = None,
+    async_grad_allreduce: object = None,
+    tp_group: object = None,
     gtp_remat_size: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -311,7 +311,7 @@ def drain_embedding_wgrad_compute(
     deferred.run()
 
 
-def _communicator(tp_group: Any, input: Tensor) -> Communicator | None:
+def _communicator(tp_group: object, input: Tensor) -> Communicator | None:
     """The group, or None if it has one rank."""
     if tp_group is None:
         state = sys.modules.get(PARALLEL_STATE)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.nn.linear_functions import casts
@@ -136,8 +137,8 @@ class UlyssesAttention(OnGroup):
         layout: SequenceLayout = "bshd",
         balance: Balance = "zigzag",
         algorithm: FusedAlgorithm = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         options = "auto", causal, scale, window, layout, balance, algorithm

@@ -127,7 +127,7 @@ class LinearParameters(ShardedModule):
             self._add_parameter("bias", (out_features,), None, **made)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         sizes, made = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
         if self.init_method is None:
             whole = torch.nn.Linear(*sizes, self.bias is not None, **made)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class LinearParameters(ShardedModule):
         )
 
 
-def _options(layer: Any) -> dict[str, Any]:
+def _options(layer: object) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in names}

@@ -187,7 +187,7 @@ def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
 
 
 def _checked_input(
-    input: Any, dim_name: str, dim: Any, communicator: Communicator
+    input: object, dim_name: str, dim: object, communicator: Communicator
 ) -> tuple[Tensor, int]:
     source = checks.source("input", input, communicator)
     checks.float_dtype("input", source.dtype)
@@ -203,8 +203,8 @@ def _checked_input(
 
 
 def _checked_weights(
-    weights: Any,
-    biases: Any,
+    weights: object,
+    biases: object,
     input: Tensor,
     communicator: Communicator,
     modules: Sequence[str] | None,
@@ -288,7 +288,7 @@ def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
 
     def around(step: StepOfFunction) -> StepOfFunction:
         @functools.wraps(step)
-        def run(ctx: Any, *given: Any) -> Any:
+        def run(ctx: Any, *given: object) -> Any:
             if not hasattr(ctx, "communicator"):
                 ctx.communicator = getattr(given[0], "communicator", given[0])
             if ctx.communicator is None:

@@ -40,7 +40,7 @@ class _Norm(ShardedModule):
                 self.register_parameter(name, None)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         for name, fill in (("weight", torch.ones), ("bias", torch.zeros)):
             if self._parameters[name] is not None:
                 yield name, fill(self.normalized_shape, device=device, dtype=dtype)

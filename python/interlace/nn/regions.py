@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 _Move = Callable[[Tensor, int, Communicator], Tensor]
 
 
-def _group(group: Group, *values: Any) -> Communicator:
+def _group(group: Group, *values: object) -> Communicator:
     communicator = resolve(group).on(*values)
     prepare(communicator, *values)
     return communicator
@@ -220,6 +220,6 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -
     return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part)
 
 
-def sequence_dim(tensor: Any, batch_first: bool) -> int:
+def sequence_dim(tensor: object, batch_first: bool) -> int:
     """1 for ``[b, s, h]``, else 0: also for what is no tensor, of which the op tells all ranks."""
     return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

@@ -320,7 +320,7 @@ class ShardedModule(OnGroup):
         still = drawn if drawn is not None and drawn.versions == self._versions() else None
         return {**self.__dict__, "_drawn": still}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._drawn is not None:
             self._drawn = _Drawn(self._drawn.state, self._versions())

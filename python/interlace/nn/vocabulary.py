@@ -85,7 +85,7 @@ class VocabParallelEmbedding(ShardedModule):
         self._add_parameter("weight", shape, 0, device=device, dtype=dtype)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         shape = (self.num_embeddings, self.embedding_dim)
         if self.init_method is None:
             made = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)

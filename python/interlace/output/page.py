@@ -72,7 +72,7 @@ def write_page(
     pathlib.Path(path).write_text(template.replace("@DATA@", text), encoding="ascii")
 
 
-def _panel(panel: Panel, sources: "Sources") -> dict[str, Any]:
+def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
     """``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in (each for each in panel.views if each.events):

@@ -81,7 +81,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.as_subclass(torch.Tensor)
 
 
-def is_simulated(tensors: Sequence[Any]) -> bool:
+def is_simulated(tensors: Sequence[object]) -> bool:
     """Whether no data will move: fake and meta tensors, or a mode that makes them."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
@@ -123,7 +123,7 @@ class _Returning(DispatchMode):
 
 
 @contextlib.contextmanager
-def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
+def returning_to(group: object, serve: Callable[..., object]) -> Iterator[None]:
     """What the dispatcher leaves of a call of torch's method comes back as ``serve(*tensors)``."""
     # these are the op's first two arguments; serve returns a Work, or None as the op does
     above = [_C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
@@ -194,7 +194,7 @@ def register() -> None:
                 _library.impl(name, kernel, "CPU")
 
 
-def _group(name_or_group: Any) -> Any:
+def _group(name_or_group: object) -> Any:
     """The process group itself; ops may be given its name, or the object that C++ made of it."""
     if isinstance(name_or_group, str):
         return resolve(name_or_group)
@@ -204,7 +204,7 @@ def _group(name_or_group: Any) -> Any:
 
 
 def _all_gather_into_tensor_out(
-    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+    input: torch.Tensor, group_size: int, group_name: object, *, out: torch.Tensor
 ) -> torch.Tensor:
     group = _group(group_name)
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
@@ -217,7 +217,7 @@ def _batch_p2p_ops(
     peer_list: list[int],
     tag_list: list[int],
     tensors: list[torch.Tensor],
-    group_name: Any,
+    group_name: object,
 ) -> list[torch.Tensor]:
     """For every op its tensor, which is complete after ``wait_tensor``; for sends an empty one."""
     group, results = _group(group_name), []

@@ -87,7 +87,7 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
         )
         rank = dist.get_rank()
         mesh = DeviceMesh(device.type, grid)
-        groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
+        groups: list[object] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
     else:
         rank, device = own_groups.get_rank(), own_groups.device()

@@ -68,14 +68,14 @@ class _Nowhere:
     rank, calls = 0, 0
 
 
-def _traced(tensor: Any) -> bool:
+def _traced(tensor: object) -> bool:
     """Whether the traceable op is taken; what is no tensor goes to the op that says so."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
-def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
+def _row(op: str, mesh: object, mesh_dim: object) -> Communicator:
     """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``."""
     try:
         return bound((mesh, mesh_dim))

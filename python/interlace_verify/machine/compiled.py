@@ -193,7 +193,7 @@ def _check_target(kernel: PtxKernel, arch: int) -> None:
         )
 
 
-def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[Any]:
+def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[object]:
     """The parameters that Triton makes of one of the host's: with a map for TMA, or with its pointer."""
     base, sizes = descriptor.base, [*descriptor.shape, *descriptor.strides]
     nan = int(descriptor.padding == "nan")
@@ -205,7 +205,7 @@ def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None)
     return [tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how), *sizes]
 
 
-_measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[object, dict[str, Measurement]] = weakref.WeakKeyDictionary()
 
 
 def compiled(function: Any, request: Compilation) -> Measurement:
@@ -225,7 +225,7 @@ def compiled(function: Any, request: Compilation) -> Measurement:
 def program(
     kernel: PtxKernel,
     shared_bytes: int,
-    values: Sequence[Any],
+    values: Sequence[object],
     names: Sequence[str],
     hooks: ProgramHooks,
     variables: Mapping[str, torch.Tensor],

@@ -137,7 +137,7 @@ class PtxProgram(PtxSession):
 
     hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     shared: Numbers = field(default_factory=lambda: np.zeros(0, np.uint8))
     local: ThreadMemory = field(default_factory=lambda: ThreadMemory(0, 0))
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class PtxProgram(PtxSession):
 
     arrays: dict[int, bytes] = field(default_factory=dict)
     # of asynchronous copies: objects by address, stores that are not seen yet, groups by thread
-    mbarriers: dict[int, Any] = field(default_factory=dict)
+    mbarriers: dict[int, object] = field(default_factory=dict)
     bulk_stores: list[Any] = field(default_factory=list)
     bulk_groups: dict[int, int] = field(default_factory=dict)
     draw: Random = field(default_factory=Random)
@@ -180,7 +180,7 @@ class PtxProgram(PtxSession):
             self.hooks.shared_atomic(atomic, result)
         return result
 
-    def next_in(self, queue: Any, thread: int) -> AsyncAccess:
+    def next_in(self, queue: object, thread: int) -> AsyncAccess:
         """The next access in a queue, by ``thread``."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)

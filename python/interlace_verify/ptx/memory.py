@@ -241,7 +241,7 @@ def fetched(pointers: Handle, mask: Handle, kind: ScalarType) -> Array:
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
     return np.zeros(shape, dtype)  # nobody writes to them
 
 
@@ -350,7 +350,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
             nothing = np.zeros(addresses.shape, kind.raw)
 
             def unchanged(
-                addresses: Array, order: Any
+                addresses: Array, order: object
             ) -> Array:  # 0 stays 0, as anything else does
                 return atomics.atomic_cas(addresses, nothing, nothing, order)
 
@@ -482,7 +482,7 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = handle_of(expected, kind), handle_of(value, kind)
 
-        def change(addresses: Numbers, order: Any) -> Any:
+        def change(addresses: Numbers, order: object) -> Any:
             return atomics.atomic_cas(addresses, compare.data, swap.data, order)
 
         same = expected.flat[0] == value.flat[0] and bool((expected == value).all())
@@ -541,7 +541,7 @@ def _change(
 
     update = _update(name, kind, number)
 
-    def one(bits: Array, address: Array, order: Any) -> Any:
+    def one(bits: Array, address: Array, order: object) -> Any:
         seen = np.zeros(1, kind.raw)
         while True:
             found = atomics.atomic_cas(address, seen, update(seen, bits), order)
@@ -549,7 +549,7 @@ def _change(
                 return found
             seen = found
 
-    def loop(bits: Array, addresses: Array, order: Any) -> Any:
+    def loop(bits: Array, addresses: Array, order: object) -> Any:
         flat = zip(bits.reshape(-1, 1), addresses.reshape(-1, 1), strict=True)
         return np.concatenate([one(*each, order) for each in flat]).reshape(bits.shape)
 

@@ -29,9 +29,9 @@ class PtxSession:
     barriers: list[tuple[int, int, Any]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
-    origins: Mapping[int, Any] = field(default_factory=dict)
+    origins: Mapping[int, object] = field(default_factory=dict)
 
-    def atomic_in_shared(self, atomic: Atomic, perform: Any) -> Any:
+    def atomic_in_shared(self, atomic: Atomic, perform: object) -> Any:
         """Of programs that have shared memory."""
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ Reader = Callable[[Threads], Any]
 U32 = np.uint32
 
 
-def constant(value: Any) -> Reader:
+def constant(value: object) -> Reader:
     return lambda threads: value
 
 

@@ -185,7 +185,7 @@ class ThreadsAgent(Agent):
         self.arrivals: dict[int, Numbers] = {}
         self.loaded: dict[int, list[Any]] = {}
         self.over: set[tuple[int, int]] = set()
-        self.mbarriers: dict[int, list[Any]] = {}
+        self.mbarriers: dict[int, list[object]] = {}
         self.queues: dict[object, AsyncAgent] = {}
         self.before = known
         self.barrier()

@@ -154,7 +154,7 @@ class Collector(Observer):
             self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
 
     def _unwritten(
-        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: Any = None
+        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: object = None
     ) -> None:
         """Report a load of what nobody has written, if it is. ``seen``: what was there, of one element."""
         if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
@@ -458,7 +458,7 @@ class Collector(Observer):
             queue.known = self._lengthened(own), fenced
         return queue
 
-    def _queue(self, key: Any, agent: ThreadsAgent) -> AsyncAgent:
+    def _queue(self, key: object, agent: ThreadsAgent) -> AsyncAgent:
         found = self._agents.get(key)
         if found is None:
             found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)

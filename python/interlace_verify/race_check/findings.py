@@ -322,7 +322,7 @@ class Reach:
         return Extent(elements, len(self.programs), len(ranks), tuple(sorted(self.seeds)))
 
 
-def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple[Finding, ...]:
+def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tuple[Finding, ...]:
     """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`.
 
     Those for which a rule is the cause come first: a thread that did not wait is in order with nobody.

@@ -90,7 +90,7 @@ class Detector(Collector):
         self._changes += 1
         return agent
 
-    def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
+    def _named(self, key: object, rank: int, who: str, threads: int = 0) -> Agent:
         """Agents are reused by later launches of the same stream, which are ordered after."""
         key = key, threads
         agent = self._agents.get(key)
@@ -132,12 +132,12 @@ class Detector(Collector):
             return
         self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
 
-    def on_record(self, task: Task, event: Any) -> None:
+    def on_record(self, task: Task, event: object) -> None:
         agent = self._agent(task)
         self._events[event] = agent.clock.copy()
         agent.tick()
 
-    def on_wait_event(self, task: Task, event: Any) -> None:
+    def on_wait_event(self, task: Task, event: object) -> None:
         if event in self._events:
             self._agent(task).learn(self._events[event])
 

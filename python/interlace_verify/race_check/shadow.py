@@ -221,7 +221,7 @@ class ShadowSegment:
         """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
-    def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
+    def note_store(self, index: Index, component: object, time: object, site: int) -> None:
         for name, value in zip(MARK.names or (), (time, component, site, 0), strict=True):
             self.written[name][index] = value
         if self.messages:  # a plain store over a signal replaces what was released there

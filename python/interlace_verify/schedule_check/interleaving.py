@@ -238,7 +238,7 @@ class Storyteller(Observer):
         if after:
             self._note(task, "has waited for signals", _enqueued(task), after)
 
-    def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: Any) -> None:
+    def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: object) -> None:
         self._note(task, f"has done: {label}", _enqueued(task))
 
 

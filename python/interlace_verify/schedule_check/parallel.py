@@ -34,14 +34,14 @@ LARGEST_CHUNK = 32
 
 
 def map_seeds(
-    function: Callable[[int], Any],
+    function: Callable[[int], object],
     seeds: Sequence[int],
     *,
     workers: int | None = None,
     chunk: int = LARGEST_CHUNK,
     name: Callable[[int], str] = "seed {}".format,
     on_progress: Callable[[int], None] = lambda done: None,
-    lost: Callable[[int, str], Any] | None = None,
+    lost: Callable[[int, str], object] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
@@ -144,7 +144,7 @@ class _ForkedWorker:
 
 
 def _serve(
-    function: Callable[[int], Any],
+    function: Callable[[int], object],
     connection: Connection,
     parents: Connection,
     parent_thread_stays: bool,

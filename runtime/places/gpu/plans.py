@@ -364,7 +364,7 @@ class Plans:
     ) -> None:
         self._communicator, self._place = communicator, place
         self._agreement, self._check_processes = agreement, check_processes
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[object, Plan] = {}
         self._end: DeviceEvent | None = None
         # the message of a call, and the answers to it, that had to go the long way for them
         self._answered: tuple[bytes, list[bytes]] | None = None

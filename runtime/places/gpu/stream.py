@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import signal, slots
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelFunction, KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.gpu.launch import PreparedLaunch
@@ -224,7 +224,7 @@ class DeviceStream(Stream):
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _signal(self, kernel: Any, workspace: Workspace, **rest: int) -> KernelLaunch:
+    def _signal(self, kernel: KernelFunction, workspace: Workspace, **rest: int) -> KernelLaunch:
         peers = peers_of(workspace.buffer, workspace.world_size)
         return KernelLaunch(kernel, 1, {"peers": peers, **rest}, workspace.op, num_warps=1)
 

@@ -61,11 +61,11 @@ class Turns:
         self._running = False
         self.world_size = self._ranks_left = world_size
         self._waiting: list[Meeting] = []
-        self._meetings: dict[Any, Meeting] = {}
+        self._meetings: dict[object, Meeting] = {}
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self.failed: str | None = None
-        self.residencies: dict[Any, Any] = {}  # by rank; see device_place.py
+        self.residencies: dict[object, Any] = {}  # by rank; see device_place.py
 
     def take(self) -> None:
         with self._condition:

@@ -20,7 +20,7 @@ import triton.language as tl
 from interlace.runtime.compat.triton_launcher import named
 from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError
 from interlace.runtime.core.laboratory import laboratory
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelFunction, KernelLaunch
 from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
 
@@ -122,7 +122,7 @@ def arch_for(texts: frozenset[str]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _texts(kernel: Any) -> frozenset[str]:
+def _texts(kernel: KernelFunction) -> frozenset[str]:
     """The texts in the code of ``kernel`` and of what it may call, or in values; within a session."""
     found = (_text(each) for each in named(kernel, _NOT_OURS))
     return frozenset(each for each in found if each is not None)

@@ -139,7 +139,7 @@ def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def require_interpreter(kernel: Any) -> None:
+def require_interpreter(kernel: object) -> None:
     """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
     kind = InterpretedFunction
     if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
@@ -153,7 +153,7 @@ def require_interpreter(kernel: Any) -> None:
 
 
 def program_function(
-    kernel: Any, arguments: dict[str, Any], origin: Asked = lambda path, tensor: None
+    kernel: Any, arguments: dict[str, object], origin: Asked = lambda path, tensor: None
 ) -> Callable[[], None]:
     """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
     require_interpreter(kernel)

@@ -64,10 +64,10 @@ Method = Callable[..., Any]
 _SCALAR = (1,)  # the shape of a scalar's data
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
-_widths: dict[str, Any] = {}
+_widths: dict[str, object] = {}
 _blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
-_models: dict[tuple[int, ...], Any] = {}
-_joint: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+_models: dict[tuple[int, ...], object] = {}
+_joint: dict[tuple[tuple[int, ...], tuple[int, ...]], object] = {}
 _ALL = slice(None)
 
 
@@ -75,16 +75,16 @@ def _divide(left: Any, right: Any) -> Any:
     return (left - np.fmod(left, right)) // right
 
 
-_ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
-_COMPARISONS: dict[str, Any] = {
+_ARITHMETIC: dict[str, object] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_DIVISIONS: dict[str, object] = {"floordiv": _divide, "mod": np.fmod}
+_COMPARISONS: dict[str, object] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-_SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
-_LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_SHIFTS: dict[str, object] = {"lshift": np.left_shift, "rshift": np.right_shift}
+_LOGIC: dict[str, object] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-def _made(model: Any, data: Any, dtype: Any, kind: Any, pointer: Any = None) -> Any:
+def _made(model: object, data: object, dtype: object, kind: object, pointer: object = None) -> Any:
     """A tensor of ``model``'s shape, without the checks of the constructors.
 
     ``pointer``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
@@ -154,7 +154,7 @@ def within(number: int) -> bool:
     return _LEAST <= number <= _MOST
 
 
-def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
+def _integers(left: Any, right: Any) -> tuple[object, object, object, object] | None:
     """The model and type of the result and the data of both, if this is a case for a shortcut."""
     dtype, data = left.dtype, left.handle.data
     numpy_type = _INTEGERS.get(dtype.name)
@@ -186,12 +186,12 @@ def _of_integers(
     op: Any,
     *,
     reverse: bool = False,
-    result: Any = None,
-    if_right: Callable[[Any], Any] | None = None,
+    result: object = None,
+    if_right: Callable[[object], object] | None = None,
 ) -> Method:
     """``result``: its type, if not that of the integers. ``if_right``: what the right data must be."""
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: object) -> Any:
         case = _integers(self, other)
         if case is None or (if_right is not None and not if_right(case[3])):
             return stock(self, other)
@@ -318,17 +318,17 @@ def arithmetic_shortcuts() -> list[Replacement]:
     return [(tl.tensor, name, method) for name, method in found.items()]
 
 
-_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_shapes: dict[tuple[int, ...], tuple[object, object]] = {}
 _ranges: dict[tuple[int, int], Any] = {}
 _WORDS: dict[str, Any] = {"int32": np.int32, "int64": np.int64}
-_ORDERS: dict[Any, Any] = {
+_ORDERS: dict[object, object] = {
     None: ir.MEM_SEMANTIC.ACQUIRE_RELEASE,
     "relaxed": ir.MEM_SEMANTIC.RELAXED,
     "acquire": ir.MEM_SEMANTIC.ACQUIRE,
     "release": ir.MEM_SEMANTIC.RELEASE,
     "acq_rel": ir.MEM_SEMANTIC.ACQUIRE_RELEASE,
 }
-_REACHES: dict[Any, Any] = {
+_REACHES: dict[object, object] = {
     None: ir.MEM_SYNC_SCOPE.GPU,
     "cta": ir.MEM_SYNC_SCOPE.CTA,
     "gpu": ir.MEM_SYNC_SCOPE.GPU,
@@ -336,7 +336,7 @@ _REACHES: dict[Any, Any] = {
 }
 
 
-def _is_zero(other: Any) -> bool:
+def _is_zero(other: object) -> bool:
     """A number that stands for zero bits, which is what a load without ``other`` has for it."""
     return other.__class__ in (int, float) and other == 0 and math.copysign(1.0, other) > 0
 
@@ -357,8 +357,8 @@ def _same_shape(left: Any, right: Any) -> bool:
     )
 
 
-def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **named: Any) -> Any:
+def _load(stock: Callable[..., object], builder: Any) -> Callable[..., object]:
+    def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **named: object) -> Any:
         element = _numbers(pointer)
         if element is None or more or named:
             return stock(pointer, mask, other, *more, **named)
@@ -384,8 +384,8 @@ def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
     return load
 
 
-def _store(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    def store(pointer: Any, value: Any, mask: Any = None, *more: Any, **named: Any) -> Any:
+def _store(stock: Callable[..., object], builder: Any) -> Callable[..., object]:
+    def store(pointer: Any, value: Any, mask: Any = None, *more: object, **named: object) -> Any:
         element = _numbers(pointer)
         if (
             element is None
@@ -427,7 +427,7 @@ def _words(pointer: Any, sem: Any, scope: Any) -> Any:
     return None if order is None or reach is None else (element, order, reach)
 
 
-def _atomic(stock: Callable[..., Any], op: Any, builder: Any) -> Callable[..., Any]:
+def _atomic(stock: Callable[..., object], op: Any, builder: Any) -> Callable[..., object]:
     def atomic(
         pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None, **named: Any
     ) -> Any:
@@ -444,9 +444,9 @@ def _atomic(stock: Callable[..., Any], op: Any, builder: Any) -> Callable[..., A
     return atomic
 
 
-def _compare_and_swap(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+def _compare_and_swap(stock: Callable[..., object], builder: Any) -> Callable[..., object]:
     def atomic_cas(
-        pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None, **named: Any
+        pointer: Any, cmp: Any, val: Any, sem: object = None, scope: object = None, **named: object
     ) -> Any:
         words = None if named else _words(pointer, sem, scope)
         if words is None or pointer.type.__class__ is tl.block_type or words[0].name != "int32":
@@ -479,7 +479,7 @@ def _arange(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _constructor(stock: Callable[..., None]) -> Callable[..., None]:
-    def constructor(self: Any, handle: Any, type: Any) -> None:
+    def constructor(self: Any, handle: object, type: Any) -> None:
         kind = type.__class__
         if kind is tl.block_type:
             key, dtype = lengths(type), type.element_ty
@@ -499,15 +499,15 @@ def _constructor(stock: Callable[..., None]) -> Callable[..., None]:
     return constructor
 
 
-def _other_element(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+def _other_element(stock: Callable[..., object]) -> Callable[..., object]:
+    def with_element_ty(self: Any, scalar_ty: object) -> Any:
         known = scalar_ty.__class__ is tl.dtype
         return block_of(scalar_ty, self) if known else stock(self, scalar_ty)
 
     return with_element_ty
 
 
-def call_shortcuts(builder: Any) -> list[Replacement]:
+def call_shortcuts(builder: object) -> list[Replacement]:
     """The replacements inside a session, which has patched the language and the builder already."""
     atomics = [
         (tl, name, _atomic(getattr(tl, name), getattr(ir.ATOMIC_OP, op), builder))

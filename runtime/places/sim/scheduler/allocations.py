@@ -197,7 +197,7 @@ class Allocations:
         else:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
-    def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
+    def of_argument(self, kernel: object, rank: int, path: str, tensor: Any) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""
         tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
         if not isinstance(tensor, torch.Tensor):
@@ -253,7 +253,7 @@ _TELL = ((torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.UntypedStor
 
 def _telling(asked: Callable[..., Any], taken: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(asked)
-    def tell(whose: Any, *args: Any, **named: Any) -> Any:
+    def tell(whose: object, *args: object, **named: object) -> Any:
         found = asked(whose, *args, **named)
         asking = sys._getframe(1).f_globals.get("__name__", "")
         if not asking.startswith(("interlace.", "interlace_verify.")):

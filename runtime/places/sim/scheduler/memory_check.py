@@ -119,7 +119,7 @@ class MemoryCheck:
                 bad |= found
         return as_mask(wanted & ~bad) if bad.any() else mask
 
-    def _there(self, data: Any, wanted: Any, origin: Origin | None, size: int, rank: int) -> Any:
+    def _there(self, data: Any, wanted: object, origin: Origin | None, size: int, rank: int) -> Any:
         """Whether each element is in memory that the pointer may reach."""
         if origin is not None:
             allocation = origin.allocation

@@ -67,7 +67,7 @@ class Observer:
         """An asynchronous access begins, of everything that ``pointers`` point to."""
 
     def on_async_end(
-        self, task: Task, queue: Any, time: int, threads: Lanes, *, reads_only: bool
+        self, task: Task, queue: object, time: int, threads: Lanes, *, reads_only: bool
     ) -> None:
         """``threads`` have seen the end of all in ``queue`` up to number ``time``, or of their reads."""
 
@@ -112,16 +112,16 @@ class Observer:
     def on_program_end(self, task: Task) -> None:
         """A program has ended; its parent goes on when all have."""
 
-    def on_record(self, task: Task, event: Any) -> None:
+    def on_record(self, task: Task, event: object) -> None:
         """``event`` marks the point that ``task`` has reached."""
 
-    def on_wait_event(self, task: Task, event: Any) -> None:
+    def on_wait_event(self, task: Task, event: object) -> None:
         """``task`` goes on after ``event``, which has completed."""
 
-    def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
+    def on_meeting(self, task: Task, meeting: object, ranks: int) -> None:
         """One of ``ranks`` user tasks has arrived at a meeting that orders all their work."""
 
-    def on_met(self, task: Task, meeting: Any) -> None:
+    def on_met(self, task: Task, meeting: object) -> None:
         """All have arrived, and ``task`` leaves the meeting."""
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:

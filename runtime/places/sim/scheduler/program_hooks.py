@@ -111,7 +111,7 @@ class ProgramHooks:
         self.observer.on_load(task, pointers, mask)
         return result
 
-    def store(self, pointers: Handle, value: Any, mask: Mask, perform: Perform) -> Any:
+    def store(self, pointers: Handle, value: object, mask: Mask, perform: Perform) -> Any:
         task = self._current
         if task is None:
             return perform()
@@ -220,7 +220,7 @@ class ProgramHooks:
             self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)
 
-    def tell(self, event: str, *arguments: Any, **named: Any) -> None:
+    def tell(self, event: str, *arguments: object, **named: object) -> None:
         """Observers hear of an event of asynchronous accesses of the program that runs."""
         getattr(self.observer, event)(self.current, *arguments, **named)
 
@@ -230,7 +230,7 @@ class ProgramHooks:
         mask: Mask,
         perform: Perform,
         *,
-        value: Any = None,
+        value: object = None,
         does: str = "loads",
     ) -> Any:
         """What an asynchronous access does when its time has come; observers know since it began.

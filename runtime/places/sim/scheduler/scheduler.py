@@ -153,7 +153,7 @@ class Scheduler(ProgramHooks):
         self,
         rank: int,
         who: str,
-        function: Callable[[], Any],
+        function: Callable[[], object],
         *,
         program: Program | None = None,
         owner: Any = None,
