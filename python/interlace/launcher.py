@@ -136,14 +136,14 @@ def rank_function(
 ) -> Callable[[Place], object]:
     """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
-    def on_rank(place: Place) -> Any:
+    def on_rank(place: Place) -> object:
         groups.install(place)
         return _complete(fn(*args, **kwargs))
 
     return on_rank
 
 
-def _complete(result: object) -> Any:
+def _complete(result: object) -> object:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
     if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run

@@ -127,7 +127,7 @@ def torchs_own(name: str) -> Any:
     known = name if hasattr(ProcessGroup, name) else OLD_NAMES[name]
     method = getattr(ProcessGroup, known)
 
-    def own(self: Any, *args: Any) -> Any:
+    def own(self: Any, *args: object) -> Any:
         return method(self, *args)
 
     own.__code__ = own.__code__.replace(co_name=known)

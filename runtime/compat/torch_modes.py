@@ -99,7 +99,7 @@ def allow_in_graph(function: _Function) -> _Function:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_dynamo_compiling():
             allow()
         return function(*args, **kwargs)
@@ -197,7 +197,7 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
         return _direct(getattr(op, "default", op), known) if known else None
 
     def calling(stock: Callable[..., Any], name: Callable[[object], str]) -> Callable[..., object]:
-        def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def call(op: Any, /, *args: object, **kwargs: object) -> Any:
             direct = direct_of(op, name(op)) if when() else None
             schema = getattr(op, "default", op)._schema
             if direct is None or (given := _given(schema, args, named := dict(kwargs))) is None:
@@ -224,7 +224,7 @@ def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None
     return found
 
 
-def _direct(op: object, known: Any) -> Callable[..., Any] | None:
+def _direct(op: object, known: Any) -> Callable[..., object] | None:
     """As torch calls it behind its dispatcher: with the autograd that was registered, or with none."""
     from torch._library.autograd import Info, make_autograd_impl
 

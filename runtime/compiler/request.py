@@ -11,6 +11,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import NOWHERE, Fault
@@ -128,7 +129,7 @@ def jitted_function(kernel: object) -> Any:
 
 
 def specialised_arguments(
-    function: Any, signature: Mapping[str, Any], constexprs: Mapping[str, object]
+    function: FunctionType, signature: Mapping[str, object], constexprs: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object]]:
     """Types and constants: every argument has a type, which is "constexpr" for constants."""
     name, parameters = function.__name__, inspect.signature(function).parameters
@@ -179,7 +180,7 @@ def _type(name: str, argument: str, kind: object) -> str:
     return kind
 
 
-def _constant(name: str, argument: str, value: object) -> Any:
+def _constant(name: str, argument: str, value: object) -> object:
     """``value`` as it can be sent to another process."""
     import triton.language as tl
 

@@ -192,7 +192,7 @@ class Nothing(ModuleType):
             raise AttributeError(name)
         return Nothing(name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "Nothing":
+    def __call__(self, *args: object, **kwargs: object) -> "Nothing":
         return self
 
     def __or__(self, other: Any) -> "Nothing":
@@ -266,7 +266,7 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
     if given.keys() != set(names):
         differing = sorted(given.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
         **({"maxnreg": request.max_registers} if request.max_registers else {}),

@@ -56,7 +56,7 @@ class CallContext:
     op_ranges: OpRanges | None = None
 
     @functools.cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The part of it that decides what ranks agree on and what they launch."""
         return self.needs, self.beside, self.overrides
 

@@ -40,7 +40,7 @@ class KernelFunction(Protocol):
     def __hash__(self) -> int: ...
 
 
-def leaves(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def leaves(arguments: Mapping[str, object]) -> dict[str, Any]:
     """By path: ``{"input": Rows(x, 8)}`` is ``{"input.ptr": x, "input.stride": 8}``."""
     return dict(_leaves("", arguments.items()))
 
@@ -151,11 +151,11 @@ def kind_of(path: str, value: object) -> str:
 
 
 def specialised(
-    kernel: KernelFunction, arguments: Mapping[str, Any]
+    kernel: KernelFunction, arguments: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
     """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
     types: dict[str, str] = {}
-    fixed: dict[str, Any] = {}
+    fixed: dict[str, object] = {}
     divisible = []
     for path, value in leaves(arguments).items():
         name = path.partition(".")[0]

@@ -171,7 +171,7 @@ class Workspace:
         return self.buffer.rank
 
     def kernel_launch(
-        self, kernel: Any, grid: int, given: dict[str, Any], **options: Any
+        self, kernel: object, grid: int, given: dict[str, Any], **options: Any
     ) -> KernelLaunch:
         """A launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size

@@ -71,7 +71,7 @@ class Nodes:
 
     of: tuple[int, ...]
     put: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.put in PUTS, self.put
@@ -333,7 +333,7 @@ class UserKernels(PlaceRank):
 class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
     """Memory, execution and control of one rank of one group."""
 
-    def new_engine(self, communicator: Any) -> Engine:
+    def new_engine(self, communicator: object) -> Engine:
         """The engine of the plain collectives of ``communicator``, which is on this place."""
         return ENGINES["streams"](communicator)
 

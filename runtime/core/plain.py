@@ -112,7 +112,7 @@ def loads(data: bytes) -> Any:
     return value
 
 
-def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+def _read(data: bytes, at: int, depth: int) -> tuple[object, int]:
     letter, at = data[at : at + 1], at + 1
     if letter in _CONSTANTS:
         return _CONSTANTS[letter], at

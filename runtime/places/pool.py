@@ -184,9 +184,9 @@ class ProcessPool:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         world_size: int | None = None,
         setup: Setup | None = None,
@@ -354,7 +354,7 @@ default_pool = ProcessPool(MAX_WORLD_SIZE)
 
 
 def _pickled_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], setup: Setup | None
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, object], setup: Setup | None
 ) -> bytes:
     """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):

@@ -78,7 +78,7 @@ def graph_of(program: AnyGraph) -> fx.Graph:
     )
 
 
-def is_call(node: object, *targets: Any) -> bool:
+def is_call(node: object, *targets: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 

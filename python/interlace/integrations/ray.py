@@ -81,7 +81,7 @@ class RayRank:
         fn: Callable[..., object],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
-    ) -> Any:
+    ) -> object:
         join(rank, world_size, meeting)
         try:
             return fn(*args, **kwargs)

@@ -216,7 +216,7 @@ class UlyssesAttention(OnGroup):
         made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
         return made.transpose(0, 1) if self.layout == "bshd" else made
 
-    def _lengths(self, input: Any, lengths: Any) -> list[int]:
+    def _lengths(self, input: object, lengths: object) -> list[int]:
         """Every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):

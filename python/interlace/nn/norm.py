@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +44,7 @@ class _Norm(ShardedModule):
             if self._parameters[name] is not None:
                 yield name, fill(self.normalized_shape, device=device, dtype=dtype)
 
-    def _shared(self) -> tuple[Any, ...]:
+    def _shared(self) -> tuple[torch.Tensor | None, ...]:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if not self.sequence_parallel:
             return weight, bias

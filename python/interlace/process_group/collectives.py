@@ -152,7 +152,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             return self._copies.of(plain)
         return plain
 
-    def _dispatched(self, name: str, tensors: Sequence[Any], *rest: Any) -> Work:
+    def _dispatched(self, name: str, tensors: Sequence[object], *rest: object) -> Work:
         """Hand a call of method ``name`` to torch's dispatcher, by torch's own method of that name.
 
         What the dispatcher leaves of it is served here, and has the Work of that: torch's own would hide
@@ -235,7 +235,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         copies.back(outputs)
         return Work(name, self._place, None, outputs)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.AllreduceOptions or type(tensors) is not list:
             return self.allreduce(*long_form(c10d.AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -255,7 +255,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         op, start = (opts.reduceOp,), _all_reduce_coalesced
         return self._run("all_reduce_coalesced", own, start, (own,), op, opts=opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.BroadcastOptions or type(tensors) is not list:
             return self.broadcast(*long_form(c10d.BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -276,7 +276,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce", own, rooted._reduce, (tensor,), options, opts=opts)
 
     def allgather(
-        self, outputs: Any, inputs: Any, opts: OpOptions = _DEFAULT_ALLGATHER, *rest: Any
+        self, outputs: object, inputs: object, opts: OpOptions = _DEFAULT_ALLGATHER, *rest: object
     ) -> Work:
         if type(opts) is not c10d.AllgatherOptions or not type(outputs) is type(inputs) is list:
             return self.allgather(
@@ -353,7 +353,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts=opts
         )
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Work:
+    def gather(self, outputs: object, inputs: object, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.GatherOptions or not type(outputs) is type(inputs) is list:
             return self.gather(*long_form(c10d.GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
@@ -371,7 +371,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
 
     gather_into_tensor = gather_single  # its name for those who come from all_gather_into_tensor
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Work:
+    def scatter(self, outputs: object, inputs: object, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
             return self.scatter(*long_form(c10d.ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])

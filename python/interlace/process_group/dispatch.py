@@ -142,7 +142,7 @@ def returning_to(group: object, serve: Callable[..., object]) -> Iterator[None]:
 # -- short forms -------------------------------------------------------------------------------
 
 
-def long_form(kind: type, short: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
+def long_form(kind: type, short: Sequence[Any], args: Sequence[object]) -> tuple[Any, ...]:
     """Lists of ``short``, which are tensors or lists, and options of ``kind`` with what ``args`` say.
 
     ``args``: a root, a ReduceOp, a timeout, or options, in any order, as torch's forms have them. A list

@@ -37,7 +37,7 @@ def exchange(
     name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
     """
     call = Call(op, terms, part=part, match=check)
-    parts: list[Any] = []
+    parts: list[object] = []
 
     def start() -> None:
         parts.extend(communicator.engine.agree(call))

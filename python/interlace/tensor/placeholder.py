@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter, tree_map
 
 READING = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
@@ -148,7 +149,7 @@ def _without_gradient(value: object) -> Any:
     return value
 
 
-def _inferred(func: Any, args: Any, kwargs: dict[str, object]) -> Any:
+def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     """The result of ``func``, as far as that can be said without data."""
     name = func._schema.name.partition("::")[2]
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
@@ -194,7 +195,7 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, object]) -> Any:
 
 
 def _check_written(
-    func: Any, name: str, args: Any, kwargs: dict[str, Any], first: Placeholder
+    func: OpOverload, name: str, args: Any, kwargs: dict[str, object], first: Placeholder
 ) -> None:
     """Nothing with data may be written: it would keep values that it should not have any more."""
     for index, argument in enumerate(func._schema.arguments):

@@ -48,7 +48,7 @@ class BulkStore:
     box: Box
     write: Callable[[Array], None]
     group: int = -1
-    bits: Any = None
+    bits: Array | None = None
     written: bool = False
 
     def advance(self, program: PtxProgram, *, written: bool) -> None:

@@ -26,7 +26,7 @@ what was there, but for ``mov``, and for sums of floats, before which the wait i
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -374,7 +374,7 @@ def _shape(instruction: Instruction) -> tuple[int, int]:
     return 0, 0
 
 
-def _truth(instruction: Instruction, operand: str) -> Callable[[Threads], Any]:
+def _truth(instruction: Instruction, operand: str) -> Reader:
     literal = instruction.literal(operand, TYPES["u32"])
     if literal is not None:
         return lambda threads: np.bool_(literal)

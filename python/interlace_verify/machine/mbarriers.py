@@ -8,7 +8,6 @@ next begins. What a copy brings is there at the latest when somebody waits for i
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from interlace_verify.machine.shared import (
 )
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import address_of
-from interlace_verify.ptx.special import Threads
+from interlace_verify.ptx.special import Reader, Threads
 from interlace_verify.ptx.types import PREDICATE, TYPES, Array
 from interlace_verify.ptx.waits import MBARRIER_WAIT
 
@@ -85,7 +84,7 @@ def build_mbarrier(instruction: Instruction) -> Action:
     return builder(instruction)
 
 
-def _target(instruction: Instruction, index: int = 0) -> Any:
+def _target(instruction: Instruction, index: int = 0) -> Reader:
     take_shared(instruction)
     if not instruction.flag("b64"):
         raise instruction.error(f"'{instruction.opcode}' needs '.b64'")

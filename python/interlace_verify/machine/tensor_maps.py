@@ -126,7 +126,7 @@ def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruct
 
 
 def _check(
-    given: Any, rank: int, size: int, span: int, offset: int, instruction: Instruction
+    given: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
 ) -> None:
     """What TMA refuses, or does wrong."""
     row = int(given["box_dim"][0]) * size

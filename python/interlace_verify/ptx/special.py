@@ -26,7 +26,7 @@ class PtxSession:
     builder: Any
     hooks: Hooks
     clock: int = 0
-    barriers: list[tuple[int, int, Any]] = field(default_factory=list)
+    barriers: list[tuple[int, int, Numbers]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
     origins: Mapping[int, object] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Threads:
     polls_plainly: bool = False
     idle_steps: int = 0
 
-    def active(self, values: Any) -> Any:
+    def active(self, values: Numbers) -> Any:
         """Of ``values``, an array or a scalar for all, those of the threads that run."""
         if not values.ndim:
             count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
@@ -73,7 +73,7 @@ class Threads:
         """The numbers of those that run, if hooks are told."""
         return self.active(self.numbers) if self.told_apart else None
 
-    def set(self, slot: int, bits: Any) -> None:
+    def set(self, slot: int, bits: Numbers) -> None:
         """Put ``bits`` into a register of the threads that run."""
         if self.mask is not None:
             bits = np.where(self.mask, bits, self.registers[slot])
@@ -81,7 +81,7 @@ class Threads:
             bits = bits.repeat(len(self.numbers))
         self.registers[slot] = bits
 
-    def set_active(self, slot: int, bits: Any) -> None:
+    def set_active(self, slot: int, bits: Numbers) -> None:
         """The same, of ``bits`` for these threads only."""
         if self.mask is None:
             self.registers[slot] = bits

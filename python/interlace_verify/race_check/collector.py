@@ -485,7 +485,7 @@ class Collector(Observer):
         task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
-        copies: tuple[Any, int] | None = None,
+        copies: tuple[object, int] | None = None,
     ) -> None:
         agent = self._agent(task)
         told = agent.mbarriers.setdefault(mbarrier, [None, None])

@@ -36,7 +36,7 @@ class Conflict(NamedTuple):
     component: int
     site: int
     time: int
-    cells: Any
+    cells: Index
     extra: int = 0
 
 
@@ -54,7 +54,7 @@ class KnownTimes:
         agent: Agent,
         owners: list[Agent],
         own: Any = None,
-        more: Sequence[tuple[Any, Any]] = (),
+        more: Sequence[tuple[list[int], Numbers]] = (),
         *,
         multicast: bool = False,
     ) -> None:
@@ -113,8 +113,8 @@ class ShadowSegment:
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
         self.written = np.zeros(cells, MARK)
-        self.loads: dict[int, Any] = {}  # marks by component
-        self.atomics: dict[int, Any] = {}
+        self.loads: dict[int, Numbers] = {}  # marks by component
+        self.atomics: dict[int, Numbers] = {}
 
     def _refine(self, size: int) -> None:
         factor = self.cell // size
@@ -144,7 +144,7 @@ class ShadowSegment:
             cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
         return cells
 
-    def _first_cells(self, offsets: Numbers, size: int) -> Any:
+    def _first_cells(self, offsets: Numbers, size: int) -> Numbers:
         """The cells at which elements of ``size`` bytes begin; made as small as that needs."""
         smallest = min(size, self.cell)
         while smallest > 1 and bool((offsets % smallest).any()):
@@ -212,7 +212,7 @@ class ShadowSegment:
         """The cells at ``positions`` of an access."""
         return index.start + positions if isinstance(index, slice) else index[positions]
 
-    def bytes_of(self, cells: Any) -> Any:
+    def bytes_of(self, cells: Numbers) -> Numbers:
         """The offsets of all bytes of cells."""
         offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
         return offsets[offsets < self.end - self.base]

@@ -133,7 +133,7 @@ class _ForkedWorker:
             raise _WorkerEnded(names, worker_process.ended(self._process)) from None
         if report.failed:
             raise report.exception() from InterlaceError(report.details)
-        results: list[tuple[int, Any]] = report.result()
+        results: list[tuple[int, object]] = report.result()
         return results
 
     def close(self) -> None:

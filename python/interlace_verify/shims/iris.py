@@ -64,7 +64,7 @@ class Iris:
         """The CPU."""
         return self._heap.device
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """What any rank has done before is before what any does after, kernels included."""
         interlace.barrier()
 

@@ -187,7 +187,7 @@ class _Where:
         self._made: dict[int, int] = {}  # storages of results, by address
         self.results: list[tuple[torch.dtype, Sequence[int]]] = []
 
-    def tree(self, result: Any) -> Any:
+    def tree(self, result: object) -> Any:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if self._argument(result) is not None:  # which the caller has made
@@ -208,7 +208,7 @@ class _Where:
             return result
         raise LookupError
 
-    def is_whole(self, result: Any) -> bool:
+    def is_whole(self, result: object) -> bool:
         """Whether the call returns one dense tensor, which is all of its storage."""
         return (
             isinstance(result, torch.Tensor)
@@ -320,7 +320,7 @@ def viewed(
     return base.as_strided(shape, strides, offset + base.storage_offset())
 
 
-def built(tree: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
+def built(tree: object, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
     if isinstance(tree, _Leaf):
         return viewed(tree.view, arguments, results)
     if isinstance(tree, (tuple, list)):
@@ -373,7 +373,7 @@ class Plans:
     # -- the short way -------------------------------------------------------------------------
 
     def again(
-        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
+        self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
     ) -> tuple[Any] | None:
         """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
 
@@ -442,7 +442,7 @@ class Plans:
             return None
         return _Again(kind, plan, arguments, addresses)
 
-    def _repeated(self, op: str, call: _Again, outputs: Any, *, async_op: bool) -> Any:
+    def _repeated(self, op: str, call: _Again, outputs: object, *, async_op: bool) -> Any:
         """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
         place = self._place
         if place.failure is not None or self._agreement.mismatch() is not None:

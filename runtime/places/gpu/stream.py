@@ -79,7 +79,7 @@ def _external(handle: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle)
 
 
-def run_on(stream: torch.cuda.Stream | None, function: Callable[[], Any]) -> None:
+def run_on(stream: torch.cuda.Stream | None, function: Callable[[], object]) -> None:
     """Call torch code on ``stream``; None is the caller's current one, for which nothing is to do."""
     if stream is None:
         function()
@@ -175,7 +175,7 @@ class DeviceStream(Stream):
     def _stream(self, target: StreamTarget) -> torch.cuda.Stream:
         return self._own if target[0] == self._own_handle else stream_of(target[0])
 
-    def _do(self, function: Callable[[], Any]) -> None:
+    def _do(self, function: Callable[[], object]) -> None:
         """Call torch code with the CUDA stream of this stream as the current one."""
         run_on(self._own if self.enter()[0] == self._own_handle else None, function)
 
@@ -218,7 +218,7 @@ class DeviceStream(Stream):
             lambda: self._do(lambda: destination.copy_(source, non_blocking=True))
         )
 
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         if self._place.recorder is not None:
             self._place.recorder.spoil()
         self._place.keep(function)

@@ -301,7 +301,7 @@ class Steps:
         self._add(RING, asleep, len(asleep), own)
 
     def wait(
-        self, addresses: Sequence[int], value: Operand, note: Any = None, who: Sequence[int] = ()
+        self, addresses: Sequence[int], value: Operand, note: object = None, who: Sequence[int] = ()
     ) -> None:
         """Until each of these words is at least ``value``; stop if that takes long, with ``note``.
 

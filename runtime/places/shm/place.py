@@ -127,7 +127,7 @@ def _install() -> None:
         stock_run, stock_getitem = InterpretedFunction.run, KernelInterface.__getitem__
         routed = session._launched(_Launches())  # type: ignore[arg-type]
 
-        def run(kernel: Any, *args: Any, **named: Any) -> Any:
+        def run(kernel: object, *args: Any, **named: Any) -> Any:
             return (routed if _open_places() else stock_run)(kernel, *args, **named)
 
         def getitem(kernel: Any, grid: Any) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ class InlineStream(Stream):
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         destination.copy_(source)
 
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         function()
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:

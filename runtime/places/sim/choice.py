@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import triton.language as tl
 
@@ -128,7 +127,7 @@ def _texts(kernel: KernelFunction) -> frozenset[str]:
     return frozenset(each for each in found if each is not None)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if isinstance(value, str):
         return value
     homes = str(getattr(value, "__module__", "")), type(value).__module__

@@ -42,6 +42,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.runtime.compat.torch_modes import DispatchMode, called_directly
@@ -358,7 +359,7 @@ def _users(func: Any) -> Any:
 
 
 @cache
-def _touches_nothing(func: Any) -> bool:
+def _touches_nothing(func: OpOverload) -> bool:
     """Whether the op makes views, undefined memory, or changes shapes only."""
     aliases = [value.alias_info for value in func._schema.returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
@@ -367,7 +368,7 @@ def _touches_nothing(func: Any) -> bool:
 
 
 @cache
-def _written(func: Any) -> tuple[str, ...]:
+def _written(func: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that the op writes, if it returns nothing else."""
     schema = func._schema
     names = {

@@ -96,7 +96,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
                 return make(_number(src).astype(triton_interpreter._get_np_dtype(target)), target)
             return stock_cast(src, dst_type)
 
-    def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: Any) -> TensorHandle:
+    def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: object) -> TensorHandle:
         target = dst_type.scalar
         _refuse(src.dtype.scalar, target)
         form = formats.HALF if target.name == "fp16" else formats.STORED_AS_BITS.get(target.name)
@@ -121,14 +121,14 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         with np.errstate(all="ignore"):
             return like(formats.fused_multiply_add(_number(x), _number(y), _number(z)), z)
 
-    def create_clampf(x: Handle, low: Handle, high: Handle, propagate: Any) -> TensorHandle:
+    def create_clampf(x: Handle, low: Handle, high: Handle, propagate: object) -> TensorHandle:
         number, least, most = _number(x), _number(low), _number(high)
         with np.errstate(all="ignore"):
             if propagate == tl.PropagateNan.ALL:
                 return like(np.minimum(np.maximum(number, least), most), x)
             return like(smaller(larger(number, least), most), x)
 
-    def constant(dtype: Any) -> Callable[[float], Handle]:
+    def constant(dtype: object) -> Callable[[float], Handle]:
         return lambda value: make(formats.narrow(np.array([value], dtype=np.float64), dtype), dtype)
 
     def pads_with_nan(element: Any, padding: Any) -> bool:
@@ -155,7 +155,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
     def create_atomic_rmw(
-        op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+        op: object, ptr: Any, val: Any, mask: Any, sem: Any, scope: object
     ) -> TensorHandle:
         if not _stored(val):
             return stock_rmw(op, ptr, val, mask, sem, scope)
@@ -199,7 +199,7 @@ def _high_product(lhs: Handle, rhs: Handle) -> TensorHandle:
     return TensorHandle(high.view(lhs.data.dtype), lhs.dtype.scalar)
 
 
-def _tensor(data: Any, dtype: Any, model: Any) -> Any:
+def _tensor(data: object, dtype: object, model: Any) -> Any:
     shape = model.type.get_block_shapes() if model.type.is_block() else None
     kind = tl.block_type(dtype, shape) if shape else dtype
     return tl.tensor(TensorHandle(data, dtype), kind)

@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
     """Methods of the builder by which pointers come about, or several become one."""
     stock_bitcast = builder.create_bitcast
 
-    def create_bitcast(source: Any, kind: Any) -> Any:
+    def create_bitcast(source: Any, kind: object) -> Any:
         made = stock_bitcast(source, kind)
         if made.dtype.is_ptr():
             if source.dtype.is_ptr():
@@ -97,7 +97,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return merge
 
-    def create_int_to_ptr(source: Any, kind: Any) -> Any:
+    def create_int_to_ptr(source: Any, kind: object) -> Any:
         # An argument below 2**31 is an int32, and some processes have memory there.
         wide = source.data.view(f"u{source.data.itemsize}").astype(np.uint64)
         return create_bitcast(TensorHandle(wide, tl.uint64), kind)
@@ -114,10 +114,10 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 ALIGNMENT = 16  # bytes
 
 
-def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
+def checked_descriptor(stock: Callable[..., object]) -> Callable[..., Any]:
     """``create_make_tensor_descriptor`` that raises ValueError for what a GPU would refuse, naming it."""
 
-    def make(base: Any, shape: Any, strides: Any, *rest: Any, **named: Any) -> Any:
+    def make(base: Any, shape: object, strides: Any, *rest: object, **named: object) -> Any:
         size = base.dtype.element_ty.primitive_bitwidth // 8
         argument = getattr(origin_of(base), "argument", "")
         of = f"a tensor descriptor{f' of {argument}' if argument else ''}"
@@ -230,7 +230,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         yield builder
 
 
-def _converted(argument: Any) -> Any:
+def _converted(argument: object) -> Any:
     """Stock Triton's has 32 bits for what is one."""
     if isinstance(argument, bool):
         return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
@@ -243,7 +243,7 @@ def _device_assert(condition: Any, message: Any, mask: Any) -> None:
     _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
 
 
-def _multiple_of(stock: Callable[..., Any], input: Any, values: Any, **named: Any) -> Any:
+def _multiple_of(stock: Callable[..., object], input: Any, values: object, **named: object) -> Any:
     """What is said of a block is true of its first element: there its elements begin to be neighbours."""
     made = stock(input, values, **named)
     if isinstance(made, tl.tensor):
@@ -308,7 +308,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
-    def masked_load(pointers: Handle, mask: Handle, other: Any, *rest: Any, **named: Any) -> Any:
+    def masked_load(pointers: Handle, mask: Handle, other: Any, *rest: Any, **named: object) -> Any:
         def perform(mask: Handle = mask) -> Any:
             if other is not None:
                 return load(pointers, mask, other, *rest, **named)
@@ -322,13 +322,13 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
             return hooks.atomic(Atomic(pointers, mask, "load", "relaxed", "sys", True), perform)
         return hooks.load(pointers, mask, perform)
 
-    def masked_store(pointers: Handle, value: Any, mask: Mask, *rest: Any, **named: Any) -> Any:
+    def masked_store(pointers: Handle, value: Any, mask: Mask, *rest: Any, **named: object) -> Any:
         def perform(mask: Mask = mask) -> Any:
             return store(pointers, value, mask, *rest, **named)
 
         return hooks.store(pointers, value, mask, perform)
 
-    def atomic_cas(pointers: Handle, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+    def atomic_cas(pointers: Handle, compare: Any, value: Any, sem: object, scope: object) -> Any:
         reads_only = bool((compare.data == value.data).all())
         atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
 
@@ -349,7 +349,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_load(pointers: Handle, mask: Mask, sem: Any, scope: Any) -> Any:
+    def atomic_load(pointers: Handle, mask: Mask, sem: object, scope: object) -> Any:
         atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
 
         def perform(mask: Mask = mask) -> Any:
@@ -357,10 +357,10 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_store(pointers: Handle, value: Any, mask: Mask, sem: Any, scope: Any) -> Any:
+    def atomic_store(pointers: Handle, value: Any, mask: Mask, sem: object, scope: object) -> Any:
         return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
 
-    def atomic_poll(pointers: Handle, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+    def atomic_poll(pointers: Handle, expected: Any, timeout: Any, sem: Any, scope: object) -> Any:
         # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
         everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
         values = np.broadcast_to(expected.data, pointers.data.shape)
@@ -379,7 +379,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     def inline_assembly() -> Any:
         return laboratory("ptx.inline_assembly").InlineAssembly(builder, hooks)
 
-    def create_inline_asm(*given: Any) -> Any:
+    def create_inline_asm(*given: object) -> Any:
         return inline_assembly().create(*given)
 
     return [
@@ -448,7 +448,7 @@ def active_addresses(pointers: Handle, mask: Mask) -> Any:
     return active(pointers.data, pointers, mask)
 
 
-def active(values: Any, pointers: Handle, mask: Mask) -> Any:
+def active(values: object, pointers: Handle, mask: Mask) -> Any:
     """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
@@ -463,19 +463,19 @@ def chosen(pointers: Handle, mask: Mask) -> Any:
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
-def as_mask(chosen: Any) -> Any:
+def as_mask(chosen: object) -> TensorHandle:
     """The handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 
-def outwards(frame: Any) -> Iterator[Any]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """``frame``, which may be None, and those that called it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def source_frames(frame: Any) -> list[Any]:
+def source_frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of kernel code: a kernel's author has no use for those of Triton and of the runtime."""
     return [
         each

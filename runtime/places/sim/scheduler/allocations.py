@@ -197,7 +197,7 @@ class Allocations:
         else:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
-    def of_argument(self, kernel: object, rank: int, path: str, tensor: Any) -> Origin | None:
+    def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""
         tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
         if not isinstance(tensor, torch.Tensor):
@@ -251,7 +251,7 @@ def addresses_told(taken: Callable[[torch.Tensor | torch.UntypedStorage], None])
 _TELL = ((torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.UntypedStorage, "data_ptr"))
 
 
-def _telling(asked: Callable[..., Any], taken: Callable[[Any], None]) -> Callable[..., Any]:
+def _telling(asked: Callable[..., object], taken: Callable[[Any], None]) -> Callable[..., object]:
     @functools.wraps(asked)
     def tell(whose: object, *args: object, **named: object) -> Any:
         found = asked(whose, *args, **named)

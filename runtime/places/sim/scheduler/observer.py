@@ -5,8 +5,7 @@ the race detector of ``interlace.verify`` another. Observers look on: they never
 so a seed means the same schedule with and without them.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -76,7 +75,7 @@ class Observer:
         task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
-        copies: tuple[Any, int] | None = None,
+        copies: tuple[Hashable, int] | None = None,
     ) -> None:
         """Threads have arrived at the mbarrier of an address, or ``copies`` of a queue up to a number."""
 

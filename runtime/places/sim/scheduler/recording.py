@@ -272,7 +272,7 @@ class _Lane:
 
     since: int
     polled: Slot | None = None
-    words: tuple[bytes, Any] | None = (
+    words: tuple[bytes, object] | None = (
         None  # addresses that the last poll looked at, and what they had
     )
     last_poll: int = 0

@@ -56,7 +56,7 @@ class _PendingStore:
     ordered: bool = False
     shown: bool = False
     rank_only: bool = False
-    met: Any = None
+    met: Lanes = None
     low: int = field(init=False)
     high: int = field(init=False)  # the byte after the last
 
