@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
@@ -95,9 +95,10 @@ def run(
 
         install = _install_on_gpu if place == "cuda" else _install
         setup = functools.partial(install, current().overrides, seconds)
-        how: Any = {"world_size": world_size, "timeout": seconds, "setup": setup}
         try:
-            return default_pool.run(fn, args, kwargs, **how)
+            return default_pool.run(
+                fn, args, kwargs, world_size=world_size, timeout=seconds, setup=setup
+            )
         except KeyboardInterrupt as stopped:  # where this process waited is of no use
             raise stopped.with_traceback(None) from None
 

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -28,9 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from interlace.runtime.compat import torch_modes
 from interlace.runtime.core.call import Call, Start
 from interlace.runtime.core.context import OpRanges, profile_range
-from interlace.runtime.core.engine import Engine
 from interlace.runtime.core.errors import DifferentOpsError, InterlaceError, PlaceUnavailableError
-from interlace.runtime.core.stream import Outcome
 from interlace.runtime.core.work import ZERO, Work
 
 log = logging.getLogger("interlace")
@@ -177,7 +174,7 @@ class OpHooks:
         call = self._call(op, ())
         return self._around(call, lambda: call.group.run(op, *arguments))
 
-    def transfer(self, call: Call, start: Callable[[Engine], Future[Outcome]], *given: Any) -> Any:
+    def transfer(self, call: Call, start: object, *given: object) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
 

@@ -264,8 +264,7 @@ def _stored(
 
 
 def _places(program: PtxProgram, box: Box) -> Array:
-    found: Array = program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)]
-    return found
+    return program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)]
 
 
 def _put(program: PtxProgram, box: Box, bits: Array) -> None:

@@ -367,8 +367,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
         def perform(mask: Handle = mask) -> Any:
             return unchecked(fetched(pointers, mask, kind), kind.memory)
 
-        found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
-        return found
+        return threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
 
     return load
 
@@ -419,8 +418,7 @@ def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]
         how = told, sem, way.scope, reads_only, compare, not threads.alone, value
         atomic, session = Atomic(pointers, every, *how), threads.session
         change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
-        found: Array = change_memory(atomic, perform).data.view(kind.raw)
-        return found
+        return change_memory(atomic, perform).data.view(kind.raw)
 
     return access
 

@@ -66,9 +66,7 @@ class Agent:
         self.for_lanes: Numbers | None = None
         self.arrived: Numbers | None = None
         self.ends: list[tuple[int, int]] = []  # of its launches, in both of its times
-        self.observed: dict[
-            tuple[tuple[int, int], int | None], Times
-        ] = {}  # by word, the writes whose value it has read
+        self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)

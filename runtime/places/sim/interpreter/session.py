@@ -49,14 +49,22 @@ from interlace.runtime.compat.triton_interpreter import (
     unchecked,
 )
 from interlace.runtime.compat.triton_launcher import unknown_options
-from interlace.runtime.core.accesses import Atomic, Handle, Hooks, Mask, origin_of, with_origin
+from interlace.runtime.core.accesses import (
+    Atomic,
+    Handle,
+    Hooks,
+    Mask,
+    Numbers,
+    origin_of,
+    with_origin,
+)
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import checked_grid, constants, kind_of, leaves
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 from interlace.runtime.places.sim.interpreter.shortcuts import arithmetic_shortcuts, call_shortcuts
 
-Asked = Callable[[str, Any], Any]
+Asked = Callable[[str, Any], object]
 """(path of an argument, tensor) -> its origin."""
 
 
@@ -77,7 +85,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
     """Methods of the builder by which pointers come about, or several become one."""
     stock_bitcast = builder.create_bitcast
 
-    def create_bitcast(source: Any, kind: object) -> Any:
+    def create_bitcast(source: Handle, kind: object) -> TensorHandle:
         made = stock_bitcast(source, kind)
         if made.dtype.is_ptr():
             if source.dtype.is_ptr():
@@ -88,7 +96,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
         return made
 
     def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
-        def merge(*handles: Any) -> Any:
+        def merge(*handles: Handle) -> TensorHandle:
             made = stock(*handles)
             if made.dtype.is_ptr():
                 one, other = map(origin_of, handles[first : first + 2])
@@ -97,7 +105,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return merge
 
-    def create_int_to_ptr(source: Any, kind: object) -> Any:
+    def create_int_to_ptr(source: Handle, kind: object) -> TensorHandle:
         # An argument below 2**31 is an int32, and some processes have memory there.
         wide = source.data.view(f"u{source.data.itemsize}").astype(np.uint64)
         return create_bitcast(TensorHandle(wide, tl.uint64), kind)
@@ -230,14 +238,14 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         yield builder
 
 
-def _converted(argument: object) -> Any:
+def _converted(argument: object) -> tl.tensor:
     """Stock Triton's has 32 bits for what is one."""
     if isinstance(argument, bool):
         return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
     return _stock_converted(argument)
 
 
-def _device_assert(condition: Any, message: Any, mask: Any) -> None:
+def _device_assert(condition: tl.tensor, message: object, mask: tl.tensor | None) -> None:
     """Checked always; Triton does where it compiles with ``debug``."""
     holds = condition.handle.data.astype(np.bool_)
     _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
@@ -253,7 +261,7 @@ def _multiple_of(stock: Callable[..., object], input: Any, values: object, **nam
     return made
 
 
-def _check(what: str, holds: Any, message: Any) -> None:
+def _check(what: str, holds: Any, message: object) -> None:
     if not holds.all():
         told = f"{what} fails"
         if holds.size > 1:
@@ -291,10 +299,10 @@ def _uses_language() -> None:
 
 _stock_converted = triton_interpreter._implicit_cvt
 _stock_numpy_dtype = triton_interpreter._get_np_dtype
-_numpy_dtypes: dict[str, Any] = {}
+_numpy_dtypes: dict[str, object] = {}
 
 
-def _numpy_dtype(dtype: Any) -> Any:
+def _numpy_dtype(dtype: tl.dtype) -> Any:
     """The stock function builds a table of all types at every call; this looks up by name."""
     if isinstance(dtype, (tl.pointer_type, tl.block_type)):
         return _stock_numpy_dtype(dtype)
@@ -309,7 +317,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
     def masked_load(pointers: Handle, mask: Handle, other: Any, *rest: Any, **named: object) -> Any:
-        def perform(mask: Handle = mask) -> Any:
+        def perform(mask: Handle = mask) -> TensorHandle:
             if other is not None:
                 return load(pointers, mask, other, *rest, **named)
             element = pointers.get_element_ty()
@@ -323,7 +331,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         return hooks.load(pointers, mask, perform)
 
     def masked_store(pointers: Handle, value: Any, mask: Mask, *rest: Any, **named: object) -> Any:
-        def perform(mask: Mask = mask) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return store(pointers, value, mask, *rest, **named)
 
         return hooks.store(pointers, value, mask, perform)
@@ -332,7 +340,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         reads_only = bool((compare.data == value.data).all())
         atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
 
-        def perform(mask: Mask = None) -> Any:
+        def perform(mask: Mask = None) -> TensorHandle:
             if mask is None:
                 return cas(pointers, compare, value, sem, scope)
             return TensorHandle(np.zeros_like(value.data), value.dtype)
@@ -344,15 +352,15 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         reads_only = kind == "add" and not value.data.any()
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
 
-        def perform(mask: Mask = mask) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return rmw(op, pointers, value, mask, sem, scope)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_load(pointers: Handle, mask: Mask, sem: object, scope: object) -> Any:
+    def atomic_load(pointers: Handle, mask: Mask, sem: object, scope: object) -> TensorHandle:
         atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
 
-        def perform(mask: Mask = mask) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return load(pointers, mask, None, *NO_POLICY, True)
 
         return hooks.atomic(atomic, perform)
@@ -416,7 +424,7 @@ _KINDS = {
 def _launched(hooks: Hooks) -> Callable[..., None]:
     """In place of ``InterpretedFunction.run``, which runs one program after another."""
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def run(kernel: Any, *args: object, grid: Any, warmup: bool, **named: object) -> None:
         if warmup:
             return
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
@@ -443,12 +451,12 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
     return run
 
 
-def active_addresses(pointers: Handle, mask: Mask) -> Any:
+def active_addresses(pointers: Handle, mask: Mask) -> Numbers:
     """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
     return active(pointers.data, pointers, mask)
 
 
-def active(values: object, pointers: Handle, mask: Mask) -> Any:
+def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
     """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
@@ -458,12 +466,12 @@ def active(values: object, pointers: Handle, mask: Mask) -> Any:
     return values[chosen(pointers, mask)]
 
 
-def chosen(pointers: Handle, mask: Mask) -> Any:
+def chosen(pointers: Handle, mask: Mask) -> Numbers:
     """Of each pointer whether the mask lets the access be."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
-def as_mask(chosen: object) -> TensorHandle:
+def as_mask(chosen: Numbers) -> TensorHandle:
     """The handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.runtime.core.accesses import (
-    Atomic,
-    Handle,
-    Lanes,
-    Mask,
-    Perform,
-    threads_of,
-)
+from interlace.runtime.core.accesses import Atomic, Handle, Lanes, Mask, Perform, threads_of
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
@@ -297,12 +290,7 @@ class ProgramHooks:
             self.strategy.tires()
 
     def _polled(
-        self,
-        pointers: Handle,
-        mask: Mask,
-        result: Handle,
-        perform: Callable[[], Any],
-        tries: Any = None,
+        self, pointers: Handle, mask: Mask, result: Handle, perform: Perform, tries: Any = None
     ) -> Any:
         """Suspend the program if it goes round in circles: it has seen the same twice in a row.
 

@@ -135,7 +135,7 @@ class Scheduler(ProgramHooks):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout, self._quiet = timeout, quiet
         self._tasks: list[Task] = []
-        self._hub: Any = greenlet.getcurrent()
+        self._hub = greenlet.getcurrent()
         self._builder: Any = None
         self.rank_states: list[torch_state.RankState] = [torch_state.Generators()]
         self._woken = 0
