@@ -18,7 +18,7 @@ on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, obje
 
 _ABSENT = object()
 # what was set where, and what was there before
-_entries: list[tuple[dict[str, Any], str, Any]] = []
+_entries: list[tuple[dict[str, object], str, object]] = []
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: A
     leaving.callback(undo)
 
 
-def _set(where: dict[str, object], key: str, value: Any) -> None:
+def _set(where: dict[str, object], key: str, value: object) -> None:
     if value is _ABSENT:
         where.pop(key, None)
     else:

@@ -206,7 +206,7 @@ key is known already. A kernel's hash is its key, so this is for the whole proce
 """
 
 
-def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
+def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: object) -> Any:
     """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
     made = kernel.warmup(**arguments, **{**FUSED, **options})
     if hasattr(made, "result"):  # compiled in the background
@@ -215,7 +215,7 @@ def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
     return made
 
 
-def hooks() -> tuple[Any, Any]:
+def hooks() -> tuple[object, object]:
     """What is to be called around a launch; None where Triton's chain is empty: that costs less."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return enter if getattr(enter, "calls", True) else None, (

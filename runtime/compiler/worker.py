@@ -195,7 +195,7 @@ class Nothing(ModuleType):
     def __call__(self, *args: object, **kwargs: object) -> "Nothing":
         return self
 
-    def __or__(self, other: Any) -> "Nothing":
+    def __or__(self, other: object) -> "Nothing":
         return self
 
     __ror__ = __or__
@@ -207,7 +207,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
         if name.partition(".")[0] in self._packages:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None

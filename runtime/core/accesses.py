@@ -1,7 +1,7 @@
 """Memory accesses of a program: what an interpreter session asks and tells its owner."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -94,7 +94,7 @@ class AsyncAccess(NamedTuple):
     Of a queue it can be seen that all up to a number have ended.
     """
 
-    queue: Any
+    queue: Hashable
     time: int
     thread: int
 

@@ -89,7 +89,7 @@ class Communicator:
         self._since = time.perf_counter()
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
-    def on(self, *values: Any) -> "Communicator":
+    def on(self, *values: object) -> "Communicator":
         """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
         return self
 
@@ -115,7 +115,7 @@ class Communicator:
             text += note
         error.args = (text, *error.args[1:])
 
-    def agree(self, op: str, mine: Any) -> list[Any]:
+    def agree(self, op: str, mine: object) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
         return self.told(Call(op, part=mine))
 
@@ -126,7 +126,7 @@ class Communicator:
             self.plans.launched()
         return parts
 
-    def parts(self, call: Call, messages: Any = None) -> list[Any]:
+    def parts(self, call: Call, messages: Callable[[Call], list[bytes]] | None = None) -> list[Any]:
         """Every rank's part of ``call``, by rank, out of ``messages(call)``; raises unless all fit."""
         if self._closed or self._out_of_step:
             raise self._over(call.op)
@@ -348,7 +348,7 @@ class Communicator:
         """The engine of this group's plain collectives."""
         return self.place.new_engine(self)
 
-    def call_of(self, op: str, terms: Terms, part: Any) -> Call:
+    def call_of(self, op: str, terms: Terms, part: object) -> Call:
         """The call with these terms, those of the context, and this part, by which it is remembered."""
         before, behind = current().terms
         key = (op, terms := (*before, *terms, *behind), part)
@@ -472,8 +472,8 @@ def internal_form(
 
     def run(
         communicator: Communicator,
-        tensors: Sequence[Any],
-        options: tuple[Any, ...] = (),
+        tensors: Sequence[object],
+        options: tuple[object, ...] = (),
         async_op: bool = False,
     ) -> Any:
         if communicator.hooks.watching:
@@ -533,7 +533,7 @@ def composed_form(op: str, prepare: Callable[..., object]) -> Callable[..., Any]
     return internal_form(op, prepare, begin=_composed)
 
 
-def _composed(communicator: Communicator, _: str, prepared: Any, async_op: bool) -> Any:
+def _composed(communicator: Communicator, _: str, prepared: Sequence[Any], async_op: bool) -> Any:
     return prepared[0](communicator, *prepared[1:], async_op)
 
 

@@ -92,7 +92,7 @@ class Form(NamedTuple):
     """An internal form: its name, its ``check``, what it fills (see ``internal_form``), and itself."""
 
     op: str
-    check: Callable[..., Any]
+    check: Callable[..., object]
     fills: bool | None
     names: Sequence[str]
     call: Callable[..., Any]
@@ -170,7 +170,7 @@ class OpHooks:
         given = call.group, tensors, options, async_op
         return self._around(call, functools.partial(form.call, *given))
 
-    def run(self, op: str, *arguments: Any) -> Any:
+    def run(self, op: str, *arguments: object) -> Any:
         call = self._call(op, ())
         return self._around(call, lambda: call.group.run(op, *arguments))
 

@@ -35,7 +35,7 @@ class KernelFunction(Protocol):
     fn: Callable[..., object]
     __name__: str
 
-    def __getitem__(self, grid: Any) -> Callable[..., object]: ...
+    def __getitem__(self, grid: object) -> Callable[..., object]: ...
 
     def __hash__(self) -> int: ...
 
@@ -152,7 +152,7 @@ def kind_of(path: str, value: object) -> str:
 
 def specialised(
     kernel: KernelFunction, arguments: Mapping[str, object]
-) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
+) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
     """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
     types: dict[str, str] = {}
     fixed: dict[str, object] = {}
@@ -174,7 +174,7 @@ def specialised(
     return types, fixed, tuple(divisible)
 
 
-def checked_grid(grid: Iterable[Any]) -> tuple[int, ...]:
+def checked_grid(grid: object) -> tuple[int, ...]:
     if not isinstance(grid, Iterable):
         raise TypeError(f"grid must be a tuple of 1 to 3 whole numbers, got {grid!r}")
     extents = tuple(grid)

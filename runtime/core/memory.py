@@ -280,7 +280,7 @@ class Tables:
         self._passing: dict[object, torch.Tensor] = {}
 
     def table(
-        self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
+        self, key: object, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
     ) -> torch.Tensor:
         """The table of ``rows()``; old ``passing`` ones are dropped, but those of captured graphs."""
         table = self.lasting.get(key)

@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
@@ -319,7 +319,7 @@ class ProcessPool:
             if child.process.is_alive()
         ]
 
-    def _kill(self, ranks: Any) -> None:
+    def _kill(self, ranks: Iterable[int]) -> None:
         for rank in list(ranks):
             child = self._children.pop(rank, None)
             if child is not None:

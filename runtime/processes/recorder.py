@@ -240,7 +240,7 @@ class PastOp:
 
     number: int
     op: str
-    terms: Any
+    terms: object
     site: Any
     began: int
     ended: int
@@ -363,7 +363,7 @@ def _op(text: object) -> tuple[str, object]:
     return "?", None
 
 
-def _text(region: bytes, told: int, offset: int) -> Any:
+def _text(region: bytes, told: int, offset: int) -> object:
     """The text at ``offset``; None if there is none, or another one by now."""
     (generation,) = _WORD.unpack_from(region, LOG)
     place = (offset & ((1 << OFFSET) - 1)) - 1

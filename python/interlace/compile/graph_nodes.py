@@ -108,7 +108,7 @@ def same(one: Sequence[object], other: Sequence[object]) -> bool:
     return all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
-def hinted(length: Any) -> int | None:
+def hinted(length: int | torch.SymInt) -> int | None:
     """A length, or what a symbolic one was when it was traced; None if that is not known."""
     if isinstance(length, int):
         return length
@@ -389,7 +389,7 @@ def _replace_composite(node: fx.Node) -> None:
     if mode is None:
         return
 
-    def call(*given: object) -> Any:
+    def call(*given: object) -> object:
         known = dict(zip(inputs, given, strict=True))
         args, kwargs = tree_map_only(fx.Node, known.__getitem__, (node.args, node.kwargs))
         return target(*args, **kwargs)
@@ -656,7 +656,7 @@ def _scaled(node: fx.Node) -> GraphProduct:
     return GraphProduct(node, left, right, given["bias"], scales=scales)
 
 
-def _expanded_weight(node: fx.Node) -> Any:
+def _expanded_weight(node: fx.Node) -> fx.Node | None:
     """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
     wanted = shape(node)
     while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:

@@ -119,7 +119,7 @@ def _is_patched(layer: object) -> bool:
     )
 
 
-def _why_not(layer: Any, megatron: Any, column: bool) -> str:
+def _why_not(layer: torch.nn.Module, megatron: Any, column: bool) -> str:
     """Why ``layer`` cannot run on interlace; empty if it can. Joins its group."""
     base = megatron.ColumnParallelLinear if column else megatron.RowParallelLinear
     method = "_forward_impl" if column else "forward"

@@ -145,7 +145,7 @@ def sharded_optimizer_state_dict(
         _check_start(optimizer)
         _make_state(optimizer)
     own = shardings(module)
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for key, name, parameter, value in _entries(module, optimizer):
         if key in own and value.shape == parameter.shape:
             value = as_dtensor(value, own[key])

@@ -318,7 +318,7 @@ class RowParallelLinear(LinearParameters):
         )
         if not self.skip_bias_add:
             return output
-        bias: Any = self.bias
+        bias: Tensor | None = self.bias
         if self.sequence_parallel:
             (bias,) = regions.copy_to_group(bias, group=self.group)
         return output, bias
@@ -461,7 +461,7 @@ class QKVParallelLinear(OnGroup):
         q, k, v = self.q, self.k, self.v
         check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
         q._check_alike(self.group, layer=self)  # k and v are drawn after it
-        shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
+        shared: tuple[Tensor | None, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
                 for name in ("gradient_accumulation_fusion", "deferred"):

@@ -76,7 +76,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
 
 
@@ -116,7 +116,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # at least fp32 on the way, as gradients of few rows are summed up in
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)

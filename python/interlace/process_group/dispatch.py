@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 from interlace.runtime.compat.torch_groups import (
     ProcessGroup,
@@ -114,7 +115,7 @@ class _Returning(DispatchMode):
         boxed = _create_work_from_future(work.get_future()).boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
-    def _is_ours(self, func: Any, args: Any) -> bool:
+    def _is_ours(self, func: OpOverload, args: Sequence[object]) -> bool:
         for each in args[1:3] if func.namespace == "c10d" else ():
             if isinstance(each, torch.ScriptObject):
                 with contextlib.suppress(RuntimeError):  # it is the ReduceOp of an all_reduce

@@ -646,7 +646,7 @@ def _has_kernel(op: str) -> bool:
 
 
 def _loading(name: str) -> Callable[..., object]:
-    def kernel(*args: object, **kwargs: object) -> Any:
+    def kernel(*args: object, **kwargs: object) -> object:
         from interlace.ops.matmul import torch_ops
 
         return getattr(torch_ops, name)(*args, **kwargs)

@@ -338,7 +338,7 @@ def check_tensor_meta(
     with communicator.accepting("check_tensor_meta"):
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"local_tensor must be a tensor, got {type(local_tensor).__name__}")
-        terms: list[tuple[str, Any]] = [
+        terms: list[tuple[str, object]] = [
             ("check_shape_stride", check_shape_stride),
             ("the dtype of local_tensor", local_tensor.dtype),
             ("requires_grad of local_tensor", local_tensor.requires_grad),

@@ -110,7 +110,7 @@ class Placeholder(torch.Tensor):
 
 
 def _refusing(name: str) -> Callable[..., object]:
-    def refuse(self: Placeholder, *args: object, **kwargs: object) -> Any:
+    def refuse(self: Placeholder, *args: object, **kwargs: object) -> object:
         raise self._refuse(name.strip("_"))
 
     refuse.__name__ = name
@@ -164,7 +164,7 @@ def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     # with the meta tensor: an id is nobody else's only as long as its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}
 
-    def to_meta(value: object) -> Any:
+    def to_meta(value: object) -> object:
         nonlocal device
         if isinstance(value, torch.device):
             device = value
@@ -176,7 +176,7 @@ def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
             stand_ins[id(meta)] = value, meta
         return meta
 
-    def to_placeholder(value: object) -> Any:
+    def to_placeholder(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in stand_ins:

@@ -105,7 +105,7 @@ def _outside() -> None:
     """Stands for the region of what is not checkpointed."""
 
 
-def _region() -> Any:
+def _region() -> object:
     """What saves tensors for backward: in a region that torch checkpoints that is a function of its own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return _outside if hooks is None else hooks[0]

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 
 from interlace import launcher
 from interlace.runtime.compat.torch_modes import DispatchMode
@@ -78,7 +79,7 @@ class TorchAccesses(DispatchMode):
             self._note(func, args, kwargs, result)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: object) -> None:
+    def _note(self, func: OpOverload, args: object, kwargs: object, result: object) -> None:
         task, detector = self._scheduler.current, self._detector
         name = func.overloadpacket.__name__
         given = list(_given(func, args, kwargs))
@@ -100,7 +101,7 @@ class TorchAccesses(DispatchMode):
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Whether the operator returns an alias and touches no data."""
     return torch.Tag.inplace_view in func.tags or any(
         value.alias_info is not None and not value.alias_info.is_write
@@ -108,7 +109,7 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+def _given(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """Tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -302,16 +303,16 @@ ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
 
 
 def races(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
-    *args: Any,
+    *args: object,
     seeds: int | Iterable[int] = SEEDS,
     store_buffers: bool = False,
     arch: int | None = None,
     rewrite: Rewrite | None = None,
     timeout: float = 300.0,
     on_seed: Callable[[int], None] = lambda seed: None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> RaceReport:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
 
@@ -434,7 +435,7 @@ def races(
 
 
 def check_races(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
     seeds: int | Iterable[int],
     store_buffers: bool,

@@ -166,9 +166,9 @@ class ScheduleReport:
 
 
 def schedules(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
-    *args: Any,
+    *args: object,
     n: int = 1000,
     seeds: int | Iterable[int] | None = None,
     store_buffers: bool = False,
@@ -179,7 +179,7 @@ def schedules(
     timeout: float = RUN_SECONDS,
     shrink: bool = True,
     on_progress: Callable[[int], None] = lambda done: None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> ScheduleReport:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks in many orders of execution.
 

@@ -125,7 +125,7 @@ class Residency:
 _of_devices: dict[object, Residency] = {}
 
 
-def residency(key: Any, capacity: int, known: dict[Any, Residency] | None = None) -> Residency:
+def residency(key: Any, capacity: int, known: dict[object, Residency] | None = None) -> Residency:
     """The residency of ``key``, one for all groups: among ``known``, or of a GPU of this process."""
     return (_of_devices if known is None else known).setdefault(key, Residency(capacity))
 

@@ -129,7 +129,7 @@ class _Compiled:
         )
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
-    def ordered(self, values: list[Any]) -> list[Any]:
+    def ordered(self, values: list[object]) -> list[object]:
         if not self._order:
             return values
         return [values[index] if index >= 0 else default for index, default in self._order]

@@ -241,7 +241,7 @@ def run_virtual_ranks(
     members = tuple(range(world_size))
     places: list[VirtualRankPlace] = []
 
-    def main(rank: int) -> Any:
+    def main(rank: int) -> object:
         torch.cuda.set_device(device)
         place = VirtualRankPlace(turns, members, rank, "world")
         places.append(place)

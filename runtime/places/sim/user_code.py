@@ -295,7 +295,7 @@ class Asynchronous(DispatchMode):
         self._streams.keep(stream, result)
         return result
 
-    def _enqueued(self, stream: UserStream, func: Any, args: Any, kwargs: Any) -> Any:
+    def _enqueued(self, stream: UserStream, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if _touches_nothing(func):
             if not _is_composite(func):
                 return func(*args, **kwargs)
@@ -339,7 +339,7 @@ def _fill(outputs: object, source: Callable[[], object]) -> None:
                 output.data.copy_(result)
 
 
-def _plain_copy(destination: Any, source: Any) -> bool:
+def _plain_copy(destination: torch.Tensor, source: torch.Tensor) -> bool:
     return bool(destination.layout == source.layout == torch.strided)
 
 
@@ -380,7 +380,7 @@ def _written(func: OpOverload) -> tuple[str, ...]:
     return tuple(names.values()) if all(each in names for each in sets) else ()
 
 
-def _chosen(func: Any, written: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
     """What an op returns that returns arguments."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     found = [given[name] for name in written]
