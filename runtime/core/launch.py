@@ -17,7 +17,7 @@ listed in the kernel's ``do_not_specialize`` also on whether a number is 1, and 
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,15 +29,13 @@ ALIGNMENT = 16
 SMALL = 1 << 31  # numbers below are 32 bits wide
 
 
-class KernelFunction(Protocol):
+class KernelFunction(Hashable, Protocol):
     """A function of Triton's: compiled for a GPU, interpreted on a CPU."""
 
     fn: Callable[..., object]
     __name__: str
 
     def __getitem__(self, grid: object) -> Callable[..., object]: ...
-
-    def __hash__(self) -> int: ...
 
 
 def leaves(arguments: Mapping[str, object]) -> dict[str, Any]:

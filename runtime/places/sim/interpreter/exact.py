@@ -154,9 +154,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             return stock_pointer_load(ptr, boundary_check, padding, *policy)
         return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
-    def create_atomic_rmw(
-        op: object, ptr: Any, val: Any, mask: Any, sem: Any, scope: object
-    ) -> TensorHandle:
+    def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if not _stored(val):
             return stock_rmw(op, ptr, val, mask, sem, scope)
         before = np.zeros(ptr.data.shape, val.data.dtype)
