@@ -68,7 +68,7 @@ class Iris:
         """What any rank has done before is before what any does after, kernels included."""
         interlace.barrier()
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
         """A tensor of the heap. Every rank allocates the same, in the same order."""
         given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         shape, dtype = tuple(given), torch.get_default_dtype() if dtype is None else dtype

@@ -49,7 +49,7 @@ def _current() -> UserStream:
 class RankStream:
     """A stream of the calling rank."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **known: UserStream) -> None:
+    def __init__(self, device: object = None, priority: int = 0, **known: UserStream) -> None:
         self.device, self.priority = torch.device("cuda", current_device()), priority
         self.of_run = known.get("of_run") or run_streams().add(_place())
         self.stream_id = self.of_run.number
@@ -93,7 +93,7 @@ class RankStream:
 class RankEvent:
     """A point in a stream; the last one that was recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._point: Point | None = None
         self._asked = 0
 
@@ -209,7 +209,7 @@ def _nothing_within(*args: object, **kwargs: object) -> Iterator[None]:
 class RankDevice(contextlib.nullcontext[None]):
     """A rank has one device, so within it is the current one."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
@@ -218,7 +218,7 @@ class MemoryPool:
 
     id = (0, 0)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
 
 class DeviceOf(RankDevice):

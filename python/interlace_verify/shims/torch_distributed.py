@@ -148,7 +148,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
     So it is made, and derived from, as that class: by a rank and a size.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super(InterlaceProcessGroup, self).__init__(*args, **kwargs)
 
     @classmethod

@@ -138,7 +138,7 @@ def requires(
 
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: object, **kwargs: object) -> Any:
             if not condition_func():
                 raise AssertionError(f"{function.__name__} needs {condition_func.__name__}")
             return function(*args, **kwargs)
