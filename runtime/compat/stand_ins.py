@@ -128,7 +128,7 @@ def replaced(*replacements: Replacement) -> Iterator[None]:
                 setattr(target, name, value)
 
 
-def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:
+def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: object) -> None:
     """Set an entry until ``leaving`` is left."""
     entry = where, key, where.get(key, _ABSENT)
     _entries.append(entry)

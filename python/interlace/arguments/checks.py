@@ -328,13 +328,13 @@ def check_member(name: str, value: int, communicator: Communicator) -> None:
         raise ValueError(f"{name} must be within 0..{communicator.world_size - 1}, got {value}")
 
 
-def index(name: str, value: Any, length: int) -> int:
+def index(name: str, value: object, length: int) -> int:
     value = integer(name, value)
     if not length:
         raise ValueError(f"{name} {value} does not exist: there is none at all")
     if not -length <= value < length:
         raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
-    return value % length  # type: ignore[no-any-return]
+    return value % length
 
 
 def matrix(
@@ -455,8 +455,8 @@ class Operands(NamedTuple):
 
 def operands(
     communicator: Communicator,
-    input: Any,
-    weight: Any,
+    input: object,
+    weight: object,
     bias: Any,
     options: Any,
     gather_dim: int | None = None,

@@ -117,7 +117,7 @@ def graph_kind(graph: fx.Graph) -> str:
 
 def backend(
     graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -268,7 +268,7 @@ def explain(
     reports: list[Report] = []
     record = FusionPass(policy, machine, reports.append)
 
-    def backend(graph_module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., Any]:
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         _aot_eager(graph_module, inputs, record)
 
         def stop(*_: object) -> object:

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -82,7 +83,7 @@ def is_call(node: object, *targets: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def arguments(node: Any) -> Any:
+def arguments(node: fx.Node) -> Any:
     """The arguments of the node's call, of types that only its target knows."""
     return node.args
 
@@ -320,7 +321,7 @@ def named_call(node: fx.Node) -> NamedCall | None:
         single: dict[object, fx.Node | None] = {0: node}
         made = _results(node) if len(schema.returns) > 1 else single
         return NamedCall(schema.name, named_arguments(node), made)
-    op: Any = arguments(node)[0]
+    op: OpOverload = arguments(node)[0]
     given, items = dict(node.kwargs), _results(node)
     kinds = {each.name: each.alias_info for each in op._schema.arguments}
     changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
@@ -540,7 +541,7 @@ def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     return source, int(along) % value(source).dim()
 
 
-def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
+def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
     """The ``size`` equal parts of ``source`` along ``dim``, if it is used by nothing else."""
     length = shape(source)[dim]
     user = only_user(source)
@@ -581,7 +582,7 @@ class Scales:
 
     left: fx.Node
     right: fx.Node
-    out_dtype: Any
+    out_dtype: torch.dtype | None
     fast: bool
 
 
@@ -598,7 +599,7 @@ class GraphProduct:
     batch: int = 0
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """A key that products must share to share a fused op."""
         if self.scales is None:
             return (self.batch,)
@@ -618,8 +619,8 @@ MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_m
 
 def product_at(node: fx.Node) -> GraphProduct:
     """The product that ``node`` is; raises :class:`Unfit`."""
-    bias: Any = None
-    added: Any = None
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
     if is_call(node, aten.mm.default):
         left, right = arguments(node)
     elif is_call(node, aten.addmm.default):

@@ -86,7 +86,7 @@ def _gathering(
     biases: list[fx.Node | None] = [product.bias for product in products]
     if products[0].batch or not any(bias is not None for bias in biases):
         biases = []
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "input": input,
         "weights": weights,
         "biases": biases,
@@ -206,7 +206,7 @@ def fuse_reduction(
             both = (bias, norm.added)
             bias = norm.added if bias is None else call(aten.add.Tensor, both, norm.added)
         scales = products[0].scales
-        given: dict[str, Any] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
+        given: dict[str, object] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
         if norm is not None and scales is None:
             _start_normed(collective, products, norm, **given)
             return

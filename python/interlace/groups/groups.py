@@ -236,7 +236,7 @@ def joined() -> Communicator | None:
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
         # the backend may be interlace; not kept, for it ends with that group
-        whole: Any = dist.group.WORLD
+        whole: dist.ProcessGroup | None = dist.group.WORLD
         communicator = whole.interlace_communicator if isinstance(whole, OnInterlace) else None
     return communicator
 

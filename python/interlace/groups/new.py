@@ -153,7 +153,7 @@ def _by_enumeration(
 
 
 def split_group(
-    parent_pg: Any = None,
+    parent_pg: Group = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: timedelta | float | None = None,
     pg_options: object = None,

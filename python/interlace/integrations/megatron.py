@@ -278,7 +278,7 @@ def drain_embedding_wgrad_compute(
     embedding_activation_buffer: list[Tensor],
     grad_output_buffer: list[Tensor],
     weight: Tensor,
-    tp_group: Any = None,
+    tp_group: object = None,
 ) -> None:
     """Megatron-core's function of this name: add to ``weight.main_grad`` what backward has put off.
 

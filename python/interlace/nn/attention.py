@@ -174,7 +174,7 @@ class UlyssesAttention(OnGroup):
         lengths: Sequence[int] | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        how: dict[str, Any] = {
+        how: dict[str, object] = {
             "causal": self.causal, "scale": self.scale, "window": self.window, "layout": self.layout,
             "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
             "cu_seqlens": cu_seqlens,

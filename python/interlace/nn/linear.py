@@ -76,7 +76,7 @@ def with_options(constructor: Constructor) -> Constructor:
     shown = signature.replace(parameters=[*given, *keywords])
 
     @functools.wraps(constructor)
-    def checked(*given: Any, **options: Any) -> None:
+    def checked(*given: object, **options: object) -> None:
         for name in options:
             if name not in shown.parameters:
                 text = f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}"
@@ -154,7 +154,7 @@ def _options(layer: object) -> dict[str, Any]:
 
 def check_features(
     layer: Any,
-    input: Any,
+    input: object,
     features: int,
     meaning: str,
     weight: Tensor | None = None,

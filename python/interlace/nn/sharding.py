@@ -159,7 +159,7 @@ def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
     """The mesh and the placements under which a DTensor lies as a parameter of ``sharding``."""
     from torch.distributed.tensor import Replicate, Shard
 
-    placements: tuple[Any, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
+    placements: tuple[object, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
     if sharding.copies > 1:
         placements += (Replicate(),)
     meshes = sharding.held.meshes

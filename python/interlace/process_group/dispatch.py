@@ -99,7 +99,7 @@ def needs_backend() -> bool:
 
 
 class _Returning(DispatchMode):
-    def __init__(self, group: Any, serve: Callable[..., Any]) -> None:
+    def __init__(self, group: object, serve: Callable[..., Any]) -> None:
         super().__init__()
         self._group, self._serve = group, serve
 

@@ -59,11 +59,11 @@ def create(options: Any, backend_options: object = None) -> "InterlaceProcessGro
 class OnTwoDevices(Communicator):
     """The group on the CPU; ``group.device_communicator`` is made on first use, on the GPUs."""
 
-    def __init__(self, place: Place, ranks: Sequence[int], group: Any) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int], group: "InterlaceProcessGroup") -> None:
         super().__init__(place, ranks)
         self._group = group
 
-    def on(self, *values: Any) -> Communicator:
+    def on(self, *values: object) -> Communicator:
         return self._group.device_communicator if kind_of(values) == "cuda" else self
 
     def on_all_devices(self) -> Sequence[Communicator]:

@@ -207,7 +207,7 @@ def _check_written(
                 raise first._refuse(f"{name}, into a tensor that has data")
 
 
-def _communicated(func: Any, name: str, args: Any, first: Placeholder) -> Any:
+def _communicated(func: OpOverload, name: str, args: Any, first: Placeholder) -> Any:
     """A collective that is given a placeholder: it may be for what receivers only read the shape of."""
     if name == "wait_tensor":
         return first

@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 class _Kept:
     """A gathered input, when it may be taken, and the linears that have read it."""
 
-    def __init__(self, gathered: Tensor, state: tuple[Any, ...]) -> None:
+    def __init__(self, gathered: Tensor, state: tuple[object, ...]) -> None:
         self.gathered: Tensor | None = gathered
         self.state, self.readers = state, list[Any]()
         self.region = weakref.ref(_region())  # weak: it may lead to the input

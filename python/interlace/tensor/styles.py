@@ -382,7 +382,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         return module
 
     def _prepare_input_arg(
-        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
+        self, input: object, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
         keeps = input_layout is None or desired_layout in (None, input_layout)
         if keeps or torch.compiler.is_compiling():
