@@ -136,7 +136,7 @@ class Bundle:
         }
         self._run = [self.kernels[name] for name in self.sequence]
 
-    def evaluate(self, name: str, values: Mapping[str, Any]) -> Any:
+    def evaluate(self, name: str, values: Mapping[str, object]) -> Any:
         """A quantity of the manifest ("slots", "sends"), or a kernel's grid, at launch ``values``.
 
         Tables come as lists of lines; a kernel wants them as int64 in device memory.
@@ -144,7 +144,7 @@ class Bundle:
         _check_ranks(values)
         return self._values(values).value(name)
 
-    def workspace(self, values: Mapping[str, Any]) -> dict[str, int]:
+    def workspace(self, values: Mapping[str, object]) -> dict[str, int]:
         """Where signal slots and data lie in the symmetric buffer, and its size, in bytes.
 
         Take the ``values`` of the largest launch: for all launches on one buffer the offsets stay.
@@ -157,10 +157,10 @@ class Bundle:
     def launch(
         self,
         kernel: str,
-        grid: int | Sequence[int] | Mapping[str, Any],
-        arguments: Mapping[str, Any] | Sequence[Any],
+        grid: int | Sequence[int] | Mapping[str, object],
+        arguments: Mapping[str, object] | Sequence[object],
         *,
-        stream: Any = None,
+        stream: object = None,
     ) -> None:
         """Launch one kernel. Raises ValueError for a name that is none, and what :meth:`Kernel.launch`
         does.
@@ -170,7 +170,7 @@ class Bundle:
         self.kernels[kernel].launch(grid, arguments, stream=stream)
 
     def run(
-        self, values: Mapping[str, Any], arguments: Mapping[str, Any], *, stream: Any = None
+        self, values: Mapping[str, object], arguments: Mapping[str, object], *, stream: Any = None
     ) -> None:
         """Launch all of ``sequence`` on one stream; each kernel takes its own of ``arguments``.
 
@@ -207,7 +207,7 @@ class Kernel:
         self._functions: dict[int, Any] = {}  # by device
         self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
 
-    def check(self, values: Mapping[str, Any]) -> None:
+    def check(self, values: Mapping[str, object]) -> None:
         """Raises ValueError if a condition of the kernel does not hold at ``values``."""
         self._check(self._values(values))
 
@@ -219,10 +219,10 @@ class Kernel:
 
     def launch(
         self,
-        grid: int | Sequence[int] | Mapping[str, Any],
-        arguments: Mapping[str, Any] | Sequence[Any],
+        grid: int | Sequence[int] | Mapping[str, object],
+        arguments: Mapping[str, object] | Sequence[object],
         *,
-        stream: Any = None,
+        stream: object = None,
     ) -> None:
         """Launch on ``stream``: CuPy's, torch's, an address; by default CuPy's current one.
 
@@ -254,7 +254,7 @@ class Kernel:
 
     # -- arguments -----------------------------------------------------------------------------
 
-    def _numbers(self, arguments: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    def _numbers(self, arguments: Mapping[str, object] | Sequence[object]) -> dict[str, Any]:
         """The arguments by name, as numbers: pointers as addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
@@ -274,7 +274,7 @@ class Kernel:
             if (value := arguments.get(p["name"])) is not None
         }
 
-    def _merged(self, values: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
+    def _merged(self, values: Mapping[str, object], given: Mapping[str, int]) -> dict[str, object]:
         """Launch values and integer arguments: quantities may be of both."""
         integers = {p["name"]: given[p["name"]] for p in self._integers if p["name"] in given}
         for name, value in integers.items():
@@ -290,9 +290,9 @@ class Kernel:
             if p["name"] not in given and p["name"] in known
         }
 
-    def _packed(self, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def _packed(self, given: Mapping[str, object]) -> list[tuple[str, object]]:
         """(type, value) of every parameter; None where the loader fills in."""
-        packed: list[tuple[str, Any]] = []
+        packed: list[tuple[str, object]] = []
         for parameter in self.parameters:
             name, kind = parameter["name"], parameter["type"]
             if parameter["from"] == "loader":
@@ -342,7 +342,7 @@ class Kernel:
         return address
 
 
-def _require(name: str, value: Any, wanted: Any) -> None:
+def _require(name: str, value: Any, wanted: object) -> None:
     """Raises TypeError or KeyError unless ``value`` has all that is ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
         kind = (
@@ -362,7 +362,7 @@ def _require(name: str, value: Any, wanted: Any) -> None:
                 _require(f"{name}.{each}", value[each], kind)
 
 
-def _check_ranks(values: Mapping[str, Any]) -> None:
+def _check_ranks(values: Mapping[str, object]) -> None:
     """Raises ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
@@ -375,7 +375,7 @@ def _check_ranks(values: Mapping[str, Any]) -> None:
         raise ValueError(f"rows is {values['rows']!r}, not a list of {world_size} lengths by rank")
 
 
-def _number(name: str, kind: str, value: Any) -> Any:
+def _number(name: str, kind: str, value: object) -> Any:
     """``value`` of an argument as a number, whole but of a float: of a pointer its address."""
     if kind.startswith("*"):
         return _address(name, kind[1:], value)
@@ -445,7 +445,7 @@ def _cupy() -> Any:
     return cupy
 
 
-def _entered(cupy: Any, stream: Any) -> Any:
+def _entered(cupy: Any, stream: object) -> Any:
     """``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()
@@ -456,7 +456,7 @@ def _entered(cupy: Any, stream: Any) -> Any:
     return stream
 
 
-def _scalars(packed: Iterable[tuple[str, Any]], scratch: int) -> Iterable[Any]:
+def _scalars(packed: Iterable[tuple[str, Any]], scratch: int) -> Iterable[object]:
     """NumPy scalars, which CuPy passes bit by bit. The first that the loader fills in is ``scratch``."""
     import numpy as np
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from interlace import tracing
 from interlace.arguments.words import RunPlace
@@ -31,13 +31,13 @@ NOT_RUN_BY_A_CALL = (
 def run(
     fn: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     place: RunPlace = "sim",
     seed: int = 0,
     timeout: float | timedelta = 300.0,
     processes: bool = False,
     arch: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
 
@@ -95,9 +95,10 @@ def run(
 
         install = _install_on_gpu if place == "cuda" else _install
         setup = functools.partial(install, current().overrides, seconds)
-        how: Any = {"world_size": world_size, "timeout": seconds, "setup": setup}
         try:
-            return default_pool.run(fn, args, kwargs, **how)
+            return default_pool.run(
+                fn, args, kwargs, world_size=world_size, timeout=seconds, setup=setup
+            )
         except KeyboardInterrupt as stopped:  # where this process waited is of no use
             raise stopped.with_traceback(None) from None
 
@@ -105,7 +106,7 @@ def run(
 
 
 def check_run(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
     timeout: float | timedelta = 300.0,
     names: tuple[str, str] = ("fn", "world_size"),
@@ -132,18 +133,18 @@ def check_run(
 
 
 def rank_function(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Place], Any]:
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Callable[[Place], object]:
     """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
-    def on_rank(place: Place) -> Any:
+    def on_rank(place: Place) -> object:
         groups.install(place)
         return _complete(fn(*args, **kwargs))
 
     return on_rank
 
 
-def _complete(result: Any) -> Any:
+def _complete(result: object) -> object:
     """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
     if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run

@@ -80,7 +80,7 @@ def collected() -> Iterator[Runs]:
 
 
 def around(
-    start: Callable[[Callable[..., Any]], list[Any]], fn: Callable[..., Any], *, place: str
+    start: Callable[[Callable[..., Any]], list[Any]], fn: Callable[..., object], *, place: str
 ) -> list[Any]:
     """``start(fn)``, which runs ``fn`` on ranks of ``place``; recorded, if somebody collects."""
     collecting, name = tuple(_collecting.values()), getattr(fn, "__name__", type(fn).__name__)
@@ -103,7 +103,7 @@ def around(
     return [result for result, _ in both]
 
 
-def _recorded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
+def _recorded(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
     """In a rank of its own process: what ``fn`` returns, and its part of the recording."""
     with recorder.recording() as made:
         result = fn(*args, **kwargs)

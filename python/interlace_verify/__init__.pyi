@@ -54,21 +54,21 @@ def check(
 ) -> None: ...
 @overload
 def races(
-    fn: Callable[_P, Any], world_size: int, *args: _P.args, **kwargs: _P.kwargs,
+    fn: Callable[_P, object], world_size: int, *args: _P.args, **kwargs: _P.kwargs,
 ) -> RaceReport: ...
 @overload
 def races(
-    fn: Callable[[Unpack[_Ts]], Any], world_size: int, *args: Unpack[_Ts],
+    fn: Callable[[Unpack[_Ts]], object], world_size: int, *args: Unpack[_Ts],
     seeds: int | Iterable[int] = ..., store_buffers: bool = False, arch: int | None = None,
     rewrite: Rewrite | None = None, timeout: float = 300.0, on_seed: Callable[[int], None] = ...,
 ) -> RaceReport: ...
 @overload
 def schedules(
-    fn: Callable[_P, Any], world_size: int, *args: _P.args, **kwargs: _P.kwargs,
+    fn: Callable[_P, object], world_size: int, *args: _P.args, **kwargs: _P.kwargs,
 ) -> ScheduleReport: ...
 @overload
 def schedules(
-    fn: Callable[[Unpack[_Ts]], Any], world_size: int, *args: Unpack[_Ts], n: int = 1000,
+    fn: Callable[[Unpack[_Ts]], object], world_size: int, *args: Unpack[_Ts], n: int = 1000,
     seeds: int | Iterable[int] | None = None, store_buffers: bool = False, arch: int | None = None,
     check: Callable[[list[Any]], Any] | None = None, deterministic: bool = True,
     workers: int | None = None, timeout: float = ..., shrink: bool = True,

@@ -12,13 +12,13 @@ now: dict[str, str] = {}
 """What stands for what at present, by name: also for processes that import the same files."""
 
 
-on_simulated_ranks: list[Callable[[], tuple[dict[str, Any], Mapping[str, Any]]]] = []
+on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, object]]]] = []
 """What has which names replaced while simulated ranks run, in one thread by turns."""
 
 
 _ABSENT = object()
 # what was set where, and what was there before
-_entries: list[tuple[dict[str, Any], str, Any]] = []
+_entries: list[tuple[dict[str, object], str, object]] = []
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def replaced(*replacements: Replacement) -> Iterator[None]:
                 setattr(target, name, value)
 
 
-def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: Any) -> None:
+def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: object) -> None:
     """Set an entry until ``leaving`` is left."""
     entry = where, key, where.get(key, _ABSENT)
     _entries.append(entry)
@@ -141,7 +141,7 @@ def put(leaving: contextlib.ExitStack, where: dict[str, Any], key: str, value: A
     leaving.callback(undo)
 
 
-def _set(where: dict[str, Any], key: str, value: Any) -> None:
+def _set(where: dict[str, object], key: str, value: object) -> None:
     if value is _ABSENT:
         where.pop(key, None)
     else:

@@ -82,7 +82,7 @@ ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overl
 
 
 def of_members(
-    store: Any, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
+    store: object, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
 ) -> ProcessGroup:
     """torch's group of backend "interlace" of these global ranks, as ``new_group`` makes one of all."""
     c10d: Any = dist.distributed_c10d
@@ -127,7 +127,7 @@ def torchs_own(name: str) -> Any:
     known = name if hasattr(ProcessGroup, name) else OLD_NAMES[name]
     method = getattr(ProcessGroup, known)
 
-    def own(self: Any, *args: Any) -> Any:
+    def own(self: Any, *args: object) -> Any:
         return method(self, *args)
 
     own.__code__ = own.__code__.replace(co_name=known)
@@ -161,7 +161,7 @@ with needed("torch", "torch's symmetric memory"):
     _storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 
-def register_bare_group(name: str, store: Any, rank: int, world_size: int) -> Any:
+def register_bare_group(name: str, store: object, rank: int, world_size: int) -> Any:
     """A group without a backend under ``name``, which is all that a rendezvous asks for. Keep the store."""
     group = c10d.ProcessGroup(store, rank, world_size)
     c10d._register_process_group(name, group)

@@ -65,7 +65,7 @@ def returned_by_traces(kind: type[torch.Tensor], plain: Callable[[Any], torch.Te
     # PythonKeyTracer's own is looked up before the first trace runs what it traces
     stock = torch.fx.Tracer.create_arg
 
-    def create_arg(self: torch.fx.Tracer, value: Any) -> Any:
+    def create_arg(self: torch.fx.Tracer, value: object) -> Any:
         if isinstance(value, kind) and isinstance(self, PythonKeyTracer):
             value = plain(value)
             value = get_proxy_slot(value, self, value, lambda slot: slot.proxy)
@@ -99,7 +99,7 @@ def allow_in_graph(function: _Function) -> _Function:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if torch.compiler.is_dynamo_compiling():
             allow()
         return function(*args, **kwargs)
@@ -145,7 +145,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if type(value) is torch.Tensor and value.dtype not in _known():
             bits = _BITS.get(value.dtype.itemsize)
             if bits is not None and value.layout is torch.strided:
@@ -153,7 +153,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def pickled(value: Any) -> bytes:
+def pickled(value: object) -> bytes:
     """``pickle.dumps(value)``, of which torch would not load fp8 or uint16 again."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
@@ -165,7 +165,7 @@ _ops: Any = torch._ops
 _DEVICES = ("cuda", "cpu", None)  # of torch.library.custom_op; None: of all
 _KEYS = ("CUDA", "CPU", "CompositeExplicitAutograd")  # of torch.library.Library
 
-_of_libraries: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+_of_libraries: defaultdict[str, dict[str, object]] = defaultdict(dict)
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def of_libraries() -> Iterator[None]:
     stock: Any = torch.library.Library.impl
 
     @functools.wraps(stock)
-    def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **how: Any) -> None:
+    def impl(library: Any, op_name: Any, fn: object, dispatch_key: str = "", **how: object) -> None:
         stock(library, op_name, fn, dispatch_key, **how)
         name = op_name if isinstance(op_name, str) else op_name.name()
         name = name if "::" in name else f"{library.ns}::{name}"
@@ -190,14 +190,14 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
     from torch._library.custom_ops import OPDEFS  # few need it
 
     @functools.cache
-    def direct_of(op: Any, name: str) -> Callable[..., Any] | None:
+    def direct_of(op: object, name: str) -> Callable[..., object] | None:
         if name.startswith("prims::"):  # of torch: their code on meta tensors calls them again
             return None
         known = OPDEFS.get(name) or _of_libraries.get(name)
         return _direct(getattr(op, "default", op), known) if known else None
 
-    def calling(stock: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
-        def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def calling(stock: Callable[..., Any], name: Callable[[object], str]) -> Callable[..., object]:
+        def call(op: Any, /, *args: object, **kwargs: object) -> Any:
             direct = direct_of(op, name(op)) if when() else None
             schema = getattr(op, "default", op)._schema
             if direct is None or (given := _given(schema, args, named := dict(kwargs))) is None:
@@ -214,7 +214,7 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _given(schema: Any, args: Any, named: dict[str, Any]) -> list[Any] | None:
+def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
     """All arguments by position, in ``named`` left those by keyword only; None if one is missing."""
     found = list(args)
     for argument in [each for each in schema.arguments if not each.kwarg_only][len(args) :]:
@@ -224,7 +224,7 @@ def _given(schema: Any, args: Any, named: dict[str, Any]) -> list[Any] | None:
     return found
 
 
-def _direct(op: Any, known: Any) -> Callable[..., Any] | None:
+def _direct(op: object, known: Any) -> Callable[..., object] | None:
     """As torch calls it behind its dispatcher: with the autograd that was registered, or with none."""
     from torch._library.autograd import Info, make_autograd_impl
 

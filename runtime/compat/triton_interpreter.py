@@ -45,7 +45,7 @@ with needed("Triton", "Triton's interpreter"):
     _usual = ir.CACHE_MODIFIER.NONE, ir.EVICTION_POLICY.NORMAL
     _ = Autotuner.do_bench
     _made = getattr(builder, "get_cache_policy", None)
-    NO_POLICY: tuple[Any, ...] = _usual if _made is None else (_made(*_usual),)
+    NO_POLICY: tuple[object, ...] = _usual if _made is None else (_made(*_usual),)
 
 __all__ = [
     "NO_POLICY",
@@ -69,7 +69,7 @@ def bare(mask: Any) -> Any:
     return mask if isinstance(mask, np.ndarray) else mask.data
 
 
-def unchecked(data: Any, dtype: Any) -> Any:
+def unchecked(data: object, dtype: object) -> Any:
     """A handle of ``data`` that is known to be of ``dtype``."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}

@@ -73,7 +73,7 @@ class StandIn:
     def get_current_device(self) -> int:
         return 0
 
-    def get_device_properties(self, device: Any = 0) -> dict[str, int]:
+    def get_device_properties(self, device: object = 0) -> dict[str, int]:
         return {
             "max_shared_mem": (227 if self.arch >= 90 else 163) << 10,
             "max_num_regs": 65536,
@@ -93,7 +93,7 @@ def driver_of(arch: int) -> Iterator[None]:
         driver._active = before
 
 
-def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, Any]) -> Any:
+def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, object]) -> Any:
     """Triton's compiled kernel for a GPU that need not be here; ``arguments`` of Triton's ``ASTSource``."""
     from triton.compiler import ASTSource
 
@@ -151,25 +151,25 @@ def to_be_run() -> Iterator[None]:
     from triton.language import core as tl
     from triton.language.semantic import TritonSemantic
 
-    def change(backend: Any = None, stages: Any = None, *rest: Any) -> Any:
+    def change(backend: object = None, stages: Any = None, *rest: object) -> Any:
         if stages is None:
             return "checked ptx", "checked ptx"  # what Triton's cache is to tell apart
         stages["cubin"] = lambda ptx, metadata: b""
         return None
 
-    def check(language: Any, condition: Any, what: str, message: Any) -> None:
+    def check(language: Any, condition: Any, what: str, message: object) -> None:
         text = f"check.{what} $1, {quote(str(message), safe='')}; mov.u32 $0, 0;"
         holds = language.cast(language.cast(condition, tl.int1), tl.int32)
         tl.inline_asm_elementwise(
             text, "=r,r", [holds], tl.int32, is_pure=False, pack=1, _semantic=language
         )
 
-    def device_assert(language: Any, condition: Any, message: Any, mask: Any) -> None:
+    def device_assert(language: Any, condition: Any, message: object, mask: Any) -> None:
         if mask is not None:
             condition = language.or_(condition, language.not_(mask))
         check(language, condition, "device_assert", message)
 
-    def assume(language: Any, condition: Any) -> Any:
+    def assume(language: object, condition: object) -> Any:
         check(language, condition, "assume", "")
         return stock(language, condition)
 
@@ -206,7 +206,7 @@ key is known already. A kernel's hash is its key, so this is for the whole proce
 """
 
 
-def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
+def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: object) -> Any:
     """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
     made = kernel.warmup(**arguments, **{**FUSED, **options})
     if hasattr(made, "result"):  # compiled in the background
@@ -215,7 +215,7 @@ def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
     return made
 
 
-def hooks() -> tuple[Any, Any]:
+def hooks() -> tuple[object, object]:
     """What is to be called around a launch; None where Triton's chain is empty: that costs less."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return enter if getattr(enter, "calls", True) else None, (
@@ -224,7 +224,7 @@ def hooks() -> tuple[Any, Any]:
 
 
 @contextmanager
-def scratch_from(memory: Any) -> Iterator[None]:
+def scratch_from(memory: object) -> Iterator[None]:
     """Within the block launches have ``memory``, a tensor, for scratch memory; None: as Triton has it."""
     if memory is None:
         yield
@@ -237,7 +237,7 @@ def scratch_from(memory: Any) -> Iterator[None]:
 
 
 def direct(
-    kernel: Any, kinds: Callable[[Any], Any], nested: Callable[[list[Any]], list[Any]]
+    kernel: Any, kinds: Callable[[Any], object], nested: Callable[[list[Any]], list[Any]]
 ) -> DirectLaunch | None:
     """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
 
@@ -268,7 +268,7 @@ def _launcher_class() -> Any:
     return CudaLauncher
 
 
-def named(value: Any, beyond: re.Pattern[str]) -> Iterator[Any]:
+def named(value: object, beyond: re.Pattern[str]) -> Iterator[object]:
     """Constants, values, modules, classes, functions, jitted ones as they are: each before what it names.
 
     Of modules that ``beyond`` matches a function or a class is among them, if it is named by itself.
@@ -276,7 +276,7 @@ def named(value: Any, beyond: re.Pattern[str]) -> Iterator[Any]:
     return _named(value, beyond, set())
 
 
-def _named(value: Any, beyond: re.Pattern[str], seen: set[int]) -> Iterator[Any]:
+def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[object]:
     found = value
     while hasattr(value, "fn"):  # under triton.jit, an autotuner, heuristics
         found, value = value, value.fn
@@ -299,7 +299,7 @@ def _named(value: Any, beyond: re.Pattern[str], seen: set[int]) -> Iterator[Any]
                 yield from _named(each, beyond, seen)
 
 
-def _of_class(value: type) -> Iterator[Any]:
+def _of_class(value: type) -> Iterator[object]:
     if hasattr(value, "hash_attrs"):  # an aggregate of Triton's, made of the class that was written
         value = inspect.getclosurevars(value.__new__).nonlocals["cls"]
     for member in vars(value).values():
@@ -308,7 +308,7 @@ def _of_class(value: type) -> Iterator[Any]:
             yield member
 
 
-def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Iterator[Any]:
+def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Iterator[object]:
     """What its code names: constants, and what is around it or in modules there; and its defaults."""
     yield from (function.__defaults__, function.__kwdefaults__)
     around = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
@@ -337,7 +337,7 @@ def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Itera
                 yield constant
 
 
-def wrap_with_statements(wrapper: Callable[[Any], Any]) -> None:
+def wrap_with_statements(wrapper: Callable[[object], object]) -> None:
     """Let ``wrapper`` stand around what Triton's compiler does with a ``with`` statement, from now on."""
     from triton.compiler.code_generator import CodeGenerator  # few need it
 

@@ -16,10 +16,10 @@ import pathlib
 import re
 import secrets
 import types
-from typing import Any
 
 from interlace.runtime.compat.triton_launcher import named, version_and_settings
 from interlace.runtime.compiler.request import Compilation, Measurement
+from interlace.runtime.core.launch import KernelFunction
 
 _NOT_OURS = re.compile(r"(builtins|triton|torch|numpy)(\.|$)")
 _COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/launch.py")
@@ -37,7 +37,7 @@ def folder(path: str) -> pathlib.Path:
     return pathlib.Path(root, f"interlace-{name}")
 
 
-def file_of(request: Compilation, kernel: Any) -> pathlib.Path | None:
+def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None:
     """Where to keep what is made of ``request``; None where something that counts is told by address."""
     told = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
     with contextlib.suppress(OSError):  # of a function without a file
@@ -74,7 +74,7 @@ def _compiler() -> str:
     return "".join((here / name).read_text() for name in _COMPILER)
 
 
-def _told(part: Any) -> str:
+def _told(part: object) -> str:
     """What a compiler may know of ``part``."""
     text = None
     while hasattr(part, "fn"):

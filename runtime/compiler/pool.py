@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.compiler.server import ended_with
@@ -92,7 +91,7 @@ class _Server:
     Of one that stays, ``fits``: what it was started for; ``files``: when what it loaded was changed last.
     """
 
-    def __init__(self, count: int, fits: tuple[Any, ...] = ()) -> None:
+    def __init__(self, count: int, fits: tuple[object, ...] = ()) -> None:
         self.fits = fits
         self.files: dict[str, int] = {}
         settings = {

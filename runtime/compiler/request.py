@@ -11,6 +11,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from interlace.runtime.compiler.lint.faults import NOWHERE, Fault
@@ -49,7 +50,7 @@ class Compilation:
     path: str
     arch: int
     types: dict[str, str]
-    constants: dict[str, Any]
+    constants: dict[str, object]
     divisible: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
@@ -74,7 +75,7 @@ class Entry(Compilation):
         return f"{self.kernel.removesuffix('_kernel')} {self.variant}".rstrip()
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def fixed(self) -> dict[str, object]:
         """``constants`` by the names that they have outside: ``BLOCK_M``."""
         return outside(self.constants)
 
@@ -101,7 +102,7 @@ class Measurement:
     loops: tuple[Loop, ...] = ()
     ptx: str = ""
     scratch: int = 0
-    descriptors: tuple[Mapping[str, Any], ...] = ()
+    descriptors: tuple[Mapping[str, object], ...] = ()
 
 
 def definition(path: str, name: str) -> SourceText:
@@ -112,7 +113,7 @@ def definition(path: str, name: str) -> SourceText:
     return SourceText(f"{os.path.basename(path)}:{line}", ((path, line),))
 
 
-def jitted_function(kernel: Any) -> Any:
+def jitted_function(kernel: object) -> Any:
     """The Python function under ``@triton.jit``, and under what may be around that."""
     function = kernel
     while hasattr(function, "fn"):
@@ -128,8 +129,8 @@ def jitted_function(kernel: Any) -> Any:
 
 
 def specialised_arguments(
-    function: Any, signature: Mapping[str, Any], constexprs: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, Any]]:
+    function: FunctionType, signature: Mapping[str, object], constexprs: Mapping[str, object]
+) -> tuple[dict[str, str], dict[str, object]]:
     """Types and constants: every argument has a type, which is "constexpr" for constants."""
     name, parameters = function.__name__, inspect.signature(function).parameters
     signature, constexprs = leaves(signature), leaves(constexprs)
@@ -137,7 +138,7 @@ def specialised_arguments(
         if argument.partition(".")[0] not in parameters:
             raise ValueError(f"{name} has no argument {argument!r}; it has {', '.join(parameters)}")
     types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
+    constants: dict[str, object] = {}
     for argument, parameter in _by_field(parameters, (*signature, *constexprs)):
         must = "constexpr" in str(parameter.annotation)
         kind = signature.get(argument)
@@ -179,7 +180,7 @@ def _type(name: str, argument: str, kind: object) -> str:
     return kind
 
 
-def _constant(name: str, argument: str, value: Any) -> Any:
+def _constant(name: str, argument: str, value: object) -> object:
     """``value`` as it can be sent to another process."""
     import triton.language as tl
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import IO, Any
+from typing import IO
 
 from interlace.runtime.compat.triton_launcher import knobs, ready_to_compile
 from interlace.runtime.compiler import worker
@@ -81,13 +81,13 @@ def serve(asked: BufferedReader, answers: IO[bytes], count: int) -> None:
     Before a file is loaded there is (index, None). Nobody waits any more once ``asked`` is closed.
     """
 
-    def answer(*what: Any) -> None:
+    def answer(*what: object) -> None:
         pickle.dump(what, answers)
         answers.flush()
 
     requests: Sequence[Compilation] = pickle.load(asked)
     todo = list(enumerate(requests))[::-1]
-    forks: dict[Any, Fork] = {}
+    forks: dict[object, Fork] = {}
     with selectors.DefaultSelector() as events:
         events.register(asked, selectors.EVENT_READ)
         while todo or forks:

@@ -65,7 +65,7 @@ def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> No
     path.with_name(path.name + ".json").write_text(json.dumps(found))
 
 
-def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, Any]:
+def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, object]:
     """Facts to launch ``compiled`` with, and what a program of it takes of a multiprocessor."""
     metadata, source, ptx = compiled.metadata, compiled.src, compiled.asm["ptx"]
     for name, allowed in (("num_ctas", 1), ("profile_scratch_size", 0), ("launch_pdl", False)):
@@ -192,10 +192,10 @@ class Nothing(ModuleType):
             raise AttributeError(name)
         return Nothing(name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "Nothing":
+    def __call__(self, *args: object, **kwargs: object) -> "Nothing":
         return self
 
-    def __or__(self, other: Any) -> "Nothing":
+    def __or__(self, other: object) -> "Nothing":
         return self
 
     __ror__ = __or__
@@ -207,7 +207,7 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
         if name.partition(".")[0] in self._packages:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -266,7 +266,7 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
     if given.keys() != set(names):
         differing = sorted(given.keys() ^ set(names))
         raise TypeError(f"the request and {request.kernel} differ in arguments {differing}")
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "num_warps": request.num_warps,
         "num_stages": request.num_stages,
         **({"maxnreg": request.max_registers} if request.max_registers else {}),
@@ -278,7 +278,7 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
     return compiled(kernel, _specialised(names, request), request.arch, options)
 
 
-def _specialised(names: list[str], request: Compilation) -> dict[str, Any]:
+def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
     """``request`` in Triton's words. A tuple of nothing but constants is one constant."""
     signature, constants = joined(request.types), joined(request.constants)
     places: dict[str, tuple[int, ...]] = {}

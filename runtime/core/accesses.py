@@ -1,25 +1,42 @@
 """Memory accesses of a program: what an interpreter session asks and tells its owner."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-Perform = Callable[..., Any]
+Numbers = NDArray[Any]
+"""An array whose element type is known at run time only: addresses, values, numbers of threads."""
+Lanes = Numbers | None
+"""The number of the thread of each element, flat; None where threads are not told apart."""
 NULL = 4096  # bytes that no process has
 
 
-def threads_of(pointers: Any) -> Any:
-    """The number of the thread behind each element, flat; None where threads are not told apart."""
+class Handle(Protocol):
+    """A value in Triton's interpreter: its elements, and the type that Triton takes them for."""
+
+    data: Numbers
+    dtype: Any
+
+    def get_element_ty(self) -> Any: ...
+
+
+Mask = Handle | None
+Perform = Callable[..., Any]
+
+
+def threads_of(pointers: Handle) -> Lanes:
+    """Who does what is done at each of ``pointers``."""
     threads = getattr(pointers, "threads", None)
     if threads is None or threads.shape == pointers.data.shape:
         return None if threads is None else threads.ravel()
     return np.broadcast_to(threads, pointers.data.shape).ravel()
 
 
-def origin_of(handle: Any) -> Any:
+def origin_of(handle: Handle) -> Any:
     """Where a pointer comes from, None if that is not known."""
     return getattr(handle.dtype, "origin", None)
 
@@ -42,13 +59,13 @@ class Atomic:
     ``value``: the handle of what a "store" stores.
     """
 
-    pointers: Any
-    mask: Any
+    pointers: Any  # a handle; None where a stream does it
+    mask: Mask
     kind: str
     sem: str
     scope: str
     reads_only: bool
-    compare: Any = None
+    compare: Handle | None = None
     each_thread: bool = False
     value: Any = None
 
@@ -77,7 +94,7 @@ class AsyncAccess(NamedTuple):
     Of a queue it can be seen that all up to a number have ended.
     """
 
-    queue: Any
+    queue: Hashable
     time: int
     thread: int
 
@@ -90,9 +107,9 @@ class Hooks(Protocol):
     elements, which read as 0; of a compare-and-swap all.
     """
 
-    def load(self, pointers: Any, mask: Any, perform: Perform) -> Any: ...
+    def load(self, pointers: Handle, mask: Mask, perform: Perform) -> Any: ...
 
-    def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any: ...
+    def store(self, pointers: Handle, value: object, mask: Mask, perform: Perform) -> Any: ...
 
     def atomic(self, atomic: Atomic, perform: Perform) -> Any: ...
 
@@ -105,10 +122,10 @@ class Hooks(Protocol):
         Raises an error that says ``what`` it is.
         """
 
-    def barrier(self, threads: Any = None) -> None:
+    def barrier(self, threads: Lanes = None) -> None:
         """All threads meet, or ``threads``, where they are told apart."""
 
-    def fence(self, sem: str, scope: str, threads: Any = None, *, puts: bool = True) -> None:
+    def fence(self, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True) -> None:
         """``threads``: those that fence, where they are told apart; ``puts``: what they have put, too."""
 
     def pause(self) -> None:

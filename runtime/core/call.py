@@ -210,7 +210,7 @@ class _Callback:
             raise
 
 
-def _read(message: bytes, rank: int) -> tuple[Any, Any, Any]:
+def _read(message: bytes, rank: int) -> tuple[str, Terms, Any]:
     """Op, terms, part; or op, whether it is a TypeError, and why the rank refuses."""
     found = plain.loads(message)
     if isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str):
@@ -232,7 +232,7 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
             kind = TypeError if refused else ValueError
             raise of_another_rank(kind(f"{op}: rank {rank} cannot take part: {text}"))
     op, terms, _ = answers[0]
-    first: dict[str, tuple[int, Any]] = {}  # of each term beside, who says it first
+    first: dict[str, tuple[int, object]] = {}  # of each term beside, who says it first
     for rank, (other_op, other_terms, _) in enumerate(answers):
         if other_op != op:
             raise DifferentOpsError(

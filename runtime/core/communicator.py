@@ -79,7 +79,7 @@ class Communicator:
         self.table = self.tables.table
         self.calls: dict[Any, Call] = {}  # that come again and again
         self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
-        self.numbers: dict[Any, int] = {}  # that ranks have told each other once for all
+        self.numbers: dict[object, int] = {}  # that ranks have told each other once for all
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0
@@ -89,7 +89,7 @@ class Communicator:
         self._since = time.perf_counter()
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
-    def on(self, *values: Any) -> "Communicator":
+    def on(self, *values: object) -> "Communicator":
         """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
         return self
 
@@ -115,7 +115,7 @@ class Communicator:
             text += note
         error.args = (text, *error.args[1:])
 
-    def agree(self, op: str, mine: Any) -> list[Any]:
+    def agree(self, op: str, mine: object) -> list[Any]:
         """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
         return self.told(Call(op, part=mine))
 
@@ -126,7 +126,7 @@ class Communicator:
             self.plans.launched()
         return parts
 
-    def parts(self, call: Call, messages: Any = None) -> list[Any]:
+    def parts(self, call: Call, messages: Callable[[Call], list[bytes]] | None = None) -> list[Any]:
         """Every rank's part of ``call``, by rank, out of ``messages(call)``; raises unless all fit."""
         if self._closed or self._out_of_step:
             raise self._over(call.op)
@@ -311,7 +311,7 @@ class Communicator:
         self,
         before: Callable[[HookedOp], object] | None = None,
         after: Callable[[HookedOp], object] | None = None,
-        on_abort: Callable[[Any, BaseException], object] | None = None,
+        on_abort: Callable[["Communicator", BaseException], object] | None = None,
     ) -> RemovableHandle:
         """Have functions called around every op of this group on this rank; of several in their order.
 
@@ -348,13 +348,13 @@ class Communicator:
         """The engine of this group's plain collectives."""
         return self.place.new_engine(self)
 
-    def call_of(self, op: str, terms: Terms, part: Any) -> Call:
+    def call_of(self, op: str, terms: Terms, part: object) -> Call:
         """The call with these terms, those of the context, and this part, by which it is remembered."""
         before, behind = current().terms
         key = (op, terms := (*before, *terms, *behind), part)
         return self.calls.get(key) or self.remember(key, Call(op, terms, part=part))
 
-    def remember(self, key: Any, call: Call) -> Call:
+    def remember(self, key: object, call: Call) -> Call:
         """Keep ``call`` for the next time the same is asked for.
 
         Raises as ``call.match`` does in a group of one rank, which compares nothing later.
@@ -457,11 +457,11 @@ def _begun(communicator: Communicator, op: str, prepared: PreparedCall, async_op
 
 def internal_form(
     op: str,
-    check: Callable[..., Any],
+    check: Callable[..., object],
     *,
     fills: bool | None = None,
     names: Sequence[str] = (),
-    begin: Callable[..., Any] = _begun,
+    begin: Callable[..., object] = _begun,
 ) -> Callable[..., Work | None]:
     """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
@@ -472,8 +472,8 @@ def internal_form(
 
     def run(
         communicator: Communicator,
-        tensors: Sequence[Any],
-        options: tuple[Any, ...] = (),
+        tensors: Sequence[object],
+        options: tuple[object, ...] = (),
         async_op: bool = False,
     ) -> Any:
         if communicator.hooks.watching:
@@ -495,7 +495,7 @@ def internal_form(
 
 
 def record_form(
-    op: str, arguments: type, tensors: Sequence[str], check: Callable[..., Any], **called: str
+    op: str, arguments: type, tensors: Sequence[str], check: Callable[..., object], **called: str
 ) -> Callable[..., Any]:
     """``op`` for callers with a record of its arguments: ``form(communicator, given, outputs, async_op)``.
 
@@ -508,7 +508,7 @@ def record_form(
     tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*others)
     order = [*tensors, "outputs", *others]
 
-    def checked(communicator: Communicator, *values: Any) -> Any:
+    def checked(communicator: Communicator, *values: object) -> Any:
         known = dict(zip(order, values, strict=True))
         outputs = known.pop("outputs")
         return check(communicator, arguments(**known), outputs)
@@ -517,7 +517,7 @@ def record_form(
     run = internal_form(op, checked, fills=False, names=names)
 
     def form(
-        communicator: Communicator, given: Any, outputs: Any = None, async_op: bool = False
+        communicator: Communicator, given: object, outputs: object = None, async_op: bool = False
     ) -> Any:
         known = given.__dict__
         return run(communicator, (*tensors_of(known), outputs), others_of(known), async_op)
@@ -525,7 +525,7 @@ def record_form(
     return form
 
 
-def composed_form(op: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
+def composed_form(op: str, prepare: Callable[..., object]) -> Callable[..., Any]:
     """``op`` as another form: ``prepare``, a ``check``, returns that, its tensors and options.
 
     So that may be done from a plan, which has no room for torch code; hooks see the caller's tensors.
@@ -533,7 +533,7 @@ def composed_form(op: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     return internal_form(op, prepare, begin=_composed)
 
 
-def _composed(communicator: Communicator, _: str, prepared: Any, async_op: bool) -> Any:
+def _composed(communicator: Communicator, _: str, prepared: Sequence[Any], async_op: bool) -> Any:
     return prepared[0](communicator, *prepared[1:], async_op)
 
 

@@ -56,7 +56,7 @@ class CallContext:
     op_ranges: OpRanges | None = None
 
     @functools.cached_property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The part of it that decides what ranks agree on and what they launch."""
         return self.needs, self.beside, self.overrides
 
@@ -105,7 +105,7 @@ class needing:
         _held.reset(self._token)
 
 
-def comparing(*terms: tuple[str, Any]) -> contextlib.AbstractContextManager[None]:
+def comparing(*terms: tuple[str, object]) -> contextlib.AbstractContextManager[None]:
     """Within it ranks compare these terms beside those of whatever op is called."""
     return context_with(beside=(*current().beside, *terms))
 
@@ -122,5 +122,5 @@ def name_algorithm(algorithm: str) -> None:
         op_ranges.begin(algorithm)
 
 
-def profile_range(what: str) -> contextlib.AbstractContextManager[Any]:
+def profile_range(what: str) -> contextlib.AbstractContextManager[object]:
     return profiler.record_function(f"interlace:{what}")

@@ -42,7 +42,7 @@ from interlace.runtime.core.stream import Event, Outcome
 Tensors = Sequence[torch.Tensor]
 Parts = torch.Tensor | Tensors
 """Tensors by rank, or one that is as many equal parts, one behind the other, on all ranks."""
-ENGINES: dict[str, Callable[[Any], "Engine"]] = {}
+ENGINES: dict[str, Callable[..., "Engine"]] = {}
 """What makes the engine of a communicator; "streams" is for ranks that work on streams."""
 ALL = -1  # ranks
 

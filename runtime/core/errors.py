@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 OF_PARENT = (
     "this group belongs to the parent process; a forked child has to make its own (start processes with "
@@ -65,7 +65,7 @@ class PeerDiedError(InterlaceError):
         self.rank, self.pid, self.doing, self.how = rank, pid, doing, how
         super().__init__(f"rank {rank} (pid {pid}) {how} {doing}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.pid, self.doing, self.how), {"args": self.args}
 
 
@@ -120,7 +120,7 @@ class DeadlockError(InterlaceError):
         lines += [f"  {line}" for line in finished]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.blocked, self.seed, self.finished)
 
 
@@ -131,7 +131,7 @@ class MemoryAccessError(InterlaceError):
         self.kind = kind
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.kind)
 
 
@@ -150,7 +150,7 @@ class CollectiveTimeoutError(InterlaceError):
         self.waited_for = waited_for
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.waited_for)
 
 

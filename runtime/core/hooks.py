@@ -92,12 +92,12 @@ class Form(NamedTuple):
     """An internal form: its name, its ``check``, what it fills (see ``internal_form``), and itself."""
 
     op: str
-    check: Callable[..., Any]
+    check: Callable[..., object]
     fills: bool | None
     names: Sequence[str]
     call: Callable[..., Any]
 
-    def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> Iterator[tuple[str, object]]:
         """Its arguments by name, but for absent ones; a record of arguments stands for its fields.
 
         Of a fused op, whose names are given, options that are None are there, too.
@@ -164,23 +164,23 @@ class OpHooks:
     # -- what the communicator leaves to this while ``watching`` ---------------------------------
 
     def form(
-        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], async_op: bool
+        self, form: Form, tensors: Sequence[object], options: tuple[object, ...], async_op: bool
     ) -> Any:
         call = self._call(form.op, form.named(tensors, options))
         given = call.group, tensors, options, async_op
         return self._around(call, functools.partial(form.call, *given))
 
-    def run(self, op: str, *arguments: Any) -> Any:
+    def run(self, op: str, *arguments: object) -> Any:
         call = self._call(op, ())
         return self._around(call, lambda: call.group.run(op, *arguments))
 
-    def transfer(self, call: Call, start: Any, *given: Any) -> Any:
+    def transfer(self, call: Call, start: object, *given: object) -> Any:
         seen = self._call(call.op, zip(("tensor", "peer", "tag"), given, strict=True))
         return self._around(seen, lambda: seen.group.transfer(call, start, *given))
 
     # -- an op -------------------------------------------------------------------------------------
 
-    def _call(self, op: str, named: Iterable[tuple[str, Any]]) -> HookedOp:
+    def _call(self, op: str, named: Iterable[tuple[str, object]]) -> HookedOp:
         self._count += 1
         inputs, outputs, options = {}, {}, {}
         for name, value in named:
@@ -199,11 +199,11 @@ class OpHooks:
         views = [MappingProxyType(each) for each in (inputs, outputs, options)]
         return HookedOp(op, self._communicator, self._count, views[0], views[1], views[2])
 
-    def _is_source(self, src: Any = None, group_src: Any = None, **_: Any) -> bool:
+    def _is_source(self, src: object = None, group_src: object = None, **_: object) -> bool:
         group = self._communicator
         return bool(group.rank == group_src if src is None else group.ranks[group.rank] == src)
 
-    def _around(self, call: HookedOp, run: Callable[[], Any]) -> Any:
+    def _around(self, call: HookedOp, run: Callable[[], object]) -> Any:
         self.watching, self._within = False, True  # hooks see no ops within ops
         self.naming = profiled = _profiled
         self._ranges = None
@@ -249,7 +249,7 @@ class OpHooks:
         call: HookedOp,
         started: float,
         error: BaseException | None,
-        result: Any = None,
+        result: object = None,
     ) -> None:
         seconds = time.perf_counter() - started
         outputs = MappingProxyType({**call.outputs, **dict(_tensors("result", result))})
@@ -329,7 +329,7 @@ class WatchedWork(Work):
         return super().exception() or self._raised
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in ``value``, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -341,7 +341,7 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(f"{name}[{index}]", each)
 
 
-def _is_absent(value: Any) -> bool:
+def _is_absent(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and not value)
 
 
@@ -356,7 +356,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 

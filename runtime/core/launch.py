@@ -17,9 +17,9 @@ listed in the kernel's ``do_not_specialize`` also on whether a number is 1, and 
 import collections
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,12 +29,21 @@ ALIGNMENT = 16
 SMALL = 1 << 31  # numbers below are 32 bits wide
 
 
-def leaves(arguments: Mapping[str, Any]) -> dict[str, Any]:
+class KernelFunction(Hashable, Protocol):
+    """A function of Triton's: compiled for a GPU, interpreted on a CPU."""
+
+    fn: Callable[..., object]
+    __name__: str
+
+    def __getitem__(self, grid: object) -> Callable[..., object]: ...
+
+
+def leaves(arguments: Mapping[str, object]) -> dict[str, Any]:
     """By path: ``{"input": Rows(x, 8)}`` is ``{"input.ptr": x, "input.stride": 8}``."""
     return dict(_leaves("", arguments.items()))
 
 
-def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, object]]:
     for name, value in named:
         if isinstance(value, tuple):
             fields = getattr(value, "_fields", range(len(value)))
@@ -43,7 +52,7 @@ def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, Any]]:
             yield prefix + str(name), value
 
 
-def joined(by_path: Mapping[str, Any]) -> dict[str, Any]:
+def joined(by_path: Mapping[str, object]) -> dict[str, object]:
     """The counterpart of :func:`leaves`: tuples with these names again, of classes made up here."""
     found: dict[str, Any] = {}
     for path, value in by_path.items():
@@ -70,7 +79,7 @@ def outside_name(path: str) -> str:
     return _OF_ONE_THING.get(name, name).format(of) if of else name
 
 
-def outside(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def outside(arguments: Mapping[str, object]) -> dict[str, object]:
     """Single values by the names that they have outside."""
     return {outside_name(path): value for path, value in leaves(arguments).items()}
 
@@ -91,7 +100,7 @@ _OF_ONE_THING = {
 
 
 @functools.lru_cache(maxsize=256)
-def general(kernel: Any) -> frozenset[str]:
+def general(kernel: KernelFunction) -> frozenset[str]:
     """The parameters of whose values a compiled kernel does not depend: all fields, if it is a tuple."""
     listed = getattr(kernel, "do_not_specialize", None)
     if listed is None:  # an interpreted function keeps what it was decorated with
@@ -101,20 +110,20 @@ def general(kernel: Any) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def constants(kernel: Any) -> frozenset[str]:
+def constants(kernel: KernelFunction) -> frozenset[str]:
     annotations = kernel.fn.__annotations__.items()
     return frozenset(name for name, kind in annotations if "constexpr" in str(kind))
 
 
 @functools.lru_cache(maxsize=256)
-def read_only(kernel: Any) -> frozenset[str]:
+def read_only(kernel: KernelFunction) -> frozenset[str]:
     """The pointers that the kernel's annotations declare const: ``tl.const``, ``"const"``, ``"*kfp32"``."""
     annotations = {name: str(kind) for name, kind in kernel.fn.__annotations__.items()}
     declared = (name for name, kind in annotations.items() if "const" in kind or kind[:2] == "*k")
     return frozenset(declared) - constants(kernel)
 
 
-def compiled_with(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def compiled_with(kernel: KernelFunction, arguments: Mapping[str, object]) -> dict[str, object]:
     """``arguments`` to compile ``kernel`` with, not to run it: ``general`` tuples tell nothing."""
     return {
         name: type(value)(*map(_any_number, value))
@@ -124,14 +133,14 @@ def compiled_with(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _any_number(value: Any) -> Any:
+def _any_number(value: object) -> Any:
     """An integer as wide as ``value``, but neither 1 nor a multiple of 16; other values as they are."""
     if type(value) is not int:
         return value
     return 3 if -SMALL <= value < SMALL else SMALL + 3
 
 
-def kind_of(path: str, value: Any) -> str:
+def kind_of(path: str, value: object) -> str:
     """What Triton takes ``value`` for. TypeError if it takes none such."""
     try:
         return str(mangle_type(value))
@@ -140,11 +149,11 @@ def kind_of(path: str, value: Any) -> str:
 
 
 def specialised(
-    kernel: Any, arguments: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
+    kernel: KernelFunction, arguments: Mapping[str, object]
+) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
     """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
     types: dict[str, str] = {}
-    fixed: dict[str, Any] = {}
+    fixed: dict[str, object] = {}
     divisible = []
     for path, value in leaves(arguments).items():
         name = path.partition(".")[0]
@@ -163,7 +172,7 @@ def specialised(
     return types, fixed, tuple(divisible)
 
 
-def checked_grid(grid: Iterable[Any]) -> tuple[int, ...]:
+def checked_grid(grid: object) -> tuple[int, ...]:
     if not isinstance(grid, Iterable):
         raise TypeError(f"grid must be a tuple of 1 to 3 whole numbers, got {grid!r}")
     extents = tuple(grid)

@@ -171,7 +171,7 @@ class Workspace:
         return self.buffer.rank
 
     def kernel_launch(
-        self, kernel: Any, grid: int, given: dict[str, Any], **options: Any
+        self, kernel: object, grid: int, given: dict[str, Any], **options: Any
     ) -> KernelLaunch:
         """A launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size
@@ -276,11 +276,11 @@ class Tables:
 
     def __init__(self, place: Any) -> None:
         self._place = place
-        self.lasting: dict[Any, torch.Tensor] = {}
-        self._passing: dict[Any, torch.Tensor] = {}
+        self.lasting: dict[object, torch.Tensor] = {}
+        self._passing: dict[object, torch.Tensor] = {}
 
     def table(
-        self, key: Any, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
+        self, key: object, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
     ) -> torch.Tensor:
         """The table of ``rows()``; old ``passing`` ones are dropped, but those of captured graphs."""
         table = self.lasting.get(key)

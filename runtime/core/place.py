@@ -28,7 +28,7 @@ DEFAULT_TIMEOUT = 300.0
 MOST_SECONDS = 1e6  # what waits of the system take; eleven days
 
 
-def positive_seconds(name: str, value: Any) -> float:
+def positive_seconds(name: str, value: object) -> float:
     """``value``, a number of seconds or a timedelta, if it can bound a wait: more than 0, and finite."""
     number = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -71,7 +71,7 @@ class Nodes:
 
     of: tuple[int, ...]
     put: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.put in PUTS, self.put
@@ -264,7 +264,7 @@ class PlaceStreams(PlaceRank, ABC):
     def hold_current(self, event: Event, waiting_for: str) -> None:
         """Let the caller's later torch code run only after ``event``: blocks on a CPU, not on a GPU."""
 
-    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+    def future_of(self, event: Event, value: object) -> torch.futures.Future[Any] | None:
         """A future of ``value``, which is there at ``event``; None where a plain one will do."""
         return None
 
@@ -333,7 +333,7 @@ class UserKernels(PlaceRank):
 class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
     """Memory, execution and control of one rank of one group."""
 
-    def new_engine(self, communicator: Any) -> Engine:
+    def new_engine(self, communicator: object) -> Engine:
         """The engine of the plain collectives of ``communicator``, which is on this place."""
         return ENGINES["streams"](communicator)
 

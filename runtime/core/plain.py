@@ -48,7 +48,7 @@ def record(cls: C) -> C:
     return cls
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     """``value`` as bytes; TypeError if there is something in it that is no plain data."""
     parts: list[bytes] = []
     _write(value, parts.append)
@@ -112,7 +112,7 @@ def loads(data: bytes) -> Any:
     return value
 
 
-def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+def _read(data: bytes, at: int, depth: int) -> tuple[object, int]:
     letter, at = data[at : at + 1], at + 1
     if letter in _CONSTANTS:
         return _CONSTANTS[letter], at
@@ -148,7 +148,7 @@ def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     return text.decode(errors="surrogatepass"), at
 
 
-def _read_items(data: bytes, at: int, letter: bytes, count: int, depth: int) -> tuple[Any, int]:
+def _read_items(data: bytes, at: int, letter: bytes, count: int, depth: int) -> tuple[object, int]:
     if depth < 0:
         raise UnreadableError(f"a message is more than {DEEPEST} deep")
     items = []

@@ -108,7 +108,7 @@ class Stream(ABC):
         """Copy between equal shapes; either side may be a peer's memory (the copy engine)."""
 
     @abstractmethod
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         """Run torch code whose kernels belong at this point of the stream."""
 
     @abstractmethod

@@ -170,7 +170,7 @@ def _wide(
     dtype: torch.dtype,
     binary: Binary,
     finish: Finish = _nothing,
-    load: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+    load: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Fold:
     """In a wider dtype, to which ``load`` or torch's operators bring the parts; the output may be of it."""
 

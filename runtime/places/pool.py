@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
@@ -184,9 +184,9 @@ class ProcessPool:
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         world_size: int | None = None,
         setup: Setup | None = None,
@@ -319,7 +319,7 @@ class ProcessPool:
             if child.process.is_alive()
         ]
 
-    def _kill(self, ranks: Any) -> None:
+    def _kill(self, ranks: Iterable[int]) -> None:
         for rank in list(ranks):
             child = self._children.pop(rank, None)
             if child is not None:
@@ -354,7 +354,7 @@ default_pool = ProcessPool(MAX_WORLD_SIZE)
 
 
 def _pickled_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], setup: Setup | None
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, object], setup: Setup | None
 ) -> bytes:
     """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 from interlace.runtime.compat.environment import debugging
 from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
@@ -95,7 +94,7 @@ def _follow(text: str) -> None:
     if not path:
         return
     stamp = str(int(time.time()) + LATER)
-    said: dict[str, Any] = {"message": text, "extraInfo": {"timestamp": stamp}}
+    said: dict[str, object] = {"message": text, "extraInfo": {"timestamp": stamp}}
     if not os.path.exists(path):
         with open(path, "w") as file:
             json.dump({"message": said}, file)

@@ -52,7 +52,7 @@ class TaskReport:
         return InterlaceError(self.summary)
 
 
-def success(value: Any) -> TaskReport:
+def success(value: object) -> TaskReport:
     """The report of a function that returned ``value``. Raises TypeError if that cannot be pickled."""
     try:
         return TaskReport(False, pickled(value))

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from interlace.runtime.core.errors import (
     CollectiveTimeoutError,
@@ -48,10 +48,28 @@ _KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "
           "all_to_all")  # fmt: skip
 JOB_AND_RANK = re.compile(r"(.+)_rank_[0-9]+")  # names of files
 _log = logging.getLogger("interlace")
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def register(group: Any) -> None:
+class RecordedGroup(Protocol):
+    """A group of processes, as its record needs it: a HostGroup."""
+
+    rank: int
+    world_size: int
+    prefix: str
+    names: tuple[int, ...]
+    pids: dict[int, int]
+    nonce: bytes
+    tag: str
+    dumped: bool
+    control: Any  # a Control, while it has joined
+
+    def close(self) -> None: ...
+
+
+_groups: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
+
+
+def register(group: RecordedGroup) -> None:
     """``group``, a HostGroup, has joined: dump it on SIGUSR2, if the application has no use for that."""
     _groups.add(group)
     if threading.current_thread() is threading.main_thread():
@@ -60,7 +78,7 @@ def register(group: Any) -> None:
                 signal.signal(signal.SIGUSR2, lambda number, frame: dump_all("SIGUSR2 has come"))
 
 
-def known_as(group: Any, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
+def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
     """Say in the record which ranks of the job are in ``group``; and in ``whole``, if on several hosts."""
     if group.control is not None:
         pids = tuple(group.pids[rank] for rank in range(group.world_size))
@@ -68,19 +86,19 @@ def known_as(group: Any, ranks: Sequence[int], whole: Sequence[int] = ()) -> Non
         group.control.recorder.about(who)
 
 
-def began(group: Any, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
+def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
     """An op begins that is no message to all ranks of ``group``; its number there, 0 if none is kept."""
     return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
 
 
-def ended(group: Any, number: int) -> None:
+def ended(group: RecordedGroup, number: int) -> None:
     """What :func:`began` has ended."""
     if number and (control := group.control) is not None:
         control.recorder.other_ended(number)
 
 
 @contextlib.contextmanager
-def recorded(group: Any, op: bytes | str) -> Iterator[None]:
+def recorded(group: RecordedGroup, op: bytes | str) -> Iterator[None]:
     """Around an op that :func:`began` is for; what it raises leaves it open."""
     number = began(group, op)
     yield
@@ -112,7 +130,9 @@ def _tag(group: Any) -> str:
     return str(group.tag or group.nonce.hex()[:8])
 
 
-def dump(group: Any, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING) -> None:
+def dump(
+    group: RecordedGroup, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING
+) -> None:
     """Write this process's records, and those of ``blamed``, ranks of ``group``, which has failed; once."""
     if group.dumped or group.control is None:
         return
@@ -129,7 +149,7 @@ def dump_last(why: str) -> None:
         group.dumped = True
 
 
-def record_of(group: Any, rank: int) -> RankRecord | None:
+def record_of(group: RecordedGroup, rank: int) -> RankRecord | None:
     """The record of ``rank`` in ``group``; None if it cannot be read."""
     control = group.control
     with contextlib.suppress(Exception):
@@ -275,7 +295,7 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
 
 FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
 
-_everywhere: weakref.WeakSet[Any] = weakref.WeakSet()
+_everywhere: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
 """The groups of this process; a judge may outlive its group, in an error's traceback."""
 
 
@@ -299,12 +319,12 @@ def aborted_by(rank: int, reason: str) -> str:
 class Blame:
     """The judge of the waits of ``group``, a HostGroup."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: RecordedGroup) -> None:
         self.group = weakref.proxy(group)
         _everywhere.add(group)
 
     @staticmethod
-    def everywhere() -> list[Any]:
+    def everywhere() -> list[RecordedGroup]:
         """The groups of this process that have met."""
         return [group for group in list(_everywhere) if group.control is not None]
 

@@ -240,7 +240,7 @@ class PastOp:
 
     number: int
     op: str
-    terms: Any
+    terms: object
     site: Any
     began: int
     ended: int
@@ -325,7 +325,7 @@ class RankRecord:
         return sorted((op for op in self.others if op.peer >= 0), key=lambda op: op.number)
 
 
-def _is_site(site: Any) -> bool:
+def _is_site(site: object) -> bool:
     return site is None or (type(site) is tuple and [*map(type, site)] == [str, str, int])
 
 
@@ -357,13 +357,13 @@ def _entries(region: bytes, start: int) -> list[PastOp]:
     return found
 
 
-def _op(text: Any) -> tuple[str, Any]:
+def _op(text: object) -> tuple[str, object]:
     if type(text) is tuple and len(text) == 3 and type(text[0]) is str:
         return text[0], text[1]
     return "?", None
 
 
-def _text(region: bytes, told: int, offset: int) -> Any:
+def _text(region: bytes, told: int, offset: int) -> object:
     """The text at ``offset``; None if there is none, or another one by now."""
     (generation,) = _WORD.unpack_from(region, LOG)
     place = (offset & ((1 << OFFSET) - 1)) - 1

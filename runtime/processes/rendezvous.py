@@ -418,7 +418,7 @@ _KEY_BYTES, _PID_BYTES = 7, 8
 class MeetingPoint(Protocol):
     """What the ranks of a group that is being made need until all are connected."""
 
-    def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
+    def cards(self, group: object, own: bytes) -> tuple[list[SocketCard], bytes]:
         """The card of every rank of ``group``, by rank, and a nonce of theirs alone. Collective."""
 
     def forget(self) -> None:
@@ -434,7 +434,7 @@ class MeetingPoint(Protocol):
 class StoreMeeting:
     """Ranks meet in a store, under the prefix of the group that they make. ``watch``: see ``meet``."""
 
-    def __init__(self, store: Store, watch: Callable[[Any], None] = lambda found: None) -> None:
+    def __init__(self, store: Store, watch: Callable[[object], None] = lambda found: None) -> None:
         self._store, self._watch = store, watch
         self._rank, self._key, self._nonce = 0, "", ""
 
@@ -634,8 +634,8 @@ class MemoryRoll:
 
 
 def reunite(
-    roll: Roll, ranks: Sequence[int] | None, join: Callable[[Sequence[int], str, Interruption], Any]
-) -> tuple[Any, list[int]]:
+    roll: Roll, ranks: Sequence[int] | None, join: Callable[[Sequence[int], str, Interruption], T]
+) -> tuple[T, list[int]]:
     """A group of those of ``ranks``, by default of all, that live; and who they are in ``roll``'s.
 
     Collective over them; that group may have failed, but must not be closed. ``join(ranks, name, over)``

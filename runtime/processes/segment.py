@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -143,7 +143,7 @@ class Mapping:
         weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
     @property
-    def __array_interface__(self) -> dict[str, Any]:
+    def __array_interface__(self) -> dict[str, object]:
         return {
             "data": (self.address, False),
             "shape": (self.nbytes,),

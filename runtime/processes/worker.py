@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -43,7 +43,7 @@ class Helper(threading.Thread):
         self,
         name: str,
         target: Callable[..., object],
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         at_work: Callable[[], object] = lambda: False,
         *,
         endless: bool = False,
@@ -126,7 +126,7 @@ class OrderedWorker:
         return True
 
     def _perform(
-        self, future: Future[Any], function: Callable[[], Any], context: contextvars.Context
+        self, future: Future[T], function: Callable[[], T], context: contextvars.Context
     ) -> None:
         """Run what was submitted, in the thread."""
         try:

@@ -173,7 +173,7 @@ def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> M
 def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
     """Put ``measured`` into ``file``, over one of the same mesh and backend. Raises as ``change``."""
 
-    def changed(content: list[MeasuredMesh] | None) -> dict[str, Any]:
+    def changed(content: list[MeasuredMesh] | None) -> dict[str, object]:
         key = measured.backend, measured.mesh
         kept = [each for each in content or () if (each.backend, each.mesh) != key]
         meshes = [asdict(each) for each in [*kept, measured]]

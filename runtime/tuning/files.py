@@ -77,7 +77,7 @@ class MeasuredFile(Generic[Content]):
     format: str
     version: int
     variable: str
-    parse: Callable[[dict[str, Any]], Content]
+    parse: Callable[[dict[str, object]], Content]
 
     def path(self, usual: Callable[[], str]) -> pathlib.Path | None:
         """The file, by default ``usual()`` in the user's cache folder; None if the user wants none."""
@@ -148,7 +148,7 @@ class MeasuredFile(Generic[Content]):
             raise OSError(f"{file}: cannot be written: {error}") from None
 
     def change(
-        self, file: pathlib.Path, changed: Callable[[Content | None], dict[str, Any]]
+        self, file: pathlib.Path, changed: Callable[[Content | None], dict[str, object]]
     ) -> None:
         """Put ``changed(content)`` into the file, where None is the content of none.
 
@@ -362,7 +362,7 @@ def digest(rows: Sequence[CacheRow]) -> str:
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
     """Merge ``rows`` into ``file``, over those of the same key and machine. Raises as ``change``."""
 
-    def merged(content: CacheRows | None) -> dict[str, Any]:
+    def merged(content: CacheRows | None) -> dict[str, object]:
         found = content or {}
         found[about] = list({row.key: row for row in [*found.get(about, ()), *rows]}.values())
         machines = [

@@ -279,9 +279,9 @@ class _Agreed:
     rows: tuple[files.CacheRow, ...]
     asks: bool  # rank 0, because caches differ
     gather: GatherTime | None = None
-    chosen: dict[Any, Any] = field(default_factory=dict)
+    chosen: dict[object, Any] = field(default_factory=dict)
 
-    def keep(self, key: Any, choice: Any) -> None:
+    def keep(self, key: object, choice: object) -> None:
         if len(self.chosen) >= MOST_CHOICES:  # on all ranks at once
             self.chosen.clear()
         self.chosen[key] = choice
@@ -387,7 +387,7 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
     return choice
 
 
-def _told(communicator: Communicator, op: str, mine: Any) -> list[Any]:
+def _told(communicator: Communicator, op: str, mine: object) -> list[Any]:
     """Every rank's ``mine``; raises where one refuses the op. No plan has it, as it is told but once."""
     place = communicator.place
     call = Call(op, part=mine)

@@ -79,7 +79,7 @@ def copied_back(
     return compute.record()
 
 
-def remember(communicator: Communicator, key: Any, call: Call) -> Call:
+def remember(communicator: Communicator, key: object, call: Call) -> Call:
     """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype):
@@ -112,7 +112,7 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return checked
 
 
-def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+def target(name: str, value: object, communicator: Communicator) -> torch.Tensor:
     """``value``, detached, if a collective can also write it, each element once."""
     checked = source(name, value, communicator)
     overlaps = not checked.is_contiguous() and any(
@@ -126,7 +126,7 @@ def target(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return checked
 
 
-def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
+def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor:
     """``value`` if it is a tensor on the group's device; one over its memory if it is another array."""
     if not isinstance(value, torch.Tensor):
         value = imported(name, value)
@@ -151,7 +151,7 @@ def tensor(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
     return value.detach()
 
 
-def imported(name: str, value: Any) -> Any:
+def imported(name: str, value: object) -> Any:
     """A tensor over the memory of ``value`` if that is an array of another library: CuPy, NumPy, JAX ...
 
     By DLPack, so nothing is copied and what is written is written in place; on a GPU torch's current stream
@@ -175,7 +175,7 @@ def imported(name: str, value: Any) -> Any:
         ) from error
 
 
-def _negative_strides(array: Any) -> tuple[int, ...]:
+def _negative_strides(array: object) -> tuple[int, ...]:
     """All strides, in bytes, if some dimension runs backwards, as far as the array says; else ()."""
     for name in ("__array_interface__", "__cuda_array_interface__"):
         about = getattr(array, name, None)
@@ -264,7 +264,7 @@ def same_dtype(name: str, dtype: torch.dtype, other: str, expected: torch.dtype)
         raise TypeError(f"{name} is {dtype}, {other} is {expected}")
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
     """``value`` if it is one of ``allowed``; reduce ops of torch are known by their names too."""
     text = str(value).rsplit(".", 1)[-1].lower() if not isinstance(value, str) else value
     if text not in allowed:
@@ -272,7 +272,7 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     return text
 
 
-def seconds(name: str, value: Any) -> float | None:
+def seconds(name: str, value: object) -> float | None:
     """A time, given as a number of seconds or a timedelta, or None."""
     if value is None:
         return None
@@ -284,7 +284,7 @@ def seconds(name: str, value: Any) -> float | None:
     return float(number)
 
 
-def integer(name: str, value: Any) -> int:
+def integer(name: str, value: object) -> int:
     if type(value) is int:
         return value
     if not isinstance(value, bool) and hasattr(value, "__index__"):
@@ -295,8 +295,8 @@ def integer(name: str, value: Any) -> int:
 
 def group_rank(
     name: str,
-    value: Any,
-    group_value: Any,
+    value: object,
+    group_value: object,
     communicator: Communicator,
     *,
     default: int | None = None,
@@ -328,17 +328,17 @@ def check_member(name: str, value: int, communicator: Communicator) -> None:
         raise ValueError(f"{name} must be within 0..{communicator.world_size - 1}, got {value}")
 
 
-def index(name: str, value: Any, length: int) -> int:
+def index(name: str, value: object, length: int) -> int:
     value = integer(name, value)
     if not length:
         raise ValueError(f"{name} {value} does not exist: there is none at all")
     if not -length <= value < length:
         raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
-    return value % length  # type: ignore[no-any-return]
+    return value % length
 
 
 def matrix(
-    name: str, value: Any, input: torch.Tensor, inner: int | None, communicator: Communicator
+    name: str, value: object, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
     """A weight: ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
     weight = tensor(name, value, communicator)
@@ -365,13 +365,13 @@ def bias_of(
     return bias.contiguous()
 
 
-def flag(name: str, value: Any) -> None:
+def flag(name: str, value: object) -> None:
     """Raise unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def output_dtype(value: Any, input: torch.Tensor) -> torch.dtype:
+def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
     if value is None:
         return input.dtype
     if not isinstance(value, torch.dtype):
@@ -381,7 +381,7 @@ def output_dtype(value: Any, input: torch.Tensor) -> torch.dtype:
 
 
 def equal_on_all(
-    op: str, name: str, values: Sequence[Any], *, kind: type[Exception] = ValueError
+    op: str, name: str, values: Sequence[object], *, kind: type[Exception] = ValueError
 ) -> None:
     """Raise unless all ranks' ``values`` are equal; the same message on every rank."""
     for other, value in enumerate(values):
@@ -406,7 +406,7 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
     return algorithm, out
 
 
-def activation(name: str, value: Any) -> str:
+def activation(name: str, value: object) -> str:
     """``value`` as a name, "" for None and "none"; ValueError if it is none of the activations."""
     if value is None or value in ("", "none"):
         return ""
@@ -423,7 +423,7 @@ def activations(value: Any, count: int, several: bool) -> list[str]:
     return [activation(f"activation[{i}]", each) for i, each in enumerate(value)]
 
 
-def entries(name: str, value: Any, like: str, count: int, *, of: str = "a sequence") -> None:
+def entries(name: str, value: object, like: str, count: int, *, of: str = "a sequence") -> None:
     """Raise unless ``value`` is a sequence with an entry for each of the ``count`` weights ``like``."""
     if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be {of} like {like}, got {type(value).__name__}")
@@ -431,7 +431,7 @@ def entries(name: str, value: Any, like: str, count: int, *, of: str = "a sequen
         raise ValueError(f"{name} has {len(value)} entries, {like} has {count}")
 
 
-def keys_and_values(kv_cache: Any) -> tuple[Any, Any]:
+def keys_and_values(kv_cache: object) -> tuple[Any, Any]:
     """The two; raises TypeError if there are not two."""
     got = type(kv_cache).__name__
     if isinstance(kv_cache, Sequence) and not isinstance(kv_cache, torch.Tensor):
@@ -455,8 +455,8 @@ class Operands(NamedTuple):
 
 def operands(
     communicator: Communicator,
-    input: Any,
-    weight: Any,
+    input: object,
+    weight: object,
     bias: Any,
     options: Any,
     gather_dim: int | None = None,
@@ -547,7 +547,7 @@ def checked_norm(
 
 
 def checked_residual(
-    communicator: Communicator, residual: Any, shape: tuple[int, ...], dtype: torch.dtype
+    communicator: Communicator, residual: object, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
     """A residual of the output's shape and dtype, or None."""
     if residual is None:
@@ -564,7 +564,7 @@ Tensors = Sequence[torch.Tensor]
 
 def parts(
     name: str,
-    whole: Any,
+    whole: object,
     like_name: str,
     like: torch.Tensor,
     communicator: Communicator,
@@ -613,7 +613,7 @@ def _cut(
 
 def one_per_rank(
     name: str,
-    whole: Any,
+    whole: object,
     like_name: str,
     dtype: torch.dtype,
     communicator: Communicator,
@@ -677,7 +677,7 @@ def apart(
                 )
 
 
-def either(name: str, value: Any, alias: str, other: Any, function: str) -> Any:
+def either(name: str, value: object, alias: str, other: object, function: str) -> Any:
     """An argument that has two names; TypeError as Python's own if both or neither are given."""
     if other is None:
         if value is None:

@@ -4,7 +4,7 @@ Reduce operations: their names, the dtypes that they are for, and the factor of 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ OPS: tuple[str, ...] = (*get_args(ReduceName), PREMUL_SUM)
 
 Factor = float | torch.Tensor | None
 
-NAMES: dict[Any, str] = {
+NAMES: dict[object, str] = {
     **{name: name for name in OPS},
     **{name.upper(): name for name in OPS},
     **{getattr(ReduceOp.RedOpType, name.upper()): name for name in OPS},

@@ -69,7 +69,7 @@ class FusionPass(CustomGraphPass):
             report.before, report.after = before, code_of(graph)
             self.on_report(report)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         """A key of what the pass does to a graph, for Inductor's cache; None for what is not cached.
 
         That is where someone wants reports, or has patterns, of whose code nothing is known.
@@ -89,7 +89,7 @@ class _SumsKept(CustomGraphPass):
         if self.policy != "never":
             keep_sums(graph)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         return _sources(), self.policy
 
 
@@ -117,7 +117,7 @@ def graph_kind(graph: fx.Graph) -> str:
 
 def backend(
     graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -147,7 +147,7 @@ def _inductor(
     inputs: Sequence[Any],
     fusion: FusionPass,
     mode: str | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
 ) -> Callable[..., Any]:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -176,19 +176,19 @@ class _Passes(CustomGraphPass):
         for each in self.passes:
             each(graph)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         made = [each.uuid() if hasattr(each, "uuid") else None for each in self.passes]
         return None if any(each is None for each in made) else str(made)
 
 
 def _aot_eager(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], fusion: FusionPass
+    graph_module: fx.GraphModule, inputs: Sequence[object], fusion: FusionPass
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor.decomposition import select_decomp_table
 
-    def compiler(traced: fx.GraphModule, _: Sequence[Any]) -> Any:
+    def compiler(traced: fx.GraphModule, _: Sequence[object]) -> object:
         traced = copy.deepcopy(traced)
         fusion(traced.graph)
         traced.recompile()
@@ -247,11 +247,11 @@ class _Enough(Exception):
 
 
 def explain(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., object],
+    *args: object,
     policy: str = "auto",
     machine: Machine | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Explanation:
     """Every collective in the compiled graphs of ``function(*args, **kwargs)``: fused, or why not.
 
@@ -268,10 +268,10 @@ def explain(
     reports: list[Report] = []
     record = FusionPass(policy, machine, reports.append)
 
-    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[object]) -> Callable[..., object]:
         _aot_eager(graph_module, inputs, record)
 
-        def stop(*_: Any) -> Any:
+        def stop(*_: object) -> object:
             raise _Enough
 
         return stop

@@ -249,12 +249,12 @@ class Pattern:
     """
 
     name: str
-    find: Callable[[Collective], Any]
+    find: Callable[[Collective], object]
     rewrite: Callable[[Collective, Any], None]
     predict: Callable[[Collective, Any, Machine], Prediction] | None = None
 
 
-def check_options(policy: str, machine: Any, patterns: Sequence[Any]) -> None:
+def check_options(policy: str, machine: object, patterns: Sequence[object]) -> None:
     """Raise for what the fusion pass does not take."""
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")

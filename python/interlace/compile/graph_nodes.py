@@ -36,7 +36,7 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -78,11 +79,11 @@ def graph_of(program: AnyGraph) -> fx.Graph:
     )
 
 
-def is_call(node: Any, *targets: Any) -> bool:
+def is_call(node: object, *targets: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def arguments(node: Any) -> Any:
+def arguments(node: fx.Node) -> Any:
     """The arguments of the node's call, of types that only its target knows."""
     return node.args
 
@@ -97,18 +98,18 @@ def shape(node: fx.Node) -> list[Any]:
     return list(value(node).shape)
 
 
-def static(*numbers: Any) -> bool:
+def static(*numbers: object) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether two lists of lengths are equal, as far as that is known; asks for no guards."""
     if len(one) != len(other):
         return False
     return all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
-def hinted(length: Any) -> int | None:
+def hinted(length: int | torch.SymInt) -> int | None:
     """A length, or what a symbolic one was when it was traced; None if that is not known."""
     if isinstance(length, int):
         return length
@@ -143,7 +144,7 @@ def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> f
     return node
 
 
-def origin_of(node: fx.Node) -> dict[str, Any]:
+def origin_of(node: fx.Node) -> dict[str, object]:
     """The part of the ``meta`` of ``node`` that says where it comes from, for nodes in its place."""
     keys = "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"
     return {key: node.meta[key] for key in keys if key in node.meta}
@@ -306,7 +307,7 @@ class NamedCall(NamedTuple):
 
     name: str
     given: dict[str, Any]
-    made: dict[Any, fx.Node | None]
+    made: dict[object, fx.Node | None]
 
 
 def named_call(node: fx.Node) -> NamedCall | None:
@@ -317,10 +318,10 @@ def named_call(node: fx.Node) -> NamedCall | None:
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
         schema = node.target._schema
-        single: dict[Any, fx.Node | None] = {0: node}
+        single: dict[object, fx.Node | None] = {0: node}
         made = _results(node) if len(schema.returns) > 1 else single
         return NamedCall(schema.name, named_arguments(node), made)
-    op: Any = arguments(node)[0]
+    op: OpOverload = arguments(node)[0]
     given, items = dict(node.kwargs), _results(node)
     kinds = {each.name: each.alias_info for each in op._schema.arguments}
     changed = [name for name, kind in kinds.items() if kind is not None and kind.is_write]
@@ -337,12 +338,12 @@ def named_call(node: fx.Node) -> NamedCall | None:
     return NamedCall(op._schema.name, given_to(op, (), given), made)
 
 
-def named_arguments(node: Any) -> dict[str, Any]:
+def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of the node's call as :func:`given_to` gives them."""
     return given_to(node.target, node.args, node.kwargs)
 
 
-def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def given_to(op: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """The arguments of a call of ``op``, by name, in the order of its schema, with defaults."""
     found = {}
     for index, each in enumerate(op._schema.arguments):
@@ -351,7 +352,7 @@ def given_to(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return found
 
 
-def _results(node: fx.Node) -> dict[Any, fx.Node | None]:
+def _results(node: fx.Node) -> dict[object, fx.Node | None]:
     return {arguments(user)[1]: user for user in node.users if user.target is operator.getitem}
 
 
@@ -389,7 +390,7 @@ def _replace_composite(node: fx.Node) -> None:
     if mode is None:
         return
 
-    def call(*given: Any) -> Any:
+    def call(*given: object) -> object:
         known = dict(zip(inputs, given, strict=True))
         args, kwargs = tree_map_only(fx.Node, known.__getitem__, (node.args, node.kwargs))
         return target(*args, **kwargs)
@@ -502,7 +503,7 @@ def at(node: fx.Node) -> Collective | None:
     return Collective(kind, node, input, result, dim, reduce_op, size, name)
 
 
-def _size_of(name: Any) -> int | None:
+def _size_of(name: object) -> int | None:
     """An all_reduce does not carry the size of its group; None if there is no such group yet."""
     try:
         return specs.describe(name)[1]
@@ -540,7 +541,7 @@ def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
     return source, int(along) % value(source).dim()
 
 
-def _slices(source: fx.Node, dim: Any, size: int) -> list[fx.Node] | None:
+def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
     """The ``size`` equal parts of ``source`` along ``dim``, if it is used by nothing else."""
     length = shape(source)[dim]
     user = only_user(source)
@@ -581,7 +582,7 @@ class Scales:
 
     left: fx.Node
     right: fx.Node
-    out_dtype: Any
+    out_dtype: torch.dtype | None
     fast: bool
 
 
@@ -598,7 +599,7 @@ class GraphProduct:
     batch: int = 0
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """A key that products must share to share a fused op."""
         if self.scales is None:
             return (self.batch,)
@@ -618,8 +619,8 @@ MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_m
 
 def product_at(node: fx.Node) -> GraphProduct:
     """The product that ``node`` is; raises :class:`Unfit`."""
-    bias: Any = None
-    added: Any = None
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
     if is_call(node, aten.mm.default):
         left, right = arguments(node)
     elif is_call(node, aten.addmm.default):
@@ -656,7 +657,7 @@ def _scaled(node: fx.Node) -> GraphProduct:
     return GraphProduct(node, left, right, given["bias"], scales=scales)
 
 
-def _expanded_weight(node: Any) -> Any:
+def _expanded_weight(node: fx.Node) -> fx.Node | None:
     """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
     wanted = shape(node)
     while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:

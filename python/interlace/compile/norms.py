@@ -261,7 +261,7 @@ def _finished(
     made: fx.Node,
 ) -> GraphNorm:
     """With the weight, the bias and the rounding behind it, in any order that changes no more than bits."""
-    found: dict[Any, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
+    found: dict[object, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
     if is_call(made, operator.getitem):
         native: Any = made.args[0]
         vectors = native.args[2:4]
@@ -299,7 +299,7 @@ def _as_fp8(norm: GraphNorm, found: Quantisation) -> GraphNorm:
 
 
 def _goes_on(
-    kind: str, made: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[Any, fx.Node | None]
+    kind: str, made: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[object, fx.Node | None]
 ) -> bool:
     """Whether ``user`` rounds what was ``made``, or gives it a weight or a bias that it has not had yet."""
     if is_call(user, *CONVERTS):
@@ -416,7 +416,7 @@ def _written_fp8(y: fx.Node) -> Iterator[Quantisation]:
             yield by_input(made, scale, y)
 
 
-def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.Node, Any, bool]]:
+def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.Node, object, bool]]:
     """Every cast to fp8 of ``node``, which has been divided by ``scale``; with that, and if ``clamped``."""
     for user in node.users:
         dtype = value(user).dtype if is_call(user, *CONVERTS) else None

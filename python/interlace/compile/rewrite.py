@@ -36,7 +36,7 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
     return name if norm is None else f"{name}_norm"
 
 
-def _start(name: str, collective: Collective, like: fx.Node, **given: Any) -> fx.Node:
+def _start(name: str, collective: Collective, like: fx.Node, **given: object) -> fx.Node:
     """Start an op in place of the collective; of arguments by name it gets those it has, else defaults."""
     dim, record = collective.dim, BY_NAME[name]
     about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": collective.reduce_op}
@@ -86,7 +86,7 @@ def _gathering(
     biases: list[fx.Node | None] = [product.bias for product in products]
     if products[0].batch or not any(bias is not None for bias in biases):
         biases = []
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "input": input,
         "weights": weights,
         "biases": biases,
@@ -99,7 +99,7 @@ def _gathering(
     return [_result(started, like, index) for index in range(len(weights) + kept)]
 
 
-def _scaled(scales: Scales | None) -> dict[str, Any]:
+def _scaled(scales: Scales | None) -> dict[str, object]:
     """Arguments of an op for the scales of its operands."""
     if scales is None:
         return {}
@@ -170,7 +170,7 @@ def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | No
 
 
 def _start_normed(
-    collective: Collective, products: list[GraphProduct], norm: GraphNorm, **given: Any
+    collective: Collective, products: list[GraphProduct], norm: GraphNorm, **given: object
 ) -> None:
     """Start the op with a norm in its tail; what it gives takes the place of the norm and of the sum."""
     like = collective.result
@@ -206,7 +206,7 @@ def fuse_reduction(
             both = (bias, norm.added)
             bias = norm.added if bias is None else call(aten.add.Tensor, both, norm.added)
         scales = products[0].scales
-        given: dict[str, Any] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
+        given: dict[str, object] = {"input": left, "weight": right, "bias": bias, **_scaled(scales)}
         if norm is not None and scales is None:
             _start_normed(collective, products, norm, **given)
             return
@@ -236,7 +236,7 @@ def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
     return call(aten.cat.default, (rows, 0), like)
 
 
-def _rows(products: list[GraphProduct], lengths: list[Any]) -> fx.Node:
+def _rows(products: list[GraphProduct], lengths: list[object]) -> fx.Node:
     """The left operands side by side, with the leading dimensions of the whole product."""
     left = products[0].left
     if len(products) > 1:

@@ -181,7 +181,7 @@ _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
 _of_run: Communicator | None = None  # of a process that is one rank: all its threads see it
 _of_process: Communicator | None = None
 _made_from: weakref.ref[Any] | None = None  # torch's default group, if that is where it came from
-_of_process_group: weakref.WeakKeyDictionary[Any, Communicator] = weakref.WeakKeyDictionary()
+_of_process_group: weakref.WeakKeyDictionary[object, Communicator] = weakref.WeakKeyDictionary()
 
 Group = Communicator
 
@@ -236,7 +236,7 @@ def joined() -> Communicator | None:
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
         # the backend may be interlace; not kept, for it ends with that group
-        whole: Any = dist.group.WORLD
+        whole: dist.ProcessGroup | None = dist.group.WORLD
         communicator = whole.interlace_communicator if isinstance(whole, OnInterlace) else None
     return communicator
 
@@ -359,7 +359,7 @@ def shutdown() -> None:
         _of_process = None
 
 
-def resolve(group: Any) -> Communicator:
+def resolve(group: object) -> Communicator:
     """The communicator that ``group`` names. Every op takes a group in each of these forms:
 
     ============================  ====================================================================
@@ -397,7 +397,7 @@ def resolve(group: Any) -> Communicator:
     )
 
 
-def check_group(group: Any, of_handle: Any) -> None:
+def check_group(group: object, of_handle: object) -> None:
     """Raise unless ``group``, if it is given, has the ranks of the group of a handle."""
     ranks = resolve(of_handle).ranks
     if group is not None and resolve(group).ranks != ranks:
@@ -457,7 +457,7 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
     return communicator
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: object = None) -> int:
     """The caller's rank within ``group``, by default within all ranks.
 
     Raises ValueError if the caller is no member, TypeError for what is no group, :class:`InterlaceError` if
@@ -469,7 +469,7 @@ def get_rank(group: Any = None) -> int:
     return resolve(group).rank
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: object = None) -> int:
     """The number of ranks of ``group``, by default of all ranks.
 
     Raises what :func:`get_rank` does. Semantics: ``torch.distributed.get_world_size``, which gives -1 to

@@ -28,11 +28,11 @@ _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakK
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | float | None = None,
-    backend: Any = None,
-    pg_options: Any = None,
+    backend: object = None,
+    pg_options: object = None,
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
-    device_id: Any = None,
+    device_id: object = None,
     sort_ranks: bool = False,
     *,
     group: Group = None,
@@ -87,8 +87,8 @@ def new_subgroups(
     group_size: int,
     group: Group = None,
     timeout: timedelta | float | None = None,
-    backend: Any = None,
-    pg_options: Any = None,
+    backend: object = None,
+    pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
     """Groups of ``group_size`` consecutive ranks of ``group``; the caller's, and all of them.
@@ -115,8 +115,8 @@ def new_subgroups(
 def new_subgroups_by_enumeration(
     ranks_per_subgroup_list: Sequence[Sequence[int]],
     timeout: timedelta | float | None = None,
-    backend: Any = None,
-    pg_options: Any = None,
+    backend: object = None,
+    pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
     """A group for every list of ranks; the caller's, None if there is none, and all of them.
@@ -153,12 +153,12 @@ def _by_enumeration(
 
 
 def split_group(
-    parent_pg: Any = None,
+    parent_pg: Group = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: timedelta | float | None = None,
-    pg_options: Any = None,
+    pg_options: object = None,
     group_desc: str | None = None,
-    backend: Any = None,
+    backend: object = None,
 ) -> Any:
     """The caller's group of those that ``split_ranks``, ranks of the parent, says; None if it has none.
 
@@ -174,7 +174,7 @@ def split_group(
 # -- going on after a rank has died ------------------------------------------------------------
 
 
-def shrink(group: Any = None) -> Any:
+def shrink(group: object = None) -> Any:
     """A group of those ranks of ``group`` that still live, in their order; ``group`` is over.
 
     Every one of them calls it, mostly after an error that said who has died; within the group's timeout.
@@ -198,7 +198,7 @@ def shrink(group: Any = None) -> Any:
     return _reunited(group, None)
 
 
-def rebuild(group: Any, ranks: Sequence[int]) -> Any:
+def rebuild(group: object, ranks: Sequence[int]) -> Any:
     """As :func:`shrink`, but of exactly ``ranks`` of ``group``, whatever the others do.
 
     Raises what :func:`shrink` does, ``PeerDiedError`` if one of ``ranks`` does not live,
@@ -220,14 +220,14 @@ def rebuild(group: Any, ranks: Sequence[int]) -> Any:
     return _reunited(group, members)
 
 
-def _known_group(group: Any) -> Communicator:
+def _known_group(group: object) -> Communicator:
     """The communicator of ``group``, which has been made."""
     if group is None and groups.joined() is None:
         raise InterlaceError("there is no group to go on from: no default group has been made")
     return resolve(group)
 
 
-def _reunited(group: Any, ranks: Sequence[int] | None) -> Any:
+def _reunited(group: object, ranks: Sequence[int] | None) -> Any:
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     if isinstance(group, groups.OnInterlace):

@@ -73,7 +73,7 @@ class GroupSpec:
         if isinstance(self.size, int) and self.size < 1:
             raise ValueError(f"GroupSpec: size must be at least 1, got {self.size}")
 
-    def bind(self, group: Any) -> None:
+    def bind(self, group: object) -> None:
         """From now on the name stands for ``group``, on the calling rank.
 
         Raises ValueError for another size.
@@ -89,7 +89,7 @@ class GroupSpec:
         _found.pop(whole, None)
 
 
-def describe(group: Any, tag: str = "") -> tuple[str, int]:
+def describe(group: object, tag: str = "") -> tuple[str, int]:
     """Name and size of ``group``, in any form that :func:`interlace.groups.resolve` takes, or a GroupSpec.
 
     ``tag`` tells groups over the same list of ranks apart. Needs a live group only for None and names, and
@@ -240,7 +240,7 @@ def rows_of(name: str) -> list[list[int]]:
     return [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
 
 
-def bound(group: Any, tag: str = "") -> Communicator:
+def bound(group: object, tag: str = "") -> Communicator:
     """``bind(*describe(group, tag))``, for eager calls."""
     if isinstance(group, GroupSpec) or tag:
         return bind(*describe(group, tag))

@@ -111,7 +111,7 @@ def unpatch(model: torch.nn.Module) -> list[str]:
     return names
 
 
-def _is_patched(layer: Any) -> bool:
+def _is_patched(layer: object) -> bool:
     own = layer.__dict__
     return (
         own.get("_forward_impl") is linear_with_grad_accumulation_and_async_allreduce
@@ -119,7 +119,7 @@ def _is_patched(layer: Any) -> bool:
     )
 
 
-def _why_not(layer: Any, megatron: Any, column: bool) -> str:
+def _why_not(layer: torch.nn.Module, megatron: Any, column: bool) -> str:
     """Why ``layer`` cannot run on interlace; empty if it can. Joins its group."""
     base = megatron.ColumnParallelLinear if column else megatron.RowParallelLinear
     method = "_forward_impl" if column else "forward"
@@ -176,7 +176,7 @@ class _OutputGradients(DeferredWeightGradients):
     def accepts(self) -> bool:
         return not self._limit or len(self._buffer) < self._limit
 
-    def add(self, weights: Any, grads: Any, input: Tensor, **how: Any) -> None:
+    def add(self, weights: object, grads: Any, input: Tensor, **how: object) -> None:
         self._buffer.append(grads[0].view(*self._lengths, grads[0].shape[-1]))
 
 
@@ -189,8 +189,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: int | None = 0,
-    async_grad_allreduce: Any = None,
-    tp_group: Any = None,
+    async_grad_allreduce: object = None,
+    tp_group: object = None,
     gtp_remat_size: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -278,7 +278,7 @@ def drain_embedding_wgrad_compute(
     embedding_activation_buffer: list[Tensor],
     grad_output_buffer: list[Tensor],
     weight: Tensor,
-    tp_group: Any = None,
+    tp_group: object = None,
 ) -> None:
     """Megatron-core's function of this name: add to ``weight.main_grad`` what backward has put off.
 
@@ -311,7 +311,7 @@ def drain_embedding_wgrad_compute(
     deferred.run()
 
 
-def _communicator(tp_group: Any, input: Tensor) -> Communicator | None:
+def _communicator(tp_group: object, input: Tensor) -> Communicator | None:
     """The group, or None if it has one rank."""
     if tp_group is None:
         state = sys.modules.get(PARALLEL_STATE)

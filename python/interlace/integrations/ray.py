@@ -78,10 +78,10 @@ class RayRank:
         rank: int,
         world_size: int,
         meeting: Mapping[str, str],
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         join(rank, world_size, meeting)
         try:
             return fn(*args, **kwargs)
@@ -92,10 +92,10 @@ class RayRank:
 def run(
     fn: Callable[..., T],
     world_size: int,
-    *args: Any,
-    options: Mapping[str, Any] | None = None,
+    *args: object,
+    options: Mapping[str, object] | None = None,
     start_timeout: float | timedelta = 300.0,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[T]:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` actors of Ray, its ranks; what it returned, by rank.
 

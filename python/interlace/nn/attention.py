@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.types import Device
 
 from interlace.arguments.words import FusedAlgorithm, Group
 from interlace.nn.linear_functions import casts
@@ -136,8 +137,8 @@ class UlyssesAttention(OnGroup):
         layout: SequenceLayout = "bshd",
         balance: Balance = "zigzag",
         algorithm: FusedAlgorithm = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         options = "auto", causal, scale, window, layout, balance, algorithm
@@ -173,7 +174,7 @@ class UlyssesAttention(OnGroup):
         lengths: Sequence[int] | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        how: dict[str, Any] = {
+        how: dict[str, object] = {
             "causal": self.causal, "scale": self.scale, "window": self.window, "layout": self.layout,
             "balance": self.balance, "algorithm": self.algorithm, "group": self.group,
             "cu_seqlens": cu_seqlens,
@@ -215,7 +216,7 @@ class UlyssesAttention(OnGroup):
         made = all_to_all_matmul(y, out.weight.t(), bias=out.bias, length=tokens, **with_group)
         return made.transpose(0, 1) if self.layout == "bshd" else made
 
-    def _lengths(self, input: Any, lengths: Any) -> list[int]:
+    def _lengths(self, input: object, lengths: object) -> list[int]:
         """Every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):

@@ -145,7 +145,7 @@ def sharded_optimizer_state_dict(
         _check_start(optimizer)
         _make_state(optimizer)
     own = shardings(module)
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for key, name, parameter, value in _entries(module, optimizer):
         if key in own and value.shape == parameter.shape:
             value = as_dtensor(value, own[key])
@@ -155,7 +155,7 @@ def sharded_optimizer_state_dict(
 
 @torch.no_grad()
 def load_optimizer_state_dict(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object]
 ) -> None:
     """Take over what :func:`sharded_optimizer_state_dict` gave, after a checkpoint was loaded into it.
 
@@ -195,7 +195,7 @@ def load_optimizer_state_dict(
 def _copies(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     own: Mapping[str, Sharding],
 ) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
     """A state, the entry that is to be copied there, and how it lies if it is split over a group."""

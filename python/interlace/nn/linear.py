@@ -76,7 +76,7 @@ def with_options(constructor: Constructor) -> Constructor:
     shown = signature.replace(parameters=[*given, *keywords])
 
     @functools.wraps(constructor)
-    def checked(*given: Any, **options: Any) -> None:
+    def checked(*given: object, **options: object) -> None:
         for name in options:
             if name not in shown.parameters:
                 text = f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}"
@@ -127,7 +127,7 @@ class LinearParameters(ShardedModule):
             self._add_parameter("bias", (out_features,), None, **made)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         sizes, made = (self.in_features, self.out_features), {"device": device, "dtype": dtype}
         if self.init_method is None:
             whole = torch.nn.Linear(*sizes, self.bias is not None, **made)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class LinearParameters(ShardedModule):
         )
 
 
-def _options(layer: Any) -> dict[str, Any]:
+def _options(layer: object) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in names}
@@ -154,7 +154,7 @@ def _options(layer: Any) -> dict[str, Any]:
 
 def check_features(
     layer: Any,
-    input: Any,
+    input: object,
     features: int,
     meaning: str,
     weight: Tensor | None = None,
@@ -318,7 +318,7 @@ class RowParallelLinear(LinearParameters):
         )
         if not self.skip_bias_add:
             return output
-        bias: Any = self.bias
+        bias: Tensor | None = self.bias
         if self.sequence_parallel:
             (bias,) = regions.copy_to_group(bias, group=self.group)
         return output, bias
@@ -461,7 +461,7 @@ class QKVParallelLinear(OnGroup):
         q, k, v = self.q, self.k, self.v
         check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
         q._check_alike(self.group, layer=self)  # k and v are drawn after it
-        shared: tuple[Any, ...] = (k.weight, v.weight, k.bias, v.bias)
+        shared: tuple[Tensor | None, ...] = (k.weight, v.weight, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
                 for name in ("gradient_accumulation_fusion", "deferred"):

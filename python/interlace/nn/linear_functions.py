@@ -187,7 +187,7 @@ def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
 
 
 def _checked_input(
-    input: Any, dim_name: str, dim: Any, communicator: Communicator
+    input: object, dim_name: str, dim: object, communicator: Communicator
 ) -> tuple[Tensor, int]:
     source = checks.source("input", input, communicator)
     checks.float_dtype("input", source.dtype)
@@ -203,8 +203,8 @@ def _checked_input(
 
 
 def _checked_weights(
-    weights: Any,
-    biases: Any,
+    weights: object,
+    biases: object,
     input: Tensor,
     communicator: Communicator,
     modules: Sequence[str] | None,
@@ -273,7 +273,7 @@ class Layer:
     out_dtype: torch.dtype | None = None
 
     @staticmethod
-    def of(communicator: Communicator, dim: int, *, sharded: Any, **options: Any) -> Layer:
+    def of(communicator: Communicator, dim: int, *, sharded: bool, **options: Any) -> Layer:
         """The layer on these ranks, of which there may be one."""
         if communicator.world_size == 1:
             return Layer(None, 0, False, **options)
@@ -288,7 +288,7 @@ def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
 
     def around(step: StepOfFunction) -> StepOfFunction:
         @functools.wraps(step)
-        def run(ctx: Any, *given: Any) -> Any:
+        def run(ctx: Any, *given: object) -> object:
             if not hasattr(ctx, "communicator"):
                 ctx.communicator = getattr(given[0], "communicator", given[0])
             if ctx.communicator is None:
@@ -389,7 +389,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @on_all_ranks("column_parallel_linear, backward")
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
         kept, *weights = ctx.saved_tensors
         count, needed = len(weights), ctx.needs_input_grad
@@ -466,7 +466,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @on_all_ranks("row_parallel_linear, backward")
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
         kept, weight = ctx.saved_tensors
         _, shared, weighed, biased = ctx.needs_input_grad

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.types import Device
 
 from interlace.arguments import checks
 from interlace.arguments.words import FusedAlgorithm, Group
@@ -101,7 +102,7 @@ WHOLE = "router", "shared_up", "shared_down"
 """Parameters of which every rank has all."""
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -201,8 +202,8 @@ class MoE(ShardedModule):
         group: Group = None,
         sequence_parallel: bool = True,
         algorithm: FusedAlgorithm = "auto",
-        device: Any = None,
-        dtype: Any = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         with self.group.accepting("MoE"):
@@ -258,7 +259,7 @@ class MoE(ShardedModule):
         self.most_tokens = num_max_dispatch_tokens_per_rank
         self.sequence_parallel = sequence_parallel
         first, shared = (2 if gated else 1) * intermediate_size, (2 if gated else 1) * shared_size
-        made = {"device": device, "dtype": dtype}
+        made: Any = {"device": device, "dtype": dtype}
         self._add_parameter("router", (num_experts, hidden_size), None, **made)
         self._add_parameter("up", (num_experts, first, hidden_size), 0, **made)
         self._add_parameter("down", (num_experts, hidden_size, intermediate_size), 0, **made)
@@ -281,7 +282,7 @@ class MoE(ShardedModule):
             if buffer is not None:
                 buffer.zero_()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: object, recurse: bool = True) -> Any:
         before: Tensor | None = self.expert_bias
         result = super()._apply(fn, recurse)
         after: Tensor | None = self.expert_bias
@@ -289,7 +290,7 @@ class MoE(ShardedModule):
             self.expert_bias = before.to(after.device)  # another dtype is too coarse for its steps
         return result
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         for name, sharding in self._shardings.items():
             local = self._parameters[name]
             assert local is not None
@@ -297,7 +298,7 @@ class MoE(ShardedModule):
             bound = 1 / math.sqrt(shape[-1])
             yield name, torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {
             **super().__getstate__(),
             "_routed": None,

@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +39,12 @@ class _Norm(ShardedModule):
                 self.register_parameter(name, None)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         for name, fill in (("weight", torch.ones), ("bias", torch.zeros)):
             if self._parameters[name] is not None:
                 yield name, fill(self.normalized_shape, device=device, dtype=dtype)
 
-    def _shared(self) -> tuple[Any, ...]:
+    def _shared(self) -> tuple[torch.Tensor | None, ...]:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if not self.sequence_parallel:
             return weight, bias

@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 _Move = Callable[[Tensor, int, Communicator], Tensor]
 
 
-def _group(group: Group, *values: Any) -> Communicator:
+def _group(group: Group, *values: object) -> Communicator:
     communicator = resolve(group).on(*values)
     prepare(communicator, *values)
     return communicator
@@ -76,7 +76,7 @@ class _Region(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(grad, ctx.dim, ctx.group), None, None, None, None
 
 
@@ -116,7 +116,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # at least fp32 on the way, as gradients of few rows are summed up in
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -220,6 +220,6 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -
     return _pass("gather_from_sequence", tensor, dim, group, _whole, _reduced_part)
 
 
-def sequence_dim(tensor: Any, batch_first: bool) -> int:
+def sequence_dim(tensor: object, batch_first: bool) -> int:
     """1 for ``[b, s, h]``, else 0: also for what is no tensor, of which the op tells all ranks."""
     return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

@@ -43,7 +43,7 @@ class HeldGroup:
                     self.replicas[copies] = part
         return self.replicas[copies]
 
-    def __deepcopy__(self, memo: Any) -> "HeldGroup":
+    def __deepcopy__(self, memo: object) -> "HeldGroup":
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -64,7 +64,7 @@ class OnGroup(torch.nn.Module):
     def group(self) -> Communicator:
         return self._held.communicator
 
-    def _on_all_ranks(self, step: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    def _on_all_ranks(self, step: Callable[..., torch.Tensor], *given: object) -> torch.Tensor:
         """``step(*given)``, in the middle of the layer: where it fails on one rank, it does on all."""
         if torch.compiler.is_compiling() or modes_active():
             return step(*given)
@@ -159,7 +159,7 @@ def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
     """The mesh and the placements under which a DTensor lies as a parameter of ``sharding``."""
     from torch.distributed.tensor import Replicate, Shard
 
-    placements: tuple[Any, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
+    placements: tuple[object, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
     if sharding.copies > 1:
         placements += (Replicate(),)
     meshes = sharding.held.meshes
@@ -201,7 +201,7 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
     return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
 
 
-def positive(**sizes: Any) -> None:
+def positive(**sizes: object) -> None:
     """TypeError or ValueError for the first of ``sizes``, by argument, that is no positive int."""
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -210,7 +210,7 @@ def positive(**sizes: Any) -> None:
             raise ValueError(f"{argument} must be positive, got {value}")
 
 
-def divisible(argument: str, value: Any, group: Communicator) -> None:
+def divisible(argument: str, value: int, group: Communicator) -> None:
     """Raise unless ``value`` is a positive multiple of the size of ``group``."""
     positive(**{argument: value})
     if value % group.world_size:
@@ -224,7 +224,7 @@ class _Drawn:
     """What parameters were initialised from: the ``state`` of torch's generator, if it was used."""
 
     state: torch.Tensor
-    versions: list[Any]
+    versions: list[tuple[int, int, list[float]]]
 
 
 class ShardedModule(OnGroup):
@@ -287,12 +287,12 @@ class ShardedModule(OnGroup):
         self._found_alike = False
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
-    def _versions(self) -> list[Any]:
+    def _versions(self) -> list[tuple[int, int, list[float]]]:
         """They change with the values of the parameters."""
         there = [each for each in self._parameters.values() if each is not None]
         return [(id(each), each._version, _beginning(each)) for each in there]
 
-    def _check_alike(self, group: Communicator, *names: str, layer: Any = None) -> None:
+    def _check_alike(self, group: Communicator, *names: str, layer: object = None) -> None:
         """Raise on all ranks unless parameters are equal: one host message, before the first forward.
 
         Those called ``names`` themselves; of the others, which are parts, the state of torch's generator
@@ -315,12 +315,12 @@ class ShardedModule(OnGroup):
         self._attach()
         return result
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         drawn = self._drawn
         still = drawn if drawn is not None and drawn.versions == self._versions() else None
         return {**self.__dict__, "_drawn": still}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._drawn is not None:
             self._drawn = _Drawn(self._drawn.state, self._versions())
@@ -328,9 +328,9 @@ class ShardedModule(OnGroup):
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, object],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: object,
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],

@@ -85,7 +85,7 @@ class VocabParallelEmbedding(ShardedModule):
         self._add_parameter("weight", shape, 0, device=device, dtype=dtype)
         self.reset_parameters()
 
-    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
+    def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
         shape = (self.num_embeddings, self.embedding_dim)
         if self.init_method is None:
             made = torch.nn.Embedding(*shape, self.padding_idx, device=device, dtype=dtype)
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(ShardedModule):
         dim = regions.sequence_dim(output, self.batch_first)
         return regions.reduce_scatter_to_sequence(output, dim, group=self.group)
 
-    def _check(self, input: Any) -> None:
+    def _check(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.dtype not in (torch.int64, torch.int32):
             found = input.dtype if isinstance(input, Tensor) else type(input).__name__
             raise TypeError(f"input must be an int32 or int64 tensor, got {found}")
@@ -263,7 +263,7 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @on_all_ranks(f"{NAME}, backward")
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, highest, log_sum, local, counted = ctx.saved_tensors
         result = torch.empty_like(logits, memory_format=torch.contiguous_format)
         tokens, here = local.numel(), logits.shape[-1]

@@ -31,11 +31,11 @@ class PlainConsole:
     def __init__(self, *, stderr: bool = False) -> None:
         self._stderr = stderr
 
-    def print(self, text: Any = "", *, markup: bool = True, **style: Any) -> None:
+    def print(self, text: object = "", *, markup: bool = True, **style: object) -> None:
         line = _MARKUP.sub("", str(text)) if markup else str(text)
         print(line, file=sys.stderr if self._stderr else sys.stdout)
 
-    def out(self, text: str, **style: Any) -> None:
+    def out(self, text: str, **style: object) -> None:
         self.print(text, markup=False)
 
 
@@ -178,7 +178,7 @@ def lines(
             words.append(f"about {took / done * (total - done):.0f} s left")
         print(", ".join(words), file=sys.stderr, flush=True)
 
-    def step(*_: Any) -> None:
+    def step(*_: object) -> None:
         nonlocal done, last
         done += 1
         if done == total or now() - last >= LINE_PERIOD:

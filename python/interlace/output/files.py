@@ -93,7 +93,7 @@ def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) 
 
 
 def tell_written(
-    console: Any, file: pathlib.Path, usual: pathlib.Path | None, variable: str
+    console: object, file: pathlib.Path, usual: pathlib.Path | None, variable: str
 ) -> None:
     """Print the name of the file, and if it is not the usual one, how to have it read."""
     write(console, f"written: {file}")
@@ -114,7 +114,7 @@ def file_of(path: str | None) -> str | None:
     return path
 
 
-def draw_bars(console: Any, path: str, times: Times) -> None:
+def draw_bars(console: object, path: str, times: Times) -> None:
     if path == TERMINAL:
         for text in bar_lines(times, shutil.get_terminal_size().columns):
             write(console, text)

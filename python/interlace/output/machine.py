@@ -68,7 +68,7 @@ def inspect_machine() -> MachineFacts:
     }
 
 
-def _probe(probe: Callable[[], Any]) -> Any:
+def _probe(probe: Callable[[], object]) -> Any:
     """The result of ``probe``, or {"error": the reason why it failed}."""
     try:
         return probe()

@@ -12,7 +12,7 @@ Options = TypeVar("Options", bound="CommandOptions")
 
 
 def option(
-    default: Any = dataclasses.MISSING, *, help: str, positional: bool = False, **keywords: Any
+    default: Any = dataclasses.MISSING, *, help: str, positional: bool = False, **keywords: object
 ) -> Any:
     """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``.
 
@@ -36,7 +36,7 @@ class CommandOptions:
 class CommandParser(argparse.ArgumentParser):
     """The parser of one command, which says itself what it does not know."""
 
-    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+    def parse_known_args(self, *arguments: object, **options: object) -> Any:
         given, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

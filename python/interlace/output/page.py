@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from interlace.runtime.core.errors import SourceText
 
@@ -72,7 +72,7 @@ def write_page(
     pathlib.Path(path).write_text(template.replace("@DATA@", text), encoding="ascii")
 
 
-def _panel(panel: Panel, sources: "Sources") -> dict[str, Any]:
+def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
     """``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in (each for each in panel.views if each.events):
@@ -85,7 +85,7 @@ class Sources:
     """Source files by path; ``frames``, each once, are (path, line, text), and known by their numbers."""
 
     def __init__(self) -> None:
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, dict[str, object]] = {}
         self.frames: dict[tuple[str, int, str], int] = {}
 
     def of(self, lines: Iterable[SourceText]) -> list[int]:

@@ -9,7 +9,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -47,6 +47,15 @@ COMPLETED: Work = c10d._create_work_from_future(_done)
 _ZERO = timedelta(0)
 
 
+class OpOptions(Protocol):
+    """Options of an op, as torch hands them on: each op has some of these."""
+
+    asyncOp: bool
+    timeout: timedelta
+    rootRank: int
+    reduceOp: object
+
+
 class HostCopies:
     """Host copies of a call's tensors, for want of a place there. No overlap; those back are enqueued."""
 
@@ -70,7 +79,7 @@ class HostCopies:
 class Works(torch_groups.Work):
     """Several ops, waited for in their order."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
 
@@ -101,7 +110,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
-    _coalescing: list[Any] | None = None  # the Works of what was called since that began
+    _coalescing: list[Work] | None = None  # the Works of what was called since that began
     _above = 0  # calls of torch's own methods under way
 
     @abc.abstractmethod
@@ -143,15 +152,15 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             return self._copies.of(plain)
         return plain
 
-    def _dispatched(self, name: str, tensors: Sequence[Any], *rest: Any) -> Any:
+    def _dispatched(self, name: str, tensors: Sequence[object], *rest: object) -> Work:
         """Hand a call of method ``name`` to torch's dispatcher, by torch's own method of that name.
 
         What the dispatcher leaves of it is served here, and has the Work of that: torch's own would hide
         its errors and its source.
         """
-        works: list[Any] = []
+        works: list[Work | None] = []
 
-        def serve(*given: Any) -> Any:
+        def serve(*given: object) -> Work | None:
             works.append(getattr(self, name)(*given[: len(tensors)], *rest))
             return works[-1]
 
@@ -163,7 +172,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
                         self._make_dispatchable()
                     else:
                         around.enter_context(dispatch.returning_to(self, serve))
-                work = torch_groups.torchs_own(name)(self, *tensors, *rest)
+                work: Work = torch_groups.torchs_own(name)(self, *tensors, *rest)
         finally:
             self._above -= 1
         return works[-1] if works and works[-1] is not None else work
@@ -172,9 +181,9 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         self,
         name: str,
         outputs: Sequence[torch.Tensor],
-        function: Callable[..., Any],
+        function: Callable[..., Work | None],
         *args: Any,
-        opts: Any = None,
+        opts: OpOptions | None = None,
     ) -> Work:
         """Call the internal form of an op, by ``opts`` if there are any; a Work in any case."""
         if opts is not None:
@@ -187,7 +196,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
                 self._waits.options = opts  # its timeout is read if something has to be waited for
         self._sequence += 1
         if self._copies is not None:
-            work = self._run_elsewhere(name, outputs, function, *args)
+            work: Work | None = self._run_elsewhere(name, outputs, function, *args)
         else:
             try:
                 work = function(self.interlace_communicator, *args)
@@ -201,7 +210,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         """Of ``_coalescing_manager`` with a device. Ops begin as they are called, in their order."""
         self._coalescing = []
 
-    def _end_coalescing(self, device: torch.device) -> Any:
+    def _end_coalescing(self, device: torch.device) -> Works:
         """The Work of all that was called since :meth:`_start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         return Works(works)
@@ -226,7 +235,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         copies.back(outputs)
         return Work(name, self._place, None, outputs)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.AllreduceOptions or type(tensors) is not list:
             return self.allreduce(*long_form(c10d.AllreduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -238,15 +247,15 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("all_reduce", own, start, (tensor,), (opts.reduceOp,), opts=opts)
 
     def allreduce_coalesced(
-        self, tensors: Tensors, opts: Any = _DEFAULT_ALLREDUCE_COALESCED
-    ) -> Any:
+        self, tensors: Tensors, opts: OpOptions = _DEFAULT_ALLREDUCE_COALESCED
+    ) -> Work:
         own = self._own(tensors)
         if own is None:
             return self._dispatched("allreduce_coalesced", (tensors,), opts)
         op, start = (opts.reduceOp,), _all_reduce_coalesced
         return self._run("all_reduce_coalesced", own, start, (own,), op, opts=opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.BroadcastOptions or type(tensors) is not list:
             return self.broadcast(*long_form(c10d.BroadcastOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -256,7 +265,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("broadcast", own, rooted._broadcast, (tensor,), root, opts=opts)
 
-    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = None, *rest: Any) -> Work:
         if type(opts) is not c10d.ReduceOptions or type(tensors) is not list:
             return self.reduce(*long_form(c10d.ReduceOptions, [tensors], [opts, *rest]))
         own = self._own(tensors)
@@ -267,8 +276,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce", own, rooted._reduce, (tensor,), options, opts=opts)
 
     def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_ALLGATHER, *rest: Any
-    ) -> Any:
+        self, outputs: object, inputs: object, opts: OpOptions = _DEFAULT_ALLGATHER, *rest: object
+    ) -> Work:
         if type(opts) is not c10d.AllgatherOptions or not type(outputs) is type(inputs) is list:
             return self.allgather(
                 *long_form(c10d.AllgatherOptions, [outputs, inputs], [opts, *rest])
@@ -280,8 +289,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather", outs, rootless._all_gather, (outs, tensor), (), opts=opts)
 
     def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_ALLGATHER
-    ) -> Any:
+        self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions = _DEFAULT_ALLGATHER
+    ) -> Work:
         own = self._own([output, input])
         if own is None:
             return self._dispatched("all_gather_single", (output, input), opts)
@@ -292,8 +301,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather_single", [output], start, (out, tensor), (), opts=opts)
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = _DEFAULT_REDUCE_SCATTER, *rest: Any
-    ) -> Any:
+        self, outputs: Any, inputs: Any, opts: OpOptions = _DEFAULT_REDUCE_SCATTER, *rest: Any
+    ) -> Work:
         if type(opts) is not c10d.ReduceScatterOptions or not type(outputs) is type(inputs) is list:
             return self.reduce_scatter(
                 *long_form(c10d.ReduceScatterOptions, [outputs, inputs], [opts, *rest])
@@ -306,8 +315,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("reduce_scatter", outs, start, (output, ins), op, opts=opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = _DEFAULT_REDUCE_SCATTER
-    ) -> Any:
+        self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions = _DEFAULT_REDUCE_SCATTER
+    ) -> Work:
         own = self._own([output, input])
         if own is None:
             return self._dispatched("reduce_scatter_single", (output, input), opts)
@@ -317,7 +326,9 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         op, start = (opts.reduceOp,), rootless._reduce_scatter
         return self._run("reduce_scatter_single", [output], start, (out, tensor), op, opts=opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALL_TO_ALL) -> Any:
+    def alltoall(
+        self, outputs: Tensors, inputs: Tensors, opts: OpOptions = _DEFAULT_ALL_TO_ALL
+    ) -> Work:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("alltoall", (outputs, inputs), opts)
@@ -329,8 +340,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         input: torch.Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        opts: Any = _DEFAULT_ALL_TO_ALL,
-    ) -> Any:
+        opts: OpOptions = _DEFAULT_ALL_TO_ALL,
+    ) -> Work:
         splits = output_split_sizes, input_split_sizes
         own = self._own([output, input])
         if own is None:
@@ -342,7 +353,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts=opts
         )
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
+    def gather(self, outputs: object, inputs: object, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.GatherOptions or not type(outputs) is type(inputs) is list:
             return self.gather(*long_form(c10d.GatherOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs[0] if outputs else []), self._own(inputs)
@@ -353,14 +364,14 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts=opts)
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions) -> Work:
         """Since torch 2.14: parts of one tensor."""
         parts = list(output.view(self.size(), -1)) if self.rank() == opts.rootRank else []
         return self.gather([parts] if parts else [], [input.reshape(-1)], opts)
 
     gather_into_tensor = gather_single  # its name for those who come from all_gather_into_tensor
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *rest: Any) -> Any:
+    def scatter(self, outputs: object, inputs: object, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
             return self.scatter(*long_form(c10d.ScatterOptions, [outputs, inputs], [opts, *rest]))
         outs, ins = self._own(outputs), self._own(inputs[0] if inputs else [])
@@ -371,7 +382,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         root = None, opts.rootRank
         return self._run("scatter", outs, rooted._scatter, (output, scattered), root, opts=opts)
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         if type(opts) is not c10d.BarrierOptions or timeout is not None:
             return self.barrier(*long_form(c10d.BarrierOptions, [], [opts, timeout]))
         if self._own([]) is None:
@@ -388,8 +399,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         point_to_point._monitored_barrier(self.interlace_communicator, timeout, wait_all_ranks)
 
     def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
-    ) -> Any:
+        self, outputs: list[Tensors], inputs: Tensors, opts: OpOptions = _DEFAULT_ALLGATHER
+    ) -> Work:
         outs, ins = self._own([each for row in outputs for each in row]), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("allgather_coalesced", (outputs, inputs), opts)
@@ -398,8 +409,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather_coalesced", outs, start, (by_input, ins), (), opts=opts)
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_ALLGATHER
-    ) -> Any:
+        self, outputs: Tensors, inputs: Tensors, opts: OpOptions = _DEFAULT_ALLGATHER
+    ) -> Work:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("all_gather_single_coalesced", (outputs, inputs), opts)
@@ -407,8 +418,8 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather_single_coalesced", outputs, start, lists, (), opts=opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT_REDUCE_SCATTER
-    ) -> Any:
+        self, outputs: Tensors, inputs: Tensors, opts: OpOptions = _DEFAULT_REDUCE_SCATTER
+    ) -> Work:
         outs, ins = self._own(outputs), self._own(inputs)
         if outs is None or ins is None:
             return self._dispatched("reduce_scatter_single_coalesced", (outputs, inputs), opts)
@@ -425,21 +436,21 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = torch_groups.renamed("all_gather_single_coalesced")
     reduce_scatter_tensor_coalesced = torch_groups.renamed("reduce_scatter_single_coalesced")
 
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Any:
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         own = self._own(tensors)
         if own is None:
             return self._dispatched("send", (tensors,), dstRank, tag)
         (tensor,) = own
         return self._run("send", own, point_to_point._isend, tensor, dstRank, tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         own = self._own(tensors)
         if own is None:
             return self._dispatched("recv", (tensors,), srcRank, tag)
         (tensor,) = own
         return self._run("recv", own, point_to_point._irecv, tensor, srcRank, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         own = self._own(tensors)
         if own is None:
             return self._dispatched("recv_anysource", (tensors,), tag)

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 from interlace.runtime.compat.torch_groups import (
     ProcessGroup,
@@ -81,7 +82,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.as_subclass(torch.Tensor)
 
 
-def is_simulated(tensors: Sequence[Any]) -> bool:
+def is_simulated(tensors: Sequence[object]) -> bool:
     """Whether no data will move: fake and meta tensors, or a mode that makes them."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
@@ -98,7 +99,7 @@ def needs_backend() -> bool:
 
 
 class _Returning(DispatchMode):
-    def __init__(self, group: Any, serve: Callable[..., Any]) -> None:
+    def __init__(self, group: object, serve: Callable[..., Any]) -> None:
         super().__init__()
         self._group, self._serve = group, serve
 
@@ -114,7 +115,7 @@ class _Returning(DispatchMode):
         boxed = _create_work_from_future(work.get_future()).boxed()
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
-    def _is_ours(self, func: Any, args: Any) -> bool:
+    def _is_ours(self, func: OpOverload, args: Sequence[object]) -> bool:
         for each in args[1:3] if func.namespace == "c10d" else ():
             if isinstance(each, torch.ScriptObject):
                 with contextlib.suppress(RuntimeError):  # it is the ReduceOp of an all_reduce
@@ -123,7 +124,7 @@ class _Returning(DispatchMode):
 
 
 @contextlib.contextmanager
-def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
+def returning_to(group: object, serve: Callable[..., object]) -> Iterator[None]:
     """What the dispatcher leaves of a call of torch's method comes back as ``serve(*tensors)``."""
     # these are the op's first two arguments; serve returns a Work, or None as the op does
     above = [_C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
@@ -142,7 +143,7 @@ def returning_to(group: Any, serve: Callable[..., Any]) -> Iterator[None]:
 # -- short forms -------------------------------------------------------------------------------
 
 
-def long_form(kind: type, short: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
+def long_form(kind: type, short: Sequence[Any], args: Sequence[object]) -> tuple[Any, ...]:
     """Lists of ``short``, which are tensors or lists, and options of ``kind`` with what ``args`` say.
 
     ``args``: a root, a ReduceOp, a timeout, or options, in any order, as torch's forms have them. A list
@@ -194,7 +195,7 @@ def register() -> None:
                 _library.impl(name, kernel, "CPU")
 
 
-def _group(name_or_group: Any) -> Any:
+def _group(name_or_group: object) -> Any:
     """The process group itself; ops may be given its name, or the object that C++ made of it."""
     if isinstance(name_or_group, str):
         return resolve(name_or_group)
@@ -204,7 +205,7 @@ def _group(name_or_group: Any) -> Any:
 
 
 def _all_gather_into_tensor_out(
-    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+    input: torch.Tensor, group_size: int, group_name: object, *, out: torch.Tensor
 ) -> torch.Tensor:
     group = _group(group_name)
     gather = getattr(group, "all_gather_single", None) or group._allgather_base
@@ -217,7 +218,7 @@ def _batch_p2p_ops(
     peer_list: list[int],
     tag_list: list[int],
     tensors: list[torch.Tensor],
-    group_name: Any,
+    group_name: object,
 ) -> list[torch.Tensor]:
     """For every op its tensor, which is complete after ``wait_tensor``; for sends an empty one."""
     group, results = _group(group_name), []

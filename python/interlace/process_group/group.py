@@ -40,7 +40,7 @@ _reunited: Place | None = None  # of the group that torch is about to ask for
 ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
 
 
-def create(options: Any, backend_options: Any = None) -> "InterlaceProcessGroup":
+def create(options: Any, backend_options: object = None) -> "InterlaceProcessGroup":
     """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
     torch_groups.leave_unrecorded("interlace")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -59,11 +59,11 @@ def create(options: Any, backend_options: Any = None) -> "InterlaceProcessGroup"
 class OnTwoDevices(Communicator):
     """The group on the CPU; ``group.device_communicator`` is made on first use, on the GPUs."""
 
-    def __init__(self, place: Place, ranks: Sequence[int], group: Any) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int], group: "InterlaceProcessGroup") -> None:
         super().__init__(place, ranks)
         self._group = group
 
-    def on(self, *values: Any) -> Communicator:
+    def on(self, *values: object) -> Communicator:
         return self._group.device_communicator if kind_of(values) == "cuda" else self
 
     def on_all_devices(self) -> Sequence[Communicator]:
@@ -71,7 +71,7 @@ class OnTwoDevices(Communicator):
         return (self,) if made is None else (self, made)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
     if isinstance(value, torch.Tensor):
         return value.device.type
@@ -259,7 +259,7 @@ def _serve_timeouts() -> None:
     torchs_own = c10d._set_pg_timeout
 
     @functools.wraps(torchs_own)
-    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+    def set_timeout(timeout: timedelta, group: object = None) -> None:
         group = group or c10d._get_default_group()
         if isinstance(group, InterlaceProcessGroup):
             group.set_timeout(timeout)

@@ -150,7 +150,7 @@ class SymmetricMemory:
         return self._pad_table.data_ptr()
 
     @staticmethod
-    def has_multicast_support(device_type: Any = None, device_idx: int = 0) -> bool:
+    def has_multicast_support(device_type: object = None, device_idx: int = 0) -> bool:
         """False: what is chosen by it on GPUs is not chosen on a CPU, which has no switch."""
         return False
 
@@ -645,8 +645,8 @@ def _has_kernel(op: str) -> bool:
         return False
 
 
-def _loading(name: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+def _loading(name: str) -> Callable[..., object]:
+    def kernel(*args: object, **kwargs: object) -> object:
         from interlace.ops.matmul import torch_ops
 
         return getattr(torch_ops, name)(*args, **kwargs)

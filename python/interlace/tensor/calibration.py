@@ -87,7 +87,7 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
         )
         rank = dist.get_rank()
         mesh = DeviceMesh(device.type, grid)
-        groups: list[Any] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
+        groups: list[object] = [mesh.get_group(dim) for dim in range(len(request.mesh))]
         ops: Any = dist
     else:
         rank, device = own_groups.get_rank(), own_groups.device()
@@ -105,7 +105,7 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
 
 
 def _call(
-    ops: Any, op: str, size: int, ranks: int, group: Any, device: torch.device
+    ops: Any, op: str, size: int, ranks: int, group: object, device: torch.device
 ) -> Callable[[], None]:
     """One call of ``op`` whose whole tensor has ``size`` bytes, rounded up to equal parts."""
     part = max(1, -(-size // (ITEM * ranks)))

@@ -29,7 +29,7 @@ Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
 
 
 def exchange(
-    communicator: Communicator, op: str, terms: Terms, part: Any, check: Check | None = None
+    communicator: Communicator, op: str, terms: Terms, part: object, check: Check | None = None
 ) -> list[Any]:
     """Every rank's ``part``, by rank: one small message, before any tensor moves. Collective.
 
@@ -37,7 +37,7 @@ def exchange(
     name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
     """
     call = Call(op, terms, part=part, match=check)
-    parts: list[Any] = []
+    parts: list[object] = []
 
     def start() -> None:
         parts.extend(communicator.engine.agree(call))
@@ -59,13 +59,13 @@ class TensorFacts:
     sizes: Any = None
 
 
-def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: Any = None) -> TensorFacts:
+def facts_of(tensor: torch.Tensor, dim: int = 0, sizes: object = None) -> TensorFacts:
     needs = tensor.requires_grad and torch.is_grad_enabled()
     return TensorFacts(tuple(tensor.shape), tensor.dtype, needs, tensor.device.type, dim, sizes)
 
 
 def checked_facts(
-    tensor: torch.Tensor | None, dim: Any, sizes: Sizes, communicator: Communicator
+    tensor: torch.Tensor | None, dim: object, sizes: Sizes, communicator: Communicator
 ) -> TensorFacts:
     lengths = None
     if sizes is not None:
@@ -77,7 +77,7 @@ def checked_facts(
     return facts_of(tensor, checks.index("dim", dim, tensor.dim()), lengths)
 
 
-def source_tensor(tensor: Any, root: int, communicator: Communicator) -> torch.Tensor | None:
+def source_tensor(tensor: object, root: int, communicator: Communicator) -> torch.Tensor | None:
     """``tensor`` itself, if it is readable on ``root``, and a Placeholder or None elsewhere."""
     if communicator.rank == root:
         return with_data("tensor", tensor, communicator.on(tensor))
@@ -98,7 +98,7 @@ def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tenso
     return tensor  # type: ignore[no-any-return]
 
 
-def check_accumulate(accumulate: Any) -> None:
+def check_accumulate(accumulate: object) -> None:
     if accumulate is not None:
         checks.one_of("accumulate", accumulate, ("fp32",))
 
@@ -208,7 +208,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[object, ...]:
         of_input = ctx.gradient(grad)
         return of_input if ctx.own else None, None, None, None
 

@@ -68,14 +68,14 @@ class _Nowhere:
     rank, calls = 0, 0
 
 
-def _traced(tensor: Any) -> bool:
+def _traced(tensor: object) -> bool:
     """Whether the traceable op is taken; what is no tensor goes to the op that says so."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
-def _row(op: str, mesh: Any, mesh_dim: Any) -> Communicator:
+def _row(op: str, mesh: object, mesh_dim: object) -> Communicator:
     """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``."""
     try:
         return bound((mesh, mesh_dim))
@@ -338,7 +338,7 @@ def check_tensor_meta(
     with communicator.accepting("check_tensor_meta"):
         if not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"local_tensor must be a tensor, got {type(local_tensor).__name__}")
-        terms: list[tuple[str, Any]] = [
+        terms: list[tuple[str, object]] = [
             ("check_shape_stride", check_shape_stride),
             ("the dtype of local_tensor", local_tensor.dtype),
             ("requires_grad of local_tensor", local_tensor.requires_grad),

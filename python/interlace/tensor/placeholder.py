@@ -10,10 +10,11 @@ the data do, with the same code; values of these gradients are placeholders. Ten
 combined with a placeholder get no gradient from that: the result is not computed here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter, tree_map
 
 READING = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
@@ -90,7 +91,7 @@ class Placeholder(torch.Tensor):
             f"value is on {where}"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         text = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         needs = ", requires_grad=True" if self.requires_grad else ""
         return f"Placeholder({text}, ranks={self.ranks}{needs})"
@@ -98,18 +99,18 @@ class Placeholder(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Placeholder":
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "Placeholder":
         return _rebuilt(*self._description())
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return _rebuilt, self._description()
 
     def _description(self) -> tuple[Any, ...]:
         return tuple(self.shape), self.dtype, self.device, self.requires_grad, self.ranks
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: Placeholder, *args: Any, **kwargs: Any) -> Any:
+def _refusing(name: str) -> Callable[..., object]:
+    def refuse(self: Placeholder, *args: object, **kwargs: object) -> object:
         raise self._refuse(name.strip("_"))
 
     refuse.__name__ = name
@@ -142,13 +143,13 @@ def _standing_for(meta: torch.Tensor, device: torch.device, ranks: tuple[int, ..
     return made  # type: ignore[no-any-return]
 
 
-def _without_gradient(value: Any) -> Any:
+def _without_gradient(value: object) -> Any:
     if isinstance(value, torch.Tensor) and not isinstance(value, Placeholder):
         return value.detach() if value.requires_grad else value
     return value
 
 
-def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     """The result of ``func``, as far as that can be said without data."""
     name = func._schema.name.partition("::")[2]
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
@@ -163,7 +164,7 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # with the meta tensor: an id is nobody else's only as long as its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}
 
-    def to_meta(value: Any) -> Any:
+    def to_meta(value: object) -> object:
         nonlocal device
         if isinstance(value, torch.device):
             device = value
@@ -175,7 +176,7 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             stand_ins[id(meta)] = value, meta
         return meta
 
-    def to_placeholder(value: Any) -> Any:
+    def to_placeholder(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in stand_ins:
@@ -194,7 +195,7 @@ def _inferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _check_written(
-    func: Any, name: str, args: Any, kwargs: dict[str, Any], first: Placeholder
+    func: OpOverload, name: str, args: Any, kwargs: dict[str, object], first: Placeholder
 ) -> None:
     """Nothing with data may be written: it would keep values that it should not have any more."""
     for index, argument in enumerate(func._schema.arguments):
@@ -206,7 +207,7 @@ def _check_written(
                 raise first._refuse(f"{name}, into a tensor that has data")
 
 
-def _communicated(func: Any, name: str, args: Any, first: Placeholder) -> Any:
+def _communicated(func: OpOverload, name: str, args: Any, first: Placeholder) -> Any:
     """A collective that is given a placeholder: it may be for what receivers only read the shape of."""
     if name == "wait_tensor":
         return first

@@ -7,7 +7,6 @@ with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_lo
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -230,7 +229,7 @@ def _given_sharding(
     ranks: _Ranks,
     placements: Placements,
     own: tuple[int, ...],
-    sizes: Any,
+    sizes: object,
     shape: Sequence[int] | None,
 ) -> MeshSharding:
     """By ``sizes``, which this rank's ``own`` shape has to follow."""
@@ -252,7 +251,7 @@ def _given_sharding(
     return sharding
 
 
-def _whole_sizes(sizes: Any) -> dict[int, Sequence[int]]:
+def _whole_sizes(sizes: object) -> dict[int, Sequence[int]]:
     if not isinstance(sizes, dict):
         raise TypeError(f'sizes must be "infer", "chunk" or {{mesh_dim: lengths}}, got {sizes!r}')
     return {m: whole_numbers(f"sizes[{m}]", lengths) for m, lengths in sizes.items()}

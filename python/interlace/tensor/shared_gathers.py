@@ -37,7 +37,7 @@ Tensor = torch.Tensor
 class _Kept:
     """A gathered input, when it may be taken, and the linears that have read it."""
 
-    def __init__(self, gathered: Tensor, state: tuple[Any, ...]) -> None:
+    def __init__(self, gathered: Tensor, state: tuple[object, ...]) -> None:
         self.gathered: Tensor | None = gathered
         self.state, self.readers = state, list[Any]()
         self.region = weakref.ref(_region())  # weak: it may lead to the input
@@ -57,7 +57,7 @@ def can_share() -> bool:
     return not (torch.compiler.is_compiling() or modes_active())
 
 
-def find(input: Tensor, reader: Any, *how: Any) -> Tensor | None:
+def find(input: Tensor, reader: object, *how: object) -> Tensor | None:
     """The gathered ``input``, for a linear that has not read it yet; ``how``: it was gathered."""
     kept = _own.kept.get(input) if can_share() else None
     if kept is None or kept.gathered is None or kept.state != _state(input, how):
@@ -71,7 +71,7 @@ def find(input: Tensor, reader: Any, *how: Any) -> Tensor | None:
     return gathered
 
 
-def keep(input: Tensor, reader: Any, gathered: Tensor, output: Tensor, *how: Any) -> None:
+def keep(input: Tensor, reader: object, gathered: Tensor, output: Tensor, *how: object) -> None:
     """Have :func:`find` find ``gathered``, which ``reader`` made of ``input`` together with ``output``."""
     kept = _Kept(gathered, _state(input, how))
     kept.readers.append(weakref.ref(reader))
@@ -93,7 +93,7 @@ def keep(input: Tensor, reader: Any, gathered: Tensor, output: Tensor, *how: Any
     _own.kept[input] = kept
 
 
-def _state(input: Tensor, how: tuple[Any, ...]) -> tuple[Any, ...]:
+def _state(input: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
     local = input._local_tensor if isinstance(input, DTensor) else input
     version = None if local.is_inference() else local._version
     kind = local.device.type
@@ -105,7 +105,7 @@ def _outside() -> None:
     """Stands for the region of what is not checkpointed."""
 
 
-def _region() -> Any:
+def _region() -> object:
     """What saves tensors for backward: in a region that torch checkpoints that is a function of its own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return _outside if hooks is None else hooks[0]
@@ -146,9 +146,9 @@ class Ungathered(DTensor):
     _say: Callable[[str], None]
     _gathered: DTensor | None
     _born: tuple[
-        Any, bool
+        object, bool
     ]  # how the gathered tensor stood in the graph before it was changed in place
-    _read: dict[Any, DTensor]
+    _read: dict[object, DTensor]
 
     @staticmethod
     def of(shard: DTensor, say: Callable[[str], None]) -> "Ungathered":
@@ -160,7 +160,7 @@ class Ungathered(DTensor):
         made.shard, made._say, made._gathered, made._read = shard, say, None, {}
         return made  # type: ignore[no-any-return]
 
-    def for_linear(self, linear: Any) -> DTensor:
+    def for_linear(self, linear: object) -> DTensor:
         """The shard, which ``linear`` gathers while it multiplies; if an op has gathered it already, that.
 
         Within a backward it is what ``linear`` read last before: a recomputation repeats its forward.
@@ -226,19 +226,19 @@ class Ungathered(DTensor):
         return f"Ungathered(shard={self.shard!r})"
 
 
-def _place_in_graph(tensor: Tensor) -> tuple[Any, bool]:
+def _place_in_graph(tensor: Tensor) -> tuple[object, bool]:
     return tensor.grad_fn, tensor.requires_grad
 
 
 _class: Any = Tensor
-_METADATA: frozenset[Any] = frozenset(
+_METADATA: frozenset[object] = frozenset(
     {
         _class.shape.__get__, _class.dtype.__get__, _class.device.__get__, _class.ndim.__get__,
         _class.layout.__get__, Tensor.size, Tensor.stride, Tensor.dim, Tensor.ndimension,
         Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__,
     }
 )  # fmt: skip
-_OF_GRADIENTS: frozenset[Any] = frozenset(
+_OF_GRADIENTS: frozenset[object] = frozenset(
     {
         _class.requires_grad.__get__, _class.is_leaf.__get__, _class.grad_fn.__get__,
         _class.grad.__get__, _class.grad.__set__, _class.retains_grad.__get__, Tensor.retain_grad,

@@ -24,6 +24,7 @@ the sum over ranks where each has seen its part of the sequence.
 
 import abc
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,7 +224,7 @@ class _Replicated(torch.autograd.Function):
     """A parameter that all ranks have: its gradient is the sum of what they say."""
 
     @staticmethod
-    def forward(ctx: Any, bias: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, bias: torch.Tensor, group: object) -> torch.Tensor:
         ctx.group = group
         return bias.view_as(bias)
 
@@ -245,7 +246,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
         return wait(product)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[object, ...]:
         input, weight = ctx.saved_tensors
         of_input = grad @ weight.t() if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)
@@ -368,7 +369,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         setattr(module, _EXPLANATION, f"not called yet; {self!r}")
 
-        def prepare(called: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        def prepare(called: nn.Module, inputs: object, kwargs: Mapping[str, object]) -> Any:
             if torch.compiler.is_compiling():  # and what then gathers is the compiler's to fuse
                 return self._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             call = copy.copy(self)  # of a style, which several modules may have
@@ -381,7 +382,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         return module
 
     def _prepare_input_arg(
-        self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
+        self, input: object, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
         keeps = input_layout is None or desired_layout in (None, input_layout)
         if keeps or torch.compiler.is_compiling():
@@ -490,6 +491,6 @@ def _fused_linear(
     return module
 
 
-def _torch_runs(module: nn.Module, style: Any) -> None:
+def _torch_runs(module: nn.Module, style: object) -> None:
     why = "may differ" if isinstance(module, nn.Linear) else "is no nn.Linear"
     setattr(module, _EXPLANATION, f"torch's {type(style).__name__}: {type(module).__name__} {why}")

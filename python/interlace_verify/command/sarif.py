@@ -42,7 +42,7 @@ Lines = Sequence[SourceText]
 def write(path: str, results: Sequence[JobResult]) -> None:
     """Write a log of one run."""
     root = repository(pathlib.Path.cwd())
-    found: dict[Any, dict[str, Any]] = {}
+    found: dict[object, dict[str, Any]] = {}
     for each in (each for result in results for each in findings(result, root)):
         if (told := found.setdefault(_cause(each), each)) is not each and "codeFlows" in each:
             found[_cause(each)] = told if "codeFlows" in told else each

@@ -88,8 +88,8 @@ class LintRequest:
     """
 
     kernel: Any
-    signature: Mapping[str, Any]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    signature: Mapping[str, object]
+    constexprs: Mapping[str, object] = field(default_factory=dict)
     arch: int | str = 90
     divisible: Sequence[str] = ()
     num_warps: int = 4
@@ -98,9 +98,9 @@ class LintRequest:
 
 
 def lint(
-    kernel: Any,
-    signature: Mapping[str, Any],
-    constexprs: Mapping[str, Any] | None = None,
+    kernel: object,
+    signature: Mapping[str, object],
+    constexprs: Mapping[str, object] | None = None,
     arch: int | str = 90,
     *,
     divisible: Sequence[str] = (),

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.core.accesses import AsyncAccess, Handle
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.mbarriers import build_arrival_of_copies, mbarrier_at
-from interlace_verify.machine.shared import SHARED
+from interlace_verify.machine.shared import SHARED, PtxProgram
 from interlace_verify.machine.tensor_maps import ELEMENTS, Box, box_of, read_map
 from interlace_verify.ptx.arithmetic import REDUCTIONS
 from interlace_verify.ptx.instruction import Action, Instruction, builders
@@ -47,10 +48,10 @@ class BulkStore:
     box: Box
     write: Callable[[Array], None]
     group: int = -1
-    bits: Any = None
+    bits: Array | None = None
     written: bool = False
 
-    def advance(self, program: Any, *, written: bool) -> None:
+    def advance(self, program: PtxProgram, *, written: bool) -> None:
         """Read, if that has not been done; and store, if ``written``."""
         if self.bits is None:
             self.bits = _places(program, self.box).copy()
@@ -59,7 +60,7 @@ class BulkStore:
             self.write(self.bits[self.box.inside])
 
 
-def finish(program: Any) -> None:
+def finish(program: PtxProgram) -> None:
     """The program ends, and all stores of it come, after what others may do meanwhile."""
     if not all(store.written for store in program.bulk_stores):
         program.hooks.pause()
@@ -161,7 +162,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
     counts = address_of(instruction, rest[0], TYPES["b64"], shared=True)
 
     def start(threads: Threads, thread: int) -> None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         mbarrier = mbarrier_at(threads, int(counts(threads)[0]))
         box = where(threads, 0, int(to(threads)[0]) - program.base)
         access = program.next_in(("mbarrier", mbarrier.address), thread)
@@ -201,7 +202,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
     taken = address_of(instruction, source, TYPES["b64"], 2, shared=True)
 
     def start(threads: Threads, thread: int) -> None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         box = where(threads, 0, int(taken(threads)[0]) - program.base)
         access = program.next_in(("bulk", thread), thread)
         does = "reduces" if reduces else "stores"
@@ -226,7 +227,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
 
 def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str) -> Any:
     """The handle of a box's addresses in a space, which observers have been told of."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     if space == "global":
         addresses = box.addresses[box.inside]
     else:
@@ -239,7 +240,7 @@ def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str
     return pointers
 
 
-def _loaded(hooks: Any, pointers: Any, kind: ScalarType) -> Array:
+def _loaded(hooks: ProgramHooks, pointers: Handle, kind: ScalarType) -> Array:
     if not pointers.data.size:
         return np.zeros(0, kind.raw)
     found = hooks.asynchronous(
@@ -248,7 +249,9 @@ def _loaded(hooks: Any, pointers: Any, kind: ScalarType) -> Array:
     return found.view(kind.raw)
 
 
-def _stored(hooks: Any, pointers: Any, bits: Array, kind: ScalarType, does: str) -> None:
+def _stored(
+    hooks: ProgramHooks, pointers: Handle, bits: Array, kind: ScalarType, does: str
+) -> None:
     if pointers.data.size:
         value = handle_of(bits, kind)
         hooks.asynchronous(
@@ -260,17 +263,16 @@ def _stored(hooks: Any, pointers: Any, bits: Array, kind: ScalarType, does: str)
         )
 
 
-def _places(program: Any, box: Box) -> Array:
-    found: Array = program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)]
-    return found
+def _places(program: PtxProgram, box: Box) -> Array:
+    return program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)]
 
 
-def _put(program: Any, box: Box, bits: Array) -> None:
+def _put(program: PtxProgram, box: Box, bits: Array) -> None:
     program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)] = bits
 
 
 def _commit(threads: Threads) -> None:
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     for thread in _each(threads):
         committed = program.bulk_groups.get(thread, 0)
         for store in program.bulk_stores:
@@ -287,7 +289,7 @@ def _wait(instruction: Instruction) -> Action:
         raise instruction.error("the number of groups is a constant")
 
     def wait(threads: Threads) -> None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         for thread in _each(threads) if program.bulk_stores else ():
             last = program.bulk_groups.get(thread, 0) - left
             due = [

@@ -29,6 +29,7 @@ from interlace.runtime.core.launch import KernelLaunch, leaves, specialised
 from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.memory import RED_ZONE, aligned
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, Origin
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.machine import PtxMachine
 from interlace_verify.machine.module import PtxKernel, read
 from interlace_verify.machine.provenance import origins
@@ -111,7 +112,7 @@ class CompiledPrograms:
     def __init__(self, arch: int, rewrite: Callable[[str, str], str] | None) -> None:
         self.arch, self._rewrite = arch, rewrite
 
-    def __call__(self, launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+    def __call__(self, launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
         """One program of ``launch``, to be run in a session, and its threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
@@ -192,7 +193,7 @@ def _check_target(kernel: PtxKernel, arch: int) -> None:
         )
 
 
-def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[Any]:
+def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[object]:
     """The parameters that Triton makes of one of the host's: with a map for TMA, or with its pointer."""
     base, sizes = descriptor.base, [*descriptor.shape, *descriptor.strides]
     nan = int(descriptor.padding == "nan")
@@ -204,7 +205,7 @@ def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None)
     return [tensor_map(base.data_ptr(), descriptor.shape[::-1], strides, box, kind, **how), *sizes]
 
 
-_measured: weakref.WeakKeyDictionary[Any, dict[str, Measurement]] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[object, dict[str, Measurement]] = weakref.WeakKeyDictionary()
 
 
 def compiled(function: Any, request: Compilation) -> Measurement:
@@ -224,9 +225,9 @@ def compiled(function: Any, request: Compilation) -> Measurement:
 def program(
     kernel: PtxKernel,
     shared_bytes: int,
-    values: Sequence[Any],
+    values: Sequence[object],
     names: Sequence[str],
-    hooks: Any,
+    hooks: ProgramHooks,
     variables: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
     """One program of ``kernel`` on ``values``; parameters behind those are 0. ``names``: of the values."""

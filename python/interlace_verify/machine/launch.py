@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from interlace_verify.machine.module import MOST_THREADS
 def launch_ptx(
     ptx: str,
     grid: int | tuple[int, ...],
-    *values: Any,
+    *values: object,
     kernel: str | None = None,
     threads: int | tuple[int, ...] | None = None,
     shared_bytes: int = 0,

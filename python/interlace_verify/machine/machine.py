@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.bulk_copies import finish
 from interlace_verify.machine.local import POISON, ThreadMemory
 from interlace_verify.machine.module import PtxKernel, SourcePlace, looks
@@ -57,8 +59,8 @@ class Spins:
     def _begin(self) -> None:
         self._quiet = self._new = self._old = 0
         self._moved = False  # whether rounds have changed the program's own memory
-        self._known: set[Any] = set()
-        self._around: dict[Any, None] = {}
+        self._known: set[object] = set()
+        self._around: dict[object, None] = {}
         self._registers: list[Any] = []
         self._task.watched = False
         self._task.seen.clear()
@@ -153,7 +155,7 @@ class _ThreadGroup:
     whether what it waits for is there.
     """
 
-    mask: Any
+    mask: Numbers
     at: int
     count: int
     rounds: int = 0
@@ -177,7 +179,7 @@ class PtxMachine:
         self,
         kernel: PtxKernel,
         builder: Any,
-        hooks: Any,
+        hooks: ProgramHooks,
         parameters: Mapping[str, Any],
         dynamic_bytes: int,
         variables: Mapping[str, Any],
@@ -271,7 +273,7 @@ class PtxMachine:
         places = [(group.team, group.at, group.barrier) for group in self._groups]
         if len(set(places)) == len(places):
             return
-        by_place: dict[Any, _ThreadGroup] = {}
+        by_place: dict[object, _ThreadGroup] = {}
         for place, group in zip(places, self._groups, strict=True):
             met = by_place.setdefault(place, group)
             if met is not group:
@@ -435,7 +437,7 @@ class PtxMachine:
         self._perhaps_part()
         return alone and self._groups == [group]
 
-    def _one_by_one(self, number: int, count: int, mask: Any) -> list[tuple[int, int, Any]]:
+    def _one_by_one(self, number: int, count: int, mask: Numbers) -> list[tuple[int, int, Any]]:
         """Where more come to a barrier than it is for, warps do so by themselves, in any order."""
         there = sum(each.count for each in self._groups if each.barrier == (number, count))
         there += self._arrived.get(number, 0)
@@ -446,7 +448,7 @@ class PtxMachine:
         self._random.shuffle(found)
         return found
 
-    def _arrive(self, number: int, count: int, mask: Any) -> None:
+    def _arrive(self, number: int, count: int, mask: Numbers) -> None:
         """At a barrier that these threads do not wait for."""
         self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
         self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])

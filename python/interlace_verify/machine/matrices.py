@@ -26,7 +26,7 @@ what was there, but for ``mov``, and for sums of floats, before which the wait i
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ import numpy as np
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.numerics.exact import matrix_product
 from interlace_verify.machine.shared import (
+    PtxProgram,
     build_commit,
     build_wait,
     groups_of,
@@ -373,7 +374,7 @@ def _shape(instruction: Instruction) -> tuple[int, int]:
     return 0, 0
 
 
-def _truth(instruction: Instruction, operand: str) -> Callable[[Threads], Any]:
+def _truth(instruction: Instruction, operand: str) -> Reader:
     literal = instruction.literal(operand, TYPES["u32"])
     if literal is not None:
         return lambda threads: np.bool_(literal)
@@ -409,7 +410,7 @@ def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
 
 def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: bool) -> Array:
     """(warps, rows, k): what warps see by their ``descriptors``."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     kind = TYPES[f"b{NUMBERS[name].bits}"]
     size = kind.bits // 8
     found = np.empty((len(descriptors), rows, 32 // size), kind.raw)
@@ -425,7 +426,7 @@ def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: 
 
 def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:
     """The threads that run begin to read matrices, each by (descriptors, rows, numbers, turned)."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     if not program.hooks.observed:
         return None
     numbers = threads.active(threads.numbers)

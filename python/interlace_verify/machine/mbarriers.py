@@ -8,7 +8,6 @@ next begins. What a copy brings is there at the latest when somebody waits for i
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from interlace_verify.machine.shared import (
 )
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import address_of
-from interlace_verify.ptx.special import Threads
+from interlace_verify.ptx.special import Reader, Threads
 from interlace_verify.ptx.types import PREDICATE, TYPES, Array
 from interlace_verify.ptx.waits import MBARRIER_WAIT
 
@@ -85,7 +84,7 @@ def build_mbarrier(instruction: Instruction) -> Action:
     return builder(instruction)
 
 
-def _target(instruction: Instruction, index: int = 0) -> Any:
+def _target(instruction: Instruction, index: int = 0) -> Reader:
     take_shared(instruction)
     if not instruction.flag("b64"):
         raise instruction.error(f"'{instruction.opcode}' needs '.b64'")
@@ -131,7 +130,7 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
     put = instruction.active_writer(instruction.operands[0], _STATE) if arrives else None
 
     def arrive(threads: Threads) -> None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         numbers = threads.active(threads.numbers).tolist()
         counts = [1] * len(numbers) if given is None else threads.active(given(threads)).tolist()
@@ -204,7 +203,7 @@ def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
     read = instruction.reader(instruction.operands[2], _WORD if by_parity else _STATE)
 
     def wait(threads: Threads) -> int | None:
-        program: Any = threads.session
+        program: PtxProgram = threads.session
         mbarriers = _mbarriers(threads, at(threads))
         parities = (threads.active(read(threads)) & 1).tolist()
         wanted = {id(m): (m, parity) for m, parity in zip(mbarriers, parities, strict=True)}

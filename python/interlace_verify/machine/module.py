@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,7 @@ class PtxKernel:
     static_bytes: int
     local_bytes: int
     steps: tuple[Instruction, ...]
-    kinds: tuple[Any, ...]
+    kinds: tuple[object, ...]
     order: tuple[int, ...]
     joins: frozenset[int]
     runs: Mapping[int, tuple[Instruction, ...]]

@@ -59,8 +59,8 @@ def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -
 
 
 def origins(
-    by_slot: Mapping[int, frozenset[str]], of: Mapping[str, Any], numbers: Mapping[str, int]
-) -> dict[int, Any]:
+    by_slot: Mapping[int, frozenset[str]], of: Mapping[str, object], numbers: Mapping[str, int]
+) -> dict[int, object]:
     """The origin of each slot that has one: the only tensor among its parameters, moved by indices."""
     found = {}
     for slot, names in by_slot.items():

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import AsyncAccess
+from interlace.runtime.core.accesses import AsyncAccess, Atomic, Numbers
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace_verify.machine.local import (
     ThreadMemory,
     build_local,
@@ -134,23 +135,24 @@ class PtxProgram(PtxSession):
     parameters that are, by address. ``variables``: where those of the module are.
     """
 
+    hooks: ProgramHooks
     parameters: dict[str, Array] = field(default_factory=dict)
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    shared: Any = None
+    variables: Mapping[str, object] = field(default_factory=dict)
+    shared: Numbers = field(default_factory=lambda: np.zeros(0, np.uint8))
     local: ThreadMemory = field(default_factory=lambda: ThreadMemory(0, 0))
     groups: dict[str, AsyncGroups] = field(default_factory=dict)
     unsettled: dict[int, AsyncWork] = field(default_factory=dict)
 
     arrays: dict[int, bytes] = field(default_factory=dict)
     # of asynchronous copies: objects by address, stores that are not seen yet, groups by thread
-    mbarriers: dict[int, Any] = field(default_factory=dict)
+    mbarriers: dict[int, object] = field(default_factory=dict)
     bulk_stores: list[Any] = field(default_factory=list)
     bulk_groups: dict[int, int] = field(default_factory=dict)
     draw: Random = field(default_factory=Random)
     until: Callable[[], bool] | None = None
     changes: int = 0  # of shared memory and of mbarriers
     branch: Any = None
-    _queues: dict[Any, int] = field(default_factory=dict)
+    _queues: dict[object, int] = field(default_factory=dict)
 
     @property
     def base(self) -> int:
@@ -166,7 +168,7 @@ class PtxProgram(PtxSession):
             )
         return offsets
 
-    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+    def atomic_in_shared(self, atomic: Atomic, perform: Any) -> Any:
         kind = atomic.pointers.get_element_ty()
         self.offsets(atomic.pointers.data, kind.primitive_bitwidth // 8)
         result = perform()
@@ -178,7 +180,7 @@ class PtxProgram(PtxSession):
             self.hooks.shared_atomic(atomic, result)
         return result
 
-    def next_in(self, queue: Any, thread: int) -> AsyncAccess:
+    def next_in(self, queue: object, thread: int) -> AsyncAccess:
         """The next access in a queue, by ``thread``."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)
@@ -203,7 +205,7 @@ def _touched(
 
     ``bits``: what is stored, which may be there already.
     """
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
     if program.hooks.observed:
         pointers = pointers_of(threads, addresses, kind, lanes)
@@ -427,7 +429,7 @@ def _start(instruction: Instruction) -> Action:
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
     """Observers hear of a load where a copy of its own thread goes that it has not waited for."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():
         if work.targets is None or last < work.low or work.high + np.uint64(work.size) <= first:

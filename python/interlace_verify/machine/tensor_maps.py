@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace_verify.machine.shared import put_shared, shared_bits, take_shared
+from interlace_verify.machine.shared import PtxProgram, put_shared, shared_bits, take_shared
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import address_of, load_of, store_of
 from interlace_verify.ptx.special import WARP, Threads
@@ -126,7 +126,7 @@ def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruct
 
 
 def _check(
-    given: Any, rank: int, size: int, span: int, offset: int, instruction: Instruction
+    given: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
 ) -> None:
     """What TMA refuses, or does wrong."""
     row = int(given["box_dim"][0]) * size
@@ -219,7 +219,7 @@ def _copy(instruction: Instruction) -> Action:
 
 def read_map(threads: Threads, address: int) -> bytes:
     """The map at ``address``, in the parameters or in memory, which the thread that runs reads."""
-    program: Any = threads.session
+    program: PtxProgram = threads.session
     if address in program.arrays:
         return bytes(program.arrays[address])
     words = np.arange(0, NBYTES, 4, dtype=np.uint64)[None] + np.uint64(address)

@@ -5,7 +5,6 @@ Lanes with different masks are groups for themselves. Registers are seen as (war
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ _NOBODYS = 0xA5A5A5A5  # what lanes that take no part give, which PTX leaves ope
 EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
 
-def of_warps(threads: Threads, values: Any) -> Array:
+def of_warps(threads: Threads, values: Array) -> Array:
     """A register, or a scalar for all, as (warps, 32)."""
     return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
 
@@ -89,7 +88,7 @@ def _targets(
 ) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """What puts the result, and the predicate behind a '|', if there is one; of whole warps."""
     names = [each.strip() for each in instruction.operands[0].split("|")]
-    writes: list[Any] = [
+    writes: list[Callable[..., None]] = [
         instruction.writer(name, of) for name, of in zip(names, (kind, PREDICATE), strict=False)
     ]
     return writes[0], (writes[1] if len(writes) > 1 else None)

@@ -12,7 +12,6 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -110,7 +109,7 @@ def _text_at(threads: Threads, address: int) -> str:
 def _print(threads: Threads, number: int, format: int, arguments: int) -> int:
     at, count = 0, 0
 
-    def taken(match: Any) -> str:
+    def taken(match: re.Match[str]) -> str:
         nonlocal at, count
         flags, wide, kind = match.groups()
         if kind == "%":

@@ -73,7 +73,7 @@ class AsmOperands:
                 )
 
     def arguments(
-        self, values: Any, shape: tuple[int, ...], pack: int, kinds: list[Any]
+        self, values: Any, shape: tuple[int, ...], pack: int, kinds: list[object]
     ) -> list[list[Any]]:
         """All registers of every execution, with the arguments in theirs and 0 in the others."""
         count, left = divmod(math.prod(shape), pack)
@@ -166,7 +166,7 @@ class InlineAssembly(PtxSession):
     """``tl.inline_asm_elementwise`` of one session."""
 
     def create(
-        self, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
+        self, asm: str, constraints: str, values: Any, types: object, is_pure: bool, pack: int
     ) -> Any:
         """Runs the text; the results as Triton asks for them."""
         statement = _build(asm, constraints)

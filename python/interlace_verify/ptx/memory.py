@@ -19,7 +19,7 @@ import numpy as np
 import triton.language as tl
 
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
-from interlace.runtime.core.accesses import NULL, Atomic, with_origin
+from interlace.runtime.core.accesses import NULL, Atomic, Handle, Numbers, with_origin
 from interlace.runtime.numerics.exact import larger, smaller
 from interlace_verify.ptx.arithmetic import PAIRS as _PAIRS, lanewise
 from interlace_verify.ptx.instruction import Action, Instruction, Write, builders
@@ -234,18 +234,18 @@ def handle_of(bits: Array, kind: ScalarType) -> Any:
     return unchecked(bits.view(kind.stored), kind.memory)
 
 
-def fetched(pointers: Any, mask: Any, kind: ScalarType) -> Any:
+def fetched(pointers: Handle, mask: Handle, kind: ScalarType) -> Array:
     """What is in memory now, as ``kind`` is stored; 0 where the mask is not."""
     zero = _zeros(pointers.data.shape, kind.stored)
     return atomics.load(pointers.data, mask.data, zero, kind.stored)
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
     return np.zeros(shape, dtype)  # nobody writes to them
 
 
-def put(pointers: Any, value: Any, mask: Any) -> None:
+def put(pointers: Handle, value: Handle, mask: Handle) -> None:
     """Into memory, now."""
     atomics.store(pointers.data, value.data, mask.data)
 
@@ -349,7 +349,9 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
         def get(threads: Threads, addresses: Array) -> Array:
             nothing = np.zeros(addresses.shape, kind.raw)
 
-            def unchanged(addresses: Any, order: Any) -> Any:  # 0 becomes 0, anything else stays
+            def unchanged(
+                addresses: Array, order: object
+            ) -> Array:  # 0 stays 0, as anything else does
                 return atomics.atomic_cas(addresses, nothing, nothing, order)
 
             return access(threads, addresses, unchanged, reads_only=True)
@@ -362,11 +364,10 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
         if way.incoherent:
             pointers.incoherent = True
 
-        def perform(mask: Any = mask) -> Any:
+        def perform(mask: Handle = mask) -> Any:
             return unchecked(fetched(pointers, mask, kind), kind.memory)
 
-        found: Array = threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
-        return found
+        return threads.session.hooks.load(pointers, mask, perform).data.view(kind.raw)
 
     return load
 
@@ -380,7 +381,7 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
         pointers, mask = way.pointers(threads, addresses, kind), all_of(addresses)
         value, pointers.stored = handle_of(bits, kind), bits
 
-        def perform(mask: Any = mask) -> None:
+        def perform(mask: Handle = mask) -> None:
             if threads.heard:
                 there = fetched(pointers, mask, kind)
                 pointers.unchanged = bool((there.view(kind.raw) == bits).all())
@@ -403,13 +404,13 @@ def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]
         addresses: Array,
         change: Change,
         reads_only: bool = False,
-        compare: Any = None,
-        value: Any = None,
+        compare: Handle | None = None,
+        value: Handle | None = None,
     ) -> Array:
         threads.idle_steps, threads.polls_plainly = 0, False
         pointers, every = way.pointers(threads, addresses, kind), all_of(addresses)
 
-        def perform(mask: Any = every) -> Any:
+        def perform(mask: Handle = every) -> Any:
             if mask is not every and not mask.data.all():
                 return handle_of(np.zeros(addresses.shape, kind.raw), kind)
             return handle_of(change(pointers.data, ORDERS[sem]), kind)
@@ -417,8 +418,7 @@ def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]
         how = told, sem, way.scope, reads_only, compare, not threads.alone, value
         atomic, session = Atomic(pointers, every, *how), threads.session
         change_memory = session.atomic_in_shared if way.shared else session.hooks.atomic
-        found: Array = change_memory(atomic, perform).data.view(kind.raw)
-        return found
+        return change_memory(atomic, perform).data.view(kind.raw)
 
     return access
 
@@ -480,7 +480,7 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
     def apply(threads: Threads, addresses: Array, expected: Array, value: Array) -> Array:
         compare, swap = handle_of(expected, kind), handle_of(value, kind)
 
-        def change(addresses: Any, order: Any) -> Any:
+        def change(addresses: Numbers, order: object) -> Any:
             return atomics.atomic_cas(addresses, compare.data, swap.data, order)
 
         same = expected.flat[0] == value.flat[0] and bool((expected == value).all())
@@ -539,7 +539,7 @@ def _change(
 
     update = _update(name, kind, number)
 
-    def one(bits: Array, address: Array, order: Any) -> Any:
+    def one(bits: Array, address: Array, order: object) -> Any:
         seen = np.zeros(1, kind.raw)
         while True:
             found = atomics.atomic_cas(address, seen, update(seen, bits), order)
@@ -547,7 +547,7 @@ def _change(
                 return found
             seen = found
 
-    def loop(bits: Array, addresses: Array, order: Any) -> Any:
+    def loop(bits: Array, addresses: Array, order: object) -> Any:
         flat = zip(bits.reshape(-1, 1), addresses.reshape(-1, 1), strict=True)
         return np.concatenate([one(*each, order) for each in flat]).reshape(bits.shape)
 

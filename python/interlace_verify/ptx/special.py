@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import Atomic, Hooks, Lanes, Numbers
+
 WARP = 32
 CLOCK_STEP = 1000
 """A read of a clock takes so long, in cycles or nanoseconds: no real clock enters a schedule."""
@@ -22,14 +24,14 @@ class PtxSession:
     """
 
     builder: Any
-    hooks: Any
+    hooks: Hooks
     clock: int = 0
-    barriers: list[tuple[int, int, Any]] = field(default_factory=list)
+    barriers: list[tuple[int, int, Numbers]] = field(default_factory=list)
     counted: Callable[[Any], None] | None = None
     extents: tuple[int, int, int] | None = None
-    origins: Mapping[int, Any] = field(default_factory=dict)
+    origins: Mapping[int, object] = field(default_factory=dict)
 
-    def atomic_in_shared(self, atomic: Any, perform: Any) -> Any:
+    def atomic_in_shared(self, atomic: Atomic, perform: object) -> Any:
         """Of programs that have shared memory."""
         raise NotImplementedError
 
@@ -46,32 +48,32 @@ class Threads:
     """
 
     session: Any  # a PtxSession, or a PtxProgram
-    registers: list[Any]
-    numbers: Any
+    registers: list[Numbers]
+    numbers: Numbers
     block: int = 1
-    mask: Any = None
+    mask: Numbers | None = None
     alone: bool = False
     told_apart: bool = False
     heard: bool = True
     polls_plainly: bool = False
     idle_steps: int = 0
 
-    def active(self, values: Any) -> Any:
+    def active(self, values: Numbers) -> Any:
         """Of ``values``, an array or a scalar for all, those of the threads that run."""
         if not values.ndim:
             count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
             return values.repeat(count)
         return values if self.mask is None else values[self.mask]
 
-    def everyone(self) -> Any:
+    def everyone(self) -> Numbers:
         """The mask of those that run."""
         return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
 
-    def who(self) -> Any:
+    def who(self) -> Lanes:
         """The numbers of those that run, if hooks are told."""
         return self.active(self.numbers) if self.told_apart else None
 
-    def set(self, slot: int, bits: Any) -> None:
+    def set(self, slot: int, bits: Numbers) -> None:
         """Put ``bits`` into a register of the threads that run."""
         if self.mask is not None:
             bits = np.where(self.mask, bits, self.registers[slot])
@@ -79,7 +81,7 @@ class Threads:
             bits = bits.repeat(len(self.numbers))
         self.registers[slot] = bits
 
-    def set_active(self, slot: int, bits: Any) -> None:
+    def set_active(self, slot: int, bits: Numbers) -> None:
         """The same, of ``bits`` for these threads only."""
         if self.mask is None:
             self.registers[slot] = bits
@@ -93,7 +95,7 @@ Reader = Callable[[Threads], Any]
 U32 = np.uint32
 
 
-def constant(value: Any) -> Reader:
+def constant(value: object) -> Reader:
     return lambda threads: value
 
 

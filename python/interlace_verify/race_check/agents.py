@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from interlace.runtime.core.accesses import Lanes, Numbers
+
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 SYS = SCOPES["sys"]
-Pending = dict["Agent", Any]
+Pending = dict["Agent", Numbers]
 Times = dict[int, int]  # by component
 
 
@@ -54,22 +56,22 @@ class Agent:
     def __init__(self, number: int, first: int, rank: int, who: str) -> None:
         self.number, self.first, self.rank, self.who = number, first, rank, who
         self.lanes, self.thread = first, first + 1
-        self.clock = np.zeros(first + self.BLOCKS * self.components, np.int64)
+        self.clock: Numbers = np.zeros(first + self.BLOCKS * self.components, np.int64)
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
         self.putting: Any = False
-        self.before: Any = self.clock  # what was before the program
-        self.fenced: dict[int, Any] = {}
+        self.before: Numbers = self.clock  # what was before the program
+        self.fenced: dict[int, Numbers] = {}
         self.pending: Pending = {}
-        self.for_lanes: Any = None
-        self.arrived: Any = None
+        self.for_lanes: Numbers | None = None
+        self.arrived: Numbers | None = None
         self.ends: list[tuple[int, int]] = []  # of its launches, in both of its times
         self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
 
-    def begin(self, known: Any) -> None:
+    def begin(self, known: Numbers) -> None:
         """A program of a launch that knows what was before."""
         self.learn(known)
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
@@ -77,21 +79,21 @@ class Agent:
         self.before, self.fenced = known, {SYS: known}
         self.pending, self.for_lanes, self.arrived = {}, None, None
 
-    def end(self) -> Any:
+    def end(self) -> Numbers:
         """The end of a program: what whoever waits for it knows then."""
         for late in (*self.pending.values(), self.for_lanes):
             if late is not None:
                 self.learn(late)
         self.tick()  # who knows of this time knows of the end
         self._has_ended()
-        clock = self.clock.copy()
+        clock: Numbers = self.clock.copy()
         self.tick()
         return clock
 
     def _has_ended(self) -> None:
         self.ends.append((int(self.clock[self.lanes]), int(self.clock[self.thread])))
 
-    def had_ended(self, component: int, time: int, known: Any) -> bool:
+    def had_ended(self, component: int, time: int, known: Numbers) -> bool:
         """Whether ``known`` has the end of the launch in which it acted, as ``component``, at ``time``."""
         if not self.owns(component) or component >= len(known):
             return False
@@ -105,7 +107,7 @@ class Agent:
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
         return self.observed.get((word, None), {}) | self.observed.get((word, thread), {})
 
-    def learn(self, other: Any) -> None:
+    def learn(self, other: Numbers) -> None:
         self.clock = joined(self.clock, other)
 
     def now(self) -> tuple[int, int]:
@@ -116,12 +118,12 @@ class Agent:
         self.clock[self.lanes] += 1
         self.clock[self.thread] += 1
 
-    def released(self, *, all_threads: bool, each_thread: bool) -> Any:
+    def released(self, *, all_threads: bool, each_thread: bool) -> Numbers:
         """What it hands on: of the own lanes what was before the last barrier, unless ``all_threads``.
 
         ``each_thread``: every thread releases, and has only its own scalars behind it, too.
         """
-        clock = self.clock.copy()
+        clock: Numbers = self.clock.copy()
         if not all_threads:
             clock[self.lanes] = self.barred[0]
             for block in (self.ALIAS, self.PUTS):
@@ -131,7 +133,7 @@ class Agent:
                 clock[self.thread] = self.barred[1]
         return clock
 
-    def has_released(self, threads: Any = None, *, all_threads: bool) -> None:
+    def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Later accesses are not covered by the release."""
         self.clock[self.thread] += 1
         if all_threads:
@@ -173,16 +175,16 @@ class ThreadsAgent(Agent):
         self.delivered_times = np.zeros(threads, np.int64)
         self.putting = np.zeros(threads, np.bool_)
 
-    def begin(self, known: Any) -> None:
+    def begin(self, known: Numbers) -> None:
         self.learn(known)
-        self.acquired: dict[int, Any] = {}
+        self.acquired: dict[int, Numbers] = {}
         self.waiting: dict[int, Pending] = {}
-        self.fences: dict[int, dict[int, Any]] = {}
-        self.arrivals: dict[int, Any] = {}
+        self.fences: dict[int, dict[int, Numbers]] = {}
+        self.arrivals: dict[int, Numbers] = {}
         self.loaded: dict[int, list[Any]] = {}
         self.over: set[tuple[int, int]] = set()
-        self.mbarriers: dict[int, list[Any]] = {}
-        self.queues: dict[Any, AsyncAgent] = {}
+        self.mbarriers: dict[int, list[object]] = {}
+        self.queues: dict[object, AsyncAgent] = {}
         self.before = known
         self.barrier()
 
@@ -199,7 +201,7 @@ class ThreadsAgent(Agent):
         self._has_ended()
         return self.clock.copy()
 
-    def barrier(self, threads: Any = None) -> None:
+    def barrier(self, threads: Lanes = None) -> None:
         """All threads have met, or only ``threads``, who then are all as far as the furthest of them.
 
         A mark of several has the time of one of them, which those of the others are held against.
@@ -218,7 +220,7 @@ class ThreadsAgent(Agent):
         self.acquired.clear()
         self.times = np.full(self.components, self.times.max() + 1)
 
-    def quiet(self, threads: Any) -> None:
+    def quiet(self, threads: Numbers) -> None:
         for thread in threads.tolist():
             self.arrivals[thread] = self.released_by(thread, all_threads=False)
 
@@ -235,7 +237,7 @@ class ThreadsAgent(Agent):
             fences[SYS] = joined(fences.get(SYS), known)
 
     def has_accessed(
-        self, site: int, addresses: Any, threads: Any, *, stores: bool
+        self, site: int, addresses: Numbers, threads: Numbers, *, stores: bool
     ) -> set[tuple[int, int]]:
         """Pairs (site of a store, site of a load) of which a thread has done both there, the load first.
 
@@ -254,17 +256,17 @@ class ThreadsAgent(Agent):
                     self.over.add(pair)
         return self.over
 
-    def _known_to(self, threads: Any) -> Any:
+    def _known_to(self, threads: Iterable[int]) -> Numbers:
         """What one of ``threads`` knows, of others."""
         found = {
             id(clock): clock for t in threads if (clock := self.acquired.get(int(t))) is not None
         }
-        known = self.clock.copy()
+        known: Numbers = self.clock.copy()
         for clock in found.values():
             known = joined(known, clock)
         return known
 
-    def _put_own(self, clock: Any, threads: Any) -> Any:
+    def _put_own(self, clock: Numbers, threads: Numbers | slice | int) -> Numbers:
         every = self.times, self.fenced_times, self.aliased_times, self.delivered_times
         for block, times in enumerate(every):
             own = clock[self.first + block * self.components :][: self.components]
@@ -273,23 +275,23 @@ class ThreadsAgent(Agent):
             )  # others' fences may have raised it
         return clock
 
-    def known_by(self, thread: int) -> Any:
+    def known_by(self, thread: int) -> Numbers:
         return joined(self.acquired.get(thread), self.clock)
 
-    def released_by(self, thread: int, *, all_threads: bool) -> Any:
+    def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
         """What ``thread`` hands on: of the others' accesses, those before the last barrier."""
         return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else thread)
 
-    def has_released(self, threads: Any = None, *, all_threads: bool) -> None:
+    def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Later accesses of ``threads`` are not covered by the release."""
         self.times[slice(None) if all_threads else threads] += 1
 
-    def acquire(self, thread: int, clock: Any) -> None:
+    def acquire(self, thread: int, clock: Numbers) -> None:
         self.acquired[thread] = joined(self.acquired.get(thread), clock)
 
-    def change(self, threads: Any, changed: Callable[[Any], Any]) -> None:
+    def change(self, threads: Numbers, changed: Callable[[Numbers], Numbers]) -> None:
         """``changed`` makes of what each of ``threads`` knows what it knows then."""
-        made: dict[int, Any] = {}
+        made: dict[int, Numbers] = {}
         for thread in threads.tolist():
             known = self.acquired.get(thread)
             if id(known) not in made:
@@ -310,19 +312,19 @@ class AsyncAgent(Agent):
     def owns(self, component: Any) -> Any:
         return component < 0
 
-    def until(self, time: int, *, reads_only: bool) -> Any:
+    def until(self, time: int, *, reads_only: bool) -> tuple[list[int], int]:
         """(components, time) of all up to the one with this number."""
         owned = [self.lanes] if reads_only else [self.lanes, self.thread]
         return [*owned, *(each + self.components for each in owned)], self.base + time
 
 
-def joined(one: Any, other: Any) -> Any:
+def joined(one: Numbers | None, other: Numbers) -> Numbers:
     """The componentwise maximum; clocks grow as agents appear. ``one`` None: there is no clock yet."""
     if one is None:
         return other
     if len(one) < len(other):
         one, other = other, one
-    result = one.copy()
+    result: Numbers = one.copy()
     np.maximum(result[: len(other)], other, out=result[: len(other)])
     return result
 
@@ -334,7 +336,7 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
     return scope == SCOPES["gpu"] and agent.rank == other.rank
 
 
-def fenced_for(agent: Agent, scope: int, pending: Pending) -> list[Any]:
+def fenced_for(agent: Agent, scope: int, pending: Pending) -> list[Numbers]:
     """What a fence of ``agent`` acquires of what is pending: by whom its scope reaches. The rest stays."""
     return [pending.pop(sender) for sender in list(pending) if reaches(scope, agent, sender)]
 
@@ -350,7 +352,7 @@ class Seen(NamedTuple):
     written: int
     seen: int
     time: tuple[int, int]
-    known: Any
+    known: Numbers
 
     def is_behind(self, component: int, time: int) -> bool:
         """Whether the writer, another one, knew of what ``component`` did at ``time``."""

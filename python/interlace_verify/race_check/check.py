@@ -17,16 +17,17 @@ from __future__ import annotations
 import functools
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 
 from interlace import launcher
 from interlace.runtime.compat.torch_modes import DispatchMode
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import Atomic, Handle, Lanes
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.choice import Rewrite, programs
 from interlace.runtime.places.sim.place import run_sim
@@ -78,7 +79,7 @@ class TorchAccesses(DispatchMode):
             self._note(func, args, kwargs, result)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _note(self, func: OpOverload, args: object, kwargs: object, result: object) -> None:
         task, detector = self._scheduler.current, self._detector
         name = func.overloadpacket.__name__
         given = list(_given(func, args, kwargs))
@@ -100,7 +101,7 @@ class TorchAccesses(DispatchMode):
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Whether the operator returns an alias and touches no data."""
     return torch.Tag.inplace_view in func.tags or any(
         value.alias_info is not None and not value.alias_info.is_write
@@ -108,7 +109,7 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _given(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+def _given(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """Tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
@@ -139,7 +140,7 @@ class RaceTeller(Storyteller):
     """
 
     def __init__(
-        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[Any, ...], At]
+        self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
     ) -> None:
         """``asked``: where the findings were, as :class:`Collector` has it."""
         super().__init__()
@@ -188,7 +189,7 @@ class StepDetector(Detector):
     done = False  # when it has found all it still has to name memory
 
     def __init__(
-        self, seed: int, asked: Mapping[tuple[Any, ...], At], step: Callable[[], int]
+        self, seed: int, asked: Mapping[tuple[object, ...], At], step: Callable[[], int]
     ) -> None:
         super().__init__(seed, asked=asked)
         self._step = step
@@ -207,7 +208,7 @@ _OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
 BARRIER_SEEDS = 2  # that are asked for barriers
 MOST_ATOMICS = 16  # lines of atomics that are asked
 
-Asked = Mapping[tuple[Any, ...], At]
+Asked = Mapping[tuple[object, ...], At]
 
 
 class DetectorWithout(Detector):
@@ -221,7 +222,7 @@ class DetectorWithout(Detector):
     def done(self) -> bool:
         return bool(self.found)
 
-    def on_barrier(self, task: Task, threads: object = None) -> None:
+    def on_barrier(self, task: Task, threads: Lanes = None) -> None:
         if program_lines()[:1] != (self._line,):
             super().on_barrier(task, threads)
 
@@ -259,7 +260,7 @@ class DetectorWith(Detector):
         super().__init__(seed, asked=asked)
         self.access = access
 
-    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
         if program_lines()[:1] == self.access.lines[:1]:
             atomic = replace(atomic, sem="acq_rel")
         super().on_atomic(task, atomic, result)
@@ -267,7 +268,7 @@ class DetectorWith(Detector):
 
 def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[DetectorWith]], object]
-) -> dict[tuple[Any, ...], Access]:
+) -> dict[tuple[object, ...], Access]:
     """By the key of a finding among those ``asked``: the atomic of such a line, if there is one.
 
     ``observed`` runs the schedule of the ``detector`` for others.
@@ -302,16 +303,16 @@ ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
 
 
 def races(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
-    *args: Any,
+    *args: object,
     seeds: int | Iterable[int] = SEEDS,
     store_buffers: bool = False,
     arch: int | None = None,
     rewrite: Rewrite | None = None,
     timeout: float = 300.0,
     on_seed: Callable[[int], None] = lambda seed: None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> RaceReport:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
 
@@ -344,13 +345,13 @@ def races(
     chosen, timeout = check_races(fn, world_size, seeds, store_buffers, timeout)
     made = programs(arch, rewrite)
     on_rank = launcher.rank_function(fn, args, kwargs)
-    found: dict[Any, Finding] = {}
-    launches: dict[Any, Any] = {}
+    found: dict[object, Finding] = {}
+    launches: dict[object, Any] = {}
     errors: list[tuple[int, str]] = []
     refusals: list[tuple[int, str]] = []
     stories: list[Story] = []
     seen: dict[str, set[SourceText]] = {name: set() for name in SEEN}
-    reaches: dict[Any, Reach] = {}
+    reaches: dict[object, Reach] = {}
     events = 0
 
     def observed(seed: int, asked: Sequence[Observer]) -> Exception | None:
@@ -434,7 +435,7 @@ def races(
 
 
 def check_races(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
     seeds: int | Iterable[int],
     store_buffers: bool,
@@ -505,7 +506,7 @@ class Several:
         return tell_all
 
 
-def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
+def _broken(key: tuple[object, ...], relaxed: list[Detector]) -> list[str] | None:
     """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
     *without, free = relaxed
     rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
@@ -515,7 +516,7 @@ def _broken(key: tuple[Any, ...], relaxed: list[Detector]) -> list[str] | None:
 
 
 def _explained(
-    finding: Finding, broken: list[str], again: Finding, behind: bool, polls: set[Any]
+    finding: Finding, broken: list[str], again: Finding, behind: bool, polls: Container[object]
 ) -> Finding:
     """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses.
 

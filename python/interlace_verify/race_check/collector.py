@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.runtime.core.accesses import AsyncAccess, Atomic
+from interlace.runtime.core.accesses import AsyncAccess, Atomic, Handle, Lanes, Numbers
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
@@ -63,14 +63,14 @@ class Collector(Observer):
     ordering: set[SourceText]
     loads: set[SourceText]
     received: set[SourceText]
-    _agents: dict[Any, Agent]
+    _agents: dict[object, Agent]
     _acting: Agent
     _agent: Callable[[Task], Any]
 
-    def __init__(self, seed: int, asked: Mapping[tuple[Any, ...], At] | None = None) -> None:
+    def __init__(self, seed: int, asked: Mapping[tuple[object, ...], At] | None = None) -> None:
         self.seed, self.events = seed, 0
         self._missing = None if asked is None else dict(asked)
-        self.first_at: dict[tuple[Any, ...], At] = {}
+        self.first_at: dict[tuple[object, ...], At] = {}
         self._memory = ShadowMemory()
         self._owners: list[Agent] = []  # by component
         self._sites: dict[Access, int] = {}
@@ -78,8 +78,8 @@ class Collector(Observer):
         self._signals = SignalLog()
         self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # plain access of each thread
         self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain, of plain stores
-        self.found: dict[tuple[Any, ...], Finding] = {}
-        self.reaches: dict[tuple[Any, ...], Reach] = {}
+        self.found: dict[tuple[object, ...], Finding] = {}
+        self.reaches: dict[tuple[object, ...], Reach] = {}
 
     @property
     def done(self) -> bool:
@@ -154,7 +154,7 @@ class Collector(Observer):
             self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
 
     def _unwritten(
-        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: Any = None
+        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: object = None
     ) -> None:
         """Report a load of what nobody has written, if it is. ``seen``: what was there, of one element."""
         if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
@@ -165,7 +165,9 @@ class Collector(Observer):
             finding = Finding("uninitialised", None, access, *where, index=index)
             self._found(finding, offsets, size)
 
-    def _of_one_instruction(self, site: int, addresses: Any, threads: Any, bits: Any) -> None:
+    def _of_one_instruction(
+        self, site: int, addresses: Numbers, threads: Numbers, bits: Numbers
+    ) -> None:
         """Report that ``threads`` store different ``bits`` to one address, if they do."""
         if (addresses[1:] > addresses[:-1]).all():  # as usually
             return
@@ -189,7 +191,7 @@ class Collector(Observer):
         self._found(finding, offsets, size)
 
     def _found(
-        self, finding: Finding, offsets: Any, size: int, conflict: Conflict | None = None
+        self, finding: Finding, offsets: Numbers, size: int, conflict: Conflict | None = None
     ) -> None:
         key, whose = finding.key, -1
         if conflict is not None:  # of a mirror the component: rules say which mirror it is
@@ -232,7 +234,7 @@ class Collector(Observer):
         place: tuple[ShadowSegment, Index],
         site: int,
         size: int,
-        threads: Any | None,
+        threads: Lanes,
         atomics: Sequence[Conflict],
         stores: Sequence[Conflict],
     ) -> None:
@@ -249,7 +251,7 @@ class Collector(Observer):
             self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
 
     def _has_observed(
-        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Any | None
+        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Lanes
     ) -> bool:
         """Whether the acting agent has read the value that this atomic wrote to each of its words.
 
@@ -266,7 +268,7 @@ class Collector(Observer):
                 return False
         return True
 
-    def _known(self, agent: Any, threads: Any = None, *, multicast: bool = False) -> KnownTimes:
+    def _known(self, agent: Any, threads: Lanes = None, *, multicast: bool = False) -> KnownTimes:
         """What an access comes after; of ``threads``, one for each element, where they are told apart."""
         whole = self._by_switch if multicast else self._lengthened
         agent.clock = self._lengthened(agent.clock)
@@ -281,12 +283,12 @@ class Collector(Observer):
         own = agent.first + threads
         return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
 
-    def _lengthened(self, clock: Any) -> Any:
+    def _lengthened(self, clock: Numbers) -> Numbers:
         """``clock``, with a place for every component there is."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 
-    def _note_load(self, agent: Any, segment: ShadowSegment, cells: Index) -> None:
+    def _note_load(self, agent: Agent, segment: ShadowSegment, cells: Index) -> None:
         """Note the line of a load, and whether it reads what another has written since the launch."""
         lines = program_lines()[:1]
         self.loads.update(lines)
@@ -299,49 +301,49 @@ class Collector(Observer):
         if (others & (written["time"] > before[written["component"]])).any():
             self.received.update(lines)
 
-    def _by_multicast(self, pointers: Any) -> bool:
+    def _by_multicast(self, pointers: Handle) -> bool:
         """Whether an access is by a multicast address, and that makes a difference."""
         return self.rules.proxies and getattr(pointers, "multicast", False)
 
-    def _mirror(self, agent: Any, thread: int | None, *, multicast: bool, puts: bool) -> int:
+    def _mirror(self, agent: Agent, thread: int | None, *, multicast: bool, puts: bool) -> int:
         """Where an atomic is noted, from its component: the mirror of a multicast address, or of puts."""
         putting = agent.putting if thread is None else agent.putting[thread]
         block = agent.PUTS * bool(puts and putting and self.rules.puts)
-        return (agent.ALIAS if multicast else block) * agent.components  # type: ignore[no-any-return]
+        return (agent.ALIAS if multicast else block) * agent.components
 
-    def fenced(self, clock: Any) -> Any:
+    def fenced(self, clock: Numbers) -> Numbers:
         """``clock``, all of which the async proxy comes after."""
         return self._mirrored(clock, Agent.ASYNC)
 
-    def aliased(self, clock: Any) -> Any:
+    def aliased(self, clock: Numbers) -> Numbers:
         """``clock``, all of which accesses by any address of the same memory come after."""
         return self._mirrored(clock, Agent.ALIAS)
 
-    def delivered(self, clock: Any) -> Any:
+    def delivered(self, clock: Numbers) -> Numbers:
         """``clock``, with all puts that were begun by then."""
         return self._mirrored(clock, Agent.PUTS)
 
-    def _mirrored(self, clock: Any, block: int) -> Any:
+    def _mirrored(self, clock: Numbers, block: int) -> Numbers:
         clock, (bases, mirrors) = self._lengthened(clock).copy(), self._components(block)
         clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
         return clock
 
-    def _by_switch(self, clock: Any) -> Any:
+    def _by_switch(self, clock: Numbers) -> Numbers:
         """What accesses by multicast addresses come after, in the place of what others do."""
         clock = self._lengthened(clock).copy()
         bases, mirrors = self._components(Agent.ALIAS)
         clock[bases], clock[mirrors] = clock[mirrors], clock[bases]
         return clock
 
-    def _components(self, block: int) -> tuple[Any, Any]:
+    def _components(self, block: int) -> tuple[Numbers, Numbers]:
         """All components, and their mirrors of a block."""
         agents = self._agents.values()
         bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
         counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
         return bases, bases + block * counts
 
-    def on_alias_fence(self, task: Task, threads: Any = None) -> None:
-        agent: Any = self._agent(task)
+    def on_alias_fence(self, task: Task, threads: Lanes = None) -> None:
+        agent: ThreadsAgent = self._agent(task)
         if threads is None:
             agent.clock = self.aliased(agent.clock)
             agent.tick()
@@ -351,15 +353,15 @@ class Collector(Observer):
             agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
-    def on_puts(self, task: Task, threads: Any, *, begin: bool) -> None:
-        agent: Any = self._agent(task)
+    def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
+        agent: ThreadsAgent = self._agent(task)
         if threads is None:
             agent.putting = begin
         else:
             agent.putting[threads] = begin
 
     def on_fence(
-        self, task: Task, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+        self, task: Task, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True
     ) -> None:
         self.ordering.update(program_lines()[:1])
         agent: Any = self._agent(task)
@@ -377,7 +379,7 @@ class Collector(Observer):
         agent.has_released(all_threads=all_threads)
 
     def _fence_threads(
-        self, agent: ThreadsAgent, sem: str, scope: str, threads: Any, puts: bool
+        self, agent: ThreadsAgent, sem: str, scope: str, threads: Numbers, puts: bool
     ) -> None:
         level = SCOPES[scope] if self.rules.scopes else SYS
         if puts and sem != "acquire":
@@ -395,19 +397,19 @@ class Collector(Observer):
             return
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
-    def on_quiet(self, task: Task, threads: Any = None) -> None:
+    def on_quiet(self, task: Task, threads: Lanes = None) -> None:
         agent: Any = self._agent(task)
         agent.quiet(threads)
         agent.has_released(threads, all_threads=threads is None)
 
-    def on_proxy_fence(self, task: Task, threads: Any) -> None:
+    def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
         agent = self._agent(task)
         agent.fenced_times[threads] = agent.times[threads]
         agent.change(threads, self.fenced)
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_async(
-        self, task: Task, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+        self, task: Task, copy: AsyncAccess, pointers: Handle, *, does: str, stores: bool
     ) -> None:
         agent, size = self._agent(task), pointers.get_element_ty().primitive_bitwidth // 8
         queue = self._started(agent, copy)
@@ -456,7 +458,7 @@ class Collector(Observer):
             queue.known = self._lengthened(own), fenced
         return queue
 
-    def _queue(self, key: Any, agent: ThreadsAgent) -> AsyncAgent:
+    def _queue(self, key: object, agent: ThreadsAgent) -> AsyncAgent:
         found = self._agents.get(key)
         if found is None:
             found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
@@ -466,12 +468,12 @@ class Collector(Observer):
         return found
 
     def on_async_end(
-        self, task: Task, queue: Any, time: int, threads: Any, *, reads_only: bool
+        self, task: Task, queue: Any, time: int, threads: Lanes, *, reads_only: bool
     ) -> None:
         agent = self._agent(task)
         components, at = agent.queues[queue].until(time, reads_only=reads_only)
 
-        def ended(clock: Any) -> Any:
+        def ended(clock: Numbers) -> Numbers:
             clock = self._lengthened(clock).copy()
             clock[components] = np.maximum(clock[components], at)
             return clock
@@ -483,7 +485,7 @@ class Collector(Observer):
         task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
-        copies: tuple[Any, int] | None = None,
+        copies: tuple[object, int] | None = None,
     ) -> None:
         agent = self._agent(task)
         told = agent.mbarriers.setdefault(mbarrier, [None, None])
@@ -501,14 +503,14 @@ class Collector(Observer):
         told = self._agent(task).mbarriers.setdefault(mbarrier, [None, None])
         told[1] = told[0]
 
-    def on_awaited(self, task: Task, mbarrier: int, threads: Any) -> None:
+    def on_awaited(self, task: Task, mbarrier: int, threads: Lanes) -> None:
         agent = self._agent(task)
         _, done = agent.mbarriers.get(mbarrier, (None, None))
         if done is not None:
             agent.change(threads, lambda clock: joined(clock, done))
 
 
-def does_of(what: str, pointers: Any) -> str:
+def does_of(what: str, pointers: Handle) -> str:
     return what + " by multicast" * getattr(pointers, "multicast", False)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
 from interlace_verify.schedule_check.interleaving import Story
@@ -152,7 +153,7 @@ class Finding:
         return {self.kind, self.reverse} - {""}
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
         if self.first is None:
             memory = re.sub(r" (of|on) rank \d+| program .*", "", self.memory)
@@ -161,7 +162,7 @@ class Finding:
         return (self.race or self.kind, self.first.what, self.first.lines, functions)
 
     @property
-    def cause(self) -> tuple[Any, ...]:
+    def cause(self) -> tuple[object, ...]:
         """Equal for what one change mends: a signal between two lines, or else two lines of accesses.
 
         An order and a scope are changed where they are written, wherever that is called from.
@@ -290,7 +291,7 @@ class Reach:
     seeds: set[int] = field(default_factory=set)
     accesses: dict[str, None] = field(default_factory=dict)
 
-    def note(self, finding: Finding, bytes_: Any, size: int) -> None:
+    def note(self, finding: Finding, bytes_: Numbers, size: int) -> None:
         """A conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
         self.size = max(self.size, size)
         self.seeds.add(finding.seed)
@@ -310,7 +311,7 @@ class Reach:
         for memory, marks in other.marks.items():
             self._mark(memory, marks)
 
-    def _mark(self, memory: str, marks: Any) -> None:
+    def _mark(self, memory: str, marks: Numbers) -> None:
         longer, shorter = sorted((self.marks.get(memory, marks), marks), key=len, reverse=True)
         self.marks[memory] = longer.copy()
         self.marks[memory][: len(shorter)] |= shorter
@@ -321,14 +322,14 @@ class Reach:
         return Extent(elements, len(self.programs), len(ranks), tuple(sorted(self.seeds)))
 
 
-def by_cause(findings: Iterable[Finding], reaches: Mapping[Any, Reach]) -> tuple[Finding, ...]:
+def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tuple[Finding, ...]:
     """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`.
 
     Those for which a rule is the cause come first: a thread that did not wait is in order with nobody.
     """
-    first: dict[Any, Finding] = {}
-    reach: dict[Any, Reach] = {}
-    reverse: dict[Any, str] = {}
+    first: dict[object, Finding] = {}
+    reach: dict[object, Reach] = {}
+    reverse: dict[object, str] = {}
     for finding in findings:
         same = ((cause, each) for cause, each in first.items() if _is_part(finding, each))
         larger = ((cause, each) for cause, each in first.items() if _is_part(each, finding))

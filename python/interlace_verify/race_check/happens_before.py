@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.runtime.core.accesses import Atomic, threads_of
+from interlace.runtime.core.accesses import Atomic, Handle, Lanes, Mask, Numbers, threads_of
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
@@ -53,25 +53,29 @@ Conflicts = Iterable[Conflict]
 Spot = tuple[ShadowSegment, Index]
 
 
+HandedOn = dict[tuple[Agent, int, int], Numbers]
+"""What a word hands on: by who released it, in which scope, and which thread of it."""
+
+
 class Detector(Collector):
     def __init__(
         self,
         seed: int,
         rules: Rules | None = None,
-        asked: Mapping[tuple[Any, ...], At] | None = None,
+        asked: Mapping[tuple[object, ...], At] | None = None,
     ) -> None:
         super().__init__(seed, asked)
         self.rules = rules or Rules()
         self.launches: list[KernelLaunch] = []
-        self._agents: dict[Any, Agent] = {}
+        self._agents: dict[object, Agent] = {}
         self._tasks: dict[Task, Agent] = {}
-        self._forks: dict[Task, Any] = {}
+        self._forks: dict[Task, Numbers] = {}
         self._parents: dict[Task, Task] = {}
-        self._events: dict[Any, Any] = {}
-        self._meetings: dict[Any, Any] = {}
+        self._events: dict[object, Numbers] = {}
+        self._meetings: dict[object, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
         self._changes = 0  # events but those that only look at words
-        self._looks: dict[Any, Any] = {}  # the last look at a word, by who looks
+        self._looks: dict[object, Any] = {}  # the last look at a word, by who looks
         # lines of programs with atomics and fences; with loads, and with those of what others wrote
         # meanwhile; with barriers of programs with threads
         self.ordering, self.loads = set[SourceText](), set[SourceText]()
@@ -86,7 +90,7 @@ class Detector(Collector):
         self._changes += 1
         return agent
 
-    def _named(self, key: Any, rank: int, who: str, threads: int = 0) -> Agent:
+    def _named(self, key: object, rank: int, who: str, threads: int = 0) -> Agent:
         """Agents are reused by later launches of the same stream, which are ordered after."""
         key = key, threads
         agent = self._agents.get(key)
@@ -128,12 +132,12 @@ class Detector(Collector):
             return
         self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
 
-    def on_record(self, task: Task, event: Any) -> None:
+    def on_record(self, task: Task, event: object) -> None:
         agent = self._agent(task)
         self._events[event] = agent.clock.copy()
         agent.tick()
 
-    def on_wait_event(self, task: Task, event: Any) -> None:
+    def on_wait_event(self, task: Task, event: object) -> None:
         if event in self._events:
             self._agent(task).learn(self._events[event])
 
@@ -158,13 +162,13 @@ class Detector(Collector):
                 self.events += 1
                 self._undefine(tensor)
 
-    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
         self._plain(task, pointers, mask, stores=False)
 
-    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Handle, mask: Mask) -> None:
         self._plain(task, pointers, mask, stores=True)
 
-    def _plain(self, task: Task, pointers: Any, mask: Any, *, stores: bool) -> None:
+    def _plain(self, task: Task, pointers: Handle, mask: Mask, *, stores: bool) -> None:
         addresses = active_addresses(pointers, mask)
         if not len(addresses):
             return
@@ -230,7 +234,7 @@ class Detector(Collector):
         stores: bool,
         repeats: Callable[[Conflict], bool] = lambda conflict: False,
         by_switch: KnownTimes | None = None,
-        threads: Any = None,
+        threads: Lanes = None,
     ) -> bool:
         """Whether there was a store that this one ``repeats``; with that it does not conflict.
 
@@ -255,7 +259,7 @@ class Detector(Collector):
             self._report("read-write", loads, site, segment, size)
         return len(others) < len(earlier)
 
-    def _of_threads(self, agent: Any, pointers: Any, threads: Any, *, stores: bool) -> None:
+    def _of_threads(self, agent: Any, pointers: Handle, threads: Numbers, *, stores: bool) -> None:
         """A load or store of a program whose threads are told apart."""
         addresses = pointers.data.ravel()
         size = pointers.get_element_ty().primitive_bitwidth // 8
@@ -313,7 +317,7 @@ class Detector(Collector):
 
     # -- atomics -----------------------------------------------------------------------------------
 
-    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
@@ -434,7 +438,7 @@ class Detector(Collector):
             self._send(agent, messages, scope, atomic, thread, who)
 
     def _receive(
-        self, agent: Any, messages: dict[Any, Any], scope: int, atomic: Atomic, thread: int | None
+        self, agent: Any, messages: HandedOn, scope: int, atomic: Atomic, thread: int | None
     ) -> None:
         for (sender, sent_scope, _), clock in messages.items():
             if not self._reach(agent, scope, sender, sent_scope):
@@ -457,7 +461,7 @@ class Detector(Collector):
     def _send(
         self,
         agent: Any,
-        messages: dict[Any, Any],
+        messages: HandedOn,
         scope: int,
         atomic: Atomic,
         thread: int | None,
@@ -478,7 +482,7 @@ class Detector(Collector):
             key = (agent, min(scope, sent_scope), who)
             messages[key] = joined(messages.get(key), clock)
 
-    def on_barrier(self, task: Task, threads: Any = None) -> None:
+    def on_barrier(self, task: Task, threads: Lanes = None) -> None:
         agent: Any = self._agent(task)
         agent.barrier(*([] if threads is None else [threads]))
         if isinstance(agent, ThreadsAgent):

@@ -8,7 +8,7 @@ import pathlib
 import re
 from collections.abc import Container
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from interlace.runtime.core.errors import SourceText
 from interlace_verify.race_check.findings import ORDERS, Access, Finding
@@ -148,7 +148,7 @@ def _moved(signal: Access, first: Access) -> Hint:
     return Hint(f"move the signal, {_line(at)}, behind the first access", (at,))
 
 
-def plain_flag(finding: Finding, polls: Container[Any]) -> Hint | None:
+def plain_flag(finding: Finding, polls: Container[object]) -> Hint | None:
     """Of a flag that is polled and stored plainly, and of what comes behind it. ``polls``: such loads."""
     first, second = _accesses(finding)
     pair = [first, second] if finding.race in ORDERS else []

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from interlace.runtime.core.accesses import Numbers
 from interlace_verify.race_check.agents import Agent
 
 PAGE = 1 << 16
@@ -35,7 +36,7 @@ class Conflict(NamedTuple):
     component: int
     site: int
     time: int
-    cells: Any
+    cells: Index
     extra: int = 0
 
 
@@ -49,11 +50,11 @@ class KnownTimes:
 
     def __init__(
         self,
-        clock: Any,
+        clock: Numbers,
         agent: Agent,
         owners: list[Agent],
         own: Any = None,
-        more: Sequence[tuple[Any, Any]] = (),
+        more: Sequence[tuple[list[int], Numbers]] = (),
         *,
         multicast: bool = False,
     ) -> None:
@@ -61,7 +62,7 @@ class KnownTimes:
         self.owners, self.multicast = owners, multicast
         self.constant = -1  # a site where all threads store the same
 
-    def _behind(self, clock: Any, marks: Any) -> Any:
+    def _behind(self, clock: Numbers, marks: Numbers) -> Any:
         """Which of the marks ``clock`` does not have."""
         component, time, extra = marks["component"], marks["time"], marks["extra"]
         late = time > clock[component]
@@ -76,7 +77,7 @@ class KnownTimes:
                 late |= those & (time > known)
         return late
 
-    def lacks(self, marks: Any) -> Any:
+    def lacks(self, marks: Numbers) -> Any:
         """Which of the marks the access does not come after."""
         late = self._behind(self.clock, marks)
         if not late.any():
@@ -112,8 +113,8 @@ class ShadowSegment:
         self.cell = LARGEST_CELL
         cells = -(-nbytes // self.cell)
         self.written = np.zeros(cells, MARK)
-        self.loads: dict[int, Any] = {}  # marks by component
-        self.atomics: dict[int, Any] = {}
+        self.loads: dict[int, Numbers] = {}  # marks by component
+        self.atomics: dict[int, Numbers] = {}
 
     def _refine(self, size: int) -> None:
         factor = self.cell // size
@@ -129,7 +130,7 @@ class ShadowSegment:
             self._refine(self.cell // 2)
         return slice(first // self.cell, -(-last // self.cell))
 
-    def cells(self, addresses: Any, size: int) -> Index:
+    def cells(self, addresses: Numbers, size: int) -> Index:
         """The cells of elements of ``size`` bytes."""
         if len(addresses) == 1:
             low = int(addresses[0])
@@ -143,7 +144,7 @@ class ShadowSegment:
             cells = (cells[:, None] + np.arange(size // self.cell)).ravel()
         return cells
 
-    def _first_cells(self, offsets: Any, size: int) -> Any:
+    def _first_cells(self, offsets: Numbers, size: int) -> Numbers:
         """The cells at which elements of ``size`` bytes begin; made as small as that needs."""
         smallest = min(size, self.cell)
         while smallest > 1 and bool((offsets % smallest).any()):
@@ -207,11 +208,11 @@ class ShadowSegment:
         same |= offsets >= nbytes  # the last cell may be longer than the memory
         return cells[same.all(axis=1)]
 
-    def _numbers(self, index: Index, positions: Any) -> Any:
+    def _numbers(self, index: Index, positions: Numbers) -> Any:
         """The cells at ``positions`` of an access."""
         return index.start + positions if isinstance(index, slice) else index[positions]
 
-    def bytes_of(self, cells: Any) -> Any:
+    def bytes_of(self, cells: Numbers) -> Numbers:
         """The offsets of all bytes of cells."""
         offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
         return offsets[offsets < self.end - self.base]
@@ -220,7 +221,7 @@ class ShadowSegment:
         """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
-    def note_store(self, index: Index, component: Any, time: Any, site: int) -> None:
+    def note_store(self, index: Index, component: object, time: object, site: int) -> None:
         for name, value in zip(MARK.names or (), (time, component, site, 0), strict=True):
             self.written[name][index] = value
         if self.messages:  # a plain store over a signal replaces what was released there
@@ -244,7 +245,7 @@ class ShadowSegment:
 
     # -- the same of accesses that tell threads apart --------------------------------------------------
 
-    def cells_of(self, addresses: Any, size: int) -> tuple[Index, int]:
+    def cells_of(self, addresses: Numbers, size: int) -> tuple[Index, int]:
         """The cells of every element, one after another, and how many each has."""
         first = self._first_cells(addresses.astype(np.int64) - self.base, size)
         each = size // self.cell
@@ -340,7 +341,7 @@ class ShadowMemory:
         self.add(base, end - base, "memory that no tensor of this run owns")
         return self._segments[base]
 
-    def parts(self, addresses: Any) -> Iterator[tuple[ShadowSegment, Any]]:
+    def parts(self, addresses: Numbers) -> Iterator[tuple[ShadowSegment, Any]]:
         """Segments, and which of ``addresses`` (uint64) are in each."""
         left = np.arange(len(addresses))
         while len(left):
@@ -351,7 +352,7 @@ class ShadowMemory:
             yield segment, left[inside]
             left = left[~inside]
 
-    def find(self, addresses: Any, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
+    def find(self, addresses: Numbers, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
         """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
         if len(addresses) == 1:  # as of atomics
             segment = self._at_or_page(int(addresses[0]))

@@ -39,7 +39,7 @@ from interlace_verify.schedule_check.sampling import (
 DEEPEST = 50
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     """Equal for equal results. Tensors and arrays count by their bits, containers and dataclasses by
     what is in them, other objects by their type alone: they may differ in their address only.
     """
@@ -48,7 +48,7 @@ def digest_of(value: Any) -> str:
     return digest.hexdigest()
 
 
-def _bytes(value: Any, depth: int) -> bytes:
+def _bytes(value: object, depth: int) -> bytes:
     name = type(value).__name__.encode()
     if depth == 0 or value is None:
         return name
@@ -166,9 +166,9 @@ class ScheduleReport:
 
 
 def schedules(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
-    *args: Any,
+    *args: object,
     n: int = 1000,
     seeds: int | Iterable[int] | None = None,
     store_buffers: bool = False,
@@ -179,7 +179,7 @@ def schedules(
     timeout: float = RUN_SECONDS,
     shrink: bool = True,
     on_progress: Callable[[int], None] = lambda done: None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> ScheduleReport:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks in many orders of execution.
 
@@ -371,15 +371,15 @@ def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[Sc
 
 
 def replay(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     world_size: int,
     segments: Sequence[ScheduleSegment],
-    *args: Any,
+    *args: object,
     store_buffers: bool = False,
     seed: int = 0,
     arch: int | None = None,
     timeout: float = RUN_SECONDS,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[Any]:
     """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
 

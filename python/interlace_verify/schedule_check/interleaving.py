@@ -3,13 +3,13 @@
 import itertools
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import Atomic, Handle, Lanes, Mask, Numbers
 from interlace.runtime.core.errors import BlockedWait, DeadlockError, SourceText
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
@@ -166,7 +166,7 @@ class Storyteller(Observer):
     def on_stuck(self) -> None:
         self._stuck = self._count
 
-    def _access(self, task: Task, verb: str, pointers: Any, mask: Any) -> None:
+    def _access(self, task: Task, verb: str, pointers: Handle, mask: Mask) -> None:
         addresses = active_addresses(pointers, mask)
         if not len(addresses):
             return
@@ -189,13 +189,13 @@ class Storyteller(Observer):
             step = Step("memory", task.rank, task.who, text, nbytes=nbytes)
             self._add(step, _words([address], nbytes), writes=True)
 
-    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
         self._access(task, "loads", pointers, mask)
 
-    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Handle, mask: Mask) -> None:
         self._access(task, "stores", pointers, mask)
 
-    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
         addresses = active_addresses(atomic.pointers, atomic.mask).tolist()
         if not addresses:
             return
@@ -224,7 +224,7 @@ class Storyteller(Observer):
         self._seen.update((task, step) for step in new)
         return new
 
-    def on_barrier(self, task: Task, threads: Any = None) -> None:
+    def on_barrier(self, task: Task, threads: Lanes = None) -> None:
         met = "" if threads is None else f" of threads {threads.min()} to {threads.max()}"
         self._note(task, f"barrier{met}", program_lines(), span=())
 
@@ -238,11 +238,11 @@ class Storyteller(Observer):
         if after:
             self._note(task, "has waited for signals", _enqueued(task), after)
 
-    def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: Any) -> None:
+    def on_item(self, task: Task, stream: str, label: str, start: int, copied_to: object) -> None:
         self._note(task, f"has done: {label}", _enqueued(task))
 
 
-def _words(addresses: Any, size: int) -> set[int]:
+def _words(addresses: Sequence[int] | Numbers, size: int) -> set[int]:
     """The words of 4 bytes that elements of ``size`` bytes at ``addresses`` have a part of."""
     first = np.asarray(addresses, np.uint64)
     last = first + np.uint64(max(0, size - 1))

@@ -34,14 +34,14 @@ LARGEST_CHUNK = 32
 
 
 def map_seeds(
-    function: Callable[[int], Any],
+    function: Callable[[int], object],
     seeds: Sequence[int],
     *,
     workers: int | None = None,
     chunk: int = LARGEST_CHUNK,
     name: Callable[[int], str] = "seed {}".format,
     on_progress: Callable[[int], None] = lambda done: None,
-    lost: Callable[[int, str], Any] | None = None,
+    lost: Callable[[int, str], object] | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
 
@@ -133,7 +133,7 @@ class _ForkedWorker:
             raise _WorkerEnded(names, worker_process.ended(self._process)) from None
         if report.failed:
             raise report.exception() from InterlaceError(report.details)
-        results: list[tuple[int, Any]] = report.result()
+        results: list[tuple[int, object]] = report.result()
         return results
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class _ForkedWorker:
 
 
 def _serve(
-    function: Callable[[int], Any],
+    function: Callable[[int], object],
     connection: Connection,
     parents: Connection,
     parent_thread_stays: bool,
-    mask: Any,
+    mask: set[signal.Signals],
 ) -> None:
     """The life of a worker: a report for every chunk that it is sent."""
     gc.freeze()

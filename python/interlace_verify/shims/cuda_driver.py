@@ -39,12 +39,12 @@ class CUstreamWriteValue_flags(enum.IntFlag):  # the driver's name
     CU_STREAM_WRITE_VALUE_DEFAULT = 0
 
 
-def cuStreamWaitValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+def cuStreamWaitValue32(stream: Any, addr: object, value: object, flags: object) -> tuple[CUresult]:
     """Hold the stream until the word is as ``flags`` says."""
     return _wait(stream, _word(addr), value, flags)
 
 
-def cuStreamWaitValue64(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+def cuStreamWaitValue64(stream: Any, addr: object, value: object, flags: object) -> tuple[CUresult]:
     """The same of 64 bits."""
     return _wait(stream, _long_word(addr), value, flags)
 
@@ -55,14 +55,14 @@ def _wait(stream: Any, word: torch.Tensor, value: Any, flags: Any) -> tuple[CUre
     return (CUresult.CUDA_SUCCESS,)
 
 
-def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: object) -> tuple[CUresult]:
     """Write the word after what the stream has been given before."""
     with of_run(stream).current():
         SymmetricMemory.stream_write_value32(_word(addr), 0, int(value))
     return (CUresult.CUDA_SUCCESS,)
 
 
-def cuStreamWriteValue64(stream: Any, addr: Any, value: Any, flags: Any) -> tuple[CUresult]:
+def cuStreamWriteValue64(stream: Any, addr: Any, value: Any, flags: object) -> tuple[CUresult]:
     """The same of 64 bits."""
     with of_run(stream).current():
         signal.write_value_kernel[(1,)](_long_word(addr), int(value))

@@ -64,11 +64,11 @@ class Iris:
         """The CPU."""
         return self._heap.device
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def barrier(self, *args: object, **kwargs: object) -> None:
         """What any rank has done before is before what any does after, kernels included."""
         interlace.barrier()
 
-    def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
         """A tensor of the heap. Every rank allocates the same, in the same order."""
         given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         shape, dtype = tuple(given), torch.get_default_dtype() if dtype is None else dtype
@@ -82,7 +82,7 @@ class Iris:
         return self._heap[begin : begin + nbytes].view(dtype).view(shape)
 
     def full(
-        self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: Any
+        self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: object
     ) -> torch.Tensor:
         """As torch's, on the heap."""
         dtype = torch.tensor(fill_value).dtype if dtype is None else dtype
@@ -92,7 +92,7 @@ class Iris:
         """As torch's, on the heap."""
         return self.empty(*size, dtype=dtype).zero_()
 
-    def ones(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+    def ones(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
         """As torch's, on the heap."""
         return self.empty(*size, dtype=dtype).fill_(1)
 
@@ -171,7 +171,7 @@ def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem=None, scop
     )
 
 
-def _atomic(operation: Any) -> Any:
+def _atomic(operation: object) -> Any:
     """``operation`` of ``tl`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
 
     @triton.jit
@@ -188,7 +188,7 @@ atomic_and, atomic_or, atomic_xor = map(_atomic, (tl.atomic_and, tl.atomic_or, t
 atomic_min, atomic_max = _atomic(tl.atomic_min), _atomic(tl.atomic_max)
 
 
-def _of_context(atomic: Any) -> Any:
+def _of_context(atomic: object) -> Any:
     """The same as a method of :class:`DeviceContext`."""
 
     @triton.jit

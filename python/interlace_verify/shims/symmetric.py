@@ -39,7 +39,7 @@ def ptx(
     return tl.inline_asm_elementwise(text, ",".join(letters), given, **how, **known)
 
 
-def run_ptx(text: Any, values: Any = (), _semantic: Any = None) -> None:
+def run_ptx(text: object, values: object = (), _semantic: object = None) -> None:
     """A piece of PTX that gives nothing: $1 is the first of ``values``."""
     ptx(f"{tl.core._unwrap_if_constexpr(text)} mov.u32 $0, 0;", values, _semantic=_semantic)
 

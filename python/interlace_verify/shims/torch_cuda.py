@@ -49,7 +49,7 @@ def _current() -> UserStream:
 class RankStream:
     """A stream of the calling rank."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **known: UserStream) -> None:
+    def __init__(self, device: object = None, priority: int = 0, **known: UserStream) -> None:
         self.device, self.priority = torch.device("cuda", current_device()), priority
         self.of_run = known.get("of_run") or run_streams().add(_place())
         self.stream_id = self.of_run.number
@@ -93,7 +93,7 @@ class RankStream:
 class RankEvent:
     """A point in a stream; the last one that was recorded."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self._point: Point | None = None
         self._asked = 0
 
@@ -128,11 +128,11 @@ def _place() -> Any:
     return groups.default_group().place
 
 
-def current_stream(device: Any = None) -> RankStream:
+def current_stream(device: object = None) -> RankStream:
     return RankStream(of_run=_current())
 
 
-def default_stream(device: Any = None) -> RankStream:
+def default_stream(device: object = None) -> RankStream:
     return RankStream(of_run=run_streams().mine()[0])
 
 
@@ -145,7 +145,7 @@ def stream(stream: RankStream | None) -> Any:
     return contextlib.nullcontext() if stream is None else stream
 
 
-def synchronize(device: Any = None) -> None:
+def synchronize(device: object = None) -> None:
     for each in run_streams().mine():
         each.synchronize()
 
@@ -171,11 +171,11 @@ def _in_a_run() -> bool:
         return False
 
 
-def get_device_capability(device: Any = None) -> tuple[int, int]:
+def get_device_capability(device: object = None) -> tuple[int, int]:
     return divmod((_in_a_run() and _place().world.scheduler.compiled_for) or 90, 10)
 
 
-def get_device_properties(device: Any = None) -> Any:
+def get_device_properties(device: object = None) -> Any:
     """Those of an H100 but for the number of SMs, which is that of the programs that may wait here."""
     major, minor = get_device_capability()
     return SimpleNamespace(
@@ -193,23 +193,23 @@ def get_device_properties(device: Any = None) -> Any:
     )
 
 
-def get_device_name(device: Any = None) -> str:
+def get_device_name(device: object = None) -> str:
     return "simulated sm_{}{}".format(*get_device_capability())
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """What has no meaning here."""
 
 
 @contextlib.contextmanager
-def _nothing_within(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _nothing_within(*args: object, **kwargs: object) -> Iterator[None]:
     yield
 
 
 class RankDevice(contextlib.nullcontext[None]):
     """A rank has one device, so within it is the current one."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
@@ -218,14 +218,14 @@ class MemoryPool:
 
     id = (0, 0)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
 
 class DeviceOf(RankDevice):
     """Within, the device of a tensor is the current one, as it is."""
 
 
-REPLACED: dict[str, Any] = {
+REPLACED: dict[str, object] = {
     "Stream": RankStream,
     "Event": RankEvent,
     "device": RankDevice,
@@ -301,7 +301,7 @@ def _asked_by_us() -> bool:
     return str(caller.f_globals.get("__name__", "")).startswith(_OURS)
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> Any:
     """A device that is a GPU is the CPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value

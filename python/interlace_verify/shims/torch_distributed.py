@@ -45,7 +45,7 @@ class MemoryOfTorch(SymmetricMemory):
         size: Sequence[int],
         stride: Sequence[int],
         dtype: torch.dtype,
-        device: Any,
+        device: object,
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
@@ -75,12 +75,12 @@ class MemoryOfTorch(SymmetricMemory):
         return functions.is_symm_mem_tensor(tensor)
 
     @staticmethod
-    def has_multicast_support(device_type: Any = None, device_idx: int = 0) -> bool:
+    def has_multicast_support(device_type: object = None, device_idx: int = 0) -> bool:
         """From sm_90 on, where ``multicast_ptr`` is an address for multimem instructions."""
         return get_device_capability() >= (9, 0)
 
     @staticmethod
-    def get_backend(device: Any) -> str:
+    def get_backend(device: object) -> str:
         return "CUDA"
 
     @staticmethod
@@ -88,11 +88,11 @@ class MemoryOfTorch(SymmetricMemory):
         """All backends are the same memory here."""
 
     @staticmethod
-    def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
+    def set_group_info(group_name: str, rank: int, world_size: int, store: object) -> None:
         """A group is known by its name already."""
 
     @staticmethod
-    def get_mempool_allocator(device: Any) -> None:
+    def get_mempool_allocator(device: object) -> None:
         """There are no pools."""
 
 
@@ -102,14 +102,14 @@ class PacketOnRanks(OpOverloadPacket):
     As ops of torch they would wait within pybind11, and ranks that take turns there end the process.
     """
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return getattr(torch_ops, self.__name__)(*args, **kwargs)
 
 
 class OverloadOnRanks(OpOverload):
     """The same of its overload ``default``."""
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
 
 
@@ -129,7 +129,7 @@ _REAL = dist.ProcessGroup
 class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
     """Takes every process group of torch, and every class of them, for one of ``SimulatedGroup``."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return (
             isinstance(instance, _REAL)
             if cls is SimulatedGroup
@@ -148,7 +148,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
     So it is made, and derived from, as that class: by a rank and a size.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super(InterlaceProcessGroup, self).__init__(*args, **kwargs)
 
     @classmethod
@@ -167,7 +167,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
     def interlace_communicator(self) -> Communicator:  # type: ignore[override]
         return self._found()  # type: ignore[no-any-return]
 
-    def _own(self, tensors: Any) -> Any:
+    def _own(self, tensors: object) -> Any:
         """All of them: the dispatch modes of a check are no reason to go through torch's dispatcher."""
         return tensors
 
@@ -189,15 +189,15 @@ def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
     return group
 
 
-def init_process_group(*args: Any, **kwargs: Any) -> None:
+def init_process_group(*args: object, **kwargs: object) -> None:
     """The group is there."""
 
 
-def destroy_process_group(group: Any = None) -> None:
+def destroy_process_group(group: object = None) -> None:
     """The group ends with the run."""
 
 
-def new_group(ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
     """The group of ``ranks``, for its members. Collective over all ranks."""
     made = new_simulated_group(ranks)
     if not isinstance(made, Communicator):
@@ -214,14 +214,14 @@ def resolve_process_group(name: str) -> Any:
     raise RuntimeError(f"Could not resolve the process group registered under the name {name}")
 
 
-REPLACED: dict[str, Any] = {
+REPLACED: dict[str, object] = {
     **{each.__name__: each for each in (init_process_group, destroy_process_group, new_group)},
     "_resolve_process_group": resolve_process_group,
 }
 """Names of ``torch.distributed`` and its ``distributed_c10d``, and what stands for them."""
 
 
-def state() -> tuple[Any, ...]:
+def state() -> tuple[object, ...]:
     """What torch keeps of groups, which each rank has for itself."""
     tables = (value for name, value in vars(_c10d).items() if name.startswith(("_pg_", "_tags_")))
     return vars(_c10d._world), *tables

@@ -18,7 +18,7 @@ _AS_THEY_ARE = """
 globals().update({name: getattr(nvshmem, name) for name in _AS_THEY_ARE.split()})
 
 
-def requires_nvshmem(jit_func: Any) -> Any:
+def requires_nvshmem(jit_func: object) -> Any:
     """The kernel as it is: there is nothing to link and to initialise."""
     return jit_func
 

@@ -13,7 +13,7 @@ import pathlib
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -157,13 +157,13 @@ def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
     return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)
 
 
-def function_jobs(subject: str, fn: Callable[[], Any], plan: CheckPlan) -> list[Job]:
+def function_jobs(subject: str, fn: Callable[[], object], plan: CheckPlan) -> list[Job]:
     """Races and schedules of a function of one's own; reports of races have what is to be linted."""
     return _jobs({subject: {"": fn}}, plan, own=True)
 
 
 def _jobs(
-    subjects: dict[str, dict[str, Callable[[], Any]]], plan: CheckPlan, own: bool = False
+    subjects: Mapping[str, dict[str, Callable[[], object]]], plan: CheckPlan, own: bool = False
 ) -> list[Job]:
     every = [(name, *each) for name, variants in subjects.items() for each in variants.items()]
     jobs = []
@@ -191,7 +191,7 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
     ]
 
 
-def _races(fn: Callable[[], Any], world_size: int, plan: CheckPlan, own: bool) -> JobOutcome:
+def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool) -> JobOutcome:
     notes = []
     with compiled_for(plan.run_for) as arches:
         report = _raced(fn, world_size, plan)
@@ -213,7 +213,7 @@ def _races(fn: Callable[[], Any], world_size: int, plan: CheckPlan, own: bool) -
     return JobOutcome(count, _texts(report), report, refusals, (*notes, *report.notes))
 
 
-def _raced(fn: Callable[[], Any], world_size: int, plan: CheckPlan) -> RaceReport:
+def _raced(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
     """The report of as many schedules as the plan and its budget allow."""
     if not plan.budget:
         return races(fn, world_size, seeds=plan.seeds)
@@ -282,7 +282,7 @@ def running_children() -> list[str]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], *, on_done: Callable[[JobResult], Any] = lambda result: None
+    jobs: Sequence[Job], *, on_done: Callable[[JobResult], object] = lambda result: None
 ) -> list[JobResult]:
     """All results, in the order of the jobs, of parallel processes; ``on_done`` gets each as it comes."""
     results: list[tuple[int, JobResult]] = []
@@ -300,7 +300,7 @@ def run_jobs(
 
 def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
     """``results`` with each cause of races once, told where it was found first."""
-    found: dict[Any, Finding] = {}
+    found: dict[object, Finding] = {}
     for result in results:
         if isinstance(report := result.report, RaceReport):
             for finding in report.findings:
@@ -420,7 +420,7 @@ def _linted(
     return JobResult(subject, "lint", variant, "1 variant", texts, seconds, report)
 
 
-def parameters_without_default(fn: Callable[..., Any]) -> list[str]:
+def parameters_without_default(fn: Callable[..., object]) -> list[str]:
     """Names of what a call of ``fn`` has to give; none where its signature is not known."""
     try:
         parameters = inspect.signature(fn).parameters.values()

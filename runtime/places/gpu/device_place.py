@@ -122,10 +122,10 @@ class Residency:
         self.alone = next(iter(self._chains.values())) if len(self._chains) == 1 else None
 
 
-_of_devices: dict[Any, Residency] = {}
+_of_devices: dict[object, Residency] = {}
 
 
-def residency(key: Any, capacity: int, known: dict[Any, Residency] | None = None) -> Residency:
+def residency(key: Any, capacity: int, known: dict[object, Residency] | None = None) -> Residency:
     """The residency of ``key``, one for all groups: among ``known``, or of a GPU of this process."""
     return (_of_devices if known is None else known).setdefault(key, Residency(capacity))
 
@@ -170,7 +170,7 @@ class DevicePlace(Place):
         self._buffers: list[SymmetricBuffer] = []
         self._epochs: dict[int, int] = {}  # by address of the own memory: what its EPOCH comes to
         self.replays = False
-        self._kept: list[Any] | None = None
+        self._kept: list[object] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
         self._side: torch.cuda.Stream | None = None
         self._one: torch.Tensor | None = None
@@ -208,7 +208,7 @@ class DevicePlace(Place):
             launch = KernelLaunch(kernel, 1, {**known, **rest}, "a signal", num_warps=1)
             self.launches.prepare(launch, *self.caller())
 
-    def _loaded(self, compiled: Any) -> None:
+    def _loaded(self, compiled: object) -> None:
         """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
 
     def agree(self, call: Call) -> list[bytes]:
@@ -294,7 +294,7 @@ class DevicePlace(Place):
         self._start = point = Point(self.caller(), self._start_event)
         return point
 
-    def future_of(self, event: Event, value: Any) -> torch.futures.Future[Any] | None:
+    def future_of(self, event: Event, value: object) -> torch.futures.Future[Any] | None:
         """A future that orders who takes ``value`` from it after ``event``, as torch's own do."""
         if self.device.type != "cuda":
             return None
@@ -334,13 +334,13 @@ class DevicePlace(Place):
             self.asynchronous, self._kept = before, None
         return Settled(result)
 
-    def in_flight(self, event: Event | None, used: list[Any]) -> None:
+    def in_flight(self, event: Event | None, used: list[object]) -> None:
         """``used`` lives until ``event``, the end of an asynchronous op, was waited for or has passed."""
         if self._in_flight:
             self._prune()
         self._in_flight.append((event, used))
 
-    def keep(self, *used: Any) -> None:
+    def keep(self, *used: object) -> None:
         """Keep what an item uses until the op has ended, if that runs on streams of the group's own.
 
         The caching allocator would otherwise give the memory of a dropped tensor to the stream on which

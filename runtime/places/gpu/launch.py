@@ -15,7 +15,7 @@ another stream while this one is in use.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class LaunchCache:
     def __init__(self, device: torch.device, loaded: Callable[[Any], None]) -> None:
         self._device = device
         self._loaded = loaded
-        self._kernels: dict[Any, _Compiled] = {}
+        self._kernels: dict[object, _Compiled] = {}
         # by kernel: parameters that are not specialized, and constants
         self._known: dict[int, tuple[frozenset[str], frozenset[str]]] = {}
         self._scratch: dict[int, torch.Tensor] = {}
@@ -129,12 +129,12 @@ class _Compiled:
         )
         self.scratch_per_program = metadata.global_scratch_size * getattr(metadata, "num_ctas", 1)
 
-    def ordered(self, values: list[Any]) -> list[Any]:
+    def ordered(self, values: list[object]) -> list[object]:
         if not self._order:
             return values
         return [values[index] if index >= 0 else default for index, default in self._order]
 
-    def _nested(self, values: list[Any]) -> list[Any]:
+    def _nested(self, values: Sequence[object]) -> list[object]:
         """One value per parameter: those of a tuple as a tuple."""
         nested = list(values)
         for part in reversed(self._tuples):
@@ -175,17 +175,17 @@ class PreparedLaunch:
         cache: LaunchCache,
         compiled: _Compiled,
         extents: tuple[int, int, int],
-        values: list[Any],
+        values: list[object],
         scratch: torch.Tensor | None,
     ) -> None:
         self._cache, self._compiled, self._extents = cache, compiled, extents
         self.values, self.scratch = values, scratch
 
-    def in_order(self, arguments: list[Any]) -> list[Any]:
+    def in_order(self, arguments: list[object]) -> list[Any]:
         """``arguments``, given as those of the launch were, in the order of ``values``."""
         return self._compiled.ordered(arguments)
 
-    def again(self, stream: int, capture: int, values: list[Any]) -> None:
+    def again(self, stream: int, capture: int, values: list[object]) -> None:
         """Launch the kernel once more, on ``stream``, with other values."""
         compiled = self._compiled
         scratch = self._cache.scratch_for(compiled, self._extents, stream, capture)

@@ -116,7 +116,7 @@ class ExchangeStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def wait(self, keys: list[str], timeout: Any = None) -> None:
+    def wait(self, keys: list[str], timeout: object = None) -> None:
         self._round()
 
     def add(self, key: str, amount: int) -> int:

@@ -109,7 +109,7 @@ class Plan:
     agreed: tuple[Call, list[bytes]] | None
     steps: list[PlanStep]
     results: list[tuple[torch.dtype, Sequence[int]]]
-    tree: Any
+    tree: object
 
 
 class PlanRecorder:
@@ -141,7 +141,7 @@ class PlanRecorder:
         if self._open:  # else it is the wait before the op for the credits of the one before
             self.note(stream, Signalled(method, arguments))
 
-    def note(self, stream: DeviceStream, item: Any) -> None:
+    def note(self, stream: DeviceStream, item: object) -> None:
         """``item``: a launch and what was prepared of it, destination and source of a copy, a signal."""
         if not self._open or not stream.follows:
             self._spoilt = True
@@ -187,7 +187,7 @@ class _Where:
         self._made: dict[int, int] = {}  # storages of results, by address
         self.results: list[tuple[torch.dtype, Sequence[int]]] = []
 
-    def tree(self, result: Any) -> Any:
+    def tree(self, result: object) -> object:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if self._argument(result) is not None:  # which the caller has made
@@ -208,7 +208,7 @@ class _Where:
             return result
         raise LookupError
 
-    def is_whole(self, result: Any) -> bool:
+    def is_whole(self, result: object) -> bool:
         """Whether the call returns one dense tensor, which is all of its storage."""
         return (
             isinstance(result, torch.Tensor)
@@ -320,7 +320,7 @@ def viewed(
     return base.as_strided(shape, strides, offset + base.storage_offset())
 
 
-def built(tree: Any, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
+def built(tree: object, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
     if isinstance(tree, _Leaf):
         return viewed(tree.view, arguments, results)
     if isinstance(tree, (tuple, list)):
@@ -338,7 +338,7 @@ _MISSED: Any = object()
 class _Again:
     """A call that is made again: its plan, its tensors and their addresses."""
 
-    kind: Any
+    kind: object
     plan: Plan
     arguments: list[torch.Tensor]
     addresses: list[int]
@@ -364,7 +364,7 @@ class Plans:
     ) -> None:
         self._communicator, self._place = communicator, place
         self._agreement, self._check_processes = agreement, check_processes
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[object, Plan] = {}
         self._end: DeviceEvent | None = None
         # the message of a call, and the answers to it, that had to go the long way for them
         self._answered: tuple[bytes, list[bytes]] | None = None
@@ -373,8 +373,8 @@ class Plans:
     # -- the short way -------------------------------------------------------------------------
 
     def again(
-        self, form: Form, tensors: Sequence[Any], options: tuple[Any, ...], *, async_op: bool
-    ) -> tuple[Any] | None:
+        self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
+    ) -> tuple[object] | None:
         """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
 
         None for another, which then goes the long way, and is watched.
@@ -442,7 +442,7 @@ class Plans:
             return None
         return _Again(kind, plan, arguments, addresses)
 
-    def _repeated(self, op: str, call: _Again, outputs: Any, *, async_op: bool) -> Any:
+    def _repeated(self, op: str, call: _Again, outputs: object, *, async_op: bool) -> object:
         """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
         place = self._place
         if place.failure is not None or self._agreement.mismatch() is not None:
@@ -474,7 +474,7 @@ class Plans:
         given = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         return Work(op, place, Settled(Outcome(result, end)), given)
 
-    def _run(self, call: _Again) -> Any:
+    def _run(self, call: _Again) -> object:
         place, plan = self._place, call.plan
         if not self._will_lease(plan.steps):
             del self._plans[call.kind]  # the workspaces have grown
@@ -587,7 +587,7 @@ class Plans:
         """The host has enqueued all that it has agreed on."""
         self._agreement.launched()
 
-    def learn(self, op: str, result: Any) -> None:
+    def learn(self, op: str, result: object) -> None:
         """The call of ``op`` that went the long way has returned ``result``."""
         self.launched()
         recorder, self._place.recorder = self._place.recorder, None

@@ -56,7 +56,7 @@ class HostMessages:
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Receive into ``tensor`` as ``Engine.recv`` does."""
-        arrived: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+        arrived: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
 
         def then(outcome: Outcome) -> Outcome:
             return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)

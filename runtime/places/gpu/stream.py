@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from interlace.kernels import signal, slots
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelFunction, KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.gpu.launch import PreparedLaunch
@@ -79,7 +79,7 @@ def _external(handle: int) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle)
 
 
-def run_on(stream: torch.cuda.Stream | None, function: Callable[[], Any]) -> None:
+def run_on(stream: torch.cuda.Stream | None, function: Callable[[], object]) -> None:
     """Call torch code on ``stream``; None is the caller's current one, for which nothing is to do."""
     if stream is None:
         function()
@@ -175,7 +175,7 @@ class DeviceStream(Stream):
     def _stream(self, target: StreamTarget) -> torch.cuda.Stream:
         return self._own if target[0] == self._own_handle else stream_of(target[0])
 
-    def _do(self, function: Callable[[], Any]) -> None:
+    def _do(self, function: Callable[[], object]) -> None:
         """Call torch code with the CUDA stream of this stream as the current one."""
         run_on(self._own if self.enter()[0] == self._own_handle else None, function)
 
@@ -218,13 +218,13 @@ class DeviceStream(Stream):
             lambda: self._do(lambda: destination.copy_(source, non_blocking=True))
         )
 
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         if self._place.recorder is not None:
             self._place.recorder.spoil()
         self._place.keep(function)
         self._place.submit_item(lambda: self._do(function))
 
-    def _signal(self, kernel: Any, workspace: Workspace, **rest: int) -> KernelLaunch:
+    def _signal(self, kernel: KernelFunction, workspace: Workspace, **rest: int) -> KernelLaunch:
         peers = peers_of(workspace.buffer, workspace.world_size)
         return KernelLaunch(kernel, 1, {"peers": peers, **rest}, workspace.op, num_warps=1)
 

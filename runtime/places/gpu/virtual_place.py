@@ -46,7 +46,7 @@ class Meeting:
     """One point where the ranks of a group meet: what each has brought."""
 
     size: int
-    brought: dict[int, Any] = field(default_factory=dict)
+    brought: dict[int, object] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -61,11 +61,11 @@ class Turns:
         self._running = False
         self.world_size = self._ranks_left = world_size
         self._waiting: list[Meeting] = []
-        self._meetings: dict[Any, Meeting] = {}
+        self._meetings: dict[object, Meeting] = {}
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self.failed: str | None = None
-        self.residencies: dict[Any, Any] = {}  # by rank; see device_place.py
+        self.residencies: dict[object, Any] = {}  # by rank; see device_place.py
 
     def take(self) -> None:
         with self._condition:
@@ -93,7 +93,7 @@ class Turns:
             meeting.complete for meeting in self._waiting
         )
 
-    def meet(self, key: Any, rank: int, size: int, bring: Any, doing: str) -> list[Any]:
+    def meet(self, key: object, rank: int, size: int, bring: object, doing: str) -> list[Any]:
         """Wait until ``size`` ranks have come to ``key``; what they brought, by rank.
 
         Raises AbortedError once another rank has failed, CollectiveTimeoutError past the deadline, or
@@ -122,15 +122,15 @@ class Turns:
                 f"rank {rank} waits in {doing} for ranks {list(missing)}, {why}", missing
             )
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: object) -> None:
         """Drop a meeting that every rank has left."""
         with self._condition:
             self._meetings.pop(key, None)
 
 
-def run_threads(on_rank: Callable[[int], Any], world_size: int, turns: Turns) -> list[Any]:
+def run_threads(on_rank: Callable[[int], object], world_size: int, turns: Turns) -> list[Any]:
     """Run ``on_rank(rank)`` on a thread per rank; results by rank, or the first rank's exception."""
-    results: list[Any] = [None] * world_size
+    results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
     def main(rank: int) -> None:
@@ -171,7 +171,7 @@ class VirtualRankPlace(DevicePlace):
         self._turns, self._members, self._key = turns, members, key
         self._meetings = 0
 
-    def _meet(self, bring: Any, doing: str) -> list[Any]:
+    def _meet(self, bring: object, doing: str) -> list[Any]:
         number, self._meetings = self._meetings, self._meetings + 1
         answers = self._turns.meet((self._key, number), self.rank, self.world_size, bring, doing)
         self._turns.forget((self._key, number - 2))
@@ -228,7 +228,7 @@ class VirtualRankPlace(DevicePlace):
 
 
 def run_virtual_ranks(
-    on_rank: Callable[[Place], Any], world_size: int, *, timeout: float
+    on_rank: Callable[[Place], object], world_size: int, *, timeout: float
 ) -> list[Any]:
     """Run ``on_rank(place)`` on ``world_size`` virtual ranks of the current GPU; results by rank."""
     problem = gpu_problem()
@@ -241,7 +241,7 @@ def run_virtual_ranks(
     members = tuple(range(world_size))
     places: list[VirtualRankPlace] = []
 
-    def main(rank: int) -> Any:
+    def main(rank: int) -> object:
         torch.cuda.set_device(device)
         place = VirtualRankPlace(turns, members, rank, "world")
         places.append(place)

@@ -26,7 +26,6 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PeerDiedError
@@ -145,7 +144,7 @@ def is_loopback(address: str | None) -> bool:
     return address is None or address.startswith("127.") or address == "::1"
 
 
-def store_address(store: Any) -> str | None:
+def store_address(store: object) -> str | None:
     """This machine's address on the way to who serves ``store``, or to ``MASTER_ADDR``."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -35,7 +35,7 @@ class UnconnectedError(InterlaceError):
 
 def connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
-) -> tuple[Any, dict[int, int]]:
+) -> tuple[object, dict[int, int]]:
     """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
 
     With its descriptors, and their inodes.
@@ -121,7 +121,7 @@ class Joining:
         """Spend a moment. Raises why the group cannot be joined, or that it takes too long."""
         self._patience.step(self._doing, self._peers)
 
-    def look(self, *_: Any) -> None:
+    def look(self, *_: object) -> None:
         """Raise why the group cannot be joined, if that can be seen or was told; answer who asks."""
         if self._known is None and (now := time.monotonic()) > self._looked + PROBE_SECONDS:
             self._looked = now

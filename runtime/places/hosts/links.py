@@ -216,7 +216,7 @@ class HostLinks:
             thread.start()
 
     def _authenticate(
-        self, secret: bytes, group: str, listening: tuple[Any, ...], far: Sequence[int]
+        self, secret: bytes, group: str, listening: tuple[object, ...], far: Sequence[int]
     ) -> None:
         """Once, before anything else: have every peer prove that it knows the job's secret.
 

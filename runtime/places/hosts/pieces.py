@@ -224,7 +224,7 @@ class HostsOps:
     def __init__(self, place: Any, links: HostLinks) -> None:
         self._place, self._links, self._wires = place, links, links.wires
         self.frames: Frames = place.frames
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[object, Call] = {}
         self._equal = True  # the messages of this op
         self._unlike: set[str] = set()  # ops whose messages were not equal the last time
         self._pools: list[list[torch.Tensor]] = [[] for _ in range(LAG + 1)]
@@ -354,7 +354,7 @@ class HostsOps:
     def _doing(self, step: str) -> str:
         return f"{self._links.doing} within the host ({step})"
 
-    def _kept(self, key: Any, make: Callable[[], Call]) -> Call:
+    def _kept(self, key: object, make: Callable[[], Call]) -> Call:
         call = self._calls.get(key)
         if call is None:
             if len(self._calls) >= _MOST_CALLS:
@@ -390,7 +390,7 @@ def in_pieces(
     ]
 
 
-def _equal_parts(parts: Sequence[Any]) -> None:
+def _equal_parts(parts: Sequence[object]) -> None:
     """Of calls that are equal: so are the sizes of parts."""
 
 

@@ -255,7 +255,7 @@ class HostsPlace(CpuPlace):
             with self._links.moving(doing) as wires:
                 return self.frames.trade(wires, own)
 
-    def new_engine(self, communicator: Any) -> Engine:
+    def new_engine(self, communicator: object) -> Engine:
         return HostsEngine(self, self._links, self._mail)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -328,11 +328,11 @@ def _leave_dropped(links: HostLinks, mail: Mail) -> None:
         Helper("interlace leaving", mail.close, (lambda: _leave(links, mail),)).start()
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def _weakly(method: Callable[..., object]) -> Callable[..., Any]:
     """``method``, which keeps nothing alive, and then does nothing."""
     reference = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> Any:
         found = reference()
         return None if found is None else found(*arguments)
 

@@ -75,7 +75,7 @@ PATIENCE_NS = 10_000_000  # of that
 _never = ctypes.c_int64()
 NO_CROWD = 1 << 62, 0, ctypes.addressof(_never)
 
-_kept: list[Any] = []  # code is loaded as long as these live
+_kept: list[object] = []  # code is loaded as long as these live
 _numbers = itertools.count()
 _one_at_a_time = threading.Lock()
 
@@ -301,7 +301,7 @@ class Steps:
         self._add(RING, asleep, len(asleep), own)
 
     def wait(
-        self, addresses: Sequence[int], value: Operand, note: Any = None, who: Sequence[int] = ()
+        self, addresses: Sequence[int], value: Operand, note: object = None, who: Sequence[int] = ()
     ) -> None:
         """Until each of these words is at least ``value``; stop if that takes long, with ``note``.
 

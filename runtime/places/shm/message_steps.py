@@ -15,7 +15,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -58,7 +57,7 @@ PAST_FROM = 4 << 10
 KEPT = 256  # lists of steps; each is made in some 50 us
 KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
 
-Key = tuple[Any, ...]
+Key = tuple[object, ...]
 Addresses = Sequence[int]
 _memmove = ctypes.memmove
 

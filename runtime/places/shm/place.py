@@ -62,27 +62,27 @@ from interlace.runtime.processes.recorder import called_from
 from interlace.runtime.processes.segment import SharedSegment
 from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
-_places: list[weakref.ref[Any]] = []  # of ShmPlace
+_places: "list[weakref.ref[ShmPlace]]" = []  # of ShmPlace
 _installed = False
 
 
-def route(place: Any) -> None:
+def route(place: "ShmPlace") -> None:
     """From now on kernels of user code may wait for the peers of ``place``. Idempotent."""
     _install()
     if place not in _open_places():
         _places.append(weakref.ref(place))
 
 
-def unroute(place: Any) -> None:
+def unroute(place: "ShmPlace") -> None:
     """Kernels do not wait for the peers of ``place`` any more. Idempotent."""
     _places[:] = [reference for reference in _places if reference() not in (None, place)]
 
 
-def _open_places() -> list[Any]:
+def _open_places() -> "list[ShmPlace]":
     return [place for reference in list(_places) if (place := reference()) is not None]
 
 
-def _usable(places: list[Any]) -> list[Any]:
+def _usable(places: "list[ShmPlace]") -> "list[ShmPlace]":
     """The places whose group has not failed. Raises what it has failed with if all have."""
     usable = []
     failure: InterlaceError | None = None
@@ -127,13 +127,13 @@ def _install() -> None:
         stock_run, stock_getitem = InterpretedFunction.run, KernelInterface.__getitem__
         routed = session._launched(_Launches())  # type: ignore[arg-type]
 
-        def run(kernel: Any, *args: Any, **named: Any) -> Any:
+        def run(kernel: object, *args: object, **named: object) -> Any:
             return (routed if _open_places() else stock_run)(kernel, *args, **named)
 
-        def getitem(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def getitem(kernel: object, grid: object) -> Callable[..., Any]:
             launch = stock_getitem(kernel, grid)
 
-            def in_order(*args: Any, **named: Any) -> Any:
+            def in_order(*args: object, **named: object) -> Any:
                 # While a worker runs an op, its session answers for all launches of the process.
                 for place in (places := _open_places()):
                     place.worker.drain()
@@ -177,7 +177,7 @@ class InlineStream(Stream):
     def copy(self, destination: torch.Tensor, source: torch.Tensor, label: str) -> None:
         destination.copy_(source)
 
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         function()
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:

@@ -30,12 +30,11 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from interlace.runtime.core.context import name_algorithm
+from interlace.runtime.core.memory import Array
 from interlace.runtime.places.shm import message_steps
 from interlace.runtime.places.shm.caches import Caches, RingWrites, own_caches
 from interlace.runtime.places.shm.machine_code import SUMS, Operand
@@ -65,7 +64,7 @@ class Rounds:
         self._peers = [peer for peer in range(group.world_size) if peer != group.rank]
         self._around = around(group.rank, group.world_size)
         self.opened = False
-        self._rings: list[NDArray[Any]] = []
+        self._rings: list[Array] = []
         self._bases: list[int] = []
 
     def open(self) -> None:

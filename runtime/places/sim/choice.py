@@ -13,14 +13,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import triton.language as tl
 
 from interlace.runtime.compat.triton_launcher import named
 from interlace.runtime.core.errors import InlineAssemblyError, InterlaceError
 from interlace.runtime.core.laboratory import laboratory
-from interlace.runtime.core.launch import KernelLaunch
+from interlace.runtime.core.launch import KernelFunction, KernelLaunch
+from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
 
 Rewrite = Callable[[str, str], str]
@@ -80,7 +80,7 @@ def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
 
 
 def _by_need(
-    arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: Any
+    arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: ProgramHooks
 ) -> tuple[Callable[[], None], int]:
     """One program of ``launch``, to be run in a session, and its threads if they are told apart.
 
@@ -121,13 +121,13 @@ def arch_for(texts: frozenset[str]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _texts(kernel: Any) -> frozenset[str]:
+def _texts(kernel: KernelFunction) -> frozenset[str]:
     """The texts in the code of ``kernel`` and of what it may call, or in values; within a session."""
     found = (_text(each) for each in named(kernel, _NOT_OURS))
     return frozenset(each for each in found if each is not None)
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if isinstance(value, str):
         return value
     homes = str(getattr(value, "__module__", "")), type(value).__module__

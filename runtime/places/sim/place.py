@@ -194,8 +194,8 @@ class SimWorld:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.observer = scheduler.observer
-        self.groups: defaultdict[Any, _SimGroup] = defaultdict(_SimGroup)
-        self.modules: defaultdict[Any, dict[str, torch.Tensor]] = defaultdict(dict)
+        self.groups: defaultdict[object, _SimGroup] = defaultdict(_SimGroup)
+        self.modules: defaultdict[object, dict[str, torch.Tensor]] = defaultdict(dict)
         self.user_streams: Any = None  # of ``user_code.py``, where user code has streams
 
 
@@ -225,7 +225,7 @@ class SimStream(Stream):
         self.running = SourceText("")  # the present item's label, and where it was enqueued
 
     def _enqueue(
-        self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
+        self, label: str, item: Callable[[], object], copied_to: torch.Tensor | None = None
     ) -> None:
         where = line_of(user_frame(sys._getframe(1)) if self._scheduler.observed else None)
         told = SourceText(f"{label}, enqueued at {where}" if where else label, where.frames)
@@ -276,7 +276,7 @@ class SimStream(Stream):
 
         self._enqueue(label, item, destination)
 
-    def call(self, function: Callable[[], Any], label: str) -> None:
+    def call(self, function: Callable[[], object], label: str) -> None:
         self._enqueue(label, function)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
@@ -390,7 +390,7 @@ class SimPlace(Place):
         task = self._scheduler.current
         return lambda: BlockedWait(self.global_rank, "user code", what(), where=user_line(task))
 
-    def _meet(self, box: dict[int, Any], doing: str) -> None:
+    def _meet(self, box: Mapping[int, object], doing: str) -> None:
         """Block the user task until every rank has put something into ``box``."""
 
         def missing() -> str:
@@ -400,7 +400,7 @@ class SimPlace(Place):
         if len(box) < self.world_size:
             self._scheduler.block(lambda: len(box) == self.world_size, self._waiting(missing))
 
-    def _in_step(self, box: dict[int, Any], doing: str) -> None:
+    def _in_step(self, box: Mapping[int, object], doing: str) -> None:
         """Meet, and order all work before it on any rank before all work after it."""
         self._finish_stream()
         task = self._scheduler.current
@@ -519,7 +519,7 @@ class SimPlace(Place):
         self,
         source: Any,
         grid: tuple[int, ...],
-        values: Sequence[Any],
+        values: Sequence[object],
         variables: Mapping[str, torch.Tensor],
     ) -> None:
         """Run ``source``, a ``PtxSource``, on the current stream, as user code launches a kernel."""
@@ -577,7 +577,7 @@ AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar(
 
 
 def run_sim(
-    on_rank: Callable[[SimPlace], Any],
+    on_rank: Callable[[SimPlace], object],
     world_size: int,
     *,
     seed: int = 0,
@@ -593,7 +593,7 @@ def run_sim(
         made = programs(arch)
         scheduler = Scheduler(seed, timeout=timeout, observer=recording.current(), programs=made)
     world = SimWorld(scheduler)
-    results: list[Any] = [None] * world_size
+    results: list[object] = [None] * world_size
     members = tuple(range(world_size))
     scheduler.observer.attach(lambda: scheduler.steps)
 

@@ -42,6 +42,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.runtime.compat.torch_modes import DispatchMode, called_directly
@@ -49,7 +50,7 @@ from interlace.runtime.compat.triton_interpreter import triton_interpreter
 from interlace.runtime.places.sim.place import SimPlace, SimStream, SimWorld
 
 _CACHED = type(functools.lru_cache(lambda: None))
-_OF_PROCESSES: dict[Any, Any] = {
+_OF_PROCESSES: dict[object, Any] = {
     type(make()): make for make in (threading.Lock, threading.RLock, threading.local)
 }
 _CONTAINERS = (dict, list, set, deque)
@@ -58,9 +59,9 @@ _CONTAINERS = (dict, list, set, deque)
 class RankGlobals:
     """The contents of all that ``modules`` hold, and of ``more``, by rank; the caller's under None."""
 
-    def __init__(self, modules: Sequence[ModuleType], more: Sequence[Any] = ()) -> None:
+    def __init__(self, modules: Sequence[ModuleType], more: Sequence[object] = ()) -> None:
         self._cells = _found(modules, more)
-        self._kept: dict[int | None, list[Any]] = {}
+        self._kept: dict[int | None, list[object]] = {}
         self._rank: int | None = None
 
     def turn_to(self, rank: int | None) -> None:
@@ -74,11 +75,11 @@ class RankGlobals:
             _put(cell, content)
 
 
-def _found(modules: Sequence[ModuleType], more: Sequence[Any]) -> list[Any]:
+def _found(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
     """Everything with contents that ``modules`` hold, and that ``more`` is."""
     names = {module.__name__ for module in modules}
-    cells: dict[int, Any] = {id(sys.modules): None}  # which is nobody's own
-    waiting: list[Any] = [*more, *modules]
+    cells: dict[int, object] = {id(sys.modules): None}  # which is nobody's own
+    waiting: list[object] = [*more, *modules]
     while waiting:
         each = waiting.pop()
         if id(each) in cells:
@@ -133,7 +134,7 @@ def _anew(contents: list[Any]) -> list[Any]:
             functools.lru_cache(**options)(cached.__wrapped__), cached.__wrapped__
         )
 
-    def changed(value: Any) -> Any:
+    def changed(value: object) -> Any:
         return forgetful(value) if type(value) in (_CACHED, *_OF_PROCESSES) else value
 
     return [
@@ -160,8 +161,8 @@ class UserCode:
     what is entered around the run, given its streams; ``begin``, called by each rank before its code."""
 
     modules: Callable[[], Sequence[ModuleType]]
-    state: Callable[[], Sequence[Any]]
-    entered: Callable[["UserStreams"], Sequence[AbstractContextManager[Any]]]
+    state: Callable[[], Sequence[object]]
+    entered: Callable[["UserStreams"], Sequence[AbstractContextManager[object]]]
     begin: Callable[[SimPlace], None]
 
 
@@ -180,7 +181,7 @@ class UserStream(SimStream):
         return self._busy
 
     def _enqueue(
-        self, label: str, item: Callable[[], Any], copied_to: torch.Tensor | None = None
+        self, label: str, item: Callable[[], object], copied_to: torch.Tensor | None = None
     ) -> None:
         host = self._place.host_point()
 
@@ -226,8 +227,8 @@ class UserStreams:
 
     def __init__(self, world: SimWorld) -> None:
         self._scheduler = world.scheduler
-        self.kept: list[Any] = []  # what is freed when the run ends
-        self._used: defaultdict[int, list[Any]] = defaultdict(list)
+        self.kept: list[object] = []  # what is freed when the run ends
+        self._used: defaultdict[int, list[object]] = defaultdict(list)
         self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
 
     def add(self, place: SimPlace) -> UserStream:
@@ -238,7 +239,7 @@ class UserStreams:
         streams.append(stream)
         return stream
 
-    def keep(self, stream: UserStream, tensors: Any) -> None:
+    def keep(self, stream: UserStream, tensors: object) -> None:
         """Do not give memory of ``tensors`` out again while a stream of the rank may still use it."""
         rank = stream.rank
         if not any(each.busy for each in self._of_rank[rank]):
@@ -294,7 +295,7 @@ class Asynchronous(DispatchMode):
         self._streams.keep(stream, result)
         return result
 
-    def _enqueued(self, stream: UserStream, func: Any, args: Any, kwargs: Any) -> Any:
+    def _enqueued(self, stream: UserStream, func: OpOverload, args: Any, kwargs: Any) -> Any:
         if _touches_nothing(func):
             if not _is_composite(func):
                 return func(*args, **kwargs)
@@ -331,14 +332,14 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _fill(outputs: Any, source: Callable[[], Any]) -> None:
+def _fill(outputs: object, source: Callable[[], object]) -> None:
     with _C._AutoDispatchBelowADInplaceOrView():
         for output, result in zip(tree_leaves(outputs), tree_leaves(source()), strict=True):
             if isinstance(output, torch.Tensor):
                 output.data.copy_(result)
 
 
-def _plain_copy(destination: Any, source: Any) -> bool:
+def _plain_copy(destination: torch.Tensor, source: torch.Tensor) -> bool:
     return bool(destination.layout == source.layout == torch.strided)
 
 
@@ -358,7 +359,7 @@ def _users(func: Any) -> Any:
 
 
 @cache
-def _touches_nothing(func: Any) -> bool:
+def _touches_nothing(func: OpOverload) -> bool:
     """Whether the op makes views, undefined memory, or changes shapes only."""
     aliases = [value.alias_info for value in func._schema.returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
@@ -367,7 +368,7 @@ def _touches_nothing(func: Any) -> bool:
 
 
 @cache
-def _written(func: Any) -> tuple[str, ...]:
+def _written(func: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that the op writes, if it returns nothing else."""
     schema = func._schema
     names = {
@@ -379,7 +380,7 @@ def _written(func: Any) -> tuple[str, ...]:
     return tuple(names.values()) if all(each in names for each in sets) else ()
 
 
-def _chosen(func: Any, written: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
     """What an op returns that returns arguments."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     found = [given[name] for name in written]

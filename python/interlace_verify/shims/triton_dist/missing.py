@@ -18,7 +18,7 @@ def of(module: str) -> Callable[[str], Any]:
         if name in _ASKED_OF_ALL or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-        def missing(*args: Any, **kwargs: Any) -> Any:
+        def missing(*args: object, **kwargs: object) -> Any:
             raise NotImplementedError(f"the shim of {module} has no {name}")
 
         missing.__name__ = missing.__qualname__ = name

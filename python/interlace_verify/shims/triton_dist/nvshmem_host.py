@@ -1,7 +1,6 @@
 """``nvshmem.core`` and ``nvshmem.bindings.nvshmem`` on a CPU: what hosts call, on simulated streams."""
 
 import enum
-from typing import Any
 
 import interlace
 from interlace_verify.shims import cuda_driver, nvshmem, symmetric
@@ -48,7 +47,7 @@ def finalize() -> None:
     """Nothing: memory ends with the run."""
 
 
-def putmem_on_stream(dest: int, source: int, bytes: int, pe: int, stream: Any) -> None:
+def putmem_on_stream(dest: int, source: int, bytes: int, pe: int, stream: object) -> None:
     """Copy to rank ``pe`` after what the stream has been given before."""
     cudart.cudaMemcpyAsync(
         symmetric.address_at(int(dest), pe),
@@ -67,7 +66,7 @@ def putmem_signal_on_stream(
     signal: int,
     sig_op: int,
     pe: int,
-    stream: Any,
+    stream: object,
 ) -> None:
     """:func:`putmem_on_stream`, then set the signal there."""
     if sig_op != SignalOp.SIGNAL_SET:

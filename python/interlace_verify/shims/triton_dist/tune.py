@@ -28,6 +28,6 @@ def autotune(
     return decorate
 
 
-def to_hashable(tensor: torch.Tensor) -> tuple[Any, ...]:
+def to_hashable(tensor: torch.Tensor) -> tuple[object, ...]:
     """What of a tensor the choice depends on."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -22,7 +22,7 @@ __getattr__ = missing.of("triton_dist.utils")
 NVSHMEM_SIGNAL_DTYPE = torch.int64
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """What has no meaning here: a group and memory end with the run, a sleep orders nothing."""
 
 
@@ -39,7 +39,7 @@ def CUDA_CHECK(err: Any) -> None:
 # -- groups and symmetric memory -------------------------------------------------------------------------
 
 
-def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+def initialize_distributed(*args: object, **kwargs: object) -> Any:
     """The group of all ranks, where the shim of torch is there, too."""
     return dist.group.WORLD
 
@@ -136,9 +136,9 @@ def requires(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Refuse calls where a condition does not hold."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def checked(*args: object, **kwargs: object) -> Any:
             if not condition_func():
                 raise AssertionError(f"{function.__name__} needs {condition_func.__name__}")
             return function(*args, **kwargs)
@@ -148,7 +148,7 @@ def requires(
     return decorate
 
 
-def requires_p2p_native_atomic(function: Callable[..., Any]) -> Callable[..., Any]:
+def requires_p2p_native_atomic(function: Callable[..., object]) -> Callable[..., object]:
     """GPUs here have atomics at each other's memory."""
     return function
 
@@ -170,7 +170,7 @@ def rand_tensor(shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") 
     return torch.randint(limits.min, limits.max, shape, dtype=dtype, device=device)
 
 
-def generate_data(configs: Sequence[Any]) -> Iterator[Any]:
+def generate_data(configs: Sequence[Any]) -> Iterator[object]:
     """For ever: random tensors for (shape, dtype, (scale, bias), device), None for None."""
     while True:
         yield (_random(*config) if config else None for config in configs)

@@ -36,7 +36,7 @@ class VectorType(core.base_type):  # type: ignore[misc]
     def mangle(self) -> str:
         return f"vector_{self.name}"
 
-    def _flatten_ir_types(self, builder: Any, out: list[Any]) -> None:
+    def _flatten_ir_types(self, builder: Any, out: list[object]) -> None:
         for _ in range(self.vec_size):
             self.elem_type._flatten_ir_types(builder, out)
 
@@ -52,7 +52,7 @@ def _by_number(name: str) -> Any:
     """The operator ``name`` of scalars, of each number and of that of another vector, or of a scalar."""
 
     @core.builtin
-    def operator(self: "ThreadVector", other: Any, _semantic: Any = None) -> "ThreadVector":
+    def operator(self: "ThreadVector", other: object, _semantic: object = None) -> "ThreadVector":
         others = other.values if isinstance(other, ThreadVector) else [other] * len(self.values)
         pairs = zip(self.values, others, strict=True)
         return ThreadVector([getattr(a, name)(b, _semantic=_semantic) for a, b in pairs])
@@ -77,25 +77,25 @@ class ThreadVector(tl.tensor):  # type: ignore[misc]
         at = core._unwrap_if_constexpr(index[0] if isinstance(index, (tuple, tl.tuple)) else index)
         return ThreadVector(self.values[at]) if isinstance(at, slice) else self.values[at]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.values)
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def _flatten_ir(self, handles: list[Any]) -> None:
+    def _flatten_ir(self, handles: list[object]) -> None:
         for value in self.values:
             value._flatten_ir(handles)
 
     @core.builtin
-    def to(self, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = False,
+    def to(self, dtype: Any, fp_downcast_rounding: object = None, bitcast: bool = False,
            _semantic: Any = None) -> "ThreadVector":  # fmt: skip
         """Each number as ``dtype``."""
         how = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
         return ThreadVector([v.to(dtype, **how, _semantic=_semantic) for v in self.values])
 
     @core.builtin
-    def recast(self, dtype: Any, _semantic: Any = None) -> "ThreadVector":
+    def recast(self, dtype: Any, _semantic: object = None) -> "ThreadVector":
         """The same bits as numbers of ``dtype``: as many more or fewer as it is narrower or wider."""
         dtype = core._unwrap_if_constexpr(dtype)
         bits, wanted = self.dtype.primitive_bitwidth, dtype.primitive_bitwidth
@@ -122,7 +122,7 @@ def _bits(value: Any, semantic: Any) -> Any:
     return value.to(kind, bitcast=True, _semantic=semantic)
 
 
-def _shifted(word: Any, operator: str, by: int, semantic: Any) -> Any:
+def _shifted(word: object, operator: str, by: int, semantic: object) -> Any:
     return getattr(word, operator)(by, _semantic=semantic) if by else word
 
 
@@ -133,33 +133,33 @@ def _joined(words: Sequence[Any], semantic: Any) -> Any:
     return found
 
 
-def _groups(words: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
+def _groups(words: Sequence[object], count: int) -> Iterator[Sequence[object]]:
     if len(words) % count:
         raise ValueError(f"{len(words)} numbers cannot be recast to numbers {count} times as wide")
     return (words[first : first + count] for first in range(0, len(words), count))
 
 
 @core.builtin
-def make_vector(values: Any, _semantic: Any = None) -> ThreadVector:
+def make_vector(values: Any, _semantic: object = None) -> ThreadVector:
     """The vector of some scalars."""
     return ThreadVector([*values])
 
 
 @core.builtin
-def zeros_vector(vec_size: Any, dtype: Any, _semantic: Any = None) -> ThreadVector:
+def zeros_vector(vec_size: object, dtype: object, _semantic: object = None) -> ThreadVector:
     """``vec_size`` zeros."""
     zero = tl.full((), 0, dtype, _semantic=_semantic)
     return ThreadVector([zero] * core._unwrap_if_constexpr(vec_size))
 
 
-def _order(semantic: Any, scope: Any) -> str:
+def _order(semantic: object, scope: object) -> str:
     words = map(core._unwrap_if_constexpr, (semantic, scope))
     return "".join(f".{word}" for word in words if word)
 
 
 @core.builtin
 def ld_vector(
-    ptr: Any, vec_size: Any = 1, scope: Any = "", semantic: Any = "", _semantic: Any = None
+    ptr: Any, vec_size: Any = 1, scope: object = "", semantic: object = "", _semantic: object = None
 ) -> Any:
     """Load ``vec_size`` numbers from ``ptr`` on: by 128 bits if there are so many, else one by one."""
     kind, count = ptr.dtype.element_ty, core._unwrap_if_constexpr(vec_size)
@@ -178,7 +178,7 @@ def ld_vector(
 
 @core.builtin
 def st_vector(
-    ptr: Any, vec: ThreadVector, scope: Any = "", semantic: Any = "", _semantic: Any = None
+    ptr: Any, vec: ThreadVector, scope: object = "", semantic: object = "", _semantic: object = None
 ) -> None:
     """Store the numbers of ``vec`` from ``ptr`` on, as :func:`ld_vector` loads them."""
     kind, count = ptr.dtype.element_ty, len(vec)
@@ -196,7 +196,7 @@ def st_vector(
         run_ptx(text, [at, *some], _semantic=_semantic)
 
 
-def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[Any]:
+def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
     """The addresses of the accesses."""
     step = 128 // ptr.dtype.element_ty.primitive_bitwidth if whole else 1
     return [ptr.__add__(first, _semantic=semantic) for first in range(0, count, step)]

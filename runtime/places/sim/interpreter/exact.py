@@ -35,10 +35,10 @@ from interlace.runtime.compat.triton_interpreter import (
     ir,
     triton_interpreter,
 )
+from interlace.runtime.core.accesses import Handle
 from interlace.runtime.numerics import exact as formats
 from interlace.runtime.numerics.exact import larger, matrix_product, reduce, smaller
 
-Handle = Any  # triton's TensorHandle: a numpy array and the triton dtype it stands for
 UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
 
 
@@ -65,13 +65,13 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     stock_descriptor_load = builder.create_descriptor_load
     stock_pointer_load: Any = getattr(builder, "create_tensor_pointer_load", None)
 
-    def like(values: formats.Array, handle: Handle) -> Handle:
+    def like(values: formats.Array, handle: Handle) -> TensorHandle:
         dtype = handle.dtype.scalar
         if dtype.name in formats.STORED_AS_BITS:
             return make(formats.narrow(values, dtype), dtype)
         return make(values.astype(triton_interpreter._get_np_dtype(dtype)), dtype)
 
-    def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., formats.Array]) -> Handle:
+    def binary_op(lhs: Handle, rhs: Handle, op: Callable[..., formats.Array]) -> TensorHandle:
         # Infinity and nan are results here, not numpy warnings. Set per operation, because every
         # greenlet has its own context and so its own numpy error state.
         with np.errstate(all="ignore"):
@@ -82,11 +82,11 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         # Stock tags a comparison with its operands' type, which a later cast then trusts.
         return make(result.data, tl.int1) if result.data.dtype == bool else result
 
-    def unary_op(arg: Handle, op: Callable[..., formats.Array]) -> Handle:
+    def unary_op(arg: Handle, op: Callable[..., formats.Array]) -> TensorHandle:
         with np.errstate(all="ignore"):
             return like(op(_number(arg)), arg) if _stored(arg) else stock_unary(arg, op)
 
-    def cast_impl(src: Handle, dst_type: Any) -> Handle:
+    def cast_impl(src: Handle, dst_type: Any) -> TensorHandle:
         source, target = src.dtype.scalar, dst_type.scalar
         _refuse(source, target)
         with np.errstate(all="ignore"):
@@ -96,7 +96,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
                 return make(_number(src).astype(triton_interpreter._get_np_dtype(target)), target)
             return stock_cast(src, dst_type)
 
-    def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: Any) -> Handle:
+    def create_fp_to_fp(src: Handle, dst_type: Any, rounding_mode: object) -> TensorHandle:
         target = dst_type.scalar
         _refuse(src.dtype.scalar, target)
         form = formats.HALF if target.name == "fp16" else formats.STORED_AS_BITS.get(target.name)
@@ -108,53 +108,53 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
             return make(bits.view(triton_interpreter._get_np_dtype(target)), target)
         return cast_impl(src, dst_type)
 
-    def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> Handle:
+    def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> TensorHandle:
         if not d.dtype.scalar.is_floating():
             return stock_dot(a, b, d, precision, imprecise)
         # A narrow accumulator, too, is rounded once at the end and not at every addition.
         with np.errstate(all="ignore"):
             return like(matrix_product(_number(a), _number(b)) + _number(d), d)
 
-    def create_fma(x: Handle, y: Handle, z: Handle) -> Handle:
+    def create_fma(x: Handle, y: Handle, z: Handle) -> TensorHandle:
         if z.data.dtype == np.float64 or not z.dtype.scalar.is_floating():
             return stock_fma(x, y, z)
         with np.errstate(all="ignore"):
             return like(formats.fused_multiply_add(_number(x), _number(y), _number(z)), z)
 
-    def create_clampf(x: Handle, low: Handle, high: Handle, propagate: Any) -> Handle:
+    def create_clampf(x: Handle, low: Handle, high: Handle, propagate: object) -> TensorHandle:
         number, least, most = _number(x), _number(low), _number(high)
         with np.errstate(all="ignore"):
             if propagate == tl.PropagateNan.ALL:
                 return like(np.minimum(np.maximum(number, least), most), x)
             return like(smaller(larger(number, least), most), x)
 
-    def constant(dtype: Any) -> Callable[[float], Handle]:
+    def constant(dtype: object) -> Callable[[float], Handle]:
         return lambda value: make(formats.narrow(np.array([value], dtype=np.float64), dtype), dtype)
 
     def pads_with_nan(element: Any, padding: Any) -> bool:
         nan = ir.PADDING_OPTION.PAD_NAN
         return bool(padding == nan and element.name in formats.STORED_AS_BITS)
 
-    def padded_load(access: tuple[Any, Any], *policy: Any) -> Handle:
+    def padded_load(access: tuple[Any, Any], *policy: Any) -> TensorHandle:
         ptrs, mask = access
         dtype = ptrs.get_element_ty()
         form = formats.STORED_AS_BITS[dtype.name]
         nan = make(np.full(ptrs.data.shape, form.nan, form.storage), dtype)
         return builder.create_masked_load(ptrs, make(bare(mask), tl.int1), nan, *policy)
 
-    def create_descriptor_load(desc: Any, indices: Any, *policy: Any) -> Handle:
+    def create_descriptor_load(desc: Any, indices: Any, *policy: Any) -> TensorHandle:
         if not pads_with_nan(desc.base.dtype.element_ty, desc.padding):
             return stock_descriptor_load(desc, indices, *policy)
         return padded_load(desc.materialize_pointers(indices), *policy, False)
 
     def create_tensor_pointer_load(
         ptr: Any, boundary_check: Any, padding: Any, *policy: Any
-    ) -> Handle:
+    ) -> TensorHandle:
         if not pads_with_nan(ptr.base.get_element_ty(), padding):
             return stock_pointer_load(ptr, boundary_check, padding, *policy)
         return padded_load(ptr.materialize_pointers(boundary_check), *policy)
 
-    def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Handle:
+    def create_atomic_rmw(op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if not _stored(val):
             return stock_rmw(op, ptr, val, mask, sem, scope)
         before = np.zeros(ptr.data.shape, val.data.dtype)
@@ -188,7 +188,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _high_product(lhs: Handle, rhs: Handle) -> Handle:
+def _high_product(lhs: Handle, rhs: Handle) -> TensorHandle:
     """Of numbers as if they had no sign, which triton's own extends."""
     bits = 8 * lhs.data.itemsize
     wide = np.uint64 if bits == 32 else object
@@ -197,7 +197,7 @@ def _high_product(lhs: Handle, rhs: Handle) -> Handle:
     return TensorHandle(high.view(lhs.data.dtype), lhs.dtype.scalar)
 
 
-def _tensor(data: Any, dtype: Any, model: Any) -> Any:
+def _tensor(data: object, dtype: object, model: Any) -> Any:
     shape = model.type.get_block_shapes() if model.type.is_block() else None
     kind = tl.block_type(dtype, shape) if shape else dtype
     return tl.tensor(TensorHandle(data, dtype), kind)

@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,22 @@ from interlace.runtime.compat.triton_interpreter import (
     unchecked,
 )
 from interlace.runtime.compat.triton_launcher import unknown_options
-from interlace.runtime.core.accesses import Atomic, Hooks, origin_of, with_origin
+from interlace.runtime.core.accesses import (
+    Atomic,
+    Handle,
+    Hooks,
+    Mask,
+    Numbers,
+    origin_of,
+    with_origin,
+)
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.core.laboratory import laboratory
 from interlace.runtime.core.launch import checked_grid, constants, kind_of, leaves
 from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 from interlace.runtime.places.sim.interpreter.shortcuts import arithmetic_shortcuts, call_shortcuts
 
-Asked = Callable[[str, Any], Any]
+Asked = Callable[[str, Any], object]
 """(path of an argument, tensor) -> its origin."""
 
 
@@ -77,7 +85,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
     """Methods of the builder by which pointers come about, or several become one."""
     stock_bitcast = builder.create_bitcast
 
-    def create_bitcast(source: Any, kind: Any) -> Any:
+    def create_bitcast(source: Handle, kind: object) -> TensorHandle:
         made = stock_bitcast(source, kind)
         if made.dtype.is_ptr():
             if source.dtype.is_ptr():
@@ -88,7 +96,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
         return made
 
     def merged(stock: Callable[..., Any], first: int) -> Callable[..., Any]:
-        def merge(*handles: Any) -> Any:
+        def merge(*handles: Handle) -> TensorHandle:
             made = stock(*handles)
             if made.dtype.is_ptr():
                 one, other = map(origin_of, handles[first : first + 2])
@@ -97,7 +105,7 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 
         return merge
 
-    def create_int_to_ptr(source: Any, kind: Any) -> Any:
+    def create_int_to_ptr(source: Handle, kind: object) -> TensorHandle:
         # An argument below 2**31 is an int32, and some processes have memory there.
         wide = source.data.view(f"u{source.data.itemsize}").astype(np.uint64)
         return create_bitcast(TensorHandle(wide, tl.uint64), kind)
@@ -114,10 +122,10 @@ def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
 ALIGNMENT = 16  # bytes
 
 
-def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
+def checked_descriptor(stock: Callable[..., object]) -> Callable[..., Any]:
     """``create_make_tensor_descriptor`` that raises ValueError for what a GPU would refuse, naming it."""
 
-    def make(base: Any, shape: Any, strides: Any, *rest: Any, **named: Any) -> Any:
+    def make(base: Any, shape: object, strides: Any, *rest: object, **named: object) -> Any:
         size = base.dtype.element_ty.primitive_bitwidth // 8
         argument = getattr(origin_of(base), "argument", "")
         of = f"a tensor descriptor{f' of {argument}' if argument else ''}"
@@ -139,7 +147,7 @@ def checked_descriptor(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def require_interpreter(kernel: Any) -> None:
+def require_interpreter(kernel: object) -> None:
     """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
     kind = InterpretedFunction
     if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
@@ -153,7 +161,7 @@ def require_interpreter(kernel: Any) -> None:
 
 
 def program_function(
-    kernel: Any, arguments: dict[str, Any], origin: Asked = lambda path, tensor: None
+    kernel: Any, arguments: dict[str, object], origin: Asked = lambda path, tensor: None
 ) -> Callable[[], None]:
     """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
     require_interpreter(kernel)
@@ -230,20 +238,20 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         yield builder
 
 
-def _converted(argument: Any) -> Any:
+def _converted(argument: object) -> tl.tensor:
     """Stock Triton's has 32 bits for what is one."""
     if isinstance(argument, bool):
         return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
     return _stock_converted(argument)
 
 
-def _device_assert(condition: Any, message: Any, mask: Any) -> None:
+def _device_assert(condition: tl.tensor, message: object, mask: tl.tensor | None) -> None:
     """Checked always; Triton does where it compiles with ``debug``."""
     holds = condition.handle.data.astype(np.bool_)
     _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
 
 
-def _multiple_of(stock: Callable[..., Any], input: Any, values: Any, **named: Any) -> Any:
+def _multiple_of(stock: Callable[..., object], input: Any, values: object, **named: object) -> Any:
     """What is said of a block is true of its first element: there its elements begin to be neighbours."""
     made = stock(input, values, **named)
     if isinstance(made, tl.tensor):
@@ -253,7 +261,7 @@ def _multiple_of(stock: Callable[..., Any], input: Any, values: Any, **named: An
     return made
 
 
-def _check(what: str, holds: Any, message: Any) -> None:
+def _check(what: str, holds: Any, message: object) -> None:
     if not holds.all():
         told = f"{what} fails"
         if holds.size > 1:
@@ -291,10 +299,10 @@ def _uses_language() -> None:
 
 _stock_converted = triton_interpreter._implicit_cvt
 _stock_numpy_dtype = triton_interpreter._get_np_dtype
-_numpy_dtypes: dict[str, Any] = {}
+_numpy_dtypes: dict[str, object] = {}
 
 
-def _numpy_dtype(dtype: Any) -> Any:
+def _numpy_dtype(dtype: tl.dtype) -> Any:
     """The stock function builds a table of all types at every call; this looks up by name."""
     if isinstance(dtype, (tl.pointer_type, tl.block_type)):
         return _stock_numpy_dtype(dtype)
@@ -308,8 +316,8 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw = builder.create_atomic_cas, builder.create_atomic_rmw
 
-    def masked_load(pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        def perform(mask: Any = mask) -> Any:
+    def masked_load(pointers: Handle, mask: Handle, other: Any, *rest: Any, **named: object) -> Any:
+        def perform(mask: Handle = mask) -> TensorHandle:
             if other is not None:
                 return load(pointers, mask, other, *rest, **named)
             element = pointers.get_element_ty()
@@ -322,45 +330,45 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
             return hooks.atomic(Atomic(pointers, mask, "load", "relaxed", "sys", True), perform)
         return hooks.load(pointers, mask, perform)
 
-    def masked_store(pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        def perform(mask: Any = mask) -> Any:
+    def masked_store(pointers: Handle, value: Any, mask: Mask, *rest: Any, **named: object) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return store(pointers, value, mask, *rest, **named)
 
         return hooks.store(pointers, value, mask, perform)
 
-    def atomic_cas(pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+    def atomic_cas(pointers: Handle, compare: Any, value: Any, sem: object, scope: object) -> Any:
         reads_only = bool((compare.data == value.data).all())
         atomic = Atomic(pointers, None, "cas", _SEMS[sem], _SCOPES[scope], reads_only, compare)
 
-        def perform(mask: Any = None) -> Any:
+        def perform(mask: Mask = None) -> TensorHandle:
             if mask is None:
                 return cas(pointers, compare, value, sem, scope)
             return TensorHandle(np.zeros_like(value.data), value.dtype)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_rmw(op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_rmw(op: Any, pointers: Handle, value: Any, mask: Mask, sem: Any, scope: Any) -> Any:
         kind = _KINDS[op]
         reads_only = kind == "add" and not value.data.any()
         atomic = Atomic(pointers, mask, kind, _SEMS[sem], _SCOPES[scope], reads_only)
 
-        def perform(mask: Any = mask) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return rmw(op, pointers, value, mask, sem, scope)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_load(pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_load(pointers: Handle, mask: Mask, sem: object, scope: object) -> TensorHandle:
         atomic = Atomic(pointers, mask, "load", _SEMS[sem], _SCOPES[scope], True)
 
-        def perform(mask: Any = mask) -> Any:
+        def perform(mask: Mask = mask) -> TensorHandle:
             return load(pointers, mask, None, *NO_POLICY, True)
 
         return hooks.atomic(atomic, perform)
 
-    def atomic_store(pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def atomic_store(pointers: Handle, value: Any, mask: Mask, sem: object, scope: object) -> Any:
         return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
 
-    def atomic_poll(pointers: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
+    def atomic_poll(pointers: Handle, expected: Any, timeout: Any, sem: Any, scope: object) -> Any:
         # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
         everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
         values = np.broadcast_to(expected.data, pointers.data.shape)
@@ -379,7 +387,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
     def inline_assembly() -> Any:
         return laboratory("ptx.inline_assembly").InlineAssembly(builder, hooks)
 
-    def create_inline_asm(*given: Any) -> Any:
+    def create_inline_asm(*given: object) -> Any:
         return inline_assembly().create(*given)
 
     return [
@@ -416,7 +424,7 @@ _KINDS = {
 def _launched(hooks: Hooks) -> Callable[..., None]:
     """In place of ``InterpretedFunction.run``, which runs one program after another."""
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def run(kernel: Any, *args: object, grid: Any, warmup: bool, **named: object) -> None:
         if warmup:
             return
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
@@ -443,12 +451,12 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
     return run
 
 
-def active_addresses(pointers: Any, mask: Any) -> Any:
+def active_addresses(pointers: Handle, mask: Mask) -> Numbers:
     """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
     return active(pointers.data, pointers, mask)
 
 
-def active(values: Any, pointers: Any, mask: Any) -> Any:
+def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
     """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
@@ -458,24 +466,24 @@ def active(values: Any, pointers: Any, mask: Any) -> Any:
     return values[chosen(pointers, mask)]
 
 
-def chosen(pointers: Any, mask: Any) -> Any:
+def chosen(pointers: Handle, mask: Mask) -> Numbers:
     """Of each pointer whether the mask lets the access be."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
-def as_mask(chosen: Any) -> Any:
+def as_mask(chosen: Numbers) -> TensorHandle:
     """The handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 
-def outwards(frame: Any) -> Iterator[Any]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """``frame``, which may be None, and those that called it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def source_frames(frame: Any) -> list[Any]:
+def source_frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of kernel code: a kernel's author has no use for those of Triton and of the runtime."""
     return [
         each

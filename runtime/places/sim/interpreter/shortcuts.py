@@ -58,50 +58,51 @@ from interlace.runtime.compat.triton_interpreter import (
     ir,
     unchecked,
 )
+from interlace.runtime.core.accesses import Numbers
 
 Method = Callable[..., Any]
 
 _SCALAR = (1,)  # the shape of a scalar's data
 _INTEGERS = {"int32": np.int32, "int64": np.int64}
 _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
-_widths: dict[str, Any] = {}
-_blocks: dict[tuple[str, tuple[int, ...]], Any] = {}
-_models: dict[tuple[int, ...], Any] = {}
-_joint: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+_widths: dict[str, np.uint64] = {}
+_blocks: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
+_models: dict[tuple[int, ...], tl.tensor] = {}
+_joint: dict[tuple[tuple[int, ...], tuple[int, ...]], tl.tensor | None] = {}
 _ALL = slice(None)
 
 
-def _divide(left: Any, right: Any) -> Any:
+def _divide(left: Numbers, right: Numbers) -> Any:
     return (left - np.fmod(left, right)) // right
 
 
-_ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_DIVISIONS: dict[str, Any] = {"floordiv": _divide, "mod": np.fmod}
-_COMPARISONS: dict[str, Any] = {
+_ARITHMETIC: dict[str, Method] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_DIVISIONS: dict[str, Method] = {"floordiv": _divide, "mod": np.fmod}
+_COMPARISONS: dict[str, Method] = {
     name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
 }
-_SHIFTS: dict[str, Any] = {"lshift": np.left_shift, "rshift": np.right_shift}
-_LOGIC: dict[str, Any] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_SHIFTS: dict[str, Method] = {"lshift": np.left_shift, "rshift": np.right_shift}
+_LOGIC: dict[str, Method] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
-def _made(model: Any, data: Any, dtype: Any, kind: Any, pointer: Any = None) -> Any:
+def _made(model: object, data: object, dtype: object, kind: object, of: object = None) -> tl.tensor:
     """A tensor of ``model``'s shape, without the checks of the constructors.
 
-    ``pointer``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
+    ``of``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
     """
     made = object.__new__(tl.tensor)
     made.__dict__.update(model.__dict__)
-    made.handle, made.dtype, made.type = unchecked(data, pointer or dtype), dtype, kind
+    made.handle, made.dtype, made.type = unchecked(data, of or dtype), dtype, kind
     return made
 
 
-def lengths(kind: Any) -> tuple[int, ...]:
+def lengths(kind: tl.block_type) -> tuple[int, ...]:
     """The lengths of a block type as numbers: a dictionary compares these without Triton's own code."""
     shape = kind.shape
     return tuple(shape.values if shape.__class__ is tl.tuple else shape)
 
 
-def block_of(dtype: Any, kind: Any) -> Any:
+def block_of(dtype: tl.dtype, kind: tl.block_type) -> tl.block_type:
     """The block type of elements of ``dtype`` in the shape of ``kind``, made once."""
     key = dtype.name, lengths(kind)
     found = _blocks.get(key)
@@ -110,7 +111,7 @@ def block_of(dtype: Any, kind: Any) -> Any:
     return found
 
 
-def _shaped(dtype: Any, model: Any) -> Any:
+def _shaped(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
     """The type of elements of ``dtype`` in the shape of ``model``."""
     kind = model.type
     if kind.__class__ is not tl.block_type:
@@ -120,7 +121,7 @@ def _shaped(dtype: Any, model: Any) -> Any:
     return block_of(dtype, kind)
 
 
-def _of_shape(shape: tuple[int, ...]) -> Any:
+def _of_shape(shape: tuple[int, ...]) -> tl.tensor:
     """A block of that shape, of no data, made once."""
     found = _models.get(shape)
     if found is None:
@@ -128,7 +129,7 @@ def _of_shape(shape: tuple[int, ...]) -> Any:
     return found
 
 
-def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Any:
+def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tl.tensor | None:
     """A block of the shape that blocks of these give; None if they give none, or have other dimensions."""
     if (mine, theirs) not in _joint:
         pairs = list(zip(mine, theirs, strict=False))
@@ -137,7 +138,7 @@ def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> Any:
     return _joint[mine, theirs]
 
 
-def _model(left: Any, right: Any) -> Any:
+def _model(left: tl.tensor, right: tl.tensor) -> tl.tensor | None:
     """A tensor that has the result's shape; None if there is none, or scalars are odd."""
     mine, theirs = left.handle.data.shape, right.handle.data.shape
     if left.type.__class__ is tl.block_type:
@@ -154,7 +155,7 @@ def within(number: int) -> bool:
     return _LEAST <= number <= _MOST
 
 
-def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
+def _integers(left: tl.tensor, right: Any) -> tuple[tl.tensor, tl.dtype, Numbers, Numbers] | None:
     """The model and type of the result and the data of both, if this is a case for a shortcut."""
     dtype, data = left.dtype, left.handle.data
     numpy_type = _INTEGERS.get(dtype.name)
@@ -176,22 +177,22 @@ def _integers(left: Any, right: Any) -> tuple[Any, Any, Any, Any] | None:
     return None
 
 
-def _is_shift(by: Any) -> bool:
+def _is_shift(by: Numbers) -> bool:
     """A number that every type has the bits for: others bring a warning."""
     return bool(by.ndim == 0 and 0 <= by < 32)
 
 
 def _of_integers(
     stock: Method,
-    op: Any,
+    op: Method,
     *,
     reverse: bool = False,
-    result: Any = None,
-    if_right: Callable[[Any], Any] | None = None,
+    result: tl.dtype | None = None,
+    if_right: Callable[[Numbers], object] | None = None,
 ) -> Method:
     """``result``: its type, if not that of the integers. ``if_right``: what the right data must be."""
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: tl.tensor, other: object) -> tl.tensor:
         case = _integers(self, other)
         if case is None or (if_right is not None and not if_right(case[3])):
             return stock(self, other)
@@ -203,10 +204,10 @@ def _of_integers(
     return method
 
 
-def _logic(stock: Method, op: Any) -> Method:
+def _logic(stock: Method, op: Method) -> Method:
     integers = _of_integers(stock, op)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: tl.tensor, other: Any) -> tl.tensor:
         if self.dtype.name in _INTEGERS:
             return integers(self, other)
         if other.__class__ is tl.tensor and self.dtype.name == other.dtype.name == "int1":
@@ -219,7 +220,7 @@ def _logic(stock: Method, op: Any) -> Method:
     return method
 
 
-def _width(pointer: Any) -> Any:
+def _width(pointer: tl.tensor) -> np.uint64:
     element = pointer.dtype.element_ty
     if element.__class__ is not tl.dtype:
         element = pointer.handle.get_element_ty()
@@ -229,11 +230,11 @@ def _width(pointer: Any) -> Any:
     return found
 
 
-def _steps(stock: Method, op: Any, *, down: bool = False) -> Method:
+def _steps(stock: Method, op: Method, *, down: bool = False) -> Method:
     """The sum or difference of integers, or of a pointer on the left and a number of elements."""
     integers = _of_integers(stock, op)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: tl.tensor, other: Any) -> tl.tensor:
         if self.dtype.__class__ is not tl.pointer_type:
             return integers(self, other)
         offset = other.value if other.__class__ is tl.constexpr else other
@@ -254,7 +255,7 @@ def _steps(stock: Method, op: Any, *, down: bool = False) -> Method:
 
 
 def _conversion(stock: Method) -> Method:
-    def method(self: Any, dtype: Any, *options: Any, **named: Any) -> Any:
+    def method(self: tl.tensor, dtype: tl.dtype, *options: object, **named: object) -> tl.tensor:
         target = dtype.value if dtype.__class__ is tl.constexpr else dtype
         if not options and not named and target.__class__ is tl.dtype:
             name = self.dtype.name
@@ -276,7 +277,7 @@ def _conversion(stock: Method) -> Method:
 
 
 def _axis(stock: Method) -> Method:
-    def method(self: Any, slices: Any) -> Any:
+    def method(self: tl.tensor, slices: Any) -> tl.tensor:
         where = slices.values if slices.__class__ is tl.tuple else slices
         data = self.handle.data
         line = self.type.__class__ is tl.block_type and data.ndim == 1
@@ -318,17 +319,16 @@ def arithmetic_shortcuts() -> list[Replacement]:
     return [(tl.tensor, name, method) for name, method in found.items()]
 
 
-_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
-_ranges: dict[tuple[int, int], Any] = {}
-_WORDS: dict[str, Any] = {"int32": np.int32, "int64": np.int64}
-_ORDERS: dict[Any, Any] = {
+_shapes: dict[tuple[int, ...], tuple[object, object]] = {}
+_ranges: dict[tuple[int, int], tl.block_type] = {}
+_ORDERS: dict[object, object] = {
     None: ir.MEM_SEMANTIC.ACQUIRE_RELEASE,
     "relaxed": ir.MEM_SEMANTIC.RELAXED,
     "acquire": ir.MEM_SEMANTIC.ACQUIRE,
     "release": ir.MEM_SEMANTIC.RELEASE,
     "acq_rel": ir.MEM_SEMANTIC.ACQUIRE_RELEASE,
 }
-_REACHES: dict[Any, Any] = {
+_REACHES: dict[object, object] = {
     None: ir.MEM_SYNC_SCOPE.GPU,
     "cta": ir.MEM_SYNC_SCOPE.CTA,
     "gpu": ir.MEM_SYNC_SCOPE.GPU,
@@ -336,19 +336,19 @@ _REACHES: dict[Any, Any] = {
 }
 
 
-def _is_zero(other: Any) -> bool:
+def _is_zero(other: object) -> bool:
     """A number that stands for zero bits, which is what a load without ``other`` has for it."""
     return other.__class__ in (int, float) and other == 0 and math.copysign(1.0, other) > 0
 
 
-def _numbers(pointer: Any) -> Any:
+def _numbers(pointer: tl.tensor) -> tl.dtype | None:
     """The type of what a pointer, or a block of pointers, points to, if this is a case for a shortcut."""
     kind: Any = pointer.dtype if pointer.__class__ is tl.tensor else None
     element: Any = kind.element_ty if kind.__class__ is tl.pointer_type else None
     return element if element.__class__ is tl.dtype and element.name != "int1" else None
 
 
-def _same_shape(left: Any, right: Any) -> bool:
+def _same_shape(left: tl.tensor, right: tl.tensor) -> bool:
     """Whether ``right`` is a tensor of the shape of ``left``."""
     return (
         right.__class__ is tl.tensor
@@ -357,8 +357,8 @@ def _same_shape(left: Any, right: Any) -> bool:
     )
 
 
-def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **named: Any) -> Any:
+def _load(stock: Method, builder: Any) -> Method:
+    def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **named: object) -> Any:
         element = _numbers(pointer)
         if element is None or more or named:
             return stock(pointer, mask, other, *more, **named)
@@ -384,8 +384,8 @@ def _load(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
     return load
 
 
-def _store(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    def store(pointer: Any, value: Any, mask: Any = None, *more: Any, **named: Any) -> Any:
+def _store(stock: Method, builder: Any) -> Method:
+    def store(pointer: Any, value: Any, mask: Any = None, *more: object, **named: object) -> Any:
         element = _numbers(pointer)
         if (
             element is None
@@ -404,22 +404,22 @@ def _store(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
     return store
 
 
-def _word(value: Any, pointer: Any, element: Any) -> Any:
+def _word(value: Any, pointer: tl.tensor, element: tl.dtype) -> Any:
     """The handle of ``value`` for each element of ``pointer``, of numbers of type ``element``; or None."""
     if value.__class__ is tl.constexpr:
         value = value.value
     shape = pointer.handle.data.shape
     if value.__class__ is int and within(value):
-        return unchecked(np.full(shape, value, _WORDS[element.name]), element)
+        return unchecked(np.full(shape, value, _INTEGERS[element.name]), element)
     if _same_shape(pointer, value) and value.dtype.name == element.name:
         return value.handle
     return None
 
 
-def _words(pointer: Any, sem: Any, scope: Any) -> Any:
+def _words(pointer: tl.tensor, sem: Any, scope: Any) -> tuple[tl.dtype, object, object] | None:
     """The type of the words, if this is a case for a shortcut, and the order and scope of Triton's."""
     element = _numbers(pointer)
-    if element is None or element.name not in _WORDS or pointer.dtype.is_const():
+    if element is None or element.name not in _INTEGERS or pointer.dtype.is_const():
         return None
     sem = sem.value if sem.__class__ is tl.constexpr else sem
     scope = scope.value if scope.__class__ is tl.constexpr else scope
@@ -427,7 +427,7 @@ def _words(pointer: Any, sem: Any, scope: Any) -> Any:
     return None if order is None or reach is None else (element, order, reach)
 
 
-def _atomic(stock: Callable[..., Any], op: Any, builder: Any) -> Callable[..., Any]:
+def _atomic(stock: Method, op: Any, builder: Any) -> Method:
     def atomic(
         pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None, **named: Any
     ) -> Any:
@@ -444,9 +444,9 @@ def _atomic(stock: Callable[..., Any], op: Any, builder: Any) -> Callable[..., A
     return atomic
 
 
-def _compare_and_swap(stock: Callable[..., Any], builder: Any) -> Callable[..., Any]:
+def _compare_and_swap(stock: Method, builder: Any) -> Method:
     def atomic_cas(
-        pointer: Any, cmp: Any, val: Any, sem: Any = None, scope: Any = None, **named: Any
+        pointer: Any, cmp: Any, val: Any, sem: object = None, scope: object = None, **named: object
     ) -> Any:
         words = None if named else _words(pointer, sem, scope)
         if words is None or pointer.type.__class__ is tl.block_type or words[0].name != "int32":
@@ -461,8 +461,8 @@ def _compare_and_swap(stock: Callable[..., Any], builder: Any) -> Callable[..., 
     return atomic_cas
 
 
-def _arange(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def arange(start: Any, end: Any, **named: Any) -> Any:
+def _arange(stock: Method) -> Method:
+    def arange(start: Any, end: Any, **named: object) -> tl.tensor:
         first = start.value if start.__class__ is tl.constexpr else start
         last = end.value if end.__class__ is tl.constexpr else end
         if named or first.__class__ is not int or last.__class__ is not int:
@@ -479,7 +479,7 @@ def _arange(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _constructor(stock: Callable[..., None]) -> Callable[..., None]:
-    def constructor(self: Any, handle: Any, type: Any) -> None:
+    def constructor(self: tl.tensor, handle: object, type: tl.dtype) -> None:
         kind = type.__class__
         if kind is tl.block_type:
             key, dtype = lengths(type), type.element_ty
@@ -499,15 +499,15 @@ def _constructor(stock: Callable[..., None]) -> Callable[..., None]:
     return constructor
 
 
-def _other_element(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+def _other_element(stock: Method) -> Method:
+    def with_element_ty(self: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
         known = scalar_ty.__class__ is tl.dtype
         return block_of(scalar_ty, self) if known else stock(self, scalar_ty)
 
     return with_element_ty
 
 
-def call_shortcuts(builder: Any) -> list[Replacement]:
+def call_shortcuts(builder: object) -> list[Replacement]:
     """The replacements inside a session, which has patched the language and the builder already."""
     atomics = [
         (tl, name, _atomic(getattr(tl, name), getattr(ir.ATOMIC_OP, op), builder))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from interlace.runtime.core import launch
+from interlace.runtime.core.accesses import Numbers
 from interlace.runtime.core.memory import RED_ZONE
 
 
@@ -196,7 +197,7 @@ class Allocations:
         else:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
-    def of_argument(self, kernel: Any, rank: int, path: str, tensor: Any) -> Origin | None:
+    def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
         """Where the pointer of a launch's argument comes from."""
         tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
         if not isinstance(tensor, torch.Tensor):
@@ -222,7 +223,7 @@ class Allocations:
     def _is_nobodys(self, address: int) -> bool:
         return any(address in each for each in self.nobodys)
 
-    def known(self, addresses: Any, size: int) -> Any:
+    def known(self, addresses: Numbers, size: int) -> Any:
         """Of each of ``addresses``, whether the element of ``size`` bytes is in memory that is there."""
         if not self._bases:
             return np.zeros(addresses.shape, bool)
@@ -250,9 +251,9 @@ def addresses_told(taken: Callable[[torch.Tensor | torch.UntypedStorage], None])
 _TELL = ((torch.Tensor, "data_ptr"), (torch.Tensor, "numpy"), (torch.UntypedStorage, "data_ptr"))
 
 
-def _telling(asked: Callable[..., Any], taken: Callable[[Any], None]) -> Callable[..., Any]:
+def _telling(asked: Callable[..., object], taken: Callable[[Any], None]) -> Callable[..., object]:
     @functools.wraps(asked)
-    def tell(whose: Any, *args: Any, **named: Any) -> Any:
+    def tell(whose: object, *args: object, **named: object) -> Any:
         found = asked(whose, *args, **named)
         asking = sys._getframe(1).f_globals.get("__name__", "")
         if not asking.startswith(("interlace.", "interlace_verify.")):

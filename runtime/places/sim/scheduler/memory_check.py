@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import NULL, origin_of, threads_of
+from interlace.runtime.core.accesses import NULL, Handle, Mask, origin_of, threads_of
 from interlace.runtime.core.errors import MemoryAccessError
 from interlace.runtime.places.sim.interpreter.session import as_mask, chosen
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, MemoryRange, Origin
@@ -59,8 +59,8 @@ class MemoryCheck:
     def allowed(
         self,
         task: Task,
-        pointers: Any,
-        mask: Any,
+        pointers: Handle,
+        mask: Mask,
         does: str,
         *,
         writes: bool,
@@ -90,8 +90,8 @@ class MemoryCheck:
     def _looked_at(
         self,
         task: Task,
-        pointers: Any,
-        mask: Any,
+        pointers: Handle,
+        mask: Mask,
         does: str,
         size: int,
         *,
@@ -119,7 +119,7 @@ class MemoryCheck:
                 bad |= found
         return as_mask(wanted & ~bad) if bad.any() else mask
 
-    def _there(self, data: Any, wanted: Any, origin: Origin | None, size: int, rank: int) -> Any:
+    def _there(self, data: Any, wanted: object, origin: Origin | None, size: int, rank: int) -> Any:
         """Whether each element is in memory that the pointer may reach."""
         if origin is not None:
             allocation = origin.allocation
@@ -148,7 +148,9 @@ class MemoryCheck:
         found = [self._memory.at(address) for address in data.ravel().tolist()]
         return np.array([bool(each and each.read_only) for each in found]).reshape(data.shape)
 
-    def _described(self, kind: str, does: str, pointers: Any, found: Any, size: int) -> BadAccess:
+    def _described(
+        self, kind: str, does: str, pointers: Handle, found: Any, size: int
+    ) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
         # several threads may do the same: elements are those of memory
         address, count = int(pointers.data.ravel()[position]), len(np.unique(pointers.data[found]))

@@ -5,12 +5,11 @@ the race detector of ``interlace.verify`` another. Observers look on: they never
 so a seed means the same schedule with and without them.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from interlace.runtime.core.accesses import AsyncAccess, Atomic
+from interlace.runtime.core.accesses import AsyncAccess, Atomic, Handle, Lanes, Mask
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.scheduler.strategies import Task
 
@@ -29,45 +28,45 @@ class Observer:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
         """A program has loaded."""
 
-    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Handle, mask: Mask) -> None:
         """A program has stored."""
 
-    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
         """An atomic was performed; ``result`` is the handle of what it returned."""
 
-    def on_barrier(self, task: Task, threads: Any = None) -> None:
+    def on_barrier(self, task: Task, threads: Lanes = None) -> None:
         """All threads of a program have met, or ``threads``, where they are told apart."""
 
     def on_fence(
-        self, task: Task, sem: str, scope: str, threads: Any = None, *, puts: bool = True
+        self, task: Task, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True
     ) -> None:
         """PTX has fenced, with an order and within a scope; in these threads, if they are told apart.
 
         ``puts``: what they have put before is ordered, too.
         """
 
-    def on_puts(self, task: Task, threads: Any, *, begin: bool) -> None:
+    def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
         """What ``threads`` store from here on is put, until it ends."""
 
-    def on_quiet(self, task: Task, threads: Any = None) -> None:
+    def on_quiet(self, task: Task, threads: Lanes = None) -> None:
         """What threads have stored has arrived everywhere; as of a fence, but whoever tells of it."""
 
-    def on_proxy_fence(self, task: Task, threads: Any) -> None:
+    def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
         """Threads have fenced between their accesses and those of the async proxy."""
 
-    def on_alias_fence(self, task: Task, threads: Any = None) -> None:
+    def on_alias_fence(self, task: Task, threads: Lanes = None) -> None:
         """... between their accesses by a multicast address and those by other addresses."""
 
     def on_async(
-        self, task: Task, copy: AsyncAccess, pointers: Any, *, does: str, stores: bool
+        self, task: Task, copy: AsyncAccess, pointers: Handle, *, does: str, stores: bool
     ) -> None:
         """An asynchronous access begins, of everything that ``pointers`` point to."""
 
     def on_async_end(
-        self, task: Task, queue: Any, time: int, threads: Any, *, reads_only: bool
+        self, task: Task, queue: object, time: int, threads: Lanes, *, reads_only: bool
     ) -> None:
         """``threads`` have seen the end of all in ``queue`` up to number ``time``, or of their reads."""
 
@@ -76,14 +75,14 @@ class Observer:
         task: Task,
         mbarrier: int,
         threads: Iterable[int] = (),
-        copies: tuple[Any, int] | None = None,
+        copies: tuple[Hashable, int] | None = None,
     ) -> None:
         """Threads have arrived at the mbarrier of an address, or ``copies`` of a queue up to a number."""
 
     def on_phase(self, task: Task, mbarrier: int) -> None:
         """The phase of an mbarrier is complete."""
 
-    def on_awaited(self, task: Task, mbarrier: int, threads: Any) -> None:
+    def on_awaited(self, task: Task, mbarrier: int, threads: Lanes) -> None:
         """``threads`` have seen that."""
 
     def on_allocate(self, rank: int, memory: torch.Tensor, label: str) -> None:
@@ -112,16 +111,16 @@ class Observer:
     def on_program_end(self, task: Task) -> None:
         """A program has ended; its parent goes on when all have."""
 
-    def on_record(self, task: Task, event: Any) -> None:
+    def on_record(self, task: Task, event: object) -> None:
         """``event`` marks the point that ``task`` has reached."""
 
-    def on_wait_event(self, task: Task, event: Any) -> None:
+    def on_wait_event(self, task: Task, event: object) -> None:
         """``task`` goes on after ``event``, which has completed."""
 
-    def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
+    def on_meeting(self, task: Task, meeting: object, ranks: int) -> None:
         """One of ``ranks`` user tasks has arrived at a meeting that orders all their work."""
 
-    def on_met(self, task: Task, meeting: Any) -> None:
+    def on_met(self, task: Task, meeting: object) -> None:
         """All have arrived, and ``task`` leaves the meeting."""
 
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:

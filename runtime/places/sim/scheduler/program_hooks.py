@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.runtime.core.accesses import Atomic, Perform, threads_of
+from interlace.runtime.core.accesses import Atomic, Handle, Lanes, Mask, Perform, threads_of
 from interlace.runtime.core.errors import BlockedWait
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
@@ -43,6 +43,7 @@ class Read(NamedTuple):
 class ProgramHooks:
     """The half of a scheduler that is :class:`interlace.runtime.core.accesses.Hooks` of its session."""
 
+    seed: int
     give_way: Callable[[], None]
     block: Callable[[Callable[[], bool], Callable[[], BlockedWait]], None]
     progress: Callable[[], None]
@@ -81,7 +82,7 @@ class ProgramHooks:
     def inside(self) -> bool:
         return self._current is not None
 
-    def load(self, pointers: Any, mask: Any, perform: Perform) -> Any:
+    def load(self, pointers: Handle, mask: Mask, perform: Perform) -> Any:
         task = self._current
         if task is None:
             return perform()
@@ -103,7 +104,7 @@ class ProgramHooks:
         self.observer.on_load(task, pointers, mask)
         return result
 
-    def store(self, pointers: Any, value: Any, mask: Any, perform: Perform) -> Any:
+    def store(self, pointers: Handle, value: object, mask: Mask, perform: Perform) -> Any:
         task = self._current
         if task is None:
             return perform()
@@ -172,14 +173,14 @@ class ProgramHooks:
             memory = "" if at is None else f"shared memory of rank {task.rank} {task.who}"
             self._check.note(task, BadAccess(kind, does, memory, 0, at or 0, count, what))
 
-    def barrier(self, threads: Any = None) -> None:
+    def barrier(self, threads: Lanes = None) -> None:
         if not self.inside:
             return
         if self.buffers is not None:
             self.buffers.barrier(self.current, threads)
         self.observer.on_barrier(self.current, threads)
 
-    def fence(self, sem: str, scope: str, threads: Any = None, *, puts: bool = True) -> None:
+    def fence(self, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True) -> None:
         if not self.inside:
             return
         if self.buffers is not None and sem != "acquire":
@@ -193,7 +194,7 @@ class ProgramHooks:
             self.buffers.release(self.current, "cta", threads=threads)
         self.observer.on_arrival(self.current, barrier, threads)
 
-    def proxy_fence(self, threads: Any, *, alias: bool) -> None:
+    def proxy_fence(self, threads: Lanes, *, alias: bool) -> None:
         if self.inside:
             self.tell("on_alias_fence" if alias else "on_proxy_fence", threads)
 
@@ -201,28 +202,28 @@ class ProgramHooks:
         """A program whose threads are told apart begins, with shared memory at ``base``."""
         self.observer.on_shared_memory(self.current, base, nbytes)
 
-    def shared(self, pointers: Any, *, stores: bool) -> None:
+    def shared(self, pointers: Handle, *, stores: bool) -> None:
         """A program accesses its shared memory, which only observers look at."""
         tell = self.observer.on_store if stores else self.observer.on_load
         tell(self.current, pointers, None)
 
-    def shared_atomic(self, atomic: Atomic, result: Any) -> None:
+    def shared_atomic(self, atomic: Atomic, result: Handle) -> None:
         """A program has changed its shared memory."""
         if self.buffers is not None and atomic.releases:
             self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)
 
-    def tell(self, event: str, *arguments: Any, **named: Any) -> None:
+    def tell(self, event: str, *arguments: object, **named: object) -> None:
         """Observers hear of an event of asynchronous accesses of the program that runs."""
         getattr(self.observer, event)(self.current, *arguments, **named)
 
     def asynchronous(
         self,
-        pointers: Any,
-        mask: Any,
+        pointers: Handle,
+        mask: Mask,
         perform: Perform,
         *,
-        value: Any = None,
+        value: object = None,
         does: str = "loads",
     ) -> Any:
         """What an asynchronous access does when its time has come; observers know since it began.
@@ -289,7 +290,7 @@ class ProgramHooks:
             self.strategy.tires()
 
     def _polled(
-        self, pointers: Any, mask: Any, result: Any, perform: Callable[[], Any], tries: Any = None
+        self, pointers: Handle, mask: Mask, result: Handle, perform: Perform, tries: Any = None
     ) -> Any:
         """Suspend the program if it goes round in circles: it has seen the same twice in a row.
 
@@ -394,7 +395,7 @@ def _circle(seen: list[Read]) -> list[Read]:
     return []
 
 
-def _read(pointers: Any, mask: Any, result: Any) -> Read:
+def _read(pointers: Handle, mask: Mask, result: Handle) -> Read:
     """The read of a load or a poll, without the elements that its mask left out."""
     addresses, values = active_addresses(pointers, mask), active(result.data, pointers, mask)
     return Read(np.ascontiguousarray(addresses).tobytes(), values.tobytes())

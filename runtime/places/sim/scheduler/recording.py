@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 from interlace.kernels.signal import CREDIT_WORDS, HEADER_WORDS
-from interlace.runtime.core.accesses import Atomic
+from interlace.runtime.core.accesses import Atomic, Handle, Mask
 from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.observer import Observer
@@ -272,7 +272,7 @@ class _Lane:
 
     since: int
     polled: Slot | None = None
-    words: tuple[bytes, Any] | None = (
+    words: tuple[bytes, object] | None = (
         None  # addresses that the last poll looked at, and what they had
     )
     last_poll: int = 0
@@ -334,12 +334,12 @@ class Recorder(Observer):
     def on_signal(self, task: Task, slot: torch.Tensor, op: str) -> None:
         self._publish(task.rank, task.who, op, self._slot(slot.data_ptr()), self.now())
 
-    def on_load(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
         """A program has begun, if this is the first that is heard of it."""
         if task.program is not None:
             self._lane(task)
 
-    def on_store(self, task: Task, pointers: Any, mask: Any) -> None:
+    def on_store(self, task: Task, pointers: Handle, mask: Mask) -> None:
         """A tile, or a piece of a copy."""
         addresses = active_addresses(pointers, mask)
         if task.program is None or not addresses.size:
@@ -361,7 +361,7 @@ class Recorder(Observer):
         else:
             self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
 
-    def on_atomic(self, task: Task, atomic: Atomic, result: Any) -> None:
+    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
         """A poll, or a publish."""
         addresses = active_addresses(atomic.pointers, atomic.mask)
         slot = self._slot(int(addresses[0])) if addresses.size else None

@@ -71,11 +71,11 @@ QUIET_SECONDS = (
 LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
 
 
-Programs = Callable[[KernelLaunch, Any], tuple[Callable[[], None], int]]
+Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]]
 """(launch, hooks) -> one program of it, which its task runs, and its threads, if they are told apart."""
 
 
-def interpreted(launch: KernelLaunch, hooks: Any) -> tuple[Callable[[], None], int]:
+def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
     origin = functools.partial(hooks.memory.of_argument, launch.kernel, hooks.current.rank)
     return session.program_function(launch.kernel, launch.arguments, origin), 0
 
@@ -135,7 +135,7 @@ class Scheduler(ProgramHooks):
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout, self._quiet = timeout, quiet
         self._tasks: list[Task] = []
-        self._hub: Any = greenlet.getcurrent()
+        self._hub = greenlet.getcurrent()
         self._builder: Any = None
         self.rank_states: list[torch_state.RankState] = [torch_state.Generators()]
         self._woken = 0
@@ -153,7 +153,7 @@ class Scheduler(ProgramHooks):
         self,
         rank: int,
         who: str,
-        function: Callable[[], Any],
+        function: Callable[[], object],
         *,
         program: Program | None = None,
         owner: Any = None,

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 from interlace.runtime.core.errors import (
@@ -85,7 +86,7 @@ def _late(
     return None
 
 
-def _expected(frame: Any) -> int | None:
+def _expected(frame: FrameType) -> int | None:
     """The number with which the line compares, if written or in a scalar variable: the end of a poll."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = _COMPARED.findall(line)
@@ -102,7 +103,7 @@ def program_line(task: Task) -> str:
     return place_of(frames[0]) if frames else "its beginning"
 
 
-def user_frame(frame: Any) -> Any:
+def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's code at or above ``frame``; None if there is none."""
     ours = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
     around = outwards(frame)
@@ -114,7 +115,7 @@ def user_line(task: Task) -> str:
     return line_of(user_frame(task.greenlet.gr_frame))
 
 
-def line_of(frame: Any) -> SourceText:
+def line_of(frame: FrameType | None) -> SourceText:
     """The frame's line, as in "file.py:12"; empty for None."""
     if frame is None:
         return SourceText("")
@@ -122,7 +123,7 @@ def line_of(frame: Any) -> SourceText:
     return SourceText(f"{os.path.basename(path)}:{number}", ((path, number),))
 
 
-def place_of(frame: Any) -> SourceText:
+def place_of(frame: FrameType) -> SourceText:
     """The frame's line and function: "file.py:12 in function"."""
     line = line_of(frame)
     return SourceText(f"{line} in {frame.f_code.co_name}", line.frames)
@@ -181,7 +182,7 @@ def program_lines() -> tuple[SourceText, ...]:
     return lines or _ptx_lines(frame)
 
 
-def _is_ours(frame: Any) -> bool:
+def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("interlace.kernels.")
 
 
@@ -193,7 +194,7 @@ def task_lines(task: Task) -> tuple[SourceText, ...]:
     return () if frame is None else (place_of(frame),)
 
 
-def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
+def _ptx_lines(frame: FrameType, *, around: bool = True) -> tuple[SourceText, ...]:
     """The line that the machine at or above ``frame`` runs, or its module reads, if there is one."""
     for each in outwards(frame) if around else (frame,):
         where = each.f_locals.get("where") if _is_machine(each, "module") else None
@@ -205,7 +206,7 @@ def _ptx_lines(frame: Any, *, around: bool = True) -> tuple[SourceText, ...]:
     return ()
 
 
-def _is_machine(frame: Any, name: str) -> bool:
+def _is_machine(frame: FrameType, name: str) -> bool:
     return bool(frame.f_globals.get("__name__") == f"{PACKAGE}.machine.{name}")
 
 
@@ -228,7 +229,7 @@ def _written(path: str, number: int) -> SourceText:
     return SourceText(f"{os.path.basename(path)}:{first}{function}", ((path, first),))
 
 
-def _scalar(value: Any) -> int | None:
+def _scalar(value: object) -> int | None:
     handle = getattr(value, "handle", None)
     if handle is not None:
         return int(handle.data.ravel()[0]) if handle.data.size == 1 else None

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from interlace.runtime.core.accesses import threads_of
+from interlace.runtime.core.accesses import Handle, Lanes, Mask, Numbers, threads_of
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.strategies import Task
@@ -49,14 +49,14 @@ class _PendingStore:
     that of each element, if known; ``met``: those that have met after it."""
 
     task: Task
-    addresses: Any
+    addresses: Numbers
     values: Any
     scalar: bool
-    threads: Any = None
+    threads: Lanes = None
     ordered: bool = False
     shown: bool = False
     rank_only: bool = False
-    met: Any = None
+    met: Lanes = None
     low: int = field(init=False)
     high: int = field(init=False)  # the byte after the last
 
@@ -65,14 +65,14 @@ class _PendingStore:
         self.low = int(self.addresses.min())
         self.high = int(self.addresses.max()) + self.values.dtype.itemsize
 
-    def own(self, threads: Any) -> bool:
+    def own(self, threads: Lanes) -> bool:
         """Whether it is by ``threads`` alone, or comes before whatever one of them does."""
         if threads is None or self.threads is None:
             return False
         met = self.met is not None and bool(np.isin(threads, self.met).any())
         return met or bool(np.isin(self.threads, threads).all())
 
-    def hidden(self, addresses: Any, size: int, readers: Any) -> bool:
+    def hidden(self, addresses: Numbers, size: int, readers: Lanes) -> bool:
         """Whether these threads of its program, each of its own element, may not see it yet."""
         if readers is None or self.threads is None or self.ordered or self.shown:
             return False
@@ -91,7 +91,7 @@ class _PendingStore:
         for index, address in enumerate(self.addresses.tolist()):
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
-    def overlaps(self, addresses: Any, size: int) -> Any:
+    def overlaps(self, addresses: Numbers, size: int) -> Any:
         """Which elements of ``size`` bytes share any with these, and do not only lie around."""
         own = np.sort(self.addresses)
         before = np.searchsorted(own, addresses + np.uint64(size)) - 1
@@ -112,7 +112,7 @@ class StoreBuffers:
         return len(self._pending)
 
     def store(
-        self, task: Task, pointers: Any, value: Any, mask: Any, *, relaxed: bool = False
+        self, task: Task, pointers: Handle, value: Any, mask: Mask, *, relaxed: bool = False
     ) -> None:
         """``relaxed``: each thread its own elements; who fences later may be the same."""
         addresses = active_addresses(pointers, mask)
@@ -139,7 +139,7 @@ class StoreBuffers:
             else:
                 self._pending.append(pending)
 
-    def before_load(self, task: Task, pointers: Any, *, newest: bool = False) -> None:
+    def before_load(self, task: Task, pointers: Handle, *, newest: bool = False) -> None:
         """A thread sees its own stores, what its program has been shown, and what its rank has been given.
 
         ``newest``: it sees all of its program.
@@ -150,19 +150,19 @@ class StoreBuffers:
             readers = None if newest else threads_of(pointers)
             self._drain_overlapping(task, addresses, max(1, bits // 8), readers)
 
-    def barrier(self, task: Task, threads: Any = None) -> None:
+    def barrier(self, task: Task, threads: Lanes = None) -> None:
         """Order what all threads, or ``threads``, stored before whatever any of them does next."""
         if threads is not None:
             self._split(task, threads)
         for pending in self._pending:
             if pending.task is task and threads is None:
                 pending.ordered = True
-            elif pending.task is task and pending.own(threads):
+            elif pending.task is task and threads is not None and pending.own(threads):
                 before = () if pending.met is None else pending.met
                 pending.met = np.union1d(before, threads)
 
     def release(
-        self, task: Task, scope: str, *, each_thread: bool = False, threads: Any = None
+        self, task: Task, scope: str, *, each_thread: bool = False, threads: Lanes = None
     ) -> None:
         """Make ordered stores visible. ``each_thread``: not even scalars are without a barrier.
 
@@ -186,14 +186,16 @@ class StoreBuffers:
             pending.shown |= pending.task is task
             pending.rank_only |= scope == "gpu"
 
-    def _split(self, task: Task, threads: Any) -> None:
+    def _split(self, task: Task, threads: Numbers) -> None:
         """Part what ``threads`` have stored from what others have."""
         parted = []
         for pending in self._pending:
             whole = pending.task is not task or pending.ordered or pending.own(threads)
-            whole = whole or pending.threads is None
-            own = np.isin(pending.threads, [] if whole else threads)
-            if whole or own.all() or not own.any():
+            if whole or pending.threads is None:
+                parted.append(pending)
+                continue
+            own = np.isin(pending.threads, threads)
+            if own.all() or not own.any():
                 parted.append(pending)
                 continue
             for part in (own, ~own):
@@ -225,7 +227,7 @@ class StoreBuffers:
         self._drain(self._pending)
 
     def _drain_overlapping(
-        self, task: Task, addresses: Any, size: int, readers: Any = None
+        self, task: Task, addresses: Numbers, size: int, readers: Lanes = None
     ) -> None:
         if not self._pending or not addresses.size:
             return

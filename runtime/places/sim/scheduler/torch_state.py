@@ -126,7 +126,7 @@ def _put_modes(modes: tuple[list[Any], list[Any]]) -> None:
             _C._push_on_torch_function_stack(mode)
 
 
-def _same(some: list[Any], others: list[Any]) -> bool:
+def _same(some: list[object], others: list[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
