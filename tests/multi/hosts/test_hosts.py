@@ -7,12 +7,8 @@ the test that they cannot share memory is skipped.
 """
 
 import itertools
-import json
-import os
-import pathlib
+import multiprocessing
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -34,40 +30,31 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS
+from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS, main
 from multi.shm.members import members, on_hosts, run
 from tiers import thorough
-
-SCRIPT = pathlib.Path(__file__).with_name("hosts_ranks.py")
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Any:
-    """What hosts_ranks.py prints. Its processes end with it, and namespaces with their processes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    """What hosts_ranks.py sends. Its ranks end with its process, and namespaces with their processes."""
+    context = multiprocessing.get_context("forkserver")
+    own, end = context.Pipe(duplex=False)
+    process = context.Process(target=main, args=(end,), daemon=True)
+    process.start()
+    end.close()
     try:
-        output, errors = process.communicate()
+        return own.recv()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, errors
-    return {**json.loads(output.splitlines()[-1]), "errors": errors}
+        process.kill()
+        process.join()
 
 
 @pytest.fixture
 def reports(outcome: Any) -> Any:
     """By rank, how each scenario ended. All have come to their end, or were to be killed."""
     killed = [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
-    assert outcome["codes"] == killed, [outcome["errors"], *outcome["reports"]]
+    assert outcome["codes"] == killed, outcome["reports"]
     return outcome["reports"]
 
 
