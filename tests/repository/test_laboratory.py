@@ -32,6 +32,8 @@ for module in pkgutil.walk_packages(interlace.__path__, "interlace."):
     if module.name not in ("interlace.verify", "interlace.__main__"):
         importlib.import_module(module.name)
 assert not [name for name in sys.modules if name.startswith("interlace_verify")]
+# a jitted function that exists twice, also as one of `kernels`, is compiled and cached twice
+assert not {"kernels", "runtime"} & {name.partition(".")[0] for name in sys.modules}
 for name, needs in {
     "module": lambda: interlace.verify,
     "place": lambda: interlace.run(step, 2, place="ptx"),
@@ -51,7 +53,7 @@ def hidden(tmp_path: pathlib.Path) -> dict[str, str]:
     there = tmp_path / "interlace_verify/__init__.py"
     there.parent.mkdir()
     there.write_text("raise ModuleNotFoundError('not installed', name=__name__)\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT / "python"), str(ROOT / "tests")])
+    path = os.pathsep.join(map(str, (tmp_path, ROOT / "python", ROOT / "tests", ROOT)))
     return {**os.environ, "PYTHONPATH": path}
 
 
