@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import interlace
 from cases import support_table
+from cases.api_cases import numbers
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import PlaceUnavailableError
 from interlace.runtime.numerics import reductions
@@ -172,11 +173,13 @@ def test_two_steps_give_what_one_gives() -> None:
     """For every op and dtype, of numbers that need no rounding."""
     for op, dtype in itertools.product(reductions.REDUCE_OPS, reductions.DTYPES):
         if support_table.defined(op, dtype):
-            parts = [scenarios.payload(rank, op, 40, dtype) for rank in range(6)]
+            parts = [numbers(rank, 1, 40, dtype) for rank in range(6)]
             expected = torch.empty_like(parts[0])
             reductions.fold(op, parts, expected)
             found = scenarios.in_two_steps(Partial.of(op, dtype), [parts[:3], parts[3:]])
-            assert scenarios.same(found, expected), (op, dtype)
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+            torch.testing.assert_close(found.to(wide), expected.to(wide), **exact)
 
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
