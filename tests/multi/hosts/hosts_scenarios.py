@@ -24,15 +24,7 @@ from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import pieces
 from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
-from multi.shm.host_ops import (
-    MOVED_PARTS,
-    MOVED_WHOLE,
-    REDUCED,
-    check,
-    check_lengths,
-    data,
-    same,
-)
+from multi.shm.host_ops import MOVED_PARTS, MOVED_WHOLE, REDUCED, check, check_lengths, data, same
 from ops.contracts import last_has_none
 from ops.test_contract import BY_NAME, cells, check_values
 

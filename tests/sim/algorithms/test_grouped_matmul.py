@@ -238,8 +238,7 @@ def test_misuse_of_one_rank_is_told_to_all(op: str, changes: dict[str, Any], tex
 
 
 @pytest.mark.parametrize(
-    ("op", "counts"),
-    [(GATHER, [[3, 6], [4, 5]]), (EXCHANGE, [[3, 0, 2, 4], [1, 5, 0, 3]])],
+    ("op", "counts"), [(GATHER, [[3, 6], [4, 5]]), (EXCHANGE, [[3, 0, 2, 4], [1, 5, 0, 3]])]
 )
 @ranks(2, place="sim")
 def test_gradients(op: str, counts: list[list[int]]) -> None:

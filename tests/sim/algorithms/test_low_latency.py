@@ -19,16 +19,7 @@ from interlace.runtime.core.memory import WORD
 from interlace.runtime.places.sim.place import SimStream
 from interlace.runtime.tuning import tuning
 from ranks import ranks
-from support import (
-    POISON_BYTE,
-    noise,
-    payload,
-    poison,
-    poisoned,
-    run_alone,
-    slow_rank,
-    starved,
-)
+from support import POISON_BYTE, noise, payload, poison, poisoned, run_alone, slow_rank, starved
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64

@@ -13,12 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from cases.support_table import MOVED_DTYPES, defined
 from interlace.runtime.numerics import reductions
-from interlace.runtime.numerics.reductions import (
-    DTYPES,
-    REDUCE_OPS,
-    check,
-    fold,
-)
+from interlace.runtime.numerics.reductions import DTYPES, REDUCE_OPS, check, fold
 from stand_ins.replaced import replaced
 
 ELEMENTS = 67  # odd, and more than a vector register takes at once

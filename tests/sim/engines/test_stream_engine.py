@@ -38,10 +38,7 @@ POISON = -77.0
 
 
 def run_op(
-    op: str,
-    start: Callable[[Engine, Call], Any],
-    algorithm: str = "auto",
-    **call: Any,
+    op: str, start: Callable[[Engine, Call], Any], algorithm: str = "auto", **call: Any
 ) -> None:
     """Run one op on the caller's default group, to its end."""
     communicator = default_group()
