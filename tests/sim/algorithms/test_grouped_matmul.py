@@ -234,6 +234,7 @@ MISUSE: list[tuple[str, dict[str, Any], str]] = [
 @ranks(2, place="sim")
 def test_misuse_of_one_rank_is_told_to_all(op: str, changes: dict[str, Any], text: str) -> None:
     right = {"input": X, "weight": W, "input_splits": [2, 2] if op == EXCHANGE else [4]}
+    right["algorithm"] = "unfused"
     check_refused(getattr(interlace, op), right, changes, text)
 
 

@@ -275,7 +275,8 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
 @ranks(2, place="sim")
 def test_misuse_is_named_on_all_ranks(changes: dict[str, Any], text: str) -> None:
     call = nn.functional.context_parallel_attention
-    check_refused(call, dict.fromkeys("qkv", ZEROS), changes, text)
+    right = {**dict.fromkeys("qkv", ZEROS), "algorithm": "unfused"}
+    check_refused(call, right, changes, text)
 
 
 SHARDS: list[tuple[Any, int, list[list[int]]]] = [
