@@ -1,4 +1,4 @@
-"""Megatron-core's layers on interlace, where megatron-core is installed, as with the extras of the tests."""
+"""Megatron-core's layers on interlace, where megatron-core is installed: the tests' extras have it."""
 
 import contextlib
 import copy
