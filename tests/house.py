@@ -10,6 +10,7 @@
 """
 
 import ast
+import functools
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -211,15 +212,23 @@ def sources() -> dict[str, pathlib.PurePath]:
     return found
 
 
+parsed = functools.cache(ast.parse)
+
+
+def called_name(call: ast.Call) -> str:
+    """The last part of what is called."""
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
 def imported(source: str) -> Iterator[str]:
     """Dotted names that a source imports anywhere in it; ``from a import b`` gives ``a.b``."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called_name(node) == "import_module":
             yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
@@ -395,7 +404,7 @@ def longest_parameter_list(texts: Iterable[str]) -> int:
     functions = (
         node
         for text in texts
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     )
     return max(
@@ -418,7 +427,7 @@ def folders_of(
         folder = folder_of(files[module])
         if not within(folder, (*LABORATORY, *TOOLS)):
             kinds = ast.FunctionDef, ast.ClassDef
-            names = [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+            names = [node.name for node in ast.walk(parsed(text)) if isinstance(node, kinds)]
             ours = [name for name in names if name not in TORCH_DISPATCH]
             plain = [name.lower().replace("_", "") for name in ours]
             if any(word.replace("_", "") in name for word in words for name in plain):

@@ -135,11 +135,7 @@ def test_loops_in_loops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "instructions"),
-    [
-        (".L_x_2", [6]),
-        ("$__internal_0_$__trap", [3, 3]),
-    ],
+    ("target", "instructions"), [(".L_x_2", [6]), ("$__internal_0_$__trap", [3, 3])]
 )
 def test_a_far_jump_of_old_chips_does_not_return(target: str, instructions: list[int]) -> None:
     """What goes back behind it is no loop then; behind the call of a function it is one."""

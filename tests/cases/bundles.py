@@ -153,11 +153,7 @@ def launched_on_host(op: str, shape: Shape, rank: int, configuration: Configurat
         output = meta(rows[rank], columns, dtype=half)
         linear = Linear(meta(columns, inner, dtype=half).t(), bias, output)
         matmul_reduce.matmul_reduce_scatter_fused(
-            communicator,
-            meta(sum(rows), inner, dtype=half),
-            linear,
-            segments,
-            configuration,
+            communicator, meta(sum(rows), inner, dtype=half), linear, segments, configuration
         )
     elif op == "matmul_all_reduce":
         single = torch.float32

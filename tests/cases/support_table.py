@@ -123,10 +123,7 @@ def reduce_table() -> str:
     for dtype in REDUCED_DTYPES:
         ops = tuple(op for op in REDUCE_OPS if defined(op, dtype))
         served.setdefault(ops, []).append(str(dtype).removeprefix("torch."))
-    lines = [
-        f"| dtype | {' | '.join(REDUCE_OPS)} |",
-        "|---" * (len(REDUCE_OPS) + 1) + "|",
-    ]
+    lines = [f"| dtype | {' | '.join(REDUCE_OPS)} |", "|---" * (len(REDUCE_OPS) + 1) + "|"]
     for ops, dtypes in served.items():
         marks = ["yes" if op in ops else "-" for op in REDUCE_OPS]
         lines.append(f"| {', '.join(dtypes)} | {' | '.join(marks)} |")

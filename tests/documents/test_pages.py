@@ -167,14 +167,8 @@ def test_what_runs_in_a_fork(line: str, words: list[str] | None) -> None:
     [
         ("```python\nx = = 1\n```", "invalid syntax"),
         ("<!-- needs: luck -->\n\n```bash\nls\n```", "unknown need 'luck'"),
-        (
-            "<!-- needs: gpu -->\n```bash\npython -m interlace bench --sizzes 4\n```",
-            "do not parse",
-        ),
-        (
-            "<!-- tests add: --quack -->\n```bash\npython -m interlace verify\n```",
-            "do not parse",
-        ),
+        ("<!-- needs: gpu -->\n```bash\npython -m interlace bench --sizzes 4\n```", "do not parse"),
+        ("<!-- tests add: --quack -->\n```bash\npython -m interlace verify\n```", "do not parse"),
         ("<!-- tests add: -l; in: rm -->\n```bash\nls\n```", "no line has 'rm'"),
         ("<!-- tests add: -l -->\n```bash\nls | cat\n```", "cannot be added behind"),
         ("<!-- tests add: -l -->\n```python\nx = 1\n```", "for lines of bash"),

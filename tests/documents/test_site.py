@@ -54,11 +54,7 @@ def offline(*command: str) -> subprocess.CompletedProcess[str]:
     nowhere = "http://127.0.0.1:9"
     variables = {"http_proxy": nowhere, "https_proxy": nowhere, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
     )
 
 
@@ -80,10 +76,7 @@ def test_what_pages_say_proves_something_is_there() -> None:
     }
     assert missing(
         "`tests/documents/test_site.py::test_none`, `tests/gone.py`, `tests/documents/test_site.py`"
-    ) == [
-        "tests/documents/test_site.py::test_none",
-        "tests/gone.py::",
-    ]
+    ) == ["tests/documents/test_site.py::test_none", "tests/gone.py::"]
 
 
 @thorough

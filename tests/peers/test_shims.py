@@ -222,8 +222,7 @@ def test_a_stream_that_waits_in_vain_is_a_deadlock(function: Any) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    "name",
-    few(["progress_kernels", "tuple_kernels", "multimem_kernels"], "progress_kernels"),
+    "name", few(["progress_kernels", "tuple_kernels", "multimem_kernels"], "progress_kernels")
 )
 def test_code_for_a_gpu_as_compiled_code(name: str, arch: int) -> None:
     def step() -> Any:

@@ -34,11 +34,7 @@ def call(*command: object, cwd: pathlib.Path) -> str:
     """What a command prints; it finds interlace only where it is installed."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=clean,
-        capture_output=True,
-        text=True,
+        [str(word) for word in command], cwd=cwd, env=clean, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
     return done.stdout

@@ -65,7 +65,7 @@ def upward(plan: dict[str, str]) -> list[str]:
 def named(text: str) -> tuple[list[str], list[str]]:
     """The classes of a file, and its names by assignment."""
     classes, others = list[str](), list[str]()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(house.parsed(text)):
         if isinstance(node, ast.ClassDef):
             classes.append(node.name.lstrip("_"))
         elif isinstance(node, ast.Assign):
@@ -84,7 +84,7 @@ def named_twice(texts: Iterable[str], words: Collection[str] = ()) -> list[str]:
 
 def more_than_words(text: str, *, may_hand_on: bool) -> list[str]:
     """Statements of an ``__init__.py`` beside its docstring, and its imports and ``__all__``."""
-    first, *rest = ast.parse(text).body
+    first, *rest = house.parsed(text).body
     assert isinstance(first, ast.Expr), "no docstring"
     if may_hand_on:
         handing = (ast.Import, ast.ImportFrom, ast.Assign)

@@ -15,10 +15,7 @@ def test_format_mends_what_lint_refuses(tmp_path: pathlib.Path) -> None:
     (tmp_path / "code.py").write_text("import sys\nimport os\nprint( os.name,sys.path )\n")
     here = ("-o", ".venv/test", f"PY={sys.executable}")  # and no .venv
     done = subprocess.run(
-        [*shlex.split("make format"), *here],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [*shlex.split("make format"), *here], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     mended = "import os\nimport sys\n\nprint(os.name, sys.path)\n"

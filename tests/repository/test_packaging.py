@@ -170,20 +170,6 @@ def test_greenlet_is_lazy() -> None:
     assert not eager_greenlet("def f():\n    import greenlet")
 
 
-def test_one_module_object() -> None:
-    """With the repository root on sys.path, `kernels` is importable as a second module object.
-
-    A jitted function that exists twice is compiled and cached twice, and `is` comparisons fail.
-    """
-    code = (
-        "import sys, interlace, interlace.kernels, interlace.runtime\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('kernels', 'runtime')])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip().splitlines()[-1] == "[]"
-
-
 @thorough
 @pytest.mark.parametrize("control", ["", "gc.disable = lambda: None"])
 def test_importing_looks_through_nothing_of_torch(control: str) -> None:

@@ -12,13 +12,7 @@ import interlace
 from interlace.kernels import slots, transfer
 from interlace.kernels.arguments import Peers, Rows, Table, Workspace
 from interlace.kernels.matmul import matmul_reduce_scatter
-from interlace.runtime.core.launch import (
-    compiled_with,
-    joined,
-    leaves,
-    outside,
-    specialised,
-)
+from interlace.runtime.core.launch import compiled_with, joined, leaves, outside, specialised
 
 TABLE = torch.zeros(4, dtype=torch.int64)
 ARGUMENTS = {"input": Rows(TABLE, 8), "sends": Table(TABLE, 3), "peers": Peers(TABLE, 1, 4), "N": 5}

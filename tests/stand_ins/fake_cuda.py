@@ -260,12 +260,7 @@ class FakeGpu:
         return any(capture.thread == threading.get_ident() for capture in self._captures)
 
     def enqueue(
-        self,
-        handle: int,
-        label: str,
-        steps: Steps,
-        marker: Marker | None = None,
-        programs: int = 0,
+        self, handle: int, label: str, steps: Steps, marker: Marker | None = None, programs: int = 0
     ) -> None:
         item = Item(label, steps, marker, programs=programs)
         capture = self.capture_of(handle)

@@ -262,10 +262,7 @@ class Program:
             expect=lambda barrier, size: barrier.count(1, size),
             arrive=lambda barrier, count, pred=True: barrier.count(count if pred else 0, 0),
         )
-        tma = SimpleNamespace(
-            make_tensor_descriptor=Descriptor.make,
-            store_wait=self.read_stores,
-        )
+        tma = SimpleNamespace(make_tensor_descriptor=Descriptor.make, store_wait=self.read_stores)
         hopper = SimpleNamespace(
             fence_async_shared=lambda: None,
             warpgroup_mma=lambda a, b, acc, use_acc, is_async: Sums.of(acc).begin(a, b, use_acc),

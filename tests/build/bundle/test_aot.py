@@ -86,11 +86,7 @@ print(json.dumps([shown, cupy.allocations, top]))
     (tmp_path / "program.py").write_text(before + python_of_document() + after)
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env=clean,
-        capture_output=True,
-        text=True,
+        [sys.executable, "program.py"], cwd=tmp_path, env=clean, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     launches, allocations, modules = json.loads(done.stdout)

@@ -256,8 +256,7 @@ FALSE: dict[tuple[str, str], Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("op", "name"),
-    [pytest.param(*each, marks=quick_or_not(each[0])) for each in FALSE],
+    ("op", "name"), [pytest.param(*each, marks=quick_or_not(each[0])) for each in FALSE]
 )
 def test_control_a_false_function_is_seen(
     op: str, name: str, bundles: dict[str, pathlib.Path], monkeypatch: pytest.MonkeyPatch
@@ -279,14 +278,7 @@ def test_control_a_false_constant_is_seen(bundles: dict[str, pathlib.Path]) -> N
 ERRORS = {
     "--op needs --out": ["--op", "all_reduce"],
     "--dtype is for one op": ["--dtype", "float32"],
-    "--kernel is for the catalogue": [
-        "--op",
-        "all_reduce",
-        "--out",
-        "{out}",
-        "--kernel",
-        "x",
-    ],
+    "--kernel is for the catalogue": ["--op", "all_reduce", "--out", "{out}", "--kernel", "x"],
     "file is a file; name a folder": ["--op", "all_reduce", "--out", "{file}/bundle"],
     "--dtype is 'int8'": ["--op", "all_reduce", "--out", "{out}", "--dtype", "int8"],
     "weight is no option of all_reduce": ["--op=all_reduce", "--out", "{out}", "--weight", "nk"],

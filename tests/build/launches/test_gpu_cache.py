@@ -94,10 +94,7 @@ def test_a_case_that_launches_something_else_is_told() -> None:
         "sys.exit(gpu_cache.main())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=WITH_PATHS,
+        [sys.executable, "-c", script], capture_output=True, text=True, env=WITH_PATHS
     )
     assert done.returncode == 1, done.stderr[-3000:]
     assert "has not launched all_reduce_kernel" in done.stdout

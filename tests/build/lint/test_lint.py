@@ -251,10 +251,7 @@ def typed() -> Any:
     ],
 )
 def test_misuse_is_named_before_anything_compiles(
-    change: dict[str, Any],
-    error: type[Exception],
-    names: str,
-    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any], error: type[Exception], names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("compiles")

@@ -77,9 +77,7 @@ def _dropless(x: Tensor, idx: Tensor, w: Tensor, m: Tensor) -> Tensor:
     return (one + other) / 2
 
 
-def _compiled(
-    fn: Callable[..., Tensor],
-) -> Callable[..., Tensor]:
+def _compiled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 

@@ -1,13 +1,11 @@
 """The scenarios of hosts_ranks.py: every function runs on all ranks of a group, and asserts on its rank.
 
-Payloads are such that sums and products are exact in every dtype, so the order of a reduction, which
-depends on the hosts, does not matter; ``rounding`` is about the order.
+Sums and products are of whole numbers, so the order of a reduction, which depends on the hosts, does not
+matter; ``rounding`` is about the order.
 """
 
 import contextlib
-import functools
 import gc
-import hashlib
 import itertools
 import os
 import signal
@@ -22,53 +20,15 @@ import interlace
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
-from interlace.runtime.core.memory import bytes_of
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts import pieces
 from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
+from multi.shm.host_ops import MOVED_PARTS, MOVED_WHOLE, REDUCED, check, check_lengths, data, same
 from ops.contracts import last_has_none
 from ops.test_contract import BY_NAME, cells, check_values
 
-SIZES = (0, 1, 257, 70_001)
 Tensor = torch.Tensor
-
-
-@functools.cache
-def _line() -> Tensor:
-    """Random numbers, made once; every payload is a stretch of them that begins elsewhere."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 6, (1 << 20,), generator=generator, dtype=torch.uint8)
-
-
-def payload(rank: int, case: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of 0.5, 1 and 2 and their negatives (1 and 2 for whole numbers), per rank and case."""
-    digest = hashlib.sha256(f"{rank} {case}".encode()).digest()
-    first = int.from_bytes(digest[:4], "little") % 100_003
-    picks = _line()[first : first + numel].int()
-    assert len(picks) == numel
-    if dtype == torch.bool:
-        return picks < 4
-    if dtype.is_floating_point or dtype.is_complex:
-        unsigned = dtype == torch.float8_e8m0fnu
-        values = [0.5, 1.0, 2.0, 1.0, 2.0, 0.5] if unsigned else [-2.0, -1.0, -0.5, 0.5, 1.0, 2.0]
-        real = torch.tensor(values)[picks]
-        if dtype.is_complex:
-            whole = torch.complex(real, real.flip(0))
-            if dtype != torch.complex32:
-                return whole.to(dtype)
-            halves = torch.view_as_real(whole).half()  # torch warns of casts to complex32
-            return torch.view_as_complex(halves)
-        return real.to(dtype)
-    return (picks % 2 + 1).to(torch.int64).to(dtype)
-
-
-def poisoned(like: Tensor) -> Tensor:
-    return torch.empty_like(like).view(-1).view(torch.uint8).fill_(0x5A).view(like.dtype)
-
-
-def same(found: Tensor, expected: Tensor) -> bool:
-    return torch.equal(bytes_of(found), bytes_of(expected))
 
 
 def all_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
@@ -119,92 +79,31 @@ def no_symmetric_memory(group: Communicator) -> None:
 
 # -- collectives of the engine ---------------------------------------------------------------------
 
-# each dtype and each size with some of the others: what is moved is bytes
-MOVED = (
-    (torch.float32, 257),
-    (torch.float32, 70_001),
-    (torch.int8, 1),
-    (torch.complex64, 0),
-    (torch.bool, 70_001),
-)
-
 
 def moving(group: Communicator) -> None:
-    """Everything that only moves bytes; lengths differ between ranks: n, 2 n, 3 n ..."""
-    rank, everyone = group.rank, range(group.world_size)
-    for dtype, n in MOVED:
-        case = f"{dtype} {n}"
-        of_ranks = [payload(r, case, n * (r + 1), dtype) for r in everyone]
-        of_broadcast = [payload(r, case, n, dtype) for r in everyone]
-        for in_place in (False, True):
-            outputs = [poisoned(each) for each in of_ranks]
-            mine = outputs[rank].copy_(of_ranks[rank]) if in_place else of_ranks[rank]
-            run(group, "all_gather", outputs, mine)
-            assert all_same(outputs, of_ranks), f"all_gather {case}, {in_place=}"
-        for root in everyone:
-            into = [poisoned(each) for each in of_ranks] if rank == root else None
-            run(group, "gather", into, of_ranks[rank], root)
-            assert into is None or all_same(into, of_ranks), f"gather to {root} {case}"
-            output = poisoned(of_ranks[rank])
-            run(group, "scatter", output, of_ranks if rank == root else None, root)
-            assert same(output, of_ranks[rank]), f"scatter of {root} {case}"
-            tensor = of_broadcast[rank].clone()
-            run(group, "broadcast", tensor, root)
-            assert same(tensor, of_broadcast[root]), f"broadcast of {root} {case}"
-        between = {
-            (source, target): payload(
-                source, f"{case} to {target}", n * (target + 1) + source, dtype
-            )
-            for source in everyone
-            for target in everyone
-        }
-        expected = [between[r, rank] for r in everyone]
-        outputs = [poisoned(each) for each in expected]
-        run(group, "all_to_all", outputs, [between[rank, r] for r in everyone])
-        assert all_same(outputs, expected), f"all_to_all {case}"
+    """Everything that only moves bytes, from every root; and parts of other lengths on each rank."""
+    for dtype, nbytes in ((torch.float32, 1028), (torch.uint8, 0), (torch.int64, 280_000)):
+        for op, key in itertools.product((*MOVED_WHOLE, *MOVED_PARTS), range(group.world_size)):
+            check(group.engine, op, nbytes, key, dtype)
+    check_lengths(group.engine, [0, 1, 70_000])
 
 
-# what is widened on the way, what wraps, what is neither
-REDUCED = (
+SUMS = (
     ("sum", torch.bfloat16),
     ("avg", torch.bfloat16),
     ("product", torch.int64),
-    ("max", torch.bool),
+    ("max", torch.int16),
     ("avg", torch.uint8),
     ("avg", torch.float8_e5m2),
-    ("sum", torch.complex32),
 )
+"""What is widened on the way, what wraps, what is neither."""
 
 
 def reducing(group: Communicator) -> None:
     """In sizes on both sides of what counts as small. All ops and dtypes: ``test_two_steps``."""
-    rank, everyone = group.rank, range(group.world_size)
-
-    def reduced(op: str, parts: Sequence[Tensor]) -> Tensor:
-        expected = torch.empty_like(parts[0])
-        reductions.fold(op, parts, expected)
-        return expected
-
-    for (op, dtype), n in itertools.product(REDUCED, SIZES):
-        case = f"{dtype} {op} {n}"
-        parts = [payload(r, case, n, dtype) for r in everyone]
-        expected = reduced(op, parts)
-        tensor = parts[rank].clone()
-        run(group, "all_reduce", tensor, op)
-        assert same(tensor, expected), f"all_reduce {case}"
-        root = n % group.world_size
-        tensor = parts[rank].clone()
-        run(group, "reduce_to", tensor, root, op)
-        assert same(tensor, expected if rank == root else parts[rank]), f"reduce {case}"
-        by_target = [  # parts of different lengths
-            [payload(r, f"{case} to {t}", n // group.world_size + t, dtype) for r in everyone]
-            for t in everyone
-        ]
-        inputs = [parts[rank] for parts in by_target]
-        expected = reduced(op, by_target[rank])
-        for output in (poisoned(expected), inputs[rank]):
-            run(group, "reduce_scatter", output, inputs, op)
-            assert same(output, expected), f"reduce_scatter {case}"
+    for (reduction, dtype), n, op in itertools.product(SUMS, (0, 1, 257, 70_001), REDUCED):
+        key = (n + 1) % group.world_size
+        check(group.engine, op, n * dtype.itemsize, key, dtype, reduction)
 
 
 def in_two_steps(partial: Partial, by_host: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -377,12 +276,12 @@ def sending(group: Communicator) -> None:
         everyone.remove(rank)  # there a message to oneself does not come to the engine
     engine, call = group.engine, Call("send")
     sends = [
-        engine.send(call, payload(rank, f"{n} {tag} {peer}", n, torch.float32), peer, tag)
-        for n, tag, peer in itertools.product((0, 3, 50_000), (0, 7), everyone)
+        engine.send(call, data(rank, n, 10 * tag + peer), peer, tag)
+        for n, tag, peer in itertools.product((0, 3, 200_000), (0, 7), everyone)
     ]
-    for n, peer, tag in itertools.product((0, 3, 50_000), reversed(everyone), (7, 0)):
-        expected = payload(peer, f"{n} {tag} {rank}", n, torch.float32)
-        tensor = poisoned(expected)
+    for n, peer, tag in itertools.product((0, 3, 200_000), reversed(everyone), (7, 0)):
+        expected = data(peer, n, 10 * tag + rank)
+        tensor = torch.full_like(expected, 9)
         outcome = engine.recv(call, tensor, peer, tag).result(300)
         assert same(tensor, expected), f"recv {n} {tag} from {peer}"
         assert outcome.source is not None and outcome.source() == peer

@@ -378,12 +378,10 @@ def test_who_fails_because_of_another_rank_ends_after_it(of_another: bool, tmp_p
 
 
 def test_frames_of_interlace_are_hidden_where_it_says_raise() -> None:
-    program = (
-        "import interlace.compile\ninterlace.compile.predict('foo', 1, 1, 1, 1, dtype=0, machine=0)"
-    )
+    program = "import interlace\ninterlace.run(print, 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "1 frames of interlace are not shown" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("ValueError: collective must be one of")
+    assert "2 frames of interlace are not shown" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ValueError: world_size must be within")
     assert not re.search(r'File ".*/interlace/', done.stderr)
 
 

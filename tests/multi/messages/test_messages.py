@@ -5,8 +5,6 @@ import functools
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -350,45 +348,6 @@ def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
     while mail._thread is not None:  # else this hangs
         time.sleep(1e-3)
     assert not mail._futures()
-
-
-LAST_SEND = """
-import os, sys, time, torch, torch.distributed as dist, interlace
-from interlace.runtime.processes import worker
-worker.END_SECONDS = 600.0  # however slow the receiver is
-
-def send_or_receive(how, rank):
-    method = f"file://{sys.argv[1]}/{how}"
-    dist.init_process_group("interlace", init_method=method, rank=rank, world_size=2)
-    dist.barrier()
-    x = torch.full((1_000_000,), float(rank + 1))
-    if rank == 0:
-        global kept
-        kept = dist.isend(x, 1)
-        if how == "destroyed":
-            dist.destroy_process_group()
-    else:
-        time.sleep(0.3)
-        dist.recv(x, 0)
-        assert x.min() == x.max() == 1
-        print("received")
-
-children = []
-for how in ("left", "destroyed"):
-    for rank in range(2):
-        children.append(os.fork())
-        if children[-1] == 0:
-            send_or_receive(how, rank)
-            sys.exit()  # as Python ends
-assert not any(os.waitpid(child, 0)[1] for child in children)
-"""
-
-
-def test_what_has_begun_to_leave_leaves_before_its_process_ends(tmp_path: Path) -> None:
-    """Whether its group is left or destroyed."""
-    command = [sys.executable, "-c", LAST_SEND, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "received\n" * 2), done.stderr
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Megatron-core's layers on interlace, with megatron-core where it is installed, and with a stand-in."""
+"""Megatron-core's layers on interlace, where megatron-core is installed: the tests' extras have it."""
 
 import contextlib
 import copy
@@ -19,18 +19,10 @@ from interlace.groups.groups import default_group
 from interlace.integrations import megatron
 from multi.process_group.backend_ranks import world
 from ranks import ranks
-from stand_ins import megatron_stand_in
 from support import noise
 
 INSTALLED = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not INSTALLED, reason="megatron-core is not installed")
-both_kinds = pytest.mark.parametrize(
-    "real",
-    [
-        pytest.param(False, id="stand-in"),
-        pytest.param(True, id="megatron-core", marks=needs_megatron),
-    ],
-)
 linear = megatron.linear_with_grad_accumulation_and_async_allreduce
 
 SEQUENCE, BATCH, HIDDEN, WIDE = 4, 2, 6, 8
@@ -38,12 +30,8 @@ Tensor = torch.Tensor
 
 
 @contextmanager
-def layers_of(real: bool) -> Iterator[Any]:
-    """Megatron-core's module of layers and its configuration, or the stand-in's."""
-    if not real:
-        with megatron_stand_in.installed() as module:
-            yield module
-        return
+def layers_of_megatron() -> Iterator[Any]:
+    """Megatron-core's module of layers, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
@@ -121,10 +109,10 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@both_kinds
+@needs_megatron
 @ranks()
-def test_patched_layers_give_the_same_numbers(tmp_path: Path, real: bool) -> None:
-    with world(tmp_path / "store"), layers_of(real) as module:
+def test_patched_layers_give_the_same_numbers(tmp_path: Path) -> None:
+    with world(tmp_path / "store"), layers_of_megatron() as module:
         for sharded in (True, False):
             for first, second in OPTIONS:
                 block = ParallelBlock(module, sharded, first, second)
@@ -146,11 +134,11 @@ def test_patched_layers_give_the_same_numbers(tmp_path: Path, real: bool) -> Non
             compare(step(whole, False), expected)
 
 
-@both_kinds
+@needs_megatron
 @ranks()
-def test_accumulation_needs_no_apex(tmp_path: Path, real: bool) -> None:
+def test_accumulation_needs_no_apex(tmp_path: Path) -> None:
     """main_grad without APEX, at once and by way of Megatron's buffers."""
-    with world(tmp_path / "store"), layers_of(real) as module:
+    with world(tmp_path / "store"), layers_of_megatron() as module:
         block = ParallelBlock(module, True)
         expected = step(block, True)
         megatron.patch(block)
@@ -183,10 +171,10 @@ def test_accumulation_needs_no_apex(tmp_path: Path, real: bool) -> None:
         close(weights[0].main_grad, 2 * expected["column.weight"], SEQUENCE * BATCH)
 
 
-@both_kinds
+@needs_megatron
 @ranks()
-def test_what_cannot_be_served_is_left_alone(tmp_path: Path, real: bool) -> None:
-    with world(tmp_path / "store"), layers_of(real) as module:
+def test_what_cannot_be_served_is_left_alone(tmp_path: Path) -> None:
+    with world(tmp_path / "store"), layers_of_megatron() as module:
 
         class OwnForward(module.RowParallelLinear):  # type: ignore[misc, name-defined]
             def forward(self, input_: Tensor) -> Any:
@@ -230,11 +218,11 @@ def test_what_cannot_be_served_is_left_alone(tmp_path: Path, real: bool) -> None
     }
 
 
-@both_kinds
+@needs_megatron
 @ranks()
-def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path, real: bool) -> None:
+def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
     """Each rank has one of its own."""
-    with world(tmp_path / "store"), layers_of(real) as module:
+    with world(tmp_path / "store"), layers_of_megatron() as module:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         group = groups[dist.get_rank()]
         own = {"tp_group": group}
@@ -268,7 +256,7 @@ def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients(tmp_path: Path) -> 
             super().__init__(hidden_size, eps)
 
     seeds = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-    with world(tmp_path / "store"), layers_of(True), seeds:
+    with world(tmp_path / "store"), layers_of_megatron(), seeds:
         settings = TransformerConfig(
             num_layers=1,
             hidden_size=WIDE,

@@ -1,6 +1,7 @@
 """Ranks with other floating-point modes: sums have equal bits on all of them, and their modes stay."""
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,11 +15,12 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
+from ranks import ranks
 
 UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(machine_code.PROCESSOR)
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 MODES = ["no denormals", "upward"]
-SIZES = [64, 16 << 10, 240 << 10, 1 << 20]  # bytes: with the message, beside it, through rings
+SIZES = [64, 16 << 10, 240 << 10, 320 << 10]  # bytes: with the message, beside it, through rings
 
 needs_modes = pytest.mark.skipif(UPWARD is None, reason="its modes are not known here")
 
@@ -46,9 +48,12 @@ def payload(rank: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     return made.view(dtype)
 
 
-def reduced(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -> list[str]:
-    """What differs from the usual, or of large tensors between ranks, if the mode of rank 1 is ``mode``."""
-    rank, wrong = interlace.get_rank(), []
+@needs_modes
+@pytest.mark.parametrize("dtype", FLOATS)
+@ranks(2)
+def test_sums_have_equal_bits(dtype: torch.dtype) -> None:
+    """The usual ones, or of large tensors the same on both ranks, whatever the mode of rank 1 is."""
+    rank = interlace.get_rank()
     # a complex product depends on where in the range its factors are
     ops = ["sum", "avg", *([] if dtype.is_complex else ["product", "min", "max"])]
     torch.set_num_threads(1)
@@ -58,31 +63,22 @@ def reduced(mode: str, dtype: torch.dtype, threads: int, *, seen: bool = True) -
         for nbytes in SIZES:
             expected[op, nbytes] = torch.empty_like(parts[nbytes][0])
             reductions.fold(op, parts[nbytes], expected[op, nbytes])
-    with in_mode(mode if rank else ""):
-        torch.set_num_threads(threads)
-        assert reductions.is_usual() == (rank == 0 or not seen)
-        for (op, nbytes), whole in expected.items():
-            half = whole.chunk(2)[rank]
-            summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
-            interlace.reduce_scatter_tensor(scattered, summed, op)
-            interlace.all_reduce(summed, op)
-            if threads > 1 and nbytes > reductions.EVERYWHERE:
-                whole, half = summed.clone(), scattered
-                interlace.broadcast(whole, 0)
-            pairs = {"all_reduce": (summed, whole), "reduce_scatter": (scattered, half)}
-            for api, (found, meant) in pairs.items():
-                if not torch.equal(found.view(torch.uint8), meant.view(torch.uint8)):
-                    wrong.append(f"{api}, {op} of {nbytes} bytes")
-            assert reductions.is_usual() == (rank == 0 or not seen)
-    return wrong
-
-
-@needs_modes
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("mode", MODES)
-def test_sums_have_equal_bits(mode: str, dtype: torch.dtype, threads: int) -> None:
-    assert interlace.run(reduced, 2, mode, dtype, threads, place="shm") == [[], []]
+    for mode, threads in itertools.product(MODES, (1, 2)):
+        with in_mode(mode if rank else ""):
+            torch.set_num_threads(threads)
+            assert reductions.is_usual() == (rank == 0)
+            for (op, nbytes), whole in expected.items():
+                half = whole.chunk(2)[rank]
+                summed, scattered = parts[nbytes][rank].clone(), torch.empty_like(half)
+                interlace.reduce_scatter_tensor(scattered, summed, op)
+                interlace.all_reduce(summed, op)
+                if threads > 1 and nbytes > reductions.EVERYWHERE:
+                    whole, half = summed.clone(), scattered
+                    interlace.broadcast(whole, 0)
+                case = f"{mode}, {threads} threads, {op} of {nbytes} bytes"
+                for found, meant in ((summed, whole), (scattered, half)):
+                    assert torch.equal(found.view(torch.uint8), meant.view(torch.uint8)), case
+                assert reductions.is_usual() == (rank == 0)
 
 
 @triton.jit

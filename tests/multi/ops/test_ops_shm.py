@@ -1,8 +1,6 @@
-"""Every op across processes: all algorithms, ranks out of step, torchrun."""
+"""Ops across processes: all algorithms, and ranks out of step."""
 
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +8,6 @@ import torch
 
 import interlace
 from ranks import ranks
-from support import under_torchrun
-from tiers import thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-2}
 
@@ -58,10 +54,9 @@ def test_fused_ops(algorithm: Any) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["kernel", "copy", "multimem", "low_latency"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@ranks()
-def test_collectives(algorithm: Any, world_size: int) -> None:
-    rank, every = interlace.get_rank(), torch.arange(float(world_size))
+@ranks(4)
+def test_collectives(algorithm: Any) -> None:
+    rank, world_size, every = interlace.get_rank(), 4, torch.arange(4.0)
     gathered = torch.empty(world_size, 3)
     interlace.all_gather(gathered, torch.full((3,), float(rank)), algorithm=algorithm)
     assert torch.equal(gathered, every[:, None].expand(-1, 3))
@@ -117,25 +112,3 @@ def test_ranks_out_of_step_hear_the_first_cause_from_every_later_call(place: str
     wrong: Any = 3
     with pytest.raises(TypeError, match=rf"output must be a tensor .*, got int \(on rank {rank}\)"):
         interlace.all_gather(wrong, x)
-
-
-@thorough
-def test_same_results_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import interlace, torch
-            rank, world_size = interlace.get_rank(), interlace.get_world_size()
-            y = interlace.all_gather_matmul(torch.full((2, 4), 1.0 + rank), torch.ones(4, 3))
-            assert y[:, 0].tolist() == [4.0, 4.0, 8.0, 8.0], y
-            z = interlace.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 1))
-            assert z.item() == 8.0
-            interlace.barrier()
-            print(f"right on {rank} of {world_size}")
-            interlace.shutdown()
-            """
-        )
-    )
-    said = under_torchrun(f"torchrun --nproc-per-node 2 {script}")
-    assert "right on 0 of 2" in said and "right on 1 of 2" in said

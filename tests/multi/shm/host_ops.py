@@ -1,10 +1,10 @@
-"""Collectives of a host's engine in every size and form, exactly checked, for ranks of tests.
+"""Collectives of an engine in every size and form, exactly checked, for ranks of tests.
 
 Every rank can compute every rank's data.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,6 +12,7 @@ import torch
 
 from interlace.groups import groups
 from interlace.runtime.core.call import Call
+from interlace.runtime.core.engine import Engine
 from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.places.shm import engine as host_engine
 from interlace.runtime.places.shm.caches import Thresholds, own_caches
@@ -71,7 +72,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def check(
-    e: HostEngine,
+    e: Engine,
     op: str,
     nbytes: int,
     key: int = 0,
@@ -138,6 +139,41 @@ def check(
         e.all_to_all(call, outputs if lists else got, split(mine) if lists else mine)
         got = torch.cat(outputs) if lists else got
     assert same(got, wanted), f"{op} of {nbytes} bytes, {dtype}, {reduction}, key {key}"
+
+
+def check_lengths(e: Engine, lengths: Sequence[int]) -> None:
+    """Ops whose parts have other ``lengths`` on each rank, and of each two of them."""
+    rank, everyone = e.rank, range(e.world_size)
+
+    def length(number: int) -> int:
+        return lengths[number % len(lengths)]
+
+    wholes = [data(peer, length(peer) + peer, 0) for peer in everyone]
+    pairs = {
+        (source, target): data(source, length(source + 2 * target), 1 + target)
+        for source in everyone
+        for target in everyone
+    }
+    sums = [[data(peer, len(whole) // 4 * 4, 9) for whole in wholes] for peer in everyone]
+
+    def empty(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(part) for part in parts]
+
+    gathered, collected, own = empty(wholes), empty(wholes), torch.zeros_like(wholes[rank])
+    e.all_gather(Call("a"), gathered, wholes[rank])
+    last = everyone[-1]
+    e.gather(Call("g"), collected if rank == last else None, wholes[rank], last)
+    e.scatter(Call("s"), own, wholes if rank == 0 else None, 0)
+    received = empty([pairs[peer, rank] for peer in everyone])
+    e.all_to_all(Call("t"), received, [pairs[rank, peer] for peer in everyone])
+    result, wanted = empty([sums[rank][rank]] * 2)
+    e.reduce_scatter(Call("r"), result, sums[rank], "max")
+    fold("max", [sums[peer][rank] for peer in everyone], wanted)
+    assert same(own, wholes[rank]) and same(result, wanted)
+    for peer in everyone:
+        assert same(gathered[peer], wholes[peer])
+        assert rank != last or same(collected[peer], wholes[peer])
+        assert same(received[peer], pairs[peer, rank])
 
 
 def make_ring(e: HostEngine) -> None:

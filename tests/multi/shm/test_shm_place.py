@@ -20,12 +20,7 @@ from torch.distributed import HashStore, TCPStore
 
 import interlace
 from interlace.groups.groups import default_group
-from interlace.kernels.signal import (
-    ABORT_WORD,
-    HEADER_WORDS,
-    SPIN_LIMIT_WORD,
-    wait_kernel,
-)
+from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS, SPIN_LIMIT_WORD, wait_kernel
 from interlace.runtime.core.errors import (
     AbortedError,
     CollectiveTimeoutError,

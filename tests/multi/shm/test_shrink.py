@@ -138,7 +138,7 @@ def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
 
 def test_nothing_is_left_of_groups_of_two_hosts(tmp_path: Path) -> None:
     """Which reference counts do; the collector of cycles may be late."""
-    with started(shrink_ranks.again_and_again_on_two_hosts, 4, tmp_path, 12) as (_, ends):
+    with started(shrink_ranks.again_and_again_on_two_hosts, 4, tmp_path, 8) as (_, ends):
         for end in ends:
             before, after = heard(end)
             assert after <= before

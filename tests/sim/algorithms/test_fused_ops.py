@@ -273,7 +273,7 @@ def simple(world: int, **changes: Any) -> Case:
     return Case(**{**values, **changes})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 13, 16, 8])
 def test_world_sizes(world: int) -> None:
     """Of a scatter with fewer rows than ranks: the trailing ranks get nothing."""
     check_gather(simple(world))
@@ -386,19 +386,6 @@ def test_activations(activation: str, algorithm: str, dtype: torch.dtype) -> Non
     scattered = dataclasses.replace(case, lengths=[27], seed=3)
     check_reduce(scattered, scatter=True)
     check_reduce(scattered, scatter=False)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS[:3])
-@ranks(2, place="sim")
-def test_every_weight_has_an_activation_of_its_own(algorithm: Any) -> None:
-    """As the two halves of a gated MLP have."""
-    x, gate, up = noise(0, 1, (8, 16)), noise(0, 2, (16, 16)), noise(0, 3, (16, 8))
-    (gated, plain), whole = (
-        interlace.all_gather_matmul(x, [gate, up], activation=["silu", None], algorithm=algorithm),
-        torch.cat([x, x]),
-    )
-    torch.testing.assert_close(gated, torch.nn.functional.silu(whole @ gate))
-    torch.testing.assert_close(plain, whole @ up)
 
 
 def stated(activation: str, x: float) -> float:

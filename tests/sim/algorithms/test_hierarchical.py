@@ -18,7 +18,7 @@ from interlace.runtime.tuning.configuration import override
 from interlace.verify import races, schedules
 from mutants.first_fault import first_fault
 from mutants.mutant_checks import filled
-from mutants.mutations import Edit, Mutant, mutated
+from mutants.mutations import mutant_of, mutated
 from ranks import ranks
 from sim.algorithms.node_support import OPS, SMALL, TILES, TWO, check_in_flight, on_nodes
 from support import noise, payload, poisoned
@@ -280,10 +280,6 @@ def test_any_schedule_with_late_stores(op: str) -> None:
 # -- negative controls ---------------------------------------------------------------------------------
 
 
-def _mutant(name: str, file: str, *edits: tuple[str, str]) -> Mutant:
-    return Mutant(name, f"kernels/{file}.py", tuple(Edit(*edit) for edit in edits))
-
-
 _MOVES, _REDUCTION = "collectives/node_moves", "collectives/node_reduction"
 _QUIET = '    if PUT == "late":\n        epoch = current'
 _PUT_WAIT = "seen = wait(workspace, source, waited_byte, epoch)"
@@ -291,73 +287,39 @@ _LAND_WAIT = "seen = wait(peers, source, slot_byte, epoch)"
 _CREDIT = "ready = wait_credit(workspace, peer, epoch) + 1"
 _OWNER = "ready = wait_credit(workspace, owner, epoch)"
 _SUMMER = "if wait_credit(workspace, summing, epoch) >= epoch - 1:"
-MUTANTS = [
-    ("all_gather", "stores", _mutant("nobody waits to land", _MOVES, (_LAND_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("passed on at once", _MOVES, (_PUT_WAIT, "seen = epoch"))),
-    ("all_gather", "stores", _mutant("no credit of the peer", _MOVES, (_CREDIT, "ready = epoch"))),
-    (
-        "all_gather",
-        "late",
-        _mutant("not quiet", _MOVES, (_QUIET, _QUIET.replace("late", ""))),
+MUTANTS = {
+    "nobody waits to land": ("all_gather", _MOVES, _LAND_WAIT, "seen = epoch"),
+    "passed on at once": ("all_gather", _MOVES, _PUT_WAIT, "seen = epoch"),
+    "no credit of the peer": ("all_gather", _MOVES, _CREDIT, "ready = epoch"),
+    "not quiet": ("all_gather", _MOVES, _QUIET, _QUIET.replace("late", "")),
+    "signalled before it is put": (
+        "all_gather", _MOVES, '        if PUT == "stores":\n',
+        "        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)\n"
+        '        if PUT == "stores":\n',
     ),
-    (
-        "all_gather",
-        "stores",
-        _mutant(
-            "signalled before it is put",
-            _MOVES,
-            ('        if PUT == "stores":\n',
-             "        publish(peer_pointer(peers, peers.world_size + peer, slot_byte), epoch)\n"
-             '        if PUT == "stores":\n'),
-        ),
+    "one member not waited for": (
+        "reduce_scatter", _REDUCTION,
+        "valid = member < node.num_members", "valid = member < node.num_members - 1",
     ),
-    (
-        "reduce_scatter",
-        "stores",
-        _mutant(
-            "one member not waited for",
-            _REDUCTION,
-            ("valid = member < node.num_members", "valid = member < node.num_members - 1"),
-        ),
+    "one region for all members": ("reduce_scatter", _REDUCTION, " + own_member * stride", ""),
+    "one landing place for all nodes": (
+        "reduce_scatter", _REDUCTION,
+        "landing_offset + (node.own_node * stride + element) * 4",
+        "landing_offset + ((node.own_node * 0 + 1) * stride + element) * 4",
     ),
-    (
-        "reduce_scatter",
-        "stores",
-        _mutant("one region for all members", _REDUCTION, (" + own_member * stride", "")),
-    ),
-    (
-        "reduce_scatter",
-        "stores",
-        _mutant(
-            "one landing place for all nodes",
-            _REDUCTION,
-            ("landing_offset + (node.own_node * stride + element) * 4",
-             "landing_offset + ((node.own_node * 0 + 1) * stride + element) * 4"),
-        ),
-    ),
-    (
-        "reduce_scatter",
-        "stores",
-        _mutant("no credit of the owner", _REDUCTION, (_OWNER, "ready = epoch")),
-    ),
-    (
-        "reduce_scatter",
-        "stores",
-        _mutant("no credit of who sums", _REDUCTION, (_SUMMER, "if epoch >= 0:")),
-    ),
-]  # fmt: skip
+    "no credit of the owner": ("reduce_scatter", _REDUCTION, _OWNER, "ready = epoch"),
+    "no credit of who sums": ("reduce_scatter", _REDUCTION, _SUMMER, "if epoch >= 0:"),
+}  # fmt: skip
 
 
 QUICK = ("one member not waited for", "nobody waits to land", "passed on at once")
 
 
-@pytest.mark.parametrize(
-    ("op", "put", "mutant"),
-    few(MUTANTS, *(case for case in MUTANTS if case[2].name in QUICK)),
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.Path) -> None:
-    with mutated(mutant, tmp_path), filled():
+@pytest.mark.parametrize("name", few(MUTANTS, *QUICK))
+def test_mutant_is_caught(name: str, tmp_path: pathlib.Path) -> None:
+    op, file, old, new = MUTANTS[name]
+    put = "late" if name == "not quiet" else "stores"
+    with mutated(mutant_of(f"kernels/{file}.py", name, (old, new)), tmp_path), filled():
         assert first_fault(in_flight(op, put=put), 4, range(6))
 
 
@@ -365,7 +327,7 @@ def test_mutant_is_caught(op: str, put: str, mutant: Mutant, tmp_path: pathlib.P
 def test_a_credit_that_is_not_put_blocks(tmp_path: pathlib.Path) -> None:
     all_of_them = "for number in range(partners.count):"
     kept_back = all_of_them.replace("(par", "(1, par")
-    mutant = _mutant("a credit kept back", _MOVES, (all_of_them, kept_back))
+    mutant = mutant_of(f"kernels/{_MOVES}.py", "a credit kept back", (all_of_them, kept_back))
     with mutated(mutant, tmp_path), filled():
         report = schedules(in_flight("all_gather"), 4, n=2, workers=1, shrink=False)
     assert "deadlock: nothing can run" in str(report), str(report)

@@ -1,8 +1,6 @@
 """Words that carry their flag: sizes, flags that come round, who is slow, giving up, and who is chosen."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,19 +14,10 @@ from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_
 from interlace.ops.collectives import launch as low_latency
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD
-from interlace.runtime.places.sim.place import SimStream
 from interlace.runtime.tuning import tuning
 from ranks import ranks
-from support import (
-    POISON_BYTE,
-    noise,
-    payload,
-    poison,
-    poisoned,
-    run_alone,
-    slow_rank,
-    starved,
-)
+from sim.norms.counted import launches
+from support import POISON_BYTE, noise, payload, poison, poisoned, run_alone, slow_rank, starved
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64
@@ -39,23 +28,6 @@ LOW = {"algorithm": "low_latency"}
 def small_words(words: int = 8) -> Any:
     """Programs of few words, so that a few numbers make several."""
     return mock.patch.object(low_latency, "BLOCK_WORDS", words)
-
-
-@contextmanager
-def launches(
-    change: Callable[[KernelLaunch], None] = lambda launch: None,
-) -> Iterator[Counter[str]]:
-    """Which kernels ran, counted; ``change`` sees a launch first."""
-    seen: Counter[str] = Counter()
-    launch = SimStream.launch
-
-    def noting(stream: SimStream, made: KernelLaunch) -> None:
-        seen[made.name] += 1
-        change(made)
-        launch(stream, made)
-
-    with mock.patch.object(SimStream, "launch", noting):
-        yield seen
 
 
 def compiled(launch: KernelLaunch) -> None:

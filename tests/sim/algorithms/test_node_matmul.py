@@ -186,9 +186,7 @@ def in_flight(of: tuple[int, ...], put: str = "stores", calls: int = 4) -> Calla
 
 @pytest.mark.parametrize(
     ("of", "put"),
-    few(
-        [(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")],
-    ),
+    few([(THREE_TWO, "stores"), (TWO_THREE, "late"), ((0, 1, 1, 0, 1), "late")]),
     ids=str,
 )
 def test_no_races(of: tuple[int, ...], put: str) -> None:

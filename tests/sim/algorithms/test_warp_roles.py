@@ -25,15 +25,7 @@ from interlace.tools.catalogue.absent_group import RANKS, AbsentGroup, launched
 from interlace.tools.catalogue.catalogue import BY_ENGINE, ROLES, MatmulVariant, scatters
 from interlace.verify import races
 from mutants.mutations import Edit, Mutant, mutant_of, mutated
-from stand_ins.fake_gluon import (
-    BLOCK_M,
-    BLOCK_N,
-    TILES,
-    DeadlockError,
-    Pointer,
-    Program,
-    text_of,
-)
+from stand_ins.fake_gluon import BLOCK_M, BLOCK_N, TILES, DeadlockError, Pointer, Program, text_of
 
 RANK, ROWS, COLUMNS, INNER = 1, [40, 33, 20], 80, 40
 TOTAL, TILES_N = sum(ROWS), formulas.ceil_div(COLUMNS, BLOCK_N)

@@ -14,10 +14,7 @@ import interlace
 from cases.attention_cases import METHODS, AttentionCase
 from interlace.groups.groups import default_group
 from interlace.ops.attention import context_parallel, key_transport
-from interlace.ops.attention.context_parallel import (
-    AttentionArguments,
-    AttentionBackwardArguments,
-)
+from interlace.ops.attention.context_parallel import AttentionArguments, AttentionBackwardArguments
 from interlace.ops.attention.problem import TokenShards
 from interlace.ops.collectives import launch as plain
 from interlace.runtime.tuning.configuration import override

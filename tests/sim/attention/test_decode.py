@@ -290,7 +290,7 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "text"), MISUSE)
 @ranks(2, place="sim")
 def test_misuse_is_named_on_all_ranks(changes: dict[str, Any], text: str) -> None:
-    right = {"q": zeros(2, 4, 8), "kv_cache": (KEYS, KEYS)}
+    right = {"q": zeros(2, 4, 8), "kv_cache": (KEYS, KEYS), "algorithm": "unfused"}
     check_refused(interlace.distributed_decode, right, changes, text)
 
 

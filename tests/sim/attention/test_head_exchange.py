@@ -127,6 +127,7 @@ MISUSE: list[tuple[str, dict[str, Any], str]] = [
 @ranks(2, place="sim")
 def test_misuse_is_named_on_all_ranks(op: str, changes: dict[str, Any], text: str) -> None:
     right = {"input": X, "weight": W if op == TO else torch.zeros(12, 8)}
+    right["algorithm"] = "unfused"
     check_refused(getattr(functional, op), right, changes, text)
 
 
@@ -173,7 +174,9 @@ REFUSED_BY_THE_LAYER: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "text"), REFUSED_BY_THE_LAYER)
 @ranks(2, place="sim")
 def test_the_layer_tells_all_ranks_what_one_gave(changes: dict[str, Any], text: str) -> None:
-    check_refused(nn.UlyssesAttention(8, 4, 2), {"input": TOKENS}, changes, text)
+    check_refused(
+        nn.UlyssesAttention(8, 4, 2, algorithm="unfused"), {"input": TOKENS}, changes, text
+    )
 
 
 @pytest.mark.parametrize("key_heads", [3, 2])

@@ -33,8 +33,7 @@ def changed(module: ModuleType, name: str, old: str, new: str) -> Callable[..., 
 
 @thorough
 @pytest.mark.parametrize(
-    "target",
-    [pytest.param(RING, id="forward"), pytest.param(BACK, id="backward", marks=thorough)],
+    "target", [pytest.param(RING, id="forward"), pytest.param(BACK, id="backward", marks=thorough)]
 )
 def test_four_ranks_have_no_race(target: Callable[[], Any]) -> None:
     report = races(target, 4, seeds=1)

@@ -103,10 +103,7 @@ LEVELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("level", "seen", "unseen"),
-    few(LEVELS, LEVELS[0]),
-)
+@pytest.mark.parametrize(("level", "seen", "unseen"), few(LEVELS, LEVELS[0]))
 def test_what_is_logged_at_which_level(level: str, seen: list[str], unseen: list[str]) -> None:
     """To stderr, with rank and time; and the warning of a variable of the job's own."""
     code = """

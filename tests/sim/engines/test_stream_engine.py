@@ -38,10 +38,7 @@ POISON = -77.0
 
 
 def run_op(
-    op: str,
-    start: Callable[[Engine, Call], Any],
-    algorithm: str = "auto",
-    **call: Any,
+    op: str, start: Callable[[Engine, Call], Any], algorithm: str = "auto", **call: Any
 ) -> None:
     """Run one op on the caller's default group, to its end."""
     communicator = default_group()
@@ -226,6 +223,41 @@ def test_all_reduce(world: int, length: int, algorithm: str) -> None:
         tensor = payload(length, interlace.get_rank(), number)
         run_op("all_reduce", lambda e, c, t=tensor, op=op: e.all_reduce(c, t, op), algorithm)
         check(tensor, summed(op, [payload(length, source, number) for source in range(world)]), op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("algorithm", ["auto", "copy"])
+@on_ranks()
+def test_a_single_element_may_have_any_stride(dtype: torch.dtype, algorithm: Any) -> None:
+    one = torch.arange(3).to(dtype)[1::2] + interlace.get_rank()
+    outputs = [torch.zeros(3, dtype=dtype)[1::2] for _ in range(2)]
+    interlace.all_gather(outputs, one.as_strided((1,), (2,)), algorithm=algorithm)
+    assert [output.tolist() for output in outputs] == [[1], [2]]
+
+
+GROUPS = [[0, 1], [3, 2], [3, 0, 2], [0, 1, 2, 3], [1]]
+
+
+@on_ranks(4, seeds=1)
+def test_groups_at_once() -> None:
+    """Groups that overlap, one of which has its ranks in another order, and a group of a group."""
+    rank, pending = interlace.get_rank(), []
+    groups = [(interlace.new_group(ranks), ranks) for ranks in GROUPS]
+    if rank in GROUPS[2]:
+        inner = interlace.new_group([2, 1], group=groups[2][0])
+        groups.append((inner, [2, 0]))
+    for number, (group, ranks) in 3 * list(enumerate(groups)):
+        if rank in ranks:
+            out, mine = poisoned(5 * len(ranks)), payload(5, rank, number)
+            works = [
+                interlace.all_gather(out, mine.clone(), group, async_op=True),
+                interlace.all_reduce(mine, "sum", group, async_op=True),
+            ]
+            pending.append((works, out, mine, [payload(5, r, number) for r in ranks]))
+    for works, out, mine, parts in reversed(pending):
+        assert all(work is not None and work.wait() for work in works)
+        check(out, torch.cat(parts))
+        check(mine, summed("sum", parts))
 
 
 # -- agreement ---------------------------------------------------------------------------------

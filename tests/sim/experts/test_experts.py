@@ -148,10 +148,7 @@ def multiplied(case: Case) -> Any:
     rank = interlace.get_rank()
     own, bias = case.own(rank), case.biases()
     received, handle = dispatched(replace(case, algorithm="unfused"))
-    how: Any = {
-        "bias": None if bias is None else bias[own],
-        "algorithm": case.algorithm,
-    }
+    how: Any = {"bias": None if bias is None else bias[own], "algorithm": case.algorithm}
     rows, weight, about = received.x, case.weight()[own], (case.idx(rank), case.weights(rank))
     if case.most or case.capacity or case.seed % 2:
         return interlace.grouped_matmul_combine(rows, weight, handle, **how)

@@ -317,8 +317,8 @@ def test_damped_momentum_that_has_not_begun_has_no_state() -> None:
 
 
 LAYERS: dict[str, Callable[[], Any]] = {
-    "bias of RowParallelLinear has other values": lambda: inn.RowParallelLinear(8, 2),
-    "RowParallelLinear was initialised": lambda: inn.RowParallelLinear(8, 2, bias=False),
+    "bias of RowParallelLinear has other values": lambda: inn.RowParallelLinear(4, 2),
+    "RowParallelLinear was initialised": lambda: inn.RowParallelLinear(4, 2, bias=False),
     "ColumnParallelLinear was initialised": lambda: inn.ColumnParallelLinear(2, 8),
     "QKVParallelLinear was initialised": lambda: inn.QKVParallelLinear(2, 4, 2, head_dim=2),
     "VocabParallelEmbedding was initialised": lambda: inn.VocabParallelEmbedding(5, 2),
@@ -355,9 +355,9 @@ def test_ranks_that_start_differently_are_told(text: str) -> None:
             return str(error)
         return "nothing"
 
-    for said in interlace.run(on_rank, 4, ""):
+    for said in interlace.run(on_rank, 2, ""):
         assert said.startswith(text) and "on rank 1 of the group than on rank 0" in said
-    told = (interlace.run(on_rank, 4, how) for how in ("in place", "by .data"))
+    told = (interlace.run(on_rank, 2, how) for how in ("in place", "by .data"))
     for said in itertools.chain(*told):
         assert said == "nothing" if "Attention" in text else said.startswith(text)
 
@@ -369,7 +369,7 @@ def test_an_input_of_another_dtype_is_told_in_words_of_the_layer(text: str) -> N
         LAYERS[text]()(torch.ones(4, 1, 2, dtype=torch.bfloat16))
 
     (layer,) = re.findall("[A-Z][A-Za-z]+", text)
-    found = str(failure(on_rank, 4))
+    found = str(failure(on_rank, 2))
     (name,) = re.findall(
         rf"input is torch.bfloat16, (\S+) of {layer} (?:is|are) torch.float32", found
     )

@@ -1,7 +1,7 @@
 """A count of the kernels that ran."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,14 +10,17 @@ from interlace.runtime.places.sim.place import SimStream
 
 
 @contextmanager
-def launches() -> Iterator[Counter[str]]:
-    """The kernels of ops, by name; those that end an op are not counted."""
+def launches(
+    change: Callable[[KernelLaunch], None] = lambda launch: None,
+) -> Iterator[Counter[str]]:
+    """The kernels of ops, by name, which ``change`` sees first; those that end an op are not counted."""
     seen: Counter[str] = Counter()
     launch = SimStream.launch
 
     def noting(stream: SimStream, made: KernelLaunch) -> None:
         if made.name != "finish_kernel":
             seen[made.name] += 1
+            change(made)
         launch(stream, made)
 
     with mock.patch.object(SimStream, "launch", noting):

@@ -18,7 +18,8 @@ SCATTER, REDUCE, PARTS, ROWS = (
 
 def arguments(op: str) -> dict[str, Any]:
     weight = {"weight": torch.ones(6, 8)} if op.startswith("matmul") else {}
-    return {"input": torch.ones(4, 6 if weight else 8), **weight, "norm": RMS}
+    input = torch.ones(4, 6 if weight else 8)
+    return {"input": input, **weight, "norm": RMS, "algorithm": "unfused"}
 
 
 MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -13,13 +13,7 @@ import triton.language as tl
 import interlace
 from interlace.kernels.arguments import Peers
 from interlace.kernels.collectives import reduction
-from interlace.kernels.signal import (
-    ABORT_WORD,
-    CLAIMED_WORD,
-    HEADER_WORDS,
-    SPIN_LIMIT_WORD,
-    wait,
-)
+from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS, SPIN_LIMIT_WORD, wait
 from interlace.runtime.places.sim.interpreter.session import program_function
 from interlace.runtime.places.sim.scheduler.scheduler import Program, Scheduler
 from support import failure
