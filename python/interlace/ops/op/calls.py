@@ -40,7 +40,7 @@ def _traceable(name: str) -> Callable[..., Any]:
     return allow_in_graph(start)
 
 
-class _Known(NamedTuple):
+class _FunctionalOp(NamedTuple):
     """An op for :func:`run`; ``operands``: which of its arguments are tensors, or lists of some."""
 
     op: Op
@@ -49,13 +49,13 @@ class _Known(NamedTuple):
     fields: tuple[str, ...]
 
 
-_known: dict[str, _Known] = {}
+_known: dict[str, _FunctionalOp] = {}
 
 
 def define(op: Op) -> None:
     """Let :func:`run` know of the op; ``library.py`` does."""
     operands = [at for at, kind in enumerate(op.kinds.values()) if kind.startswith("Tensor")]
-    _known[op.name] = _Known(op, _traceable(op.name), tuple(operands), tuple(op.kinds))
+    _known[op.name] = _FunctionalOp(op, _traceable(op.name), tuple(operands), tuple(op.kinds))
 
 
 def run(

@@ -74,7 +74,7 @@ def call(name: str, *args: Any) -> Any:
     with needing(op.needs(vars(given))):
         if seen(op.tensors_of(given)):
             return _through(name, name, args)
-        communicator = group if isinstance(group, Communicator) else specs.bind(group, size)
+        communicator = _bound(group, size)
         given = _prepared(op, communicator, given)
         with torch.no_grad():
             started = op.start(communicator, given)
@@ -115,29 +115,35 @@ def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tenso
     return getattr(_dispatched, overload).default(*own, size, group, **out)
 
 
+def _bound(group: Communicator | str, size: int) -> Communicator:
+    return group if isinstance(group, Communicator) else specs.bind(group, size)
+
+
 def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
     """Refuse on all ranks, before anything runs, what the schema does not take."""
     for (name, kind), value in zip(op.kinds.items(), own, strict=True):
-        if not _fits(kind, value):
-            error = TypeError(f"{name} must be {_in_words(kind)}, got {type(value).__name__}")
+        words, fits = _accepted(kind)
+        if not fits(value):
+            error = TypeError(f"{name} must be {words}, got {type(value).__name__}")
             if not (torch.compiler.is_compiling() or modes_active()):
-                specs.bind(group, size).refuse(op.name, error)
+                _bound(group, size).refuse(op.name, error)
             raise error
 
 
-def _fits(kind: str, value: Any) -> bool:
+@functools.cache
+def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
+    """The values of a type of a schema, in words, and whether a value is one."""
     if kind.endswith("?"):
-        return value is None or _fits(kind[:-1], value)
+        words, fits = _accepted(kind[:-1])
+        return f"{words} or None", lambda value: value is None or fits(value)
     if kind.endswith("[]"):
-        return isinstance(value, (list, tuple)) and all([_fits(kind[:-2], each) for each in value])
-    return isinstance(value, _TYPES[kind][1])
-
-
-def _in_words(kind: str) -> str:
-    """What a type of a schema is."""
-    if kind.endswith("?"):
-        return f"{_in_words(kind[:-1])} or None"
-    return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _TYPES[kind][0]
+        words, fits = _accepted(kind[:-2])
+        return (
+            f"a list, each {words}",
+            lambda value: isinstance(value, (list, tuple)) and all(map(fits, value)),
+        )
+    words, types = _TYPES[kind]
+    return words, lambda value: isinstance(value, types)
 
 
 def seen(operands: Sequence[torch.Tensor]) -> bool:
@@ -176,7 +182,8 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
     """A record, before its op runs, with plain tensors that are complete."""
     operands = op.tensors_of(given)
-    prepare(communicator, *operands)
+    if torch.is_grad_enabled() and any([each.requires_grad for each in operands]):
+        prepare(communicator, *operands)
     if not any([type(each) is AsyncTensor for each in operands]):
         return given
     named = {name: getattr(given, name) for name in names_of_tensors(op.arguments)}
