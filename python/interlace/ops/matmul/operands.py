@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
+from interlace.kernels.block_scales import INNER
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.ops.collectives.launch import agreed_call
+from interlace.ops.matmul.formats import KERNEL_NAMES, BlockFormat
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -29,7 +31,7 @@ class Linear:
     column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
     bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
     products divides by the number of ranks. ``tail``: ``output`` gets a residual too, and its rows are
-    normed.
+    normed. ``format``: of operands that are packed, see ``formats.py``.
     """
 
     weight: torch.Tensor
@@ -43,6 +45,7 @@ class Linear:
     row_scale: torch.Tensor | None = None
     average: bool = False
     tail: NormTail | None = None
+    format: BlockFormat | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -241,6 +244,7 @@ def product(
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     may = aligned and communicator.place.descriptors
+    may = may and linear.format is None  # packed operands go by pointers
     descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
@@ -263,6 +267,13 @@ def product(
         OUT_DESCRIPTOR=stores_by_descriptor(configuration, linear, descriptors)
         and not (published and specialized),
     )
+    if linear.format is not None:
+        tiles = tiles._replace(
+            BLOCK_K=INNER,
+            VALUES=KERNEL_NAMES[linear.format.values],
+            SCALE=KERNEL_NAMES[linear.format.scale],
+            BLOCK=linear.format.block,
+        )
     return {
         "input": Rows(input, input.stride(0)),
         "weight": Weight(weight, *weight.stride()),
