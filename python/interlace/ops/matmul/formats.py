@@ -19,8 +19,9 @@ Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the wei
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.functional import pad
@@ -377,28 +378,45 @@ def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
-    """``left @ right`` of packed matrices in float32, on the CPU, bit by bit as kernels compute it.
+    """``left @ right`` of packed matrices, ``(m, row_bytes)`` and ``(row_bytes, n)``, in float32.
 
-    128 numbers along k at a time: their products are summed exactly, rounded once, and added in float32.
+    On the CPU bit by bit as kernels compute it: 128 numbers along k at a time, whose products are summed
+    exactly, rounded once, and added in float32. On a GPU by torch, of float32 numbers.
     """
     sides = [_views(each.contiguous(), kind) for each in (left, right.mT)]
-    total = torch.zeros(left.shape[0], right.shape[1])
-    bytes_of_step, scales_of_step = INNER // kind.packed, INNER // kind.block
-    for step in range(kind.steps(left.shape[1])):
-        factors, scales = [], []
-        for values, every, _ in sides:
-            part = values[:, step * bytes_of_step : (step + 1) * bytes_of_step]
-            numbers = unpaired(part) if kind.packed > 1 else part.view(kind.values).float()
-            own = every[:, step * scales_of_step : (step + 1) * scales_of_step].float()
-            scales.append(own)
-            if kind.scale != torch.float32:
-                numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()
-            factors.append(numbers.numpy())
-        product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
-        if kind.scale == torch.float32:
-            product *= scales[0] * scales[1].T
-        total += product
-    for (*_, whole), across in zip(sides, (False, True), strict=True):
-        if whole is not None:
-            total *= whole.T if across else whole
+    wholes = [whole for *_, whole in sides]
+    if left.is_cuda:
+        numbers = [
+            _numbers(values, kind) * scales.float().repeat_interleave(kind.block, 1)
+            for values, scales, _ in sides
+        ]
+        total = numbers[0] @ numbers[1].T
+    else:
+        total = torch.zeros(left.shape[0], right.shape[1])
+        for step in range(kind.steps(left.shape[1])):
+            total += _product_of_step(sides, step, kind)
+    if wholes[0] is not None and wholes[1] is not None:
+        total *= wholes[0]
+        total *= wholes[1].T
     return total
+
+
+def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
+    """The product of the 128 numbers along k with that number."""
+    factors, of_rows = [], []
+    for values, scales, _ in sides:
+        own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
+        numbers = _numbers(
+            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], kind
+        )
+        if kind.scale != torch.float32:
+            numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()
+        factors.append(numbers.numpy())
+        of_rows.append(own)
+    product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
+    return product * (of_rows[0] * of_rows[1].T) if kind.scale == torch.float32 else product
+
+
+def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
+    """The numbers of bytes, in float32, without their scales."""
+    return unpaired(values) if kind.packed > 1 else values.view(kind.values).float()

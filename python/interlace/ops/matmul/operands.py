@@ -11,7 +11,7 @@ from interlace.arguments import checks
 from interlace.kernels.block_scales import INNER
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.ops.collectives.launch import agreed_call
-from interlace.ops.matmul.formats import KERNEL_NAMES, BlockFormat
+from interlace.ops.matmul.formats import KERNEL_NAMES, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -122,11 +122,18 @@ def multiply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str = "",
+    format: BlockFormat | None = None,
 ) -> None:
-    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
+    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ.
+
+    ``format``: of packed operands.
+    """
     if output.dtype != input.dtype:
         dtype = wide(output.dtype)
-        product = input.to(dtype) @ weight.to(dtype)
+        if format is None:
+            product = input.to(dtype) @ weight.to(dtype)
+        else:
+            product = multiply_packed(input, weight, format)
         output.copy_(activate(product if bias is None else product + bias.to(dtype), activation))
         return
     if bias is None:
@@ -172,7 +179,10 @@ def enqueue_product(
     output = linear.output[rows]
     if output.numel():
         communicator.compute.call(
-            lambda: multiply(output, input, linear.weight, linear.bias, linear.activation), label
+            lambda: multiply(
+                output, input, linear.weight, linear.bias, linear.activation, linear.format
+            ),
+            label,
         )
 
 
