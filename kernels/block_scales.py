@@ -159,13 +159,15 @@ def multiply_packed(
     a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
 ):
     """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
     SCALES: tl.constexpr = _INNER // TILES.BLOCK
     KIND: tl.constexpr = tl.float32 if TILES.SCALE == "fp32" else tl.uint8
-    SCALE_BYTES: tl.constexpr = SCALES * KIND.primitive_bitwidth // 8
+    SCALE_BYTES: tl.constexpr = 4 * SCALES if TILES.SCALE == "fp32" else SCALES
     # int64, because their product with a stride may pass 2**31.
-    offs_m = tile_m.to(tl.int64) * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
-    offs_n = tile_n.to(tl.int64) * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
+    offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_value = tl.arange(0, VALUE_BYTES)
     offs_scale = tl.arange(0, SCALES)
     mask_m = (offs_m < rows)[:, None]
@@ -179,7 +181,7 @@ def multiply_packed(
     b_ptrs = b_columns[None, :] + offs_value[:, None]
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
     b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
-    acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for _ in range(steps):
         a = tl.load(a_ptrs, mask=mask_m, other=0)
         b = tl.load(b_ptrs, mask=mask_n, other=0)
