@@ -50,6 +50,8 @@ class Configuration:
     no bias. Never run on a GPU.
 
     ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
+
+    ``native``: what tensor cores take of block-scaled operands: "values" of fp8, "scales" too, or "".
     """
 
     block_m: int = 128
@@ -71,6 +73,7 @@ class Configuration:
     warp_specialize: bool = False
     warp_roles: bool = False
     multimem: bool = False
+    native: str = ""
 
     @functools.cached_property
     def pointer_block_k(self) -> int:
@@ -185,6 +188,8 @@ def with_overrides(base: Configuration, values: Overrides = ()) -> Configuration
 
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
+    if dtype == torch.uint8:
+        return "packed"
     if dtype.itemsize == 1:
         return "fp8 fast" if fast_accum else "fp8 exact"
     return "16 bit" if dtype.itemsize == 2 else "fp32"

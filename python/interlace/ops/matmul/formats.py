@@ -55,7 +55,6 @@ class BlockFormat:
     block : the numbers along k that share a scale; ``across``: those across k, of a weight.
     packed : the numbers in one element of the values.
     whole : whether one more float32 scales the whole tensor.
-    native : the first architecture whose tensor cores multiply the format with its scales; None for none.
     """
 
     name: str
@@ -65,7 +64,6 @@ class BlockFormat:
     across: int = 1
     packed: int = 1
     whole: bool = False
-    native: int | None = 100
 
     @property
     def step_bytes(self) -> tuple[int, int]:
@@ -77,6 +75,12 @@ class BlockFormat:
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
         return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
+    def native_kind(self, taken: str) -> str:
+        """``NATIVE`` of ``kernels/block_scales.py``, where tensor cores take "values", "scales" or ""."""
+        if taken == "scales" and self.scale != torch.float32:
+            return "scales"
+        return "values" if taken and self.scale == torch.float32 else ""
+
     def steps(self, row_bytes: int) -> int:
         """How often 128 numbers are in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)
@@ -85,7 +89,7 @@ class BlockFormat:
 FORMATS = {
     each.name: each
     for each in (
-        BlockFormat("fp8_block128", E4M3, torch.float32, 128, across=128, native=None),
+        BlockFormat("fp8_block128", E4M3, torch.float32, 128, across=128),
         BlockFormat("mxfp8", E4M3, E8M0, 32),
         BlockFormat("mxfp8_e5m2", E5M2, E8M0, 32),
         BlockFormat("mxfp4", FP4, E8M0, 32, packed=2),

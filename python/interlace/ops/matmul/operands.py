@@ -283,6 +283,7 @@ def product(
             VALUES=KERNEL_NAMES[linear.format.values],
             SCALE=KERNEL_NAMES[linear.format.scale],
             BLOCK=linear.format.block,
+            NATIVE=linear.format.native_kind(configuration.native),
         )
     return {
         "input": Rows(input, input.stride(0)),
