@@ -108,7 +108,6 @@ try:
         matmul_reduce_scatter,
         reduce_scatter_norm,
     )
-    from interlace.ops.op import op as _registry
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
     from interlace.runtime.compat.releases import (
@@ -144,7 +143,6 @@ _write_log()
 _uncaught.install()
 _warn_of_untried()
 _interlace_backend.register()
-_registry.FACES["functional"] = lambda: _importlib.import_module("interlace.functional")
 _torch_kernels.register()
 
 # what not every process needs; "compile" and "tensor" bring torch's compilers along

@@ -3,8 +3,9 @@
 Each is a warm call on rank 0 of two; of several like it the one that passed the fewest files, as a rank
 that has to wait for its peer passes more. A file counts when a function of it is entered; a change is an
 entry into another file than that of the entry before. The way to the kernel ends where its launch is
-entered, which counts; with a gradient a worker of the group launches it, so that trip is the caller's, all
-the way. What the fake GPU calls to play one does not. Needs Python 3.11.
+entered, which counts. With a gradient the trip goes on behind the launch, for the call is recorded there;
+its backward, in the thread of autograd, is not part of it. What the fake GPU calls to play one does not
+count. Needs Python 3.11.
 """
 
 import pathlib
@@ -31,12 +32,20 @@ Trip = list[str]
 """Files in the order in which they were entered; no two neighbours are equal."""
 
 
-def taken(call: Callable[[], Any], end: str = "") -> Trip:
-    """The trip of ``call``, up to the first entry of this repository's function ``end``."""
+def taken(call: Callable[[], Any], end: str = "", *, beyond: bool = False) -> Trip:
+    """The trip of ``call``, up to the first entry of this repository's function ``end``.
+
+    ``beyond``: all the way, without what is called within ``end``.
+    """
     trip: Trip = []
+    within: list[Any] = []
 
     def entered(frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
+        if within:
+            if event == "return" and frame is within[0]:
+                within.clear()
+            return
         if event != "call" or code.co_qualname.startswith(STAND_INS):
             return
         file = str(pathlib.Path(code.co_filename).resolve())
@@ -46,29 +55,36 @@ def taken(call: Callable[[], Any], end: str = "") -> Trip:
         if not trip or trip[-1] != name:
             trip.append(name)
         if end and code.co_qualname == end:
-            sys.setprofile(None)
+            reached.append(name)
+            if beyond:
+                within.append(frame)
+            else:
+                sys.setprofile(None)
 
+    reached: Trip = []
     sys.setprofile(entered)
     try:
         call()
-        reached = not end or sys.getprofile() is None
     finally:
         sys.setprofile(None)
-    assert reached, f"the call has not come to {end}"
+    assert reached or not end, f"the call has not come to {end}"
     return trip
 
 
-def shortest(call: Callable[[], Any], end: str = "") -> Trip:
+def shortest(call: Callable[[], Any], end: str = "", *, beyond: bool = False) -> Trip:
     for _ in range(WARM):
         call()
-    return min(
-        (taken(call, end) for _ in range(LOOKS)), key=lambda trip: (len(set(trip)), len(trip))
-    )
+    found = [taken(call, end, beyond=beyond) for _ in range(LOOKS)]
+    return min(found, key=lambda trip: (len(set(trip)), len(trip)))
 
 
 def fused(end: str, *, gradient: bool = False) -> Trip:
     shard, weight = torch.ones(4, 16), torch.ones(16, 8, requires_grad=gradient)
-    return shortest(lambda: interlace.all_gather_matmul(shard, weight, algorithm="fused"), end)
+
+    def call() -> None:
+        interlace.all_gather_matmul(shard, weight, algorithm="fused")
+
+    return shortest(call, end, beyond=gradient)
 
 
 def all_reduce(file: str) -> Trip:
@@ -85,7 +101,9 @@ def trips() -> dict[str, Trip]:
     """By what is called."""
     found = {
         "all_gather_matmul, shm": interlace.run(fused, 2, "run_interpreted", place="shm")[0],
-        "the same with a gradient": interlace.run(fused, 2, "", gradient=True, place="shm")[0],
+        "the same with a gradient": interlace.run(
+            fused, 2, "run_interpreted", gradient=True, place="shm"
+        )[0],
     }
     with pytest.MonkeyPatch.context() as patch:
         install(patch, FakeGpu(3))

@@ -240,16 +240,98 @@ def test_shards_of_any_lengths_have_gradients(dim: int, algorithm: Any) -> None:
     interlace.run(case, 3)
 
 
-@pytest.mark.parametrize(("dim", "inner"), [(0, 4), (1, 15)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_second_derivatives_of_unequal_shards(dim: int) -> None:
+    """Of the input and the weight of a gather; the gradient of each is an op that is recorded, too."""
+    lengths = [2, 0, 3]
+    torch.manual_seed(0)
+    of_rank = [torch.randn((n, 4) if dim == 0 else (4, n)).double() for n in lengths]
+    weight = torch.randn(4 if dim == 0 else sum(lengths), 2).double()
+
+    def derived(y: list[Tensor], of: list[Tensor]) -> list[Tensor]:
+        loss = torch.stack([each.pow(3).sum() for each in y]).sum()
+        first = torch.autograd.grad(loss, of, create_graph=True)
+        squares = torch.stack([each.square().sum() for each in first]).sum()
+        return list(torch.autograd.grad(squares, of))
+
+    def on_rank() -> list[Tensor]:
+        x, w = (each.clone().requires_grad_() for each in (of_rank[interlace.get_rank()], weight))
+        return derived([interlace.all_gather_matmul(x, w, gather_dim=dim)], [x, w])
+
+    shards = [each.clone().requires_grad_() for each in of_rank]
+    weights = [weight.clone().requires_grad_() for _ in lengths]
+    whole = torch.cat(shards, dim)
+    right = derived([whole @ w for w in weights], [*shards, *weights])
+    for rank, found in enumerate(interlace.run(on_rank, 3)):
+        torch.testing.assert_close(found, [right[rank], right[3 + rank]])
+
+
 @ranks(3, place="sim")
-def test_weights_that_do_not_fit_unequal_shards_are_refused(dim: int, inner: int) -> None:
+def test_unequally_many_rows_of_experts_have_gradients() -> None:
+    """Ranks have 0, 1 and 2 rows, and use those of all times 1, 2 and 3."""
+    rank = interlace.get_rank()
+    rows, weight = torch.ones(rank, 4).requires_grad_(), torch.ones(1, 4, 2, requires_grad=True)
+    output, _ = interlace.all_gather_grouped_matmul(rows, weight, [rank])
+    (output.sum() * (1 + rank)).backward()
+    assert rows.grad is not None and rows.grad.tolist() == [[12.0] * 4] * rank
+    assert weight.grad is not None and weight.grad.tolist() == [[[3.0 * (1 + rank)] * 2] * 4]
+
+
+@ranks(3, place="sim")
+def test_a_call_with_a_gradient_is_one_op() -> None:
+    """Its ranks agree once, as without a gradient; hooks see each op that they agree on."""
+    seen: list[str] = []
+    group, weight = interlace.new_group(), torch.ones(4, 2, requires_grad=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather_matmul": lambda: interlace.all_gather_matmul(
+            torch.ones(interlace.get_rank(), 4), weight, group=group
+        ),
+        "matmul_reduce_scatter": lambda: interlace.matmul_reduce_scatter(
+            torch.ones(4, 4), weight, activation="relu", norm=NORM, group=group
+        ),
+        "all_to_all_grouped_matmul": lambda: interlace.all_to_all_grouped_matmul(
+            torch.ones(3, 4), weight[None], [1, 1, 1], group=group
+        ),
+    }
+    with group.register_hook(before=lambda op: seen.append(op.op)):
+        for call in calls.values():
+            call()
+    assert seen == list(calls)
+
+
+@ranks(place="sim")
+def test_who_waits_without_recording_has_the_history_of_the_call() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    work: Any = interlace.matmul_all_reduce(x, torch.ones(3, 1), activation="relu", async_op=True)
+    with torch.no_grad():
+        y = work.wait()
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "text"),
+    [
+        (0, [4, 4, 5], r"weight has 5 rows, input has k = 4 \(shape \(4, 4\)\)"),
+        (1, [16, 16, 16], r"weight has 16 rows, the gathered input has k = 15 \(\d on rank \d\)"),
+        (
+            1,
+            [15, 15, 16],
+            r"rows of weight differs between ranks: \(15,\) on rank 0, \(16,\) on rank 2",
+        ),
+    ],
+)
+@ranks(3, place="sim")
+def test_weights_that_do_not_fit_unequal_shards_are_refused(
+    dim: int, rows: list[int], text: str
+) -> None:
     """On all ranks, and the group goes on."""
     rank = interlace.get_rank()
     shard = torch.ones(2 + rank, 4) if dim == 0 else torch.ones(4, 4 + rank)
-    weight = torch.ones(inner + rank // 2, 3)
-    text = rf"weight has shape \({inner + 1}, 3\), the gathered input has k = {inner}"
     with pytest.raises(ValueError, match=text):
-        interlace.all_gather_matmul(shard.requires_grad_(), weight, gather_dim=dim)
+        interlace.all_gather_matmul(
+            shard.requires_grad_(), torch.ones(rows[rank], 3), gather_dim=dim
+        )
     interlace.barrier()
 
 

@@ -30,7 +30,8 @@ from interlace.ops.attention.problem import (
     wide_dtype,
 )
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
+from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm

@@ -37,8 +37,8 @@ from interlace.ops.attention.problem import (
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
-from interlace.ops.op import op
 from interlace.ops.op.op import Op, Started
+from interlace.ops.op.recording import run_recorded
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm
@@ -548,12 +548,18 @@ def distributed_decode(
         key, value = checks.keys_and_values(kv_cache)
         checks.flag("return_lse", return_lse)
     tensors = q, key, value, lengths, block_table
+    given = DecodeArguments(*tensors, scale, algorithm)
+
+    def run(given: DecodeArguments, async_op: bool = False) -> Any:
+        return decode(communicator, (given,), (), async_op)
+
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
-        given: Any = {"lengths": lengths, "block_table": block_table, "scale": scale}
-        recorded = op.functional(OP)  # whose backward says that there is none
-        made = recorded(q, kv_cache, group=group, algorithm=algorithm, **given)
-        output, lse = map(op.functional("wait"), made)
+        # whose backward says that there is none
+        output, lse = run_recorded(DISTRIBUTED_DECODE, communicator, given, run, _both, False)
     else:
-        arguments = DecodeArguments(q, key, value, lengths, block_table, scale, algorithm)
-        output, lse = decode(communicator, (arguments,))  # type: ignore[misc]
+        output, lse = run(given)
     return (output, lse) if return_lse else output
+
+
+def _both(outputs: list[Tensor], _: Any) -> list[Tensor]:
+    return outputs

@@ -42,7 +42,8 @@ from interlace.ops.collectives.launch import (
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, checked_bias, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
+from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm

@@ -6,7 +6,9 @@ travel as fp8, with a scale for each token and 128 channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,9 +29,10 @@ from interlace.ops.experts.dispatch import (
     named,
     values_and_scales,
 )
-from interlace.ops.experts.grouped import GroupedArguments
+from interlace.ops.experts.grouped import GroupedArguments, row_counts
 from interlace.ops.experts.grouped_combine import (
     OP,
+    ROUTED,
     GroupedCombineArguments,
     RoutedCombineArguments,
 )
@@ -47,13 +50,15 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.op import calls
+from interlace.ops.op.op import OPS, Op
+from interlace.ops.op.recording import (
+    ContinuedWork,
+    run_recorded,
+)
 from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.norms import activate
-
-if TYPE_CHECKING:
-    pass
 
 Tensor = torch.Tensor
 BLOCK = 128
@@ -146,20 +151,17 @@ def _dispatched(
         routing = routing_of(num_experts, **how)
     arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
 
-    def numbered(made: tuple[Received, DispatchHandle]) -> tuple[Received, DispatchHandle]:
-        return made[0], made[1]._replace(number=number)
+    def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
+        received, handle = named(made, arguments, communicator)
+        return received, handle._replace(number=number)
+
+    def run(given: DispatchArguments, async_op: bool) -> Any:
+        return dispatch_rows(communicator, (given, None), async_op=async_op)
 
     if requires_gradients(data, scales, topk_idx, topk_weights):
-        operands = (x, topk_idx, topk_weights, num_experts)
-        return calls.started(DISPATCH, async_op, operands, numbered, group=communicator, **how)
-
-    def finish(made: list[Tensor]) -> tuple[Received, DispatchHandle]:
-        return numbered(named(made, arguments, communicator))
-
-    made = dispatch_rows(communicator, (arguments, None), async_op=async_op)
-    if async_op:
-        return calls.RecordedWork(DISPATCH, None, [made], lambda _: finish(made.wait()))
-    return finish(made)
+        return run_recorded(OPS[DISPATCH], communicator, arguments, run, finish, async_op)
+    made = run(arguments, async_op)
+    return ContinuedWork(made, finish) if async_op else finish(made)
 
 
 def combine(
@@ -214,12 +216,42 @@ def combine(
     weights = handle.topk_weights if weighted else None
     routing = handle.routing._replace(algorithm=algorithm)
     with by_handle(communicator, handle):
-        if requires_gradients(rows, weights):
-            how: Any = {"weighted": weighted, "algorithm": algorithm}
-            return calls.started(COMBINE, async_op, (y, handle), **how)  # type: ignore[no-any-return]
         segments, idx = handle.segments, handle.topk_idx
-        given = CombineArguments(rows, segments, idx, weights, False, *routing)
-        return combine_rows(communicator, (given, None), async_op=async_op)  # type: ignore[no-any-return]
+        given = CombineArguments(
+            rows, segments, idx, weights, requires_gradients(weights), *routing
+        )
+        return _sums(COMBINE, communicator, given, combine_rows, async_op)  # type: ignore[no-any-return]
+
+
+def _sums(
+    op: str,
+    communicator: Communicator,
+    given: Any,
+    form: Callable[..., Any],
+    async_op: bool,
+    *,
+    as_op: Callable[[Any, Any], Any] = lambda given, made: given,
+    hidden: bool = False,
+) -> Any:
+    """The sums by token, by a ``form``. ``as_op`` adds to arguments what the call has found."""
+    known: Op = OPS[op]
+    if not requires_gradients(*known.tensors_of(given)):
+        return form(communicator, (given, None), async_op=async_op)
+    outputs: list[Tensor] = []
+
+    def run(given: Any, async_op: bool) -> Any:
+        with communicator.accepting(OP if op == ROUTED else op):
+            outputs.extend(known.outputs(given, communicator.world_size))
+        return form(communicator, (given, outputs), async_op=async_op)
+
+    def results(given: Any, made: Any) -> tuple[Any, list[Tensor]]:
+        return as_op(given, made), outputs
+
+    def finish(outputs: list[Tensor], _: Any) -> Tensor:
+        return outputs[0]
+
+    how: Any = {"results": results, "hidden": hidden}
+    return run_recorded(known, communicator, given, run, finish, async_op, **how)
 
 
 def permute(
@@ -400,7 +432,7 @@ def all_gather_grouped_matmul(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded where all ranks have equally many rows, as by :func:`all_gather_matmul`.
+    Gradients are recorded, as by :func:`all_gather_matmul`.
 
     >>> def layer():
     ...     rank, weight = interlace.get_rank(), torch.stack([torch.ones(4, 1), 2 * torch.ones(4, 1)])
@@ -540,42 +572,30 @@ def grouped_matmul_combine(
         with by_handle(communicator, splits):
             return _with_handle(operands, splits, how, async_op)  # type: ignore[no-any-return]
     communicator = resolve(group).on(input)
-    about: Any = topk_idx, topk_weights, [], splits, False
+    about: Any = topk_idx, topk_weights, [], splits, requires_gradients(topk_weights)
     given = GroupedCombineArguments(input, weight, bias, *about, **how)
-    if requires_gradients(*operands):
-        if not modes_active():
-            with communicator.accepting(OP):
-                call = grouped_combine.checked(communicator, given)
-                received = grouped_combine.checked_splits(communicator, call, splits)
 
-            def agree() -> Any:
-                return grouped_combine.agree(communicator, call, received, calls.FIRST)
+    def as_op(given: GroupedCombineArguments, home_splits: list[int]) -> GroupedCombineArguments:
+        return replace(given, home_splits=home_splits, splits=row_counts("splits", given.splits))
 
-            counts = calls.agreed(communicator, OP, (input, weight, bias), agree)
-            how |= {"home_splits": counts[communicator.rank].tolist(), "group": group}
-            operands = (input, weight, received, topk_idx, topk_weights)
-            return calls.started(OP, async_op, operands, bias=bias, **how)  # type: ignore[no-any-return]
-        checks.warn_without_gradients(OP, stacklevel=3)
-    return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)  # type: ignore[no-any-return]
+    form = grouped_combine.grouped_matmul_combine
+    return _sums(OP, communicator, given, form, async_op, as_op=as_op, hidden=True)  # type: ignore[no-any-return]
 
 
 def _with_handle(
     operands: tuple[Any, ...], handle: DispatchHandle, how: dict[str, Any], async_op: bool
 ) -> Any:
     input, weight, bias, topk_idx, topk_weights = operands
-    if requires_gradients(*operands, handle.topk_weights):
-        operands = (input, weight, handle, topk_idx, topk_weights)
-        return calls.started(OP, async_op, operands, bias=bias, **how)
     topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
     routing = routing_for(handle, topk_idx)._replace(algorithm=how["algorithm"])
     communicator = resolve(handle.group).on(input)
     with communicator.accepting(OP):
         rows = flat(handle, "input", input)
     given = RoutedCombineArguments(
-        rows, weight, bias, handle.segments, topk_idx, topk_weights, False, *routing,
-        how["out_dtype"],
+        rows, weight, bias, handle.segments, topk_idx, topk_weights,
+        requires_gradients(topk_weights), *routing, how["out_dtype"],
     )  # fmt: skip
-    return grouped_combine.grouped_matmul_combine(communicator, (given, None), (), async_op)
+    return _sums(ROUTED, communicator, given, grouped_combine.grouped_matmul_combine, async_op)
 
 
 def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, number: int = 0) -> Any:
@@ -584,36 +604,43 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         return made[0], counted.handle_of(communicator, given, made[1], number)
 
-    tensors = given.input, given.weight, given.bias
-    if requires_gradients(*tensors):
-        if not modes_active():
-            with communicator.accepting(op):
-                known = counted.with_counts(communicator, given) if given.max_rows else given
-                call = grouped.checked(communicator, known)
-
-            def agree() -> Any:
-                return grouped.agree(communicator, call, calls.FIRST)
-
-            routes, _ = calls.agreed(communicator, op, tensors, agree)
-            if op == grouped.EXCHANGE or len({sum(each) for each in routes.counts}) == 1:
-                splits = routes.splits()
-
-                def finish(made: Any) -> Any:
-                    received, output = made if given.return_received else (None, made)
-                    output = activate(output, call.activation)
-                    if given.max_rows:
-                        return on_device(counted.padded(output, routes, given))
-                    return grouped.result(received, output, splits)
-
-                how: Any = {"bias": given.bias, "return_received": given.return_received}
-                how |= {"algorithm": given.algorithm, "out_dtype": given.out_dtype, "group": group}
-                counts = call.input_splits, [n for each in splits for n in each]
-                operands = (known.input, given.weight, *counts)
-                return calls.started(op, async_op, operands, finish, **how)
-        checks.warn_without_gradients(op, stacklevel=4)
+    if requires_gradients(given.input, given.weight, given.bias):
+        return _recorded_grouped(communicator, given, on_device, async_op)
     if given.max_rows:
         made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
-        if async_op:
-            return calls.RecordedWork(op, None, [made], lambda _: on_device(made.wait()))
-        return on_device(made)
+        return ContinuedWork(made, on_device) if async_op else on_device(made)
     return grouped.FORMS[op](communicator, (given,), (), async_op)
+
+
+def _recorded_grouped(
+    communicator: Communicator,
+    given: GroupedArguments,
+    on_device: Callable[[list[Tensor]], Any],
+    async_op: bool,
+) -> Any:
+    """The activation is torch's, after the op, because its gradient needs what it was taken of."""
+    op = OPS[given.op]
+    with communicator.accepting(op.name):
+        name = checks.activation("activation", given.activation)
+        known = counted.with_counts(communicator, given) if given.max_rows else given
+    learning = given.return_received or requires_gradients(given.weight)
+    plain = replace(known, activation=None, recorded=True, return_received=learning)
+
+    def run(call: GroupedArguments, async_op: bool) -> Any:
+        return grouped.FORMS[op.name](communicator, (call,), (), async_op)
+
+    def results(call: GroupedArguments, made: Any) -> tuple[GroupedArguments, list[Tensor]]:
+        outputs, routes = made
+        sent = row_counts("input_splits", call.input_splits)
+        received = [rows for each in routes.splits() for rows in each]
+        return replace(call, input_splits=sent, output_splits=received), outputs
+
+    def finish(outputs: list[Tensor], made: Any) -> Any:
+        output, routes = activate(outputs[0], name), made[1]
+        if given.max_rows:
+            return on_device(counted.padded(output, routes, given))
+        received = outputs[1] if given.return_received else None
+        return grouped.result(received, output, routes.splits())
+
+    how: Any = {"results": results, "hidden": True}
+    return run_recorded(op, communicator, plain, run, finish, async_op, **how)

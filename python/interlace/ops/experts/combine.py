@@ -47,7 +47,8 @@ from interlace.ops.experts.routing import (
     resolved,
     weights_of,
 )
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, complete, kept, requiring, wait
+from interlace.ops.op.op import Op, OpGradient, Started, complete, kept, requiring, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm

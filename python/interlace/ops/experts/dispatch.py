@@ -49,7 +49,8 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, wait
+from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm

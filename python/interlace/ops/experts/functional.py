@@ -194,7 +194,7 @@ def all_gather_grouped_matmul(
     ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
     splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by expert and
     source rank, has to be there. Returns the output, or ``(received, output)`` with ``return_received``.
-    For gradients all ranks must have equally many rows.
+    For gradients in a graph of symbolic lengths all ranks must have equally many rows.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
     then a matmul for each expert, as ``torch._grouped_mm``.

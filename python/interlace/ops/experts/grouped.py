@@ -21,8 +21,8 @@ of rows on both sides as lists of ints, so what they return is known before they
 ``unfused``    the collective, then a matmul per expert; any dtype
 
 Gradients: of the rows, the products of the outputs' gradients with their experts' weights, moved back: by
-all_to_all, or reduced and scattered where they had been gathered (for which all ranks must have equally
-many); of a weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the
+all_to_all, or reduced and scattered where they had been gathered (unequally many with zeros behind them);
+of a weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the
 collective follows them.
 """
 
@@ -47,7 +47,8 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, requiring, wait
+from interlace.ops.op.op import Op, OpGradient, Started, requiring, spread, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
@@ -179,7 +180,8 @@ class GroupedArguments:
 
     Eager callers have tensors as splits, too, and None as the second. When checked, they are lists of ints,
     ``activation`` is a name, and ``out_dtype`` is that of the output. ``max_rows``: a bound of every rank's
-    rows, where counts stay on the device (``counted.py``).
+    rows, where counts stay on the device (``counted.py``). ``recorded``: autograd records the call, so it
+    returns the results of the op, and the routes.
     """
 
     input: Tensor
@@ -193,6 +195,7 @@ class GroupedArguments:
     activation: Annotated[Any, ""] = None
     max_rows: Annotated[int, ""] = 0
     op: Annotated[str, ""] = GATHER
+    recorded: Annotated[bool, ""] = False
 
 
 def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
@@ -217,6 +220,8 @@ def grouped_matmul(
         event = started(communicator, call, routes, columns, made, rows)
         if output is not None:
             return Outcome(None, event)
+        if given.recorded:
+            return Outcome(([made] if rows is None else [made, rows], routes), event)
         return Outcome(result(rows, made, routes.splits()), event)
 
     return start, (), None
@@ -362,17 +367,12 @@ def terms_of(call: GroupedArguments, experts: int) -> Terms:
     )
 
 
-def agree(
-    communicator: Communicator, call: GroupedArguments, more: Terms = ()
-) -> tuple[Routes, int]:
-    """The routes, and the columns of the widest weight; raises alike on all ranks.
-
-    ``more``: on what else they have to agree.
-    """
+def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, int]:
+    """The routes, and the columns of the widest weight; raises alike on all ranks."""
     op, rank, world_size = call.op, communicator.rank, communicator.world_size
     terms = terms_of(call, len(call.input_splits))
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
-    answers = communicator.parts(Call(op, with_context((*terms, *more)), part=mine))
+    answers = communicator.parts(Call(op, with_context(terms), part=mine))
     experts = len(call.input_splits)
     if op == GATHER:
         blocks = [(0, experts)] * world_size
@@ -629,6 +629,13 @@ class RowSplits(NamedTuple):
         return len(self.received) // self.experts
 
     @property
+    def unequal(self) -> list[int] | None:
+        """The rows of each source, if they are known and not equally many."""
+        lengths = self.from_ranks
+        known = all(isinstance(each, int) for each in lengths)
+        return lengths if known and min(lengths) != max(lengths) else None
+
+    @property
     def of_experts(self) -> list[Any]:
         """The rows that each expert of this rank multiplies."""
         return _sums(self.received, self.sources)
@@ -685,6 +692,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
         assert of_rows is not None
         rows = splits.by_source(of_rows)
         if op == GATHER:
+            rows = spread(rows, splits.unequal, 0)
             of_input = _ops.reduce_scatter(rows, "sum", 0, ctx.size, ctx.name)
         else:
             back = splits.to_ranks, splits.from_ranks
@@ -696,6 +704,8 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
         found["bias"] = torch.stack([part.sum(0) for part in parts])
     if of_input is not None:
         found["input"] = wait(of_input)
+        if op == GATHER and splits.unequal is not None:
+            found["input"] = found["input"][: sum(splits.sent)]
     return found
 
 

@@ -19,7 +19,7 @@ tokens were, and multiplied where they arrive (``products.py``).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -61,7 +61,8 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Ops, Started, requiring, wait
+from interlace.ops.op.op import Op, OpGradient, Started, requiring, wait
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
 from interlace.runtime.core.context import name_algorithm, with_context
@@ -83,7 +84,7 @@ _ops: Any = Ops()
 class GroupedCombineArguments:
     """``home_splits``: the rows that this rank has sent, by expert; ``splits``: by expert and source.
 
-    Of eager callers ``splits`` may be a tensor, and ``home_splits`` is empty: who needs it records.
+    Of eager callers ``splits`` may be a tensor, and ``home_splits`` is empty until the call is recorded.
     """
 
     input: Tensor
@@ -91,8 +92,8 @@ class GroupedCombineArguments:
     bias: Tensor | None
     topk_idx: Tensor
     topk_weights: Tensor | None
-    home_splits: list[torch.SymInt]
-    splits: list[torch.SymInt]
+    home_splits: Annotated[Any, "SymInt[]"]
+    splits: Annotated[Any, "SymInt[]"]
     return_rows: bool
     algorithm: str
     out_dtype: torch.dtype | None
@@ -246,11 +247,12 @@ def _prepared(
     """
     call = checked(communicator, given)
     if isinstance(given, GroupedCombineArguments):
-        return _by_splits, (outputs,), (call, checked_splits(communicator, call, given.splits))
+        splits = checked_splits(communicator, call, given.splits)
+        return _by_splits, (outputs,), (call, splits, not given.home_splits)
     routing, segments = given.routing, given.segments
     if not routing.max_tokens:
         splits = checked_splits(communicator, call, segments[..., 1])
-        return _by_splits, (outputs,), (call, splits)
+        return _by_splits, (outputs,), (call, splits, False)
     segments = combine.checked_segments(communicator, segments, routing, "input", call.input)
     algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
@@ -294,12 +296,10 @@ def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any
     return found
 
 
-def agree(
-    communicator: Communicator, call: CheckedCombine, splits: list[int], more: Terms = ()
-) -> Tensor:
-    """All ranks' rows by expert; raises alike on all. ``more``: on what else they have to agree."""
+def agree(communicator: Communicator, call: CheckedCombine, splits: list[int]) -> Tensor:
+    """All ranks' rows by expert; raises alike on all."""
     experts = call.weight.shape[0]
-    terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]), *more)
+    terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]))
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
     part = tuple(splits), home, call.assignment.topk_idx.numel()
     answers = communicator.parts(Call(OP, with_context(terms), part=part))
@@ -378,8 +378,13 @@ def _with_splits(
     outputs: list[Tensor] | None,
     call: CheckedCombine,
     splits: list[int],
+    eager: bool,
 ) -> PreparedCall:
-    """All ranks tell what they have, and the host knows who goes where."""
+    """All ranks tell what they have, and the host knows who goes where.
+
+    If an ``eager`` caller has made the ``outputs``, the result is the rows that this rank has sent, by
+    expert.
+    """
 
     def start() -> Outcome:
         routes = HostRoutes(call.assignment, agree(communicator, call, splits), 0)
@@ -392,7 +397,9 @@ def _with_splits(
             event = op.fused(op.host_segments(routes), most, grid, chosen)
         else:
             event = (op.pipelined if algorithm == "pipelined" else op.unfused)(routes)
-        return Outcome(None if outputs else op.home.output, event)
+        if outputs is None:
+            return Outcome(op.home.output, event)
+        return Outcome(routes.counts[communicator.rank].tolist() if eager else None, event)
 
     return start, (), None
 

@@ -5,13 +5,13 @@ Reductions that end with a norm of the rows are among them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from interlace.arguments import checks
 from interlace.arguments.checks import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
@@ -35,12 +35,21 @@ from interlace.ops.matmul.reduce import (
     SCATTER,
     SCATTER_NORM,
     ReductionArguments,
+    own_part,
 )
-from interlace.ops.op import calls, op as registry
-from interlace.ops.op.op import longest, padded, tensors
+from interlace.ops.op.op import OPS, longest, padded, wait
+from interlace.ops.op.recording import (
+    Ops,
+    run_recorded,
+)
+from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.call import Terms
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import comparing
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.norms import activate, unrounded
 
+_ops: Any = Ops()
 Tensor = torch.Tensor
 
 
@@ -82,8 +91,7 @@ def all_gather_matmul(
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
     Gradients are recorded; all ranks' tensors must require them alike, or all ranks refuse. The activation
-    is then torch's, after the op, because its gradient needs what it was taken of, and shorter shards
-    travel with zeros behind them.
+    is then torch's, after the op, because its gradient needs what it was taken of.
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
@@ -93,12 +101,9 @@ def all_gather_matmul(
     given = gather.AllGatherMatmulArguments(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if requires_gradients(input, weight, bias):
-        made = record_gather(given, group, async_op)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
-        checks.warn_without_gradients(gather.OP)
-    return gather.gather_matmul(resolve(group).on(input), given, None, async_op)  # type: ignore[no-any-return]
+    learning = requires_gradients(input, weight, bias)
+    run: Any = _recorded_gather if learning else gather.gather_matmul
+    return run(resolve(group).on(input), given, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(
@@ -323,9 +328,9 @@ def run_reduction(
             checks.integer("scatter_dim", given.scatter_dim)
         norms.take_norm(given, norm, quantize)
     vectors = given.residual, given.norm_weight, given.norm_bias
-    if requires_gradients(given.input, given.weight, given.bias, *vectors):
-        return record_reduction(given, norm, quantize, group, async_op)
-    return norms.FORMS[op](communicator.on(given.input), given, None, async_op)
+    learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
+    run = _recorded_reduction if learning else norms.FORMS[op]
+    return run(communicator.on(given.input), given, async_op=async_op)
 
 
 def requires_gradients(*tensors: Any) -> bool:
@@ -341,131 +346,79 @@ def requires_gradients(*tensors: Any) -> bool:
     return False
 
 
-# -- eager calls whose gradients are recorded ------------------------------------------------------
+# -- calls whose gradients are recorded ------------------------------------------------------------
 
 
-class GatheredShards(NamedTuple):
-    """Shards of these lengths along ``dim``; shorter ones travel with zeros behind them."""
-
-    lengths: list[int]
-    dim: int
-    along_k: bool
-
-    @property
-    def equal(self) -> bool:
-        return min(self.lengths) == max(self.lengths)
-
-    def padded(self, input: Tensor, weight: Any) -> tuple[Tensor, Any]:
-        """Factors with zeros behind; of a weight where its rows meet them. ValueError if it has others."""
-        if self.equal:
-            return input, weight
-        most = max(self.lengths)
-        inner = sum(self.lengths) if self.along_k else input.shape[-1]
-
-        def met(weight: Tensor) -> Tensor:
-            if weight.dim() != 2 or weight.shape[0] != inner:
-                shape = tuple(weight.shape)
-                raise ValueError(f"weight has shape {shape}, the gathered input has k = {inner}")
-            if not self.along_k:
-                return weight
-            return torch.cat([padded(p, 0, most) for p in torch.split(weight, self.lengths)])
-
-        return padded(input, self.dim, most), tree_map_only(Tensor, met, weight)
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """What was gathered, without the zeros."""
-        if self.equal:
-            return tensor
-        parts = zip(torch.split(tensor, max(self.lengths), self.dim), self.lengths, strict=True)
-        return torch.cat([part.narrow(self.dim, 0, length) for part, length in parts], self.dim)
-
-
-def record_gather(given: gather.AllGatherMatmulArguments, group: Any, async_op: bool) -> Any:
-    """A call that autograd knows of; None where it cannot, as of what the op refuses.
-
-    The activation is torch's, after the op, because its gradient needs what it was taken of. It costs a
-    host message more, by which ranks learn the lengths of the shards.
-    """
-    input, dim = given.input, given.gather_dim
-    if not calls.matrices(input):
-        return None
-    if not isinstance(dim, int) or not -input.dim() <= dim < input.dim():
-        return None
-    communicator = resolve(group)
-
-    def exchange() -> list[int]:
-        return communicator.parts(communicator.call_of(gather.OP, (), input.shape[dim]))
-
-    lengths = calls.agreed(communicator, gather.OP, (input, tensors(given.weights)), exchange)
-    dim %= input.dim()
-    shards = GatheredShards(lengths, dim, dim == input.dim() - 1)
-    several = not isinstance(given.weights, Tensor)
-    with communicator.accepting(gather.OP):
-        count = len(given.weights) if several else 1
-        names = checks.activations(given.activation, count, several)
-        input, weight = shards.padded(input, given.weights)
-    equal = dataclasses.replace(given, input=input, weights=weight, activation=None)
-
-    def finish(result: Any) -> Any:
-        whole: Any = None
-        if given.return_gathered:
-            whole, result = result
-        outputs = result if several else [result]
-        if not shards.along_k:
-            outputs = [shards.cut(each) for each in outputs]
-        done = [activate(output, name) for output, name in zip(outputs, names, strict=True)]
-        made = done if several else done[0]
-        return (shards.cut(whole), made) if given.return_gathered else made
-
-    call = functools.partial(_functional().gather, equal, group)
-    return calls.record(gather.OP, async_op, call, finish)
-
-
-def record_reduction(
-    given: ReductionArguments, norm: Any, quantize: Any, group: Any, async_op: bool
+def _recorded_gather(
+    communicator: Communicator, given: gather.AllGatherMatmulArguments, async_op: bool
 ) -> Any:
-    """A reduction that autograd knows of.
+    """The activation is torch's, after the op, because its gradient needs what it was taken of."""
+    several = not isinstance(given.weights, Tensor)
+    count = len(given.weights) if isinstance(given.weights, (list, tuple)) else 1
+    with communicator.accepting(gather.OP):
+        names = checks.activations(given.activation, count, several)
+    asked, learning = given.return_gathered, requires_gradients(given.weights)
+    plain = dataclasses.replace(
+        given, activation=None, recorded=True, return_gathered=asked or learning
+    )
 
-    An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
-    norm.
-    """
-    op, communicator = given.op, resolve(group)
-    plain, request = dataclasses.replace(given, activation=None), None
-    with communicator.accepting(op):
+    def results(given: gather.AllGatherMatmulArguments, made: Any) -> Any:
+        outputs, lengths = made or (None, None)
+        weights, biases = gather.listed(given.weights, given.biases)
+        return dataclasses.replace(given, weights=weights, biases=biases, lengths=lengths), outputs
+
+    def finish(outputs: list[Tensor], _: Any) -> Any:
+        done = [activate(each, name) for each, name in zip(outputs, names, strict=False)]
+        result = done if several else done[0]
+        return (outputs[count], result) if asked else result
+
+    run = functools.partial(gather.gather_matmul, communicator)
+    how: Any = {"results": results, "hidden": modes_active()}  # as without a gradient
+    return run_recorded(gather.ALL_GATHER_MATMUL, communicator, plain, run, finish, async_op, **how)
+
+
+def _recorded_reduction(
+    communicator: Communicator, given: ReductionArguments, async_op: bool
+) -> Any:
+    """An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
+    norm."""
+    terms: Terms = ()
+    plain = dataclasses.replace(given, activation=None)
+    with communicator.accepting(given.op):
         name = checks.activation("activation", given.activation)
-        if norm is not None and name:
-            if quantize is not None:
+        if name and given.kind:
+            if given.quantize:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-            request = norms.NormedReduce(communicator, given)
-            request.more_terms = (*request.more_terms, *calls.FIRST)
-    if request is not None:
-        calls.agreed(communicator, op, (given.input, given.weight), request.agree)
-        plain = ReductionArguments(
-            given.input, given.weight, given.bias, reduce_op=given.reduce_op,
-            scatter_dim=given.scatter_dim, algorithm=given.algorithm, out_dtype=given.out_dtype,
-        )  # fmt: skip
-        norm = None
+            terms = norms.NormedReduce(communicator, given).more_terms
+            nothing: Any = dict.fromkeys(("residual", "norm_weight", "norm_bias"))
+            plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
+    op = OPS[norms.full_name(plain) if plain.kind else plain.op]
 
-    def finish(made: Any) -> Any:
-        if request is None:
-            return activate(made, name) if name else made
-        total = activate(made, name)
-        total = total if given.residual is None else total + given.residual
-        normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
-        if request.dim is not None and given.gather_normed:
-            length = request.input.shape[request.dim]
-            part = padded(normed, request.dim, longest(length, communicator.world_size))
-            all_gather, wait = registry.functional("all_gather"), registry.functional("wait")
-            normed = wait(all_gather(part, request.dim, group=group)).narrow(request.dim, 0, length)
-        return normed, total
+    def results(given: ReductionArguments, made: Any) -> Any:
+        outputs = norms.listed(made) if given.kind and made else [made]
+        name = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
+        length = own_part(given, communicator)
+        return dataclasses.replace(given, reduce_op=name, length=length), outputs
 
-    call = functools.partial(_functional().reduce, op, plain, norm, quantize, group)
-    return calls.record(op, async_op, call, finish)
+    def finish(outputs: list[Tensor], _: Any) -> Any:
+        if plain.kind:
+            return norms.paired(outputs)
+        total = activate(outputs[0], name)
+        return _normed(communicator, given, total) if given.kind else total
+
+    run = functools.partial(norms.FORMS[plain.op], communicator)
+    compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
+    with compared:
+        return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
 
 
-def _functional() -> Any:
-    """The module of the functional forms, which brings torch's compilers along."""
-    registry.FACES["functional"]()
-    from interlace.ops.matmul import functional
-
-    return functional
+def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:
+    """The norm of a reduction that was activated, by torch."""
+    total = total if given.residual is None else total + given.residual
+    normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
+    if given.gather_normed:
+        dim = checks.index("scatter_dim", given.scatter_dim, total.dim())
+        length, size = given.input.shape[dim], communicator.world_size
+        part = padded(normed, dim, longest(length, size))
+        normed = wait(_ops.all_gather(part, dim, size, communicator)).narrow(dim, 0, length)
+    return normed, total

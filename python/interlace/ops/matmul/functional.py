@@ -23,7 +23,7 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
-from interlace.ops.matmul.gather import AllGatherMatmulArguments
+from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
@@ -99,17 +99,10 @@ def gather(
         check(op, group, tag, weight=each)
     for each in biases:
         check(op, group, tag, bias=each)
-    if all(each is None for each in biases):
-        biases = []
-    elif any(each is None for each in biases):
-        # a list of which some are None has no gradients in torch's custom ops
-        biases = [
-            w.new_zeros(w.shape[1:]) if b is None else b
-            for w, b in zip(weights, biases, strict=True)
-        ]
-    asked, given.weights, given.biases = given.return_gathered, weights, biases
+    asked = given.return_gathered
+    given.weights, given.biases = listed(weights, biases)
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
-    made = run_record(op, group, tag, (given.input, *weights, *biases), given)
+    made = run_record(op, group, tag, (given.input, *weights, *given.biases), given)
     outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if asked else outputs
 

@@ -30,14 +30,15 @@ from interlace.ops.op import shapes
 from interlace.ops.op.op import (
     Op,
     OpGradient,
-    Ops,
     Output,
     Started,
     names_of_tensors,
     rows,
+    spread,
     start_form,
     wait,
 )
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -54,7 +55,8 @@ _ops: Any = Ops()
 class AllGatherMatmulArguments:
     """The arguments of the op; see :func:`interlace.all_gather_matmul`.
 
-    Of an eager call ``weights`` may be one, and ``biases`` too, or None.
+    Of an eager call ``weights`` may be one, and ``biases`` too, or None. ``recorded``: autograd records it,
+    so it returns the results of the op, and ``lengths``: the shards' by rank, None if they are equal.
     """
 
     input: Tensor
@@ -65,6 +67,8 @@ class AllGatherMatmulArguments:
     algorithm: str = "auto"
     out_dtype: torch.dtype | None = None
     activation: Annotated[str | Sequence[str | None] | None, ""] = None
+    recorded: Annotated[bool, ""] = False
+    lengths: Annotated[list[int] | None, ""] = None
 
 
 def prepared(
@@ -124,6 +128,8 @@ def prepared(
         if buffers is not None:
             return Outcome(None, event)
         views = [each.view for each in made]
+        if given.recorded:
+            return Outcome((views, None if min(lengths) == max(lengths) else lengths), event)
         gathered = views.pop() if given.return_gathered else None
         result = views if several else views[0]
         return Outcome((gathered, result) if given.return_gathered else result, event)
@@ -220,6 +226,8 @@ def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Starte
 def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
     ctx.dim, ctx.algorithm = given.gather_dim, given.algorithm
     ctx.with_gathered = given.return_gathered
+    ctx.lengths = given.lengths
+    ctx.length = None if given.lengths is None else given.input.shape[given.gather_dim]
     ctx.shared = given.input.requires_grad
     ctx.weighed = [each.requires_grad for each in given.weights]
     ctx.biased = [each is not None and each.requires_grad for each in given.biases]
@@ -247,6 +255,8 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
     ]
     if of_input is not None:
         of_input = wait(of_input)
+        if ctx.lengths is not None:
+            of_input = of_input.narrow(ctx.dim, 0, ctx.length)
     return {"input": of_input, "weights": of_weights, "biases": of_biases}
 
 
@@ -256,20 +266,39 @@ def _of_shards(
     weights: Sequence[Tensor],
     of_gathered: Tensor | None,
 ) -> Any:
-    """The input's gradient, in flight: products' gradients times their weights, reduced and scattered."""
-    dim, size, name = ctx.dim, ctx.size, ctx.name
+    """The input's gradient, in flight: products' gradients times their weights, reduced and scattered.
+
+    Unequal shards have zeros behind them.
+    """
+    dim, size, name, lengths = ctx.dim, ctx.size, ctx.name, ctx.lengths
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
     if not pairs:
         if of_gathered is None:
             return None
-        return _ops.reduce_scatter(of_gathered, "sum", dim, size, name)
+        return _ops.reduce_scatter(spread(of_gathered, lengths, dim), "sum", dim, size, name)
     product = pairs[0][0] if len(pairs) == 1 else torch.cat([p for p, _ in pairs], -1)
     weight = pairs[0][1] if len(pairs) == 1 else torch.cat([w for _, w in pairs], 1)
     if of_gathered is not None:
-        total = of_gathered + product @ weight.t()
+        total = spread(of_gathered + product @ weight.t(), lengths, dim)
         return _ops.reduce_scatter(total, "sum", dim, size, name)
+    if dim in (-1, product.dim() - 1):
+        weight = spread(weight, lengths, 0)
+    else:
+        product = spread(product, lengths, dim)
     how = ("sum", dim, None, ctx.algorithm, None, size, name)
     return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
+
+
+def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
+    """The weights and biases of a call as the op takes them: all biases or none, for some get zeros."""
+    several = not isinstance(weights, Tensor)
+    weights = list(weights) if several else [weights]
+    biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * len(weights)
+    if all(each is None for each in biases):
+        return weights, []
+    # a list of which some are None has no gradients in torch's custom ops
+    pairs = zip(weights, biases, strict=True)
+    return weights, [w.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
 
 
 def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list[Tensor]]:

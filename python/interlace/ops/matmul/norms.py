@@ -46,7 +46,6 @@ from interlace.ops.op import shapes
 from interlace.ops.op.op import (
     Op,
     OpGradient,
-    Ops,
     OpVariant,
     Output,
     Started,
@@ -57,6 +56,7 @@ from interlace.ops.op.op import (
     wait,
     without_tensors,
 )
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -183,6 +183,12 @@ def paired(made: Sequence[Tensor]) -> Any:
     """What a call returns of an op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``."""
     normed, total, *scales = made
     return ((normed, *scales) if scales else normed), total
+
+
+def listed(made: Any) -> list[Tensor]:
+    """The op's results, of what :func:`paired` makes of them."""
+    normed, total = made
+    return [normed[0], total, normed[1]] if isinstance(normed, tuple) else [normed, total]
 
 
 def matrix_of(tensor: Tensor, dim: int) -> Tensor:

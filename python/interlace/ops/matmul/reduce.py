@@ -34,7 +34,6 @@ from interlace.ops.op import shapes
 from interlace.ops.op.op import (
     Op,
     OpGradient,
-    Ops,
     Output,
     Started,
     longest,
@@ -46,6 +45,7 @@ from interlace.ops.op.op import (
     wait,
     without_tensors,
 )
+from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, record_form
 from interlace.runtime.core.context import name_algorithm
@@ -312,6 +312,18 @@ def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, ctx.name)
         of_bias = (mine.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
     return {**factor_gradients(ctx, grad, input, weight), "bias": of_bias}
+
+
+def own_part(given: ReductionArguments, communicator: Communicator) -> int | None:
+    """The length of this rank's part of what is scattered, if parts are unequal, as the op takes it."""
+    if given.scatter_dim is None:
+        return None
+    columns = given.input.shape[-1] if given.weight is None else given.weight.shape[1]
+    dim = checks.index("scatter_dim", given.scatter_dim, given.input.dim())
+    length = (*given.input.shape[:-1], columns)[dim]
+    if not length % communicator.world_size:
+        return None
+    return int(split_rows(length, communicator.world_size)[communicator.rank][1])
 
 
 def equal_part(part: Tensor, whole: Sequence[int], given: Any, size: int) -> Tensor:

@@ -3,9 +3,7 @@
 Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
 autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
 
-All ops by name, and as ``interlace.functional`` has them, for callers that know neither.
-
-Both bring torch's compilers along, so they are imported when somebody first asks.
+All ops by name, for callers that know no more of them.
 
 A started op: tensors that are not complete yet, and the Work to wait for.
 
@@ -20,8 +18,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
@@ -34,30 +31,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import ZERO, Work
 
 OPS: dict[str, Any] = {}
-"""An ``Op`` by name; ``ops/library.py`` puts them here."""
-FACES: dict[str, Callable[..., Any]] = {}
-"""``functional`` imports ``interlace.functional``; ``interlace`` itself puts it here. ``call`` is that of
-``calls.py``, which does."""
-
-
-def op(name: str) -> Any:
-    """The ``Op`` of that name."""
-    if not OPS:
-        FACES["functional"]()
-    return OPS[name]
-
-
-def functional(name: str) -> Callable[..., Any]:
-    """The function of that name in ``interlace.functional``."""
-    made: Callable[..., Any] = getattr(FACES["functional"](), name)
-    return made
-
-
-class Ops:
-    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return functools.partial(FACES["call"], name)
+"""Every ``Op`` by name; it puts itself here."""
 
 
 class Started(NamedTuple):
@@ -85,18 +59,6 @@ class _Together(TorchWork):
 
 
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
-_watching: ContextVar[list[Work] | None] = ContextVar("watching", default=None)
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[Work]]:
-    """The Works of the ops that are called through the dispatcher within the block."""
-    works: list[Work] = []
-    token = _watching.set(works)
-    try:
-        yield works
-    finally:
-        _watching.reset(token)
 
 
 def register(started: Started) -> None:
@@ -104,14 +66,11 @@ def register(started: Started) -> None:
     work: Any = started.work
     if work is None:
         return
-    watching = _watching.get()
-    if watching is not None:
-        watching.append(work)
     if work.is_success():
         work.wait()
         return
     findable = [output for output in started.outputs if output.numel()]
-    if not findable and watching is None:
+    if not findable:
         work.wait()  # nobody could, and this rank might leave before the others are through
     if len(findable) > 1:
         work = _Together(work, findable)
@@ -126,7 +85,6 @@ def finish(started: Started) -> Sequence[torch.Tensor]:
     return started.outputs
 
 
-_ops: Any = Ops()
 Tensor = torch.Tensor
 
 
@@ -161,6 +119,16 @@ def padded(tensor: Tensor, dim: int, length: Any) -> Tensor:
     """``tensor`` with zeros behind it, up to ``length`` along ``dim``."""
     behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
     return torch.nn.functional.pad(tensor, behind)
+
+
+def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
+    """``tensor`` with zeros behind each of its parts along ``dim``, which are of these ``lengths``, up to
+    the longest. None: they are equal."""
+    if lengths is None:
+        return tensor
+    dim %= tensor.dim()
+    parts = torch.split(tensor, lengths, dim)
+    return torch.cat([padded(part, dim, max(lengths)) for part in parts], dim)
 
 
 def longest(length: Any, size: int) -> Any:
@@ -255,6 +223,9 @@ class Op:
     variants: Sequence[OpVariant] = ()
     without: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        OPS[self.name] = self
+
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """The types of the arguments, as schemas write them, by name and in order."""
@@ -289,6 +260,10 @@ class Op:
         """Start the op with arguments in the order of the schema."""
         return self.start(communicator, self.record(given), **out)
 
+    def tensors_of(self, given: Any) -> list[Tensor]:
+        """The tensors of a record, in the order of the schema."""
+        return tensors([getattr(given, name) for name in names_of_tensors(self.arguments)])
+
     def needs(self, given: Mapping[str, Any]) -> str:
         """Those of ``communicates`` that require a gradient among arguments by name, in words."""
         if not (self.gradient and torch.is_grad_enabled()):
@@ -313,6 +288,7 @@ class Op:
         return (*(found.get(name) for name in self.kinds), None, None)
 
 
+@functools.cache
 def names_of_tensors(arguments: Any) -> list[str]:
     """The fields of a record that are tensors, or lists of some."""
     return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]

@@ -1,0 +1,305 @@
+"""Calls of ops that autograd records: the op runs first, to its end or in flight, then one node records it.
+
+The node is Python (:class:`_RecordedOp`), with the op's own gradient by name. Nothing of the call is below
+torch's dispatcher, so an eager call runs as one without a gradient does, and simulated ranks, which share
+one stack of C++ frames, may wait for each other in it. Who looks at the calls of ops does see them: under a
+tracer, a mode, a transform or a subclass of tensors they go through the dispatcher.
+
+=========  =========================================  =================================================
+           through the dispatcher                     past it
+=========  =========================================  =================================================
+runs       in a kernel of ``torch.ops.interlace``     here, before it is recorded
+recorded   by ``torch.library.register_autograd``     by :class:`_RecordedOp`, with the same two functions
+backward   calls ops by :class:`Ops`                  the same, so it has a gradient itself
+seen by    compilers and modes                        nobody
+=========  =========================================  =================================================
+
+All ranks' tensors must require gradients alike: it is in what ranks agree on when the op runs.
+"""
+
+import functools
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from interlace.groups import groups, specs
+from interlace.ops.op.async_tensor import AsyncTensor, wait
+from interlace.ops.op.op import (
+    OPS,
+    Op,
+    finish,
+    names_of_tensors,
+    register,
+    tensors,
+    wait as wait_tensor,
+)
+from interlace.ops.op.sim_backward import prepare
+from interlace.ops.op.torch_library import register as register_with_torch
+from interlace.runtime.compat.torch_groups import Work as TorchWork
+from interlace.runtime.compat.torch_modes import (
+    PLAIN_TYPES,
+    above_autograd,
+    disable,
+    modes_active,
+    transforms_active,
+)
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import needing
+from interlace.runtime.core.work import Work
+
+_dispatched: Any = torch.ops.interlace
+
+
+class Ops:
+    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(call, name)
+
+
+def call(name: str, *args: Any) -> Any:
+    """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group.
+
+    In place of the name there may be the group itself.
+    """
+    *own, size, group = args
+    op: Op = OPS[name]
+    _check_types(op, own, size, group)
+    with needing(op.needs(dict(zip(op.kinds, own, strict=True)))):
+        if seen(tensors(own)):
+            return _through(name, name, args)
+        communicator = group if isinstance(group, Communicator) else specs.bind(group, size)
+        given = op.record(tree_map_only(torch.Tensor, wait, own))
+        prepare(communicator, *op.tensors_of(given))
+        with torch.no_grad():
+            started = op.start(communicator, given)
+        # ranks that are simulated cannot wait within a backward of another's
+        (finish if communicator.place.simulated else register)(started)
+        outputs = record(op, communicator, given, started.outputs)
+    return outputs if op.several else outputs[0]
+
+
+def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
+    """``torch.ops.interlace.<name>_out(*args, out=out)``, which records nothing."""
+    *own, size, group = args
+    _check_types(OPS[name], own, size, group)
+    if seen(tensors([*own, out])):
+        _through(name, f"{name}_out", args, out=out)
+        return
+    plain = tree_map_only(torch.Tensor, wait, own)
+    finish(OPS[name].begin(specs.bind(group, size), plain, out=wait(out)))
+
+
+_TYPES: dict[str, tuple[str, Any]] = {
+    "Tensor": ("a tensor", torch.Tensor),
+    "str": ("a str", str),
+    "bool": ("a bool", bool),
+    "float": ("a number", (numbers.Real, torch.SymFloat)),
+    "int": ("an int", (numbers.Integral, torch.SymInt)),
+    "SymInt": ("an int", (numbers.Integral, torch.SymInt)),
+    "ScalarType": ("a torch.dtype", torch.dtype),
+}
+
+
+def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
+    """Through the dispatcher."""
+    *own, size, group = args
+    if isinstance(group, Communicator):
+        group, size = specs.describe(group)
+    register_with_torch(OPS[name])
+    return getattr(_dispatched, overload).default(*own, size, group, **out)
+
+
+def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
+    """Refuse on all ranks, before anything runs, what the schema does not take."""
+    for (name, kind), value in zip(op.kinds.items(), own, strict=True):
+        if not _fits(kind, value):
+            error = TypeError(f"{name} must be {_in_words(kind)}, got {type(value).__name__}")
+            if not (torch.compiler.is_compiling() or modes_active()):
+                specs.bind(group, size).refuse(op.name, error)
+            raise error
+
+
+def _fits(kind: str, value: Any) -> bool:
+    if kind.endswith("?"):
+        return value is None or _fits(kind[:-1], value)
+    if kind.endswith("[]"):
+        return isinstance(value, (list, tuple)) and all([_fits(kind[:-2], each) for each in value])
+    return isinstance(value, _TYPES[kind][1])
+
+
+def _in_words(kind: str) -> str:
+    """What a type of a schema is."""
+    if kind.endswith("?"):
+        return f"{_in_words(kind[:-1])} or None"
+    return f"a list, each {_in_words(kind[:-2])}" if kind.endswith("[]") else _TYPES[kind][0]
+
+
+def seen(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody looks at a call with these: a tracer, a mode, a transform or a subclass."""
+    if torch.compiler.is_compiling() or modes_active() or above_autograd():
+        return True
+    if transforms_active():
+        rank = groups.joined()
+        if rank is not None and rank.place.simulated and rank.world_size > 1:
+            # torch's own way would leave its frames among those of other ranks
+            raise NotImplementedError(
+                f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is "
+                f"not supported; use autograd, outside of the transform"
+            )
+        return True
+    for each in operands:
+        kind = type(each)
+        if kind not in PLAIN_TYPES and kind is not AsyncTensor:
+            return True
+    return bool(operands) and all([each.is_meta for each in operands])
+
+
+# -- one node of autograd ----------------------------------------------------------------------------
+
+
+def record(
+    op: Op, communicator: Communicator, given: Any, outputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``outputs``, what the op has made of the record ``given``, with their history if there is one."""
+    # what the op still writes must not count as a change of what autograd saves: own versions
+    outputs = [each.data for each in outputs]
+    if torch.is_grad_enabled() and op.gradient is not None:
+        operands = op.tensors_of(given)
+        if any([each.requires_grad for each in operands]):
+            return list(_RecordedOp.apply(op, communicator, given, outputs, *operands))  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _RecordedOp(torch.autograd.Function):
+    """Arguments: an op, its group, the record that it was given, what it has made, the record's tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        op: Op,
+        communicator: Communicator,
+        given: Any,
+        outputs: Sequence[torch.Tensor],
+        *_: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        assert op.gradient is not None
+        ctx.op, ctx.size, ctx.name = op, communicator.world_size, communicator
+        op.gradient.save(ctx, given, outputs if op.several else outputs[0])
+        ctx.places = [*_places(given)]  # which keeps no tensor alive
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        found = ctx.op.gradient.backward(ctx, grads if ctx.op.several else grads[0])
+        of_tensors = []
+        for name, index in ctx.places:
+            grad = found.get(name)
+            if index is not None and grad is not None:
+                grad = grad[index]
+            of_tensors.append(grad)
+        return None, None, None, None, *of_tensors
+
+
+def _places(given: Any) -> Iterator[tuple[str, int | None]]:
+    """Where the tensors of a record are, in their order: the field, and the index in a list."""
+    for name in names_of_tensors(given.__class__):
+        value = getattr(given, name)
+        if isinstance(value, torch.Tensor):
+            yield name, None
+        elif value is not None:
+            for index, each in enumerate(value):
+                if each is not None:
+                    yield name, index
+
+
+# -- eager calls -------------------------------------------------------------------------------------
+
+
+def _as_they_are(given: Any, made: Any) -> tuple[Any, Any]:
+    return given, made
+
+
+@disable
+def run_recorded(
+    op: Op,
+    communicator: Communicator,
+    given: Any,
+    run: Callable[..., Any],
+    finish: Callable[[list[torch.Tensor], Any], Any],
+    async_op: bool,
+    *,
+    results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
+    hidden: bool = False,
+) -> Any:
+    """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
+
+    ``run`` makes the call, of ``given`` and ``async_op``. ``results`` gives, for the arguments and what the
+    call has returned, the arguments and the results as the op of torch has them. Where somebody else looks
+    at the call, unless it is ``hidden``, it goes through the dispatcher, and has returned None.
+
+    What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
+    """
+    operands = op.tensors_of(given)
+    if not hidden and seen(operands):
+        given, _ = results(given, None)
+        values = [getattr(given, name) for name in op.kinds]
+        made = call(op.name, *values, communicator.world_size, communicator)
+        outputs = [wait_tensor(each) for each in (made if op.several else [made])]
+        done = Work(op.name, communicator.place, None)
+        work = ContinuedWork(done, lambda _: finish(outputs, None))
+        return work if async_op else work.wait()
+    prepare(communicator, *operands)
+    if any([type(each) is AsyncTensor for each in operands]):
+        named = {name: getattr(given, name) for name in names_of_tensors(given.__class__)}
+        given = replace(given, **tree_map_only(torch.Tensor, wait, named))
+
+    def then(made: Any) -> Any:
+        return finish(record(op, communicator, *results(given, made)), made)
+
+    with needing(op.needs(vars(given)) or ("another tensor" if op.communicates else "")):
+        made = run(given, async_op=async_op)
+    return ContinuedWork(made, then) if async_op else then(made)
+
+
+class ContinuedWork(TorchWork):
+    """The handle of an eager call whose result is made of that of an op: ``then`` is called once."""
+
+    def __init__(self, work: Work, then: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._work, self._then, self._recording = work, then, torch.is_grad_enabled()
+        self._results: list[Any] = []
+
+    def wait(self, timeout: timedelta | float | None = None) -> Any:
+        """The result, complete. Raises what the op failed with."""
+        if not self._results:
+            made = self._work.wait(timeout)
+            with torch.set_grad_enabled(self._recording):
+                self._results.append(self._then(made))
+        return self._results[0]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future().then(lambda _: self.wait())
+
+    def __repr__(self) -> str:
+        return repr(self._work)
