@@ -28,7 +28,8 @@ from interlace.arguments.words import (
 )
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
-from interlace.ops.matmul import gather, norms
+from interlace.ops.matmul import block_scaled, gather, norms
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,

@@ -21,6 +21,7 @@ from interlace.arguments import checks
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -85,6 +86,7 @@ class ReductionArguments:
     quantize: str = ""
     gather_normed: bool = False
     activation: Annotated[str | None, ""] = None
+    format: str = ""
 
     @property
     def op(self) -> str:
@@ -137,6 +139,7 @@ class CheckedReduce:
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
+        self.format = FORMATS.get(given.format)
         self.dim = None
         reduce_op = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
@@ -179,7 +182,9 @@ class CheckedReduce:
         bias, along = self.bias, made.along
         if along == "m" and bias is not None:
             bias = bias[made.first : made.first + made.own]
-        linear = Linear(made.right, bias, output, along, self.activation, average=self.average)
+        linear = Linear(
+            made.right, bias, output, along, self.activation, average=self.average, format=self.format
+        )
         event = self.reduce_scatter(made.left, linear, made.segments)
         return Outcome(view if buffer is None else None, event)
 
@@ -191,7 +196,9 @@ class CheckedReduce:
             about = input.dim() - 1, None, weight.shape[1], self.dtype
             output, view = gathered_rows(input, *about)
         assert output is not None
-        linear = Linear(weight, self.bias, output, "n", self.activation, average=self.average)
+        linear = Linear(
+            weight, self.bias, output, "n", self.activation, average=self.average, format=self.format
+        )
         event = self.all_reduce(rows_of(input, 0), linear)
         return Outcome(view if buffer is None else None, event)
 
@@ -208,6 +215,7 @@ class CheckedReduce:
             ("out_dtype", self.dtype),
             ("whether there is a bias", self.bias is not None),
             ("activation", self.activation or None),
+            ("format", self.format.name if self.format else None),
             *self.more_terms,
         )
         call = self.communicator.call_of(self.op, terms, inner)
@@ -224,7 +232,8 @@ class CheckedReduce:
         empty = not rows * columns * self.largest_inner
         if self.algorithm != "auto" and not empty:
             return self.algorithm
-        wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
+        wide = torch.bfloat16 if self.format else self.input.dtype
+        wide = torch.float64 if self.dtype == torch.float64 else wide
         return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty, tuned=tuned)
 
     def reduce_scatter(
@@ -413,7 +422,7 @@ OPS = (
         _GRADIENT,
         {"input": ("input",), "weight": ("weight",)},
         reference=reference,
-        without=NORM,
+        without=(*NORM, "format"),
     ),
     Op(
         ALL_REDUCE,
@@ -423,6 +432,6 @@ OPS = (
         _GRADIENT,
         {"input or weight": ("input", "weight")},
         reference=reference,
-        without=(*NORM, *SCATTERED),
+        without=(*NORM, *SCATTERED, "format"),
     ),
 )
