@@ -104,7 +104,7 @@ FOLDERS = {
     ),
     "interlace/ops": (
         "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/ops/op runtime/compat runtime/core"
+        "interlace/ops/matmul interlace/ops/op runtime/compat"
     ),
     "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
     "interlace/functional": (
@@ -130,7 +130,7 @@ FOLDERS = {
         "interlace interlace/arguments interlace/cli interlace/compile interlace/experts "
         "interlace/functional interlace/groups interlace/integrations interlace/nn interlace/ops "
         "interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
-        "interlace/ops/matmul interlace/ops/op interlace/symmetric_memory interlace/tensor python "
+        "interlace/ops/matmul interlace/symmetric_memory interlace/tensor python "
         "runtime/compat runtime/core runtime/places runtime/tuning"
     ),
     "interlace/tools": (

@@ -54,6 +54,8 @@ from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
     ContinuedWork,
     run_recorded,
+    seen,
+    unseen,
 )
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
@@ -231,7 +233,7 @@ def _sums(
     async_op: bool,
     *,
     as_op: Callable[[Any, Any], Any] = lambda given, made: given,
-    hidden: bool = False,
+    look: Callable[..., bool] = seen,
 ) -> Any:
     """The sums by token, by a ``form``. ``as_op`` adds to arguments what the call has found."""
     known: Op = OPS[op]
@@ -250,7 +252,7 @@ def _sums(
     def finish(outputs: list[Tensor], _: Any) -> Tensor:
         return outputs[0]
 
-    how: Any = {"results": results, "hidden": hidden}
+    how: Any = {"results": results, "look": look}
     return run_recorded(known, communicator, given, run, finish, async_op, **how)
 
 
@@ -579,7 +581,7 @@ def grouped_matmul_combine(
         return replace(given, home_splits=home_splits, splits=row_counts("splits", given.splits))
 
     form = grouped_combine.grouped_matmul_combine
-    return _sums(OP, communicator, given, form, async_op, as_op=as_op, hidden=True)  # type: ignore[no-any-return]
+    return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)  # type: ignore[no-any-return]
 
 
 def _with_handle(
@@ -642,5 +644,5 @@ def _recorded_grouped(
         received = outputs[1] if given.return_received else None
         return grouped.result(received, output, routes.splits())
 
-    how: Any = {"results": results, "hidden": True}
+    how: Any = {"results": results, "look": unseen}
     return run_recorded(op, communicator, plain, run, finish, async_op, **how)

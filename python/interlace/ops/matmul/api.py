@@ -42,8 +42,8 @@ from interlace.ops.op.op import OPS, longest, padded, wait
 from interlace.ops.op.recording import (
     Ops,
     run_recorded,
+    seen_not_by_modes,
 )
-from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
@@ -374,7 +374,7 @@ def _recorded_gather(
         return (outputs[count], result) if asked else result
 
     run = functools.partial(gather.gather_matmul, communicator)
-    how: Any = {"results": results, "hidden": modes_active()}  # as without a gradient
+    how: Any = {"results": results, "look": seen_not_by_modes}
     return run_recorded(gather.ALL_GATHER_MATMUL, communicator, plain, run, finish, async_op, **how)
 
 

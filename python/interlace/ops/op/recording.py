@@ -160,6 +160,16 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
     return bool(operands) and all([each.is_meta for each in operands])
 
 
+def seen_not_by_modes(operands: Sequence[torch.Tensor]) -> bool:
+    """As :func:`seen`; modes see no more of the call than without a gradient."""
+    return not modes_active() and seen(operands)
+
+
+def unseen(operands: Sequence[torch.Tensor]) -> bool:
+    """Nobody sees the call."""
+    return False
+
+
 # -- one node of autograd ----------------------------------------------------------------------------
 
 
@@ -235,18 +245,18 @@ def run_recorded(
     async_op: bool,
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
-    hidden: bool = False,
+    look: Callable[[Sequence[torch.Tensor]], bool] = seen,
 ) -> Any:
     """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
 
     ``run`` makes the call, of ``given`` and ``async_op``. ``results`` gives, for the arguments and what the
-    call has returned, the arguments and the results as the op of torch has them. Where somebody else looks
-    at the call, unless it is ``hidden``, it goes through the dispatcher, and has returned None.
+    call has returned, the arguments and the results as the op of torch has them. Where somebody else looks,
+    as ``look`` says, the call goes through the dispatcher, and has returned None.
 
     What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
     """
     operands = op.tensors_of(given)
-    if not hidden and seen(operands):
+    if look(operands):
         given, _ = results(given, None)
         values = [getattr(given, name) for name in op.kinds]
         made = call(op.name, *values, communicator.world_size, communicator)
