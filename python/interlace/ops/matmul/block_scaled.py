@@ -6,7 +6,6 @@ Uneven shards need no padding, as scales are not swizzled; a row is at most 127 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,12 +41,13 @@ def are_scaled(*operands: Any) -> bool:
     )
 
 
-def take(communicator: Communicator, op: str, given: Any, name: str) -> Any:
-    """``given`` with packed operands, whose weights are in the field ``name``, and what ranks compare beside.
+def take(communicator: Communicator, op: str, given: Any) -> Any:
+    """The record ``given`` with packed operands, and a block in which ranks compare k, too.
 
     ValueError or TypeError on all ranks if operands do not fit to each other.
     """
     with communicator.accepting(op):
+        name = "weights" if op == gather.OP else "weight"
         weights = getattr(given, name)
         several = isinstance(weights, (list, tuple))
         found = [given.input, *(weights if several else [weights])]

@@ -91,9 +91,7 @@ def prepared(
         )
 
     def start() -> Outcome:
-        lengths, columns = _agreed(
-            communicator, operands, dim, given.return_gathered, given.format
-        )
+        lengths, columns = _agreed(communicator, operands, dim, given.return_gathered, given.format)
         if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "

@@ -607,7 +607,7 @@ OPS = tuple(
         several=True,
         reference=reference,
         variants=tuple(variants),
-        without=without,
+        without=(*without, "format"),
     )
     for name, without, communicates, *variants in (
         (f"{SCATTER}_norm", (), _PRODUCT),

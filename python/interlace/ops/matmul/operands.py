@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from interlace.arguments import checks
-from interlace.kernels.block_scales import INNER
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
+from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
 from interlace.ops.matmul.formats import FORMATS, KERNEL_NAMES, BlockFormat, multiply_packed
 from interlace.ops.op import shapes

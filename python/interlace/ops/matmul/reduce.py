@@ -183,7 +183,13 @@ class CheckedReduce:
         if along == "m" and bias is not None:
             bias = bias[made.first : made.first + made.own]
         linear = Linear(
-            made.right, bias, output, along, self.activation, average=self.average, format=self.format
+            made.right,
+            bias,
+            output,
+            along,
+            self.activation,
+            average=self.average,
+            format=self.format,
         )
         event = self.reduce_scatter(made.left, linear, made.segments)
         return Outcome(view if buffer is None else None, event)
@@ -197,7 +203,13 @@ class CheckedReduce:
             output, view = gathered_rows(input, *about)
         assert output is not None
         linear = Linear(
-            weight, self.bias, output, "n", self.activation, average=self.average, format=self.format
+            weight,
+            self.bias,
+            output,
+            "n",
+            self.activation,
+            average=self.average,
+            format=self.format,
         )
         event = self.all_reduce(rows_of(input, 0), linear)
         return Outcome(view if buffer is None else None, event)
