@@ -288,8 +288,8 @@ class Tiles(NamedTuple):
 
     ``ALIGNED``: rows of the input, where they lie and where they are gathered, begin at multiples of 16
     bytes. ``FLATTEN``, ``WARP_SPECIALIZE``: what the compiler may do with the tile loop. ``COMPILED``: not
-    interpreted, so there are instructions to order what TMA does. From ``SCALES`` to ``OUT_DESCRIPTOR``: see
-    ``epilogue.py``. The last four: of block-scaled operands, see ``block_scales.py``.
+    interpreted, so there are instructions to order what TMA does. From ``SCALES`` to ``OUT_DESCRIPTOR``
+    see ``epilogue.py``. The last four: of block-scaled operands, see ``block_scales.py``.
     """
 
     BLOCK_M: int

@@ -2,10 +2,10 @@
 
 A packed row, or column of B, has all that belongs to it, so that what moves rows moves the scales too::
 
-    values of 128 numbers | ... | scales of 128 numbers | ... | one fp32, if SCALE is "e4m3" | padding
+    values of 128 numbers | ... | scales of 128 numbers | ... | an fp32, if SCALE is "e4m3" | padding
 
-with as many of the first as of the second; the last numbers are zeros, and the padding ends at a multiple of
-16 bytes. So the length of a row, K, says how many numbers it has. Constants of ``Tiles`` say what they are:
+with as many of the first as of the second. The last numbers are zeros, and the padding ends at a multiple
+of 16 bytes, so the length of a row, K, says how many numbers it has. Constants of ``Tiles`` say the rest:
 
 ``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"

@@ -1,8 +1,9 @@
 """Fused ops on block-scaled operands: the plain ops, of rows that carry their scales.
 
-A matrix in a block-scaled format is packed: bytes, each row's values and behind them its scales (``formats.py``).
-So what moves rows moves their scales under the same signal, and an op has one argument more, ``format``.
-Uneven shards need no padding, as scales are not swizzled; a row is at most 127 numbers and 15 bytes longer.
+A matrix in a block-scaled format is packed: in bytes, each row's values and then its scales, see
+``formats.py``. So what moves rows moves their scales under the same signal, and an op has one argument
+more, ``format``. Scales are not swizzled, so shards may be of any length. A row is padded to a multiple of
+128 numbers, and to one of 16 bytes.
 """
 
 import dataclasses
@@ -41,29 +42,35 @@ def are_scaled(*operands: Any) -> bool:
     )
 
 
-def take(communicator: Communicator, op: str, given: Any) -> Any:
+def take(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
     """The record ``given`` with packed operands, and a block in which ranks compare k, too.
 
-    ValueError or TypeError on all ranks if operands do not fit to each other.
+    ValueError or TypeError on all ranks if an operand is wrong.
     """
     with communicator.accepting(op):
-        name = "weights" if op == gather.OP else "weight"
-        weights = getattr(given, name)
-        several = isinstance(weights, (list, tuple))
-        found = [given.input, *(weights if several else [weights])]
-        for index, each in enumerate(found):
-            _check(found[0], each, f"weight[{index - 1}]" if several else "weight", index)
-            if not communicator.place.compiled:  # elsewhere that would wait for the device
-                each.check_scales()
-        packed = [packed_rows(each) for each in found]
-        biases = getattr(given, "biases", None) if several else [getattr(given, "bias", None)]
-        if torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.requires_grad for each in biases or []
-        ):
-            _refuse()
-    made = packed[1:] if several else packed[1]
-    values = {"input": packed[0], name: made, "format": found[0].format}
-    return dataclasses.replace(given, **values), comparing(("k", found[0].shape[-1]))
+        made = packed(given, check_scales=True)
+    return made, comparing(("k", given.input.shape[-1]))
+
+
+def packed(given: Any, *, check_scales: bool) -> Any:
+    """A record of an op with the packed rows of its block-scaled operands, and their format."""
+    name = "weights" if hasattr(given, "weights") else "weight"
+    weights = getattr(given, name)
+    several = isinstance(weights, (list, tuple))
+    operands = [given.input, *(weights if several else [weights])]
+    for index, each in enumerate(operands):
+        _check(operands[0], each, f"weight[{index - 1}]" if several else "weight", index)
+        if (
+            check_scales and each.values.device.type == "cpu"
+        ):  # elsewhere it would wait for the device
+            each.check_scales()
+    biases = given.biases if name == "weights" else given.bias
+    every = biases if isinstance(biases, (list, tuple)) else [biases]
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in every):
+        _refuse()
+    input, *rows = map(packed_rows, operands)
+    values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
+    return dataclasses.replace(given, **values)
 
 
 def _check(input: Any, operand: Any, name: str, index: int) -> None:
@@ -78,8 +85,8 @@ def _check(input: Any, operand: Any, name: str, index: int) -> None:
         return
     if operand.inner != -2 or operand.values.dim() != 2:
         raise ValueError(
-            f"{name} must be (k, n), its blocks along k: interlace.quantize(w, format).t() of w (n, k); got "
-            f"shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
+            f"{name} must be (k, n), its blocks along k, as interlace.quantize(w, format).t() of w (n, k); "
+            f"got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
         )
     if operand.format != input.format:
         raise ValueError(f"input is in {input.format}, {name} in {operand.format}")

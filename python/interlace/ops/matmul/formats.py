@@ -113,9 +113,9 @@ class Scaled:
     ----------
     values : ``[..., rows, k]``. A 4-bit format has two numbers in an element, the first in the low bits:
         ``[..., rows, k / 2]``; uint8 is taken for it.
-    scales : ``[..., rows, ceil(k / block)]``; of ``fp8_block128`` also ``[..., ceil(rows / 128), ceil(k /
-        128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is taken for float8_e8m0fnu. Of the MX formats and
-        nvfp4 they may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, which is flat.
+    scales : ``[..., rows, ceil(k / block)]``; of ``fp8_block128`` also ``[..., ceil(rows / 128),
+        ceil(k / 128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is taken for float8_e8m0fnu. Those of
+        the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat.
     format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" of float8_e5m2 values is
         "mxfp8_e5m2".
     whole : of nvfp4, a float32 of one element by which everything is multiplied; None is 1.
@@ -249,8 +249,8 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
     least scale that there is. Values are rounded to nearest, ties to even, and none saturates. NaN and
     infinity make all numbers of their block NaN; of nvfp4, of the tensor.
 
-    Raises ValueError or TypeError naming the argument. Source: OCP MX Specification v1.0, section 6.3, which
-    rounds the exponent of a scale down, and lets the largest numbers saturate; NVIDIA's Transformer Engine
+    Raises ValueError or TypeError naming the argument. Source: OCP MX Specification v1.0, section 6.3. It
+    rounds the exponent of a scale down, so that the largest numbers saturate; NVIDIA's Transformer Engine
     rounds it up, as here.
 
     >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
@@ -271,7 +271,8 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
     numbers, (rows, length) = x.float(), x.shape[-2:]
     blocks, bands = _blocks(length, kind.block), _blocks(rows, across)
     padded = pad(numbers, (0, blocks * kind.block - length, 0, bands * across - rows))
-    tiles = padded.unflatten(-1, (blocks, kind.block)).unflatten(-3, (bands, across))
+    shape = *x.shape[:-2], bands, across, blocks, kind.block
+    tiles = padded.reshape(shape)
     largest = tiles.abs().amax((-3, -1))  # [..., bands, blocks]
     whole = None
     if kind.whole:

@@ -23,6 +23,7 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
+from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
@@ -37,6 +38,7 @@ from interlace.ops.matmul.scaled import (
     ScaledMatmulReduceScatterArguments,
 )
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
+from interlace.runtime.compat.torch_modes import modes_active
 
 Tensor = torch.Tensor
 
@@ -84,7 +86,8 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
-    op, weight, bias = "all_gather_matmul", given.weights, given.biases
+    op, given = _packed("all_gather_matmul", given, group, tag)
+    weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
@@ -105,6 +108,17 @@ def gather(
     made = run_record(op, group, tag, (given.input, *weights, *given.biases), given)
     outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if asked else outputs
+
+
+def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any]:
+    """The op and the record for operands that may be block-scaled."""
+    if not block_scaled.are_scaled(given.input, *vars(given).values()):
+        return op, given
+    known = not (torch.compiler.is_compiling() or modes_active())
+    try:
+        return f"block_scaled_{op}", block_scaled.packed(given, check_scales=known)
+    except (TypeError, ValueError) as error:
+        refuse(op, group, tag, error)
 
 
 def matmul_reduce_scatter(
@@ -261,9 +275,10 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     factors: dict[str, Any] = {"input": given.input}
-    if op in (SCATTER, ALL_REDUCE):
-        factors["weight"] = given.weight
-    scatters = op in (SCATTER, SCATTER_NORM)
+    scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    if multiplies:
+        op, given = _packed(op, given, group, tag)
+        factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
     *_, columns = factors.values()
