@@ -28,4 +28,4 @@ BY_NAME = registry.OPS
 torch_library.register_group_size()
 for op in OPS:
     torch_library.register(op)
-calls.define(BY_NAME)
+    calls.define(op)

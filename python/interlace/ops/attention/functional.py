@@ -36,7 +36,6 @@ from interlace.ops.op.calls import (
     refuse,
     run,
     run_record,
-    run_to_list,
 )
 from interlace.runtime.core.communicator import Communicator
 
@@ -77,8 +76,8 @@ def distributed_decode(
         refuse(op, group, tag, error)
     check(op, group, tag, None, q=q, **{"kv_cache[0]": key, "kv_cache[1]": value})
     number(op, group, tag, "scale", scale)
-    tensors = (q, key, value, lengths, block_table)
-    output, lse = run_to_list(op, group, tag, tensors, *tensors, scale, algorithm)
+    given = (q, key, value, lengths, block_table, scale, algorithm)
+    output, lse = run(op, group, tag, *given)
     return output, lse
 
 
@@ -122,7 +121,7 @@ def matmul_all_to_all(
     """
     op = "matmul_all_to_all"
     check(op, group, tag, _ints(length), input=input, weight=weight, bias=bias)
-    return run(op, group, tag, input, weight, bias, length, algorithm, tensors=3)
+    return run(op, group, tag, input, weight, bias, length, algorithm)  # type: ignore[no-any-return]
 
 
 def all_to_all_matmul(
@@ -166,8 +165,7 @@ def all_to_all_matmul(
     op = "all_to_all_matmul"
     check(op, group, tag, _ints(length), input=input, weight=weight, bias=bias)
     given = (input, weight, bias, length, keeps(False, [weight]), algorithm)
-    output: Tensor = run_to_list(op, group, tag, (input, weight, bias), *given)[0]
-    return output
+    return run(op, group, tag, *given)[0]  # type: ignore[no-any-return]
 
 
 def _ints(length: Any) -> dict[str, Any]:
@@ -270,8 +268,7 @@ def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
         error = TypeError(f"causal must be a bool, got {given.causal!r}")
         refuse(FORWARD, group, tag, error)
     given.causal = bool(given.causal)
-    tensors = given.query, given.key, given.value, given.cu_seqlens
-    return run_record(FORWARD, group, tag, tensors, given)
+    return run_record(FORWARD, group, tag, given)  # type: ignore[no-any-return]
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:

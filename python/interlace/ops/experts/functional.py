@@ -19,7 +19,7 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
-from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run_record, run_to_list
+from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run, run_record
 
 if TYPE_CHECKING:
     pass
@@ -73,8 +73,7 @@ def dispatch(
         refuse("dispatch", group, tag, error)
     check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
     given = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
-    tensors = (data, scales, topk_idx, topk_weights)
-    return named(run_record("dispatch", group, tag, tensors, given), given, group)
+    return named(run_record("dispatch", group, tag, given), given, group)
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -119,7 +118,7 @@ def combine(
     tensors = (rows, handle.segments, handle.topk_idx, weights)
     kept = weights is not None and keeps(False, [weights])
     routing = handle.routing._replace(algorithm=algorithm)
-    return run_to_list("combine", group, tag, tensors, *tensors, kept, *routing)[0]  # type: ignore[no-any-return]
+    return run("combine", group, tag, *tensors, kept, *routing)[0]  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(
@@ -165,7 +164,7 @@ def grouped_matmul_combine(
         kept = topk_weights is not None and keeps(False, [topk_weights])
         tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
         given = (kept, *routing, out_dtype)
-        return run_to_list(ROUTED, group, tag, tensors, *tensors, *given)[0]  # type: ignore[no-any-return]
+        return run(ROUTED, group, tag, *tensors, *given)[0]  # type: ignore[no-any-return]
     operands: tuple[Any, ...] = (input, weight, bias, topk_idx, topk_weights)
     names = ("input", "weight", "bias", "topk_idx", "topk_weights")
     check(op, group, tag, **dict(zip(names, operands, strict=True)))
@@ -173,7 +172,7 @@ def grouped_matmul_combine(
     sent = ints(op, group, tag, "home_splits", home_splits)
     kept = topk_weights is not None and keeps(False, [topk_weights])
     about = (sent, received, kept, algorithm, out_dtype)
-    return run_to_list(op, group, tag, operands, *operands, *about)[0]  # type: ignore[no-any-return]
+    return run(op, group, tag, *operands, *about)[0]  # type: ignore[no-any-return]
 
 
 def all_gather_grouped_matmul(
@@ -243,11 +242,11 @@ def all_to_all_grouped_matmul(
 
 
 def _grouped(op: str, group: FunctionalGroup, tag: str, given: GroupedArguments) -> Any:
-    tensors, asked = (given.input, given.weight, given.bias), given.return_received
+    asked = given.return_received
     check(op, group, tag, input=given.input, weight=given.weight, bias=given.bias)
     flag(op, group, tag, "return_received", asked)
     for name in ("input_splits", "output_splits"):
         setattr(given, name, ints(op, group, tag, name, getattr(given, name)))
     given.return_received = keeps(asked, [given.weight])
-    made = run_record(op, group, tag, tensors, given)
+    made = run_record(op, group, tag, given)
     return (made[1], made[0]) if asked else made[0]

@@ -105,7 +105,7 @@ def gather(
     asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
-    made = run_record(op, group, tag, (given.input, *weights, *given.biases), given)
+    made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if asked else outputs
 
@@ -291,14 +291,12 @@ def reduce(
         take_norm(given, norm, quantize)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
-    tensors = [*factors.values(), given.bias]
     if given.kind:
         names = "residual", "weight of norm", "bias of norm"
         vectors = given.residual, given.norm_weight, given.norm_bias
         check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
-        tensors += vectors
-    made = run_record(op, group, tag, tensors, given)
-    return paired(made) if given.kind else made[0]
+    made = run_record(op, group, tag, given)
+    return paired(made) if given.kind else made
 
 
 def all_gather_scaled_matmul(
@@ -353,7 +351,7 @@ def all_gather_scaled_matmul(
         input, weights, input_scale, scales, biases, gather_dim, return_gathered, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    made = run_record(op, group, tag, (input, input_scale, *weights, *scales, *biases), given)
+    made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if return_gathered else outputs
 
@@ -399,5 +397,4 @@ def scaled_matmul_reduce_scatter(
         input, weight, input_scale, weight_scale, bias, name_of(reduce_op), scatter_dim, out_dtype,
         use_fast_accum, algorithm,
     )  # fmt: skip
-    tensors = input, weight, input_scale, weight_scale, bias
-    return run_record(op, group, tag, tensors, given)[0]  # type: ignore[no-any-return]
+    return run_record(op, group, tag, given)  # type: ignore[no-any-return]

@@ -3,8 +3,8 @@
 A call that nobody but the group needs to see is started here; ``recording.py`` has the others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -12,7 +12,7 @@ from interlace.arguments import checks, words
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
-from interlace.ops.op.op import OPS, Op
+from interlace.ops.op.op import Op
 from interlace.ops.op.recording import call, call_out, seen
 from interlace.runtime.compat.torch_modes import (
     above_autograd,
@@ -40,58 +40,45 @@ def _traceable(name: str) -> Callable[..., Any]:
     return allow_in_graph(start)
 
 
-_traced: dict[str, Callable[..., Any]] = {}
-_fields: dict[str, tuple[str, ...]] = {}  # those of its record that an op takes, in their order
+class _Known(NamedTuple):
+    """An op for :func:`run`; ``operands``: which of its arguments are tensors, or lists of some."""
+
+    op: Op
+    traceable: Callable[..., Any]
+    operands: tuple[int, ...]
+    fields: tuple[str, ...]
 
 
-def define(ops: Mapping[str, Op]) -> None:
-    """Let :func:`run` know of these ops; ``library.py`` does."""
-    _traced.update({name: _traceable(name) for name in ops})
-    _fields.update({name: tuple(op.kinds) for name, op in ops.items()})
+_known: dict[str, _Known] = {}
+
+
+def define(op: Op) -> None:
+    """Let :func:`run` know of the op; ``library.py`` does."""
+    operands = [at for at, kind in enumerate(op.kinds.values()) if kind.startswith("Tensor")]
+    _known[op.name] = _Known(op, _traceable(op.name), tuple(operands), tuple(op.kinds))
 
 
 def run(
-    op: str,
-    group: FunctionalGroup,
-    tag: str,
-    *args: Any,
-    tensors: int = 1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Start ``op``, or leave a node in the graph. The first ``tensors`` of its arguments are such."""
-    made: torch.Tensor
-    how = {} if out is None else {"out": out}
-    if direct(*args[:tensors], out):
-        started = OPS[op].begin(bound(group, tag), args, **how)
-        return AsyncTensor(started.outputs[0], started.work)
+    op: str, group: FunctionalGroup, tag: str, *args: Any, out: torch.Tensor | None = None
+) -> Any:
+    """Start ``op``, or leave a node in the graph; its result, or the list of its results."""
+    known, how = _known[op], {} if out is None else {"out": out}
+    operands = [out]
+    for at in known.operands:
+        operands += args[at] if isinstance(args[at], (list, tuple)) else [args[at]]
+    if direct(*operands):
+        started = known.op.begin(bound(group, tag), args, **how)
+        made = [AsyncTensor(each, started.work) for each in started.outputs]
+        return made if known.op.several else made[0]
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
         raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
-    made = _traced[op](*args, size, name, **how)
-    return made
+    return known.traceable(*args, size, name, **how)
 
 
-def run_to_list(
-    op: str, group: FunctionalGroup, tag: str, tensors: Sequence[Any], *args: Any
-) -> list[Any]:
-    """Run an op that returns a list, as :func:`run` does; ``tensors`` are all those in its arguments."""
-    if direct(*tensors):
-        started = OPS[op].begin(bound(group, tag), args)
-        return [AsyncTensor(each, started.work) for each in started.outputs]
-    name, size = describe(group, tag)
-    return list(_traced[op](*args, size, name))
-
-
-def run_record(
-    op: str, group: FunctionalGroup, tag: str, tensors: Sequence[Any], given: Any
-) -> list[Any]:
-    """Run an op on the record of its arguments, as :func:`run` does; all its results."""
-    if direct(*tensors):
-        started = OPS[op].start(bound(group, tag), given)
-        return [AsyncTensor(each, started.work) for each in started.outputs]
-    name, size = describe(group, tag)
-    made = _traced[op](*[getattr(given, field) for field in _fields[op]], size, name)
-    return [made] if isinstance(made, torch.Tensor) else list(made)
+def run_record(op: str, group: FunctionalGroup, tag: str, given: Any) -> Any:
+    """Run an op on the record of its arguments, as :func:`run` does."""
+    return run(op, group, tag, *[getattr(given, field) for field in _known[op].fields])
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:

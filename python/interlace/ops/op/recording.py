@@ -70,12 +70,12 @@ def call(name: str, *args: Any) -> Any:
     *own, size, group = args
     op: Op = OPS[name]
     _check_types(op, own, size, group)
-    with needing(op.needs(dict(zip(op.kinds, own, strict=True)))):
-        if seen(tensors(own)):
+    given = op.record(own)
+    with needing(op.needs(vars(given))):
+        if seen(op.tensors_of(given)):
             return _through(name, name, args)
         communicator = group if isinstance(group, Communicator) else specs.bind(group, size)
-        given = op.record(tree_map_only(torch.Tensor, wait, own))
-        prepare(communicator, *op.tensors_of(given))
+        given = _prepared(op, communicator, given)
         with torch.no_grad():
             started = op.start(communicator, given)
         # ranks that are simulated cannot wait within a backward of another's
@@ -173,6 +173,16 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 # -- one node of autograd ----------------------------------------------------------------------------
 
 
+def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
+    """A record, before its op runs, with plain tensors that are complete."""
+    operands = op.tensors_of(given)
+    prepare(communicator, *operands)
+    if not any([type(each) is AsyncTensor for each in operands]):
+        return given
+    named = {name: getattr(given, name) for name in names_of_tensors(op.arguments)}
+    return replace(given, **tree_map_only(torch.Tensor, wait, named))
+
+
 def record(
     op: Op, communicator: Communicator, given: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -255,8 +265,7 @@ def run_recorded(
 
     What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
     """
-    operands = op.tensors_of(given)
-    if look(operands):
+    if look(op.tensors_of(given)):
         given, _ = results(given, None)
         values = [getattr(given, name) for name in op.kinds]
         made = call(op.name, *values, communicator.world_size, communicator)
@@ -264,10 +273,7 @@ def run_recorded(
         done = Work(op.name, communicator.place, None)
         work = ContinuedWork(done, lambda _: finish(outputs, None))
         return work if async_op else work.wait()
-    prepare(communicator, *operands)
-    if any([type(each) is AsyncTensor for each in operands]):
-        named = {name: getattr(given, name) for name in names_of_tensors(given.__class__)}
-        given = replace(given, **tree_map_only(torch.Tensor, wait, named))
+    given = _prepared(op, communicator, given)
 
     def then(made: Any) -> Any:
         return finish(record(op, communicator, *results(given, made)), made)

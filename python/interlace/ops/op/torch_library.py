@@ -58,7 +58,7 @@ def register(op: Op) -> None:
         name = f"{op.name}_"
         arguments = op.parameters.replace("Tensor input", "Tensor(a!) input")
         _library.define(f"{name}({arguments}, {GROUP}) -> Tensor(a!)", tags=tags)
-        _implement(name, _in_place_kernel(op), lambda input, *args: input)
+        _implement(name, _in_place_kernel(op), _in_place_fake(op))
         getattr(_ops, name).default.py_functionalize_impl(_functional_form(op.name))
 
 
@@ -135,6 +135,14 @@ def _in_place_kernel(op: Op) -> Callable[..., Any]:
         return input
 
     return kernel
+
+
+def _in_place_fake(op: Op) -> Callable[..., Any]:
+    def fake(input: torch.Tensor, *args: Any) -> Any:
+        _register_lowering(op)
+        return input
+
+    return fake
 
 
 def _functional_form(name: str) -> Callable[..., Any]:
