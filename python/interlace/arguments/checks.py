@@ -365,6 +365,11 @@ def bias_of(
     return bias.contiguous()
 
 
+def bias_like(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor with the dtype of a bias: the input, or of packed rows one with the output's ``dtype``."""
+    return input.new_empty(0, dtype=dtype) if input.dtype == torch.uint8 else input
+
+
 def flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is a bool."""
     if not isinstance(value, bool):
@@ -472,7 +477,7 @@ def operands(
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     inner: int | None = input.shape[-1]
-    like = input if input.is_floating_point() else input.new_empty(0, dtype=dtype)  # of a bias
+    like = bias_like(input, dtype)
     several = False
     if gather_dim is not None:
         if index("gather_dim", gather_dim, input.dim()) == input.dim() - 1:

@@ -11,7 +11,7 @@ OPS = (
     *records.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
-    *block_scaled.OPS,
+    *map(block_scaled.with_format, (gather.ALL_GATHER_MATMUL, *reduce.OPS, *grouped.OPS)),
     *grouped.OPS,
     *dispatch.OPS,
     *combine.OPS,

@@ -49,6 +49,7 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
+from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
@@ -447,7 +448,9 @@ def all_gather_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.GATHER
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
+    call, terms = block_scaled.taken(resolve(group), call.op, call)
+    with terms:
+        return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -499,12 +502,14 @@ def all_to_all_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.EXCHANGE
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    communicator = resolve(group).on(input)
+    call, terms = block_scaled.taken(resolve(group), call.op, call)
+    communicator = resolve(group).on(call.input)
     number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
     if num_max_rows_per_rank is not None:
         with communicator.accepting(call.op):
             call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
-    return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
+    with terms:
+        return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,11 +101,12 @@ def all_gather_matmul(
     given = gather.AllGatherMatmulArguments(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    if block_scaled.are_scaled(input, weight):
-        return _run_scaled(gather.OP, gather.gather_matmul, given, group, async_op)  # type: ignore[no-any-return]
-    learning = requires_gradients(input, weight, bias)
+    communicator = resolve(group)
+    given, terms = block_scaled.taken(communicator, gather.OP, given)
+    learning = requires_gradients(given.input, given.weights, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
-    return run(resolve(group).on(input), given, async_op=async_op)  # type: ignore[no-any-return]
+    with terms:
+        return run(communicator.on(given.input), given, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(
@@ -329,18 +330,10 @@ def run_reduction(
                 checks.tensor("weight", given.weight, communicator)
             checks.integer("scatter_dim", given.scatter_dim)
         norms.take_norm(given, norm, quantize)
-    if block_scaled.are_scaled(given.input, given.weight):
-        return _run_scaled(op, norms.FORMS[op], given, group, async_op)
+    given, terms = block_scaled.taken(communicator, op, given)
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    return run(communicator.on(given.input), given, async_op=async_op)
-
-
-def _run_scaled(op: str, run: Callable[..., Any], given: Any, group: Group, async_op: bool) -> Any:
-    """An eager op on block-scaled operands, of which there are no gradients."""
-    communicator = resolve(group)
-    given, terms = block_scaled.take(communicator, op, given)
     with terms:
         return run(communicator.on(given.input), given, async_op=async_op)
 

@@ -6,12 +6,12 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 128 numbers, and to one of 16 bytes.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
 
-from interlace.ops.matmul import gather, reduce
 from interlace.ops.matmul.formats import Scaled, packed_rows
 from interlace.ops.op.op import Op, OpGradient
 from interlace.runtime.core.communicator import Communicator
@@ -22,16 +22,13 @@ def _refuse(*_: Any) -> Any:
     raise RuntimeError("interlace's ops on block-scaled operands have no gradients")
 
 
-def _block_scaled(op: Op) -> Op:
-    """The same op with a ``format``."""
+def with_format(op: Op) -> Op:
+    """The op of block-scaled operands: the same with a ``format``."""
     without = [name for name in op.without if name != "format"]
     name, nothing = f"block_scaled_{op.name}", OpGradient(lambda ctx, given, output: None, _refuse)
     return dataclasses.replace(
         op, name=name, without=without, gradient=nothing, communicates={}, variants=()
     )
-
-
-OPS = tuple(map(_block_scaled, (gather.ALL_GATHER_MATMUL, *reduce.OPS)))
 
 
 def are_scaled(*operands: Any) -> bool:
@@ -42,11 +39,13 @@ def are_scaled(*operands: Any) -> bool:
     )
 
 
-def take(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
-    """The record ``given`` with packed operands, and a block in which ranks compare k, too.
+def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
+    """The record ``given``, with packed operands if they are block-scaled, whose k ranks compare in a block.
 
     ValueError or TypeError on all ranks if an operand is wrong.
     """
+    if not are_scaled(*vars(given).values()):
+        return given, contextlib.nullcontext()
     with communicator.accepting(op):
         made = packed(given, check_scales=True)
     return made, comparing(("k", given.input.shape[-1]))
@@ -59,7 +58,8 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     several = isinstance(weights, (list, tuple))
     operands = [given.input, *(weights if several else [weights])]
     for index, each in enumerate(operands):
-        _check(operands[0], each, f"weight[{index - 1}]" if several else "weight", index)
+        each_name = f"weight[{index - 1}]" if several else "weight"
+        _check(operands[0], each, each_name, index, hasattr(given, "input_splits"))
         if (
             check_scales and each.values.device.type == "cpu"
         ):  # elsewhere it would wait for the device
@@ -73,7 +73,7 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     return dataclasses.replace(given, **values)
 
 
-def _check(input: Any, operand: Any, name: str, index: int) -> None:
+def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:
     if not isinstance(operand, Scaled):
         name = name if index else "input"
         raise TypeError(
@@ -83,15 +83,16 @@ def _check(input: Any, operand: Any, name: str, index: int) -> None:
         if operand.inner != -1:
             raise ValueError("input must be [..., k], its blocks along k; this one is transposed")
         return
-    if operand.inner != -2 or operand.values.dim() != 2:
+    dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
+    if operand.inner != -2 or operand.values.dim() != dims:
         raise ValueError(
-            f"{name} must be (k, n), its blocks along k, as interlace.quantize(w, format).t() of w (n, k); "
+            f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() of w (n, k); "
             f"got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
         )
     if operand.format != input.format:
         raise ValueError(f"input is in {input.format}, {name} in {operand.format}")
-    if operand.shape[0] != input.shape[-1]:
+    if operand.shape[-2] != input.shape[-1]:
         raise ValueError(
-            f"{name} has {operand.shape[0]} rows, input has k = {input.shape[-1]} (shape "
+            f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
             f"{tuple(input.shape)})"
         )

@@ -188,8 +188,7 @@ def _multiply_rows(
     algorithm, empty = operands.algorithm, not total * inner
     if algorithm == "auto" or empty:
         bytes_gathered = (total - min(rows)) * inner * shard.element_size()
-        wide = shard.dtype if shard.is_floating_point() else torch.bfloat16
-        wide = torch.float64 if operands.dtype == torch.float64 else wide
+        wide = torch.float64 if operands.dtype == torch.float64 else shard.dtype
         algorithm = choose_algorithm(
             communicator.place, wide, total, bytes_gathered, empty=empty, tuned=choice.algorithm
         )

@@ -244,8 +244,7 @@ class CheckedReduce:
         empty = not rows * columns * self.largest_inner
         if self.algorithm != "auto" and not empty:
             return self.algorithm
-        wide = torch.bfloat16 if self.format else self.input.dtype
-        wide = torch.float64 if self.dtype == torch.float64 else wide
+        wide = torch.float64 if self.dtype == torch.float64 else self.input.dtype
         return choose_algorithm(self.communicator.place, wide, rows, 0, empty=empty, tuned=tuned)
 
     def reduce_scatter(
