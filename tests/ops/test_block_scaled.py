@@ -79,10 +79,59 @@ def test_reductions_in_sim(name: str, ranks: int) -> None:
     interlace.run(reduces, ranks, name)
 
 
+def experts(name: str) -> None:
+    """Two of the experts for every token; ranks have other numbers of tokens, and bounds or none."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    experts, tokens = 2 * size, (5, 3, 0, 2)[rank]
+    x: Any = made(name, tokens, rank)
+    chosen = (torch.arange(tokens)[:, None] + torch.tensor([rank, rank + size])) % experts
+    share = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(rank))
+
+    def weights(of: int) -> Any:
+        generator = torch.Generator().manual_seed(20 + of)
+        numbers = torch.randn(2, COLUMNS, INNER, generator=generator)
+        return quantize(numbers, name, weight=True).t()  # type: ignore[arg-type]
+
+    every = torch.cat([weights(r).dequantize(torch.float64) for r in range(size)])
+    numbers = x.dequantize(torch.float64)
+    right = bound = torch.zeros(tokens, COLUMNS, dtype=torch.float64)
+    for slot in (0, 1):
+        factors = every[chosen[:, slot]]
+        right = right + (numbers[:, None] @ factors)[:, 0] * share[:, slot, None]
+        bound = bound + ERROR * (numbers.abs()[:, None] @ factors.abs())[:, 0]
+    for most in (None, 5):
+        received, handle = interlace.experts.dispatch(
+            x, chosen, share, experts, num_max_dispatch_tokens_per_rank=most
+        )
+        for algorithm in ("fused", "pipelined", "unfused"):
+            how: Any = {"algorithm": algorithm, "out_dtype": torch.float32}
+            rows: Any = received.x
+            found = interlace.grouped_matmul_combine(rows, weights(rank), handle, **how)
+            assert torch.all((found - right).abs() <= bound)
+    rows, sent = interlace.experts.permute(numbers.float(), chosen, experts)
+    there: Any = quantize(rows, name)  # type: ignore[arg-type]
+    outputs = [
+        interlace.all_to_all_grouped_matmul(there, weights(rank), sent, algorithm=a)[0]  # type: ignore[arg-type]
+        for a in ("fused", "pipelined", "unfused")
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    gathered, _ = interlace.all_gather_grouped_matmul(x, weights(0), [tokens, 0])
+    alone = interlace.all_gather_matmul(x, quantize(weights(0).t().dequantize()[0], name).t())  # type: ignore[arg-type]
+    assert gathered.shape == alone.shape
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("ranks", few((2, 4), 2))
+def test_experts_in_sim(name: str, ranks: int) -> None:
+    interlace.run(experts, ranks, name)
+
+
 def both(names: tuple[str, ...]) -> None:
     for name in names:
         gathers(name)
         reduces(name)
+        experts(name)
 
 
 def test_in_processes() -> None:

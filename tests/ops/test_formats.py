@@ -154,9 +154,11 @@ def test_a_wrong_operand_is_refused(
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, -1.0])
 def test_a_scale_that_is_not_above_zero_is_refused(scale: float) -> None:
-    wrong = Scaled(FP8, torch.full((4, 1), scale), "fp8_block128")
+    wrong = Scaled(torch.ones(4, 64).to(E4M3), torch.full((4, 1), scale), "fp8_block128")
     with pytest.raises(ValueError, match=rf"must be greater than 0, got {scale} at \(0, 0\)"):
         wrong.check_scales()
+    if scale == 0.0:  # which loses nothing of zeros
+        Scaled(FP8, torch.zeros(4, 1), "fp8_block128").check_scales()
 
 
 @pytest.mark.parametrize(

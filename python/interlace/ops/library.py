@@ -11,7 +11,10 @@ OPS = (
     *records.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
-    *map(block_scaled.with_format, (gather.ALL_GATHER_MATMUL, *reduce.OPS, *grouped.OPS)),
+    *map(
+        block_scaled.with_format,
+        (gather.ALL_GATHER_MATMUL, *reduce.OPS, *grouped.OPS, *grouped_combine.OPS[:2]),
+    ),
     *grouped.OPS,
     *dispatch.OPS,
     *combine.OPS,

@@ -185,8 +185,8 @@ class GroupedArguments:
     returns the results of the op, and the routes.
     """
 
-    input: Tensor
-    weight: Tensor
+    input: Annotated[Any, "Tensor"]
+    weight: Annotated[Any, "Tensor"]
     bias: Tensor | None
     input_splits: Annotated[Any, "SymInt[]"]
     output_splits: Annotated[Any, "SymInt[]"]

@@ -29,6 +29,7 @@ from interlace.arguments.words import (
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.matmul import block_scaled, gather, norms
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -54,8 +55,8 @@ Tensor = torch.Tensor
 
 
 def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
+    input: Tensor | Scaled,
+    weight: Tensors | Scaled | Sequence[Scaled],
     *,
     gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -110,8 +111,8 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     *,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
@@ -178,8 +179,8 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     *,
     reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None,

@@ -40,7 +40,7 @@ def are_scaled(*operands: Any) -> bool:
 
 
 def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
-    """The record ``given``, with packed operands if they are block-scaled, whose k ranks compare in a block.
+    """The record ``given``, with packed operands if they are block-scaled, and a block that compares k.
 
     ValueError or TypeError on all ranks if an operand is wrong.
     """
@@ -56,10 +56,11 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     name = "weights" if hasattr(given, "weights") else "weight"
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
+    by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
     operands = [given.input, *(weights if several else [weights])]
     for index, each in enumerate(operands):
         each_name = f"weight[{index - 1}]" if several else "weight"
-        _check(operands[0], each, each_name, index, hasattr(given, "input_splits"))
+        _check(operands[0], each, each_name, index, by_expert)
         if (
             check_scales and each.values.device.type == "cpu"
         ):  # elsewhere it would wait for the device
@@ -86,8 +87,8 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
     dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
     if operand.inner != -2 or operand.values.dim() != dims:
         raise ValueError(
-            f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() of w (n, k); "
-            f"got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
+            f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() has for w "
+            f"(n, k); got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
         )
     if operand.format != input.format:
         raise ValueError(f"input is in {input.format}, {name} in {operand.format}")

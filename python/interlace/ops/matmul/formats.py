@@ -118,7 +118,8 @@ class Scaled:
         the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat.
     format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" of float8_e5m2 values is
         "mxfp8_e5m2".
-    whole : of nvfp4, a float32 of one element by which everything is multiplied; None is 1.
+    whole : of nvfp4, a float32 by which everything is multiplied, one element or one for each row,
+        ``[..., rows, 1]``; None is 1.
     inner : the dimension k, -1 or -2. :meth:`t` exchanges both, for a weight, which is ``(k, n)``.
 
     Raises ValueError or TypeError that says what was given and what the format asks.
@@ -147,14 +148,19 @@ class Scaled:
         scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "scales", self._plain(kind, scales))
-        whole = self.whole
-        if whole is None:
+        if self.whole is None:
             return
         if not kind.whole:
-            raise ValueError(f"{kind.name} has no scale for the whole tensor, got whole={whole!r}")
-        _of_dtype("whole", whole, kind.name, torch.float32)
-        if whole.numel() != 1:
-            raise ValueError(f"whole must have one element, got shape {tuple(whole.shape)}")
+            raise ValueError(
+                f"{kind.name} has no scale for the whole tensor, got whole={self.whole!r}"
+            )
+        whole = _of_dtype("whole", self.whole, kind.name, torch.float32)
+        of_rows = values[..., :1] if self.inner == -1 else values[..., :1, :]
+        if whole.numel() != 1 and whole.shape != of_rows.shape:
+            raise ValueError(
+                f"whole must have one element, or one for each row, {tuple(of_rows.shape)}; got shape "
+                f"{tuple(whole.shape)}"
+            )
 
     def _plain(self, kind: BlockFormat, scales: Tensor) -> Tensor:
         """The scales by row and block, whatever layout they came in."""
@@ -191,31 +197,42 @@ class Scaled:
 
     def t(self) -> Scaled:
         """The same numbers with the last two dimensions exchanged; nothing is copied."""
-        return Scaled(self.values.mT, self.scales.mT, self.format, self.whole, -3 - self.inner)
+        whole = self.whole if self.whole is None or self.whole.numel() == 1 else self.whole.mT
+        return Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
 
     def check_scales(self) -> None:
-        """Raise ValueError if a scale is zero, negative or not a number. Waits for the device."""
-        for name, scales in (("scales", self.scales), ("whole", self.whole)):
-            if scales is None or not scales.numel():
+        """Raise ValueError if a scale is not above 0, or 0 where all values are. Waits for the device."""
+        rows_first = self if self.inner == -1 else self.t()
+        values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
+        every = [("scales", scales, self.kind.block)]
+        if whole is not None:
+            every.append(
+                ("whole", whole.view(-1, 1) if whole.dim() < 2 else whole, self.shape[self.inner])
+            )
+        for name, found, block in every:
+            wrong = ~(found > 0)
+            if not bool(wrong.any()):
                 continue
-            wrong = ~(scales.float() > 0)
+            across = -(-values.shape[-2] // max(1, found.shape[-2]))
+            tiles = _tiles(_numbers(values, self.kind).abs(), max(1, block), max(1, across))
+            wrong = wrong & ((found != 0) | (tiles.amax((-3, -1)) > 0))
             if bool(wrong.any()):
                 at = tuple(wrong.nonzero()[0].tolist())
+                scale = found.expand_as(wrong)[at].item()
                 raise ValueError(
-                    f"{name} of {self.format} must be greater than 0, got {scales[at].float().item()} at "
-                    f"{at}"
+                    f"{name} of {self.format} must be greater than 0, got {scale} at {at}"
                 )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, computed in float32 and rounded once to ``dtype``."""
         rows_first = self if self.inner == -1 else self.t()
         kind, scales = self.kind, rows_first.scales.float()
-        numbers = unpaired(rows_first.values) if kind.packed > 1 else rows_first.values.float()
+        numbers = _numbers(rows_first.values, kind)
         rows, length = numbers.shape[-2:]
         if scales.shape[-2] != rows:
             scales = scales.repeat_interleave(kind.across, -2)[..., :rows, :]
         made = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
-        made = made if self.whole is None else made * self.whole
+        made = made if rows_first.whole is None else made * rows_first.whole
         return (made if self.inner == -1 else made.mT).to(dtype)
 
 
@@ -269,10 +286,7 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
         )
     across = kind.across if weight else 1
     numbers, (rows, length) = x.float(), x.shape[-2:]
-    blocks, bands = _blocks(length, kind.block), _blocks(rows, across)
-    padded = pad(numbers, (0, blocks * kind.block - length, 0, bands * across - rows))
-    shape = *x.shape[:-2], bands, across, blocks, kind.block
-    tiles = padded.reshape(shape)
+    tiles = _tiles(numbers, kind.block, across)
     largest = tiles.abs().amax((-3, -1))  # [..., bands, blocks]
     whole = None
     if kind.whole:
@@ -285,6 +299,14 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
     scaled = scaled[..., :rows, :length]
     values = pairs(scaled) if kind.packed > 1 else scaled.to(kind.values)
     return Scaled(values, scales, kind.name, whole)
+
+
+def _tiles(numbers: Tensor, block: int, across: int) -> Tensor:
+    """``[..., rows, k]`` as ``[..., bands, across, blocks, block]``, with zeros at the ends."""
+    *others, rows, length = numbers.shape
+    blocks, bands = _blocks(length, block), _blocks(rows, across)
+    padded = pad(numbers, (0, blocks * block - length, 0, bands * across - rows))
+    return padded.reshape(*others, bands, across, blocks, block)
 
 
 def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
@@ -369,8 +391,17 @@ def packed_rows(scaled: Scaled) -> Tensor:
         of_rows = of_rows.repeat_interleave(kind.across, -2)[..., :rows, :]
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
-        whole.copy_(torch.ones(()) if scaled.whole is None else scaled.whole.view(()))
+        given = whole.new_ones(()) if scaled.whole is None else scaled.whole
+        whole.copy_(given if given.numel() > 1 else given.view(()))
     return made
+
+
+def unpacked_rows(rows: Tensor, like: Scaled) -> Scaled:
+    """The matrix whose packed rows these are, with the format and the length of a row of ``like``."""
+    kind, numbers = like.kind, like.shape[-1]
+    values, scales, whole = _views(rows, kind)
+    values = values[..., : numbers // kind.packed].view(kind.values)
+    return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
 
 
 def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -24,6 +24,7 @@ from interlace.arguments.words import (
     Unscaled,
 )
 from interlace.ops.matmul import block_scaled
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
@@ -44,8 +45,8 @@ Tensor = torch.Tensor
 
 
 def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
+    input: Tensor | Scaled,
+    weight: Tensors | Scaled | Sequence[Scaled],
     gather_dim: int = 0,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -122,8 +123,8 @@ def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str,
 
 
 def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     *,
@@ -160,8 +161,8 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     reduce_op: FusedReduceOp = "sum",
     *,
     bias: Tensor | None = None,

@@ -60,7 +60,7 @@ class AllGatherMatmulArguments:
     so it returns the results of the op, and ``lengths``: the shards' by rank, None if they are equal.
     """
 
-    input: Tensor
+    input: Annotated[Any, "Tensor"]
     weights: Annotated[Any, "Tensor[]"] = None
     biases: Annotated[Any, "Tensor?[]"] = None
     gather_dim: int = 0

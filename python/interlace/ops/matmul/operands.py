@@ -129,6 +129,7 @@ def multiply(
     ``format``: of packed operands.
     """
     if output.dtype != input.dtype:
+        assert format is not None or input.dtype != torch.uint8, "packed rows without their format"
         dtype = wide(output.dtype)
         if format is None:
             product = input.to(dtype) @ weight.to(dtype)

@@ -70,7 +70,7 @@ class ReductionArguments:
     ``length``: of the own part, None for an equal one. ``quantize``: "" for None.
     """
 
-    input: Tensor
+    input: Annotated[Any, "Tensor"]
     weight: Annotated[Any, "Tensor"] = None
     bias: Tensor | None = None
     residual: Tensor | None = None
