@@ -1,5 +1,6 @@
 """Fused ops on block-scaled operands: right in every place, and equal bit by bit between algorithms."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 import interlace
 from interlace import functional
+from interlace.groups.specs import describe
+from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import E4M3, FORMATS, Scaled, quantize
 from tiers import few
 
@@ -230,7 +233,7 @@ def test_wrong_operands_are_refused_on_all_ranks(
 def test_ranks_compare_k_and_format() -> None:
     def call() -> None:
         rank = interlace.get_rank()
-        for shapes, formats, words in (
+        for shapes, names, words in (
             (
                 (160, 170),
                 ("mxfp8", "mxfp8"),
@@ -238,7 +241,7 @@ def test_ranks_compare_k_and_format() -> None:
             ),
             ((160, 160), ("mxfp8", "mxfp8_e5m2"), "format differs between ranks: mxfp8 on rank 0"),
         ):
-            x = quantize(torch.ones(4, shapes[rank]), formats[rank])  # type: ignore[arg-type]
+            x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=words):
                 interlace.all_gather_matmul(x, x.t())
 
@@ -252,3 +255,35 @@ def test_there_is_no_gradient() -> None:
             interlace.all_gather_matmul(X, W, bias=bias)
 
     interlace.run(call, 2)
+
+
+def tensors_of_torch(name: str) -> None:
+    """Values and scales apart, as ``torch.nn.functional.scaled_mm`` takes them; also swizzled."""
+    rank, group = interlace.get_rank(), describe(None, "")[0]
+    left = dataclasses.replace(made(name, 4, rank), whole=None)
+    right = dataclasses.replace(made(name, COLUMNS, 9, weight=True), whole=None)
+    gathered, plain = interlace.all_gather_matmul(left, right.t(), return_gathered=True)  # type: ignore[misc, arg-type]
+    pairs = [(left.scales, right.scales.t())]
+    if left.scales.element_size() == 1:
+        pairs.append((formats.swizzled(left.scales), formats.swizzled(right.scales)))
+    for scales in pairs:
+        mine, theirs = (left.values, scales[0]), (right.values.t(), scales[1])
+        factors = mine[0], theirs[0], mine[1], theirs[1]
+        assert torch.equal(functional.wait(functional.all_gather_scaled_matmul(*factors)), plain)  # type: ignore[arg-type]
+        part = functional.wait(functional.scaled_matmul_reduce_scatter(*factors))
+        assert torch.equal(part, interlace.matmul_reduce_scatter(left, right.t()))
+        whole, (product,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            mine[0], [theirs[0]], mine[1], [theirs[1]], 0, group, [None], [None], [None], [False]
+        )
+        assert torch.equal(product, plain)
+        assert torch.equal(whole.view(torch.uint8), gathered.values.view(torch.uint8))
+        shape = [4, COLUMNS]
+        about = (*factors, "sum", 0, 0, group, shape)
+        reduced = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(*about)
+        assert reduced.shape == part.shape
+        assert torch.all((reduced - part).abs() <= 2.0**-6 * (1 + part.abs()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_as_torch_has_them(name: str) -> None:
+    interlace.run(tensors_of_torch, 2, name)

@@ -40,6 +40,7 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.op.op import OPS, longest, padded, wait
 from interlace.ops.op.recording import (
+    ContinuedWork,
     Ops,
     run_recorded,
     seen_not_by_modes,
@@ -107,7 +108,11 @@ def all_gather_matmul(
     learning = requires_gradients(given.input, given.weights, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
     with terms:
-        return run(communicator.on(given.input), given, async_op=async_op)  # type: ignore[no-any-return]
+        made = run(communicator.on(given.input), given, async_op=async_op)
+    if not (return_gathered and isinstance(input, Scaled)):
+        return made  # type: ignore[no-any-return]
+    finish = functools.partial(block_scaled.with_gathered, input)
+    return ContinuedWork(made, finish) if async_op else finish(made)  # type: ignore[return-value]
 
 
 def matmul_reduce_scatter(

@@ -8,11 +8,13 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from interlace.ops.matmul.formats import Scaled, packed_rows
+from interlace.kernels.block_scales import INNER
+from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, Scaled, packed_rows, unpacked_rows
 from interlace.ops.op.op import Op, OpGradient
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
@@ -37,6 +39,41 @@ def are_scaled(*operands: Any) -> bool:
         isinstance(each, Scaled) or (isinstance(each, (list, tuple)) and are_scaled(*each))
         for each in operands
     )
+
+
+def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
+    """The operand that tensors are which ``torch.nn.functional.scaled_mm`` takes; None without blocks.
+
+    Of which format they are is said by the dtypes, and by the shape of scales in float32: one for all
+    numbers, or for each row or column, is no block.
+    """
+    if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
+        return None
+    if scales.dtype == E8M0:
+        return Scaled(
+            values, scales, "mxfp8" if values.dtype in (E4M3, E5M2) else "mxfp4", None, inner
+        )
+    if scales.dtype == E4M3:
+        return Scaled(values, scales, "nvfp4", None, inner)
+    blocks = -(-values.shape[inner] // INNER) if values.dim() > 1 else 1
+    if scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks:
+        return Scaled(values, scales, "fp8_block128", None, inner)
+    return None
+
+
+def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
+    """The input and the weights that pairs of values and scales are; none if they have no blocks."""
+    found = [from_tensors(*input, -1), *(from_tensors(*each, -2) for each in weights)]
+    made = [each for each in found if each is not None]
+    if made and len(made) != len(found):
+        raise ValueError("the scales of input and weights must all be by block, or none of them")
+    return made
+
+
+def with_gathered(input: Any, made: Any) -> Any:
+    """``(gathered, result)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
+    gathered, result = made
+    return (unpacked_rows(gathered, input), result) if isinstance(input, Scaled) else made
 
 
 def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:

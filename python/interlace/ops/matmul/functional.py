@@ -87,6 +87,7 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
+    scaled = given.input
     op, given = _packed("all_gather_matmul", given, group, tag)
     weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
@@ -108,7 +109,7 @@ def gather(
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
     made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
-    return (made[len(weights)], outputs) if asked else outputs
+    return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
 
 
 def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any]:
@@ -118,6 +119,14 @@ def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str,
     known = not (torch.compiler.is_compiling() or modes_active())
     try:
         return f"block_scaled_{op}", block_scaled.packed(given, check_scales=known)
+    except (TypeError, ValueError) as error:
+        refuse(op, group, tag, error)
+
+
+def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
+    """The block-scaled operands that pairs of values and scales are; none if they have no blocks."""
+    try:
+        return block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
 
@@ -341,6 +350,12 @@ def all_gather_scaled_matmul(
     scales: list[Any] = (
         list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
     )
+    if blocks := _blocks(
+        op, group, tag, (input, input_scale), list(zip(weights, scales, strict=False))
+    ):
+        how: Any = {"bias": bias, "return_gathered": return_gathered, "out_dtype": out_dtype}
+        about: Any = blocks[0], blocks[1:] if several else blocks[1], gather_dim
+        return all_gather_matmul(*about, group=group, tag=tag, algorithm=algorithm, **how)
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if all(each is None for each in biases):
         biases = []
@@ -392,6 +407,10 @@ def scaled_matmul_reduce_scatter(
     [[8.0, 8.0], [8.0, 8.0]]
     """
     op, dims = "scaled_matmul_reduce_scatter", {"scatter_dim": scatter_dim}
+    if blocks := _blocks(op, group, tag, (input, input_scale), [(weight, weight_scale)]):
+        about: Any = blocks[0], blocks[1], reduce_op, scatter_dim
+        how: Any = {"bias": bias, "out_dtype": out_dtype, "algorithm": algorithm}
+        return matmul_reduce_scatter(*about, group=group, tag=tag, **how)  # type: ignore[return-value]
     scales = {"input_scale": input_scale, "weight_scale": weight_scale}
     check(op, group, tag, dims, input=input, weight=weight, **scales)
     given = ScaledMatmulReduceScatterArguments(
