@@ -110,7 +110,8 @@ class Tile(NamedTuple):
             "flatten": "flatten" in flags,
             "output_descriptors": "out" in flags,
             "multimem": new,
-            "native": next((flag for flag in flags if flag in ("values", "scales")), ""),
+            "native_values": "values" in flags,
+            "native_scales": "scales" in flags,
         }
 
 
@@ -166,6 +167,7 @@ _BOTH = f"{_FILLS}; 12.x as 8.0, whose shared memory suffices it"
 _OLD = "assumed: as on 8.0, whose shared memory suffices it"
 _FP32 = "assumed: without tensor cores operands need registers too; compiles without spills"
 _PACKED = "assumed: compiles without spills on 9.0 and 10.0, with few on 8.0; never run on a GPU"
+_NATIVE = "values scales"
 _ODD = "assumed: every element has an address, and addresses need registers"
 
 _TILES: tuple[tuple[Any, ...], ...] = (
@@ -196,7 +198,8 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     # block-scaled operands, by pointers: what they are converted to takes registers
     ((8, 12, ANY),   "packed",    ANY,     ANY,     64,  64, 128,  4,    2,    1,   "",            _PACKED),
     ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    1,   "values",      _PACKED),
-    ((10,),          "packed",    ANY,     ANY,    128, 128, 128,  8,    3,    1,   "scales",      _PACKED),
+    ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    1,   _NATIVE,       _PACKED),
+    ((10,),          "packed fast",  ANY,  ANY,    128, 256, 128,  8,    3,    1,   _NATIVE,       _PACKED),
     # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
     ((ANY,),         "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,    1,   "",            _OLD),
     ((ANY,),         ANY,         ANY,     ANY,     64,  64,  32,  8,    2,    1,   "",            _OLD),

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from interlace.kernels.block_scales import INNER
 from interlace.runtime.numerics.exact import matrix_product
+from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
 Format = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
@@ -75,11 +76,16 @@ class BlockFormat:
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
         return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
-    def native_kind(self, taken: str) -> str:
-        """``NATIVE`` of ``kernels/block_scales.py``, where tensor cores take "values", "scales" or ""."""
-        if taken == "scales" and self.scale != torch.float32:
-            return "scales"
-        return "values" if taken and self.scale == torch.float32 else ""
+    @property
+    def fast_accum(self) -> bool:
+        """Whether tensor cores add up all of k; if not, sums of 128 numbers are added beside them."""
+        return self.scale != torch.float32
+
+    def native_kind(self, configuration: Configuration) -> str:
+        """``NATIVE`` of ``kernels/block_scales.py``."""
+        if self.scale == torch.float32:
+            return "values" if configuration.native_values else ""
+        return "scales" if configuration.native_scales else ""
 
     def steps(self, row_bytes: int) -> int:
         """How often 128 numbers are in a packed row of that length."""

@@ -182,7 +182,12 @@ def _multiply_rows(
     """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
     inner, total = shard.shape[1], sum(rows)
     problem = tuning.gather_problem(
-        communicator.world_size, shard.dtype, max(rows), tuple(columns), inner
+        communicator.world_size,
+        shard.dtype,
+        max(rows),
+        tuple(columns),
+        inner,
+        fast_accum=linears[0].fast_accum,
     )
     choice = tuning.choose(communicator, problem, operands.algorithm)
     algorithm, empty = operands.algorithm, not total * inner

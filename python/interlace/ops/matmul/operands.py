@@ -47,6 +47,10 @@ class Linear:
     tail: NormTail | None = None
     format: BlockFormat | None = None
 
+    def __post_init__(self) -> None:
+        if self.format is not None:
+            self.fast_accum = self.format.fast_accum
+
     @property
     def unfinished(self) -> bool:
         """Whether anything is done to a sum of products before it is the output."""
@@ -284,7 +288,7 @@ def product(
             VALUES=KERNEL_NAMES[linear.format.values],
             SCALE=KERNEL_NAMES[linear.format.scale],
             BLOCK=linear.format.block,
-            NATIVE=linear.format.native_kind(configuration.native),
+            NATIVE=linear.format.native_kind(configuration),
         )
     return {
         "input": Rows(input, input.stride(0)),

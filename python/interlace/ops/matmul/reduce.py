@@ -236,7 +236,8 @@ class CheckedReduce:
     def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
         """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
-        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
+        fast = self.format is None or self.format.fast_accum
+        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size, fast)
         return tuning.choose(self.communicator, problem, self.algorithm)
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
