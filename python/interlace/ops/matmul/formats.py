@@ -133,6 +133,9 @@ class Scaled:
     >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8").t()
     >>> tuple(weight.values.shape), tuple(weight.scales.shape)
     ((64, 4), (2, 4))
+    >>> weight.check_scales()
+    >>> weight.dequantize(torch.bfloat16).sum()
+    tensor(256., dtype=torch.bfloat16)
     """
 
     values: Tensor
@@ -207,7 +210,10 @@ class Scaled:
         return Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
 
     def check_scales(self) -> None:
-        """Raise ValueError if a scale is not above 0, or 0 where all values are. Waits for the device."""
+        """Look at every scale: each is above 0, or it is 0 and so are its values. Waits for the device.
+
+        Raises ValueError that names the first scale that is not.
+        """
         rows_first = self if self.inner == -1 else self.t()
         values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
         every = [("scales", scales, self.kind.block)]
