@@ -288,7 +288,8 @@ class Tiles(NamedTuple):
 
     ``ALIGNED``: rows of the input, where they lie and where they are gathered, begin at multiples of 16
     bytes. ``FLATTEN``, ``WARP_SPECIALIZE``: what the compiler may do with the tile loop. ``COMPILED``: not
-    interpreted, so there are instructions to order what TMA does. The last five: see ``epilogue.py``.
+    interpreted, so there are instructions to order what TMA does. From ``SCALES`` to ``OUT_DESCRIPTOR``
+    see ``epilogue.py``. The last four: of block-scaled operands, see ``block_scales.py``.
     """
 
     BLOCK_M: int
@@ -307,6 +308,10 @@ class Tiles(NamedTuple):
     ACTIVATION: str
     SUBTILE: int
     OUT_DESCRIPTOR: bool
+    VALUES: str = ""
+    SCALE: str = ""
+    BLOCK: int = 0
+    NATIVE: str = ""
 
 
 class Node(NamedTuple):

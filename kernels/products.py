@@ -9,6 +9,9 @@ Two paths, chosen by the constant ``TILES.DESCRIPTORS``:
 ``"kn"``  descriptors (TMA), B contiguous along N. 16-byte aligned bases and row strides, K > 0.
 ``"nk"``  descriptors (TMA), B contiguous along K: a transposed ``nn.Linear`` weight, read in place.
 
+Block-scaled operands (``TILES.VALUES``) are bytes: rows of A and columns of B are packed, as
+``block_scales.py`` says, and K is the length of a packed row. By pointers.
+
 ``rows_operand`` and ``columns_operand`` turn A and B into what ``multiply_tile`` takes: pointers, or
 descriptors. Making a descriptor costs a write and a fence, so callers make those of whole matrices once per
 program. Chunks and segments of A are taken out of these (``part_of_rows``).
@@ -21,6 +24,8 @@ loop: the compiler would move loads in front of it.
 
 import triton
 import triton.language as tl
+
+from interlace.kernels.block_scales import multiply_packed
 
 
 @triton.jit
@@ -151,7 +156,9 @@ def _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES: tl.constexp
 def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr,
                   first_row=0):  # fmt: skip
     """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin."""
-    if TILES.DESCRIPTORS == "":
+    if TILES.VALUES != "":
+        acc = multiply_packed(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
+    elif TILES.DESCRIPTORS == "":
         zeros = tl.full((TILES.BLOCK_M, TILES.BLOCK_N), 0.0, tl.float32)
         acc = add_product(zeros, a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
     else:

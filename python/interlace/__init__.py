@@ -108,6 +108,7 @@ try:
         matmul_reduce_scatter,
         reduce_scatter_norm,
     )
+    from interlace.ops.matmul.formats import Scaled, quantize
     from interlace.runtime.compat.environment import write_log as _write_log
     from interlace.runtime.compat.launchers import launched
     from interlace.runtime.compat.releases import (
@@ -199,6 +200,7 @@ __all__ = [
     "RMSNorm",
     "RankError",
     "ReduceOp",
+    "Scaled",
     "Work",
     "_all_gather_base",
     "_reduce_scatter_base",
@@ -242,6 +244,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "quantize",
     "rebuild",
     "recv",
     "recv_object_list",

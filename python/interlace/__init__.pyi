@@ -62,6 +62,9 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul.api import (
     LayerNorm as LayerNorm, RMSNorm as RMSNorm,
 )
+from interlace.ops.matmul.formats import (
+    Scaled as Scaled, quantize as quantize,
+)
 from interlace.runtime.compat.launchers import (
     launched as launched,
 )
@@ -105,7 +108,7 @@ _Ts = TypeVarTuple("_Ts")
 __all__ = [
     "AbortedError", "CollectiveTimeoutError", "DeadlockError", "Group", "GroupSpec", "HookedOp",
     "InterlaceError", "KernelAssertionError", "LayerNorm", "MemoryAccessError", "P2POp",
-    "PeerDiedError", "PlaceUnavailableError", "RMSNorm", "RankError", "ReduceOp", "Work",
+    "PeerDiedError", "PlaceUnavailableError", "RMSNorm", "RankError", "ReduceOp", "Scaled", "Work",
     "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_gather_coalesced",
     "all_gather_grouped_matmul", "all_gather_into_tensor", "all_gather_into_tensor_coalesced",
     "all_gather_matmul", "all_gather_object", "all_gather_single", "all_gather_v", "all_reduce",
@@ -114,7 +117,7 @@ __all__ = [
     "broadcast_object_list", "check_numerics", "configured", "device", "distributed_decode", "gather",
     "gather_object", "gather_v", "get_rank", "get_world_size", "grouped_matmul_combine", "init",
     "irecv", "isend", "launched", "matmul_all_reduce", "matmul_reduce_scatter", "monitored_barrier",
-    "new_group", "new_subgroups", "new_subgroups_by_enumeration", "rebuild", "recv",
+    "new_group", "new_subgroups", "new_subgroups_by_enumeration", "quantize", "rebuild", "recv",
     "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_norm", "reduce_scatter_single",
     "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "reduce_scatter_v", "run", "scatter",
     "scatter_object_list", "scatter_v", "send", "send_object_list", "shrink", "shutdown",
@@ -147,31 +150,33 @@ def all_gather_coalesced(
 ) -> Work | None: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None,
     return_received: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: Literal[True], async_op: Literal[False] = False,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: Literal[True],
+    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: bool = False, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: bool = False,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> Work: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: bool = False, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: bool = False,
+    async_op: bool = False, algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, ...] | Work: ...
 @overload
 def all_gather_into_tensor_coalesced(
@@ -185,7 +190,7 @@ def all_gather_into_tensor_coalesced(
 ) -> Work | None: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Tensor, *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[False] = False, async_op: Literal[False] = False,
@@ -193,7 +198,7 @@ def all_gather_matmul(
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Tensor, *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[True], async_op: Literal[False] = False,
@@ -201,7 +206,7 @@ def all_gather_matmul(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Sequence[Tensor], *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[False] = False, async_op: Literal[False] = False,
@@ -209,7 +214,7 @@ def all_gather_matmul(
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Sequence[Tensor], *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[True], async_op: Literal[False] = False,
@@ -217,7 +222,7 @@ def all_gather_matmul(
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensors, *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Tensors | Scaled | Sequence[Scaled], *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: bool = False, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
@@ -225,7 +230,7 @@ def all_gather_matmul(
 ) -> Work: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensors, *, gather_dim: int = 0,
+    input: Tensor | Scaled, weight: Tensors | Scaled | Sequence[Scaled], *, gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: bool = False, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
@@ -290,43 +295,47 @@ def all_to_all(
 ) -> Work | None: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None,
     return_received: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: Literal[True], async_op: Literal[False] = False,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: Literal[True],
+    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: bool = False, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: bool = False,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> Work: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Splits, output_splits: Splits | None = None, *,
-    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
-    return_received: bool = False, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Splits,
+    output_splits: Splits | None = None, *, bias: Tensor | None = None,
+    activation: Activation | None = None, group: _Group = None, return_received: bool = False,
+    async_op: bool = False, algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, ...] | Work: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Tensor, *, bias: Tensor | None = None,
-    activation: Activation | None = None, group: _Group = None, async_op: Literal[False] = False,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None, num_max_rows_per_rank: int,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Tensor, *,
+    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
+    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None, num_max_rows_per_rank: int,
 ) -> tuple[Tensor, DispatchHandle]: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Tensor, *, bias: Tensor | None = None,
-    activation: Activation | None = None, group: _Group = None, async_op: Literal[True],
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None, num_max_rows_per_rank: int,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Tensor, *,
+    bias: Tensor | None = None, activation: Activation | None = None, group: _Group = None,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    num_max_rows_per_rank: int,
 ) -> Work: ...
 @overload
 def all_to_all_single(
@@ -412,93 +421,97 @@ def gather_v(
 ) -> Work | None: ...
 @overload
 def grouped_matmul_combine(
-    input: Tensor, weight: Tensor, splits: Splits | DispatchHandle, topk_idx: Tensor | None = None,
-    topk_weights: Tensor | None = None, *, bias: Tensor | None = None, group: _Group = None,
-    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
-) -> Tensor: ...
-@overload
-def grouped_matmul_combine(
-    input: Tensor, weight: Tensor, splits: Splits | DispatchHandle, topk_idx: Tensor | None = None,
-    topk_weights: Tensor | None = None, *, bias: Tensor | None = None, group: _Group = None,
-    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Work: ...
-@overload
-def grouped_matmul_combine(
-    input: Tensor, weight: Tensor, splits: Splits | DispatchHandle, topk_idx: Tensor | None = None,
-    topk_weights: Tensor | None = None, *, bias: Tensor | None = None, group: _Group = None,
-    async_op: bool = False, algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Tensor | Work: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", bias: Tensor | None = None,
-    activation: Activation | None = None, norm: None = None, group: _Group = None,
-    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
-) -> Tensor: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", bias: Tensor | None = None,
-    activation: Activation | None = None, residual: Tensor | None = None, norm: RowNorm,
-    quantize: Unscaled | None = None, group: _Group = None, async_op: Literal[False] = False,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Normed: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", bias: Tensor | None = None,
-    activation: Activation | None = None, residual: Tensor | None = None, norm: RowNorm,
-    quantize: FP8, group: _Group = None, async_op: Literal[False] = False,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Quantized: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", bias: Tensor | None = None,
-    activation: Activation | None = None, residual: Tensor | None = None, norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None, group: _Group = None, async_op: Literal[True],
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Work: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", bias: Tensor | None = None,
-    activation: Activation | None = None, norm: None = None, group: _Group = None, async_op: bool,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Tensor | Work: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0,
-    bias: Tensor | None = None, activation: Activation | None = None, norm: None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
     group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Tensor: ...
 @overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0,
-    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
-    norm: RowNorm, quantize: Unscaled | None = None, gather_normed: bool = False,
-    group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
-) -> Normed: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0,
-    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
-    norm: RowNorm, quantize: FP8, gather_normed: bool = False, group: _Group = None,
-    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
-) -> Quantized: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0,
-    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
-    norm: RowNorm | None = None, quantize: FP8 | Unscaled | None = None, gather_normed: bool = False,
+def grouped_matmul_combine(
+    input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
     group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Work: ...
 @overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, *, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0,
+def grouped_matmul_combine(
+    input: Tensor | Scaled, weight: Tensor | Scaled, splits: Splits | DispatchHandle,
+    topk_idx: Tensor | None = None, topk_weights: Tensor | None = None, *, bias: Tensor | None = None,
+    group: _Group = None, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Tensor | Work: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None, activation: Activation | None = None, norm: None = None,
+    group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
+    norm: RowNorm, quantize: Unscaled | None = None, group: _Group = None,
+    async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Normed: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
+    norm: RowNorm, quantize: FP8, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Quantized: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
+    norm: RowNorm | None = None, quantize: FP8 | Unscaled | None = None, group: _Group = None,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Work: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None, activation: Activation | None = None, norm: None = None,
     group: _Group = None, async_op: bool, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Tensor | Work: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    norm: None = None, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    residual: Tensor | None = None, norm: RowNorm, quantize: Unscaled | None = None,
+    gather_normed: bool = False, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Normed: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    residual: Tensor | None = None, norm: RowNorm, quantize: FP8, gather_normed: bool = False,
+    group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Quantized: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    residual: Tensor | None = None, norm: RowNorm | None = None,
+    quantize: FP8 | Unscaled | None = None, gather_normed: bool = False, group: _Group = None,
+    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Work: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    norm: None = None, group: _Group = None, async_op: bool, algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Tensor | Work: ...
 @overload

@@ -50,6 +50,9 @@ class Configuration:
     no bias. Never run on a GPU.
 
     ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
+
+    ``native_values``, ``native_scales``: whether tensor cores take fp8 of block-scaled operands as it is,
+    and multiply by 8-bit scales; without, operands are converted to bfloat16.
     """
 
     block_m: int = 128
@@ -71,6 +74,8 @@ class Configuration:
     warp_specialize: bool = False
     warp_roles: bool = False
     multimem: bool = False
+    native_values: bool = False
+    native_scales: bool = False
 
     @functools.cached_property
     def pointer_block_k(self) -> int:
@@ -186,7 +191,8 @@ def with_overrides(base: Configuration, values: Overrides = ()) -> Configuration
 
 def dtype_class(dtype: torch.dtype, *, fast_accum: bool = True) -> str:
     if dtype.itemsize == 1:
-        return "fp8 fast" if fast_accum else "fp8 exact"
+        kind = "packed" if dtype == torch.uint8 else "fp8"
+        return f"{kind} fast" if fast_accum else f"{kind} exact"
     return "16 bit" if dtype.itemsize == 2 else "fp32"
 
 

@@ -452,7 +452,8 @@ def choose_algorithm(
     ``bytes_gathered`` is what a rank receives before its matmul, 0 if its collective comes after;
     ``empty`` marks an op without any arithmetic. ``tuned`` is what a row for the shape says.
     """
-    if empty or dtype not in FUSED_DTYPES or not place.mapped:
+    multiplied = (*FUSED_DTYPES, torch.uint8)  # the latter are packed rows of block-scaled operands
+    if empty or dtype not in multiplied or not place.mapped:
         return "unfused"
     if place.simulated:
         return "fused"

@@ -365,6 +365,11 @@ def bias_of(
     return bias.contiguous()
 
 
+def bias_like(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor with the dtype of a bias: the input, or of packed rows one with the output's ``dtype``."""
+    return input.new_empty(0, dtype=dtype) if input.dtype == torch.uint8 else input
+
+
 def flag(name: str, value: object) -> None:
     """Raise unless ``value`` is a bool."""
     if not isinstance(value, bool):
@@ -373,7 +378,7 @@ def flag(name: str, value: object) -> None:
 
 def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
     if value is None:
-        return input.dtype
+        return torch.bfloat16 if input.dtype == torch.uint8 else input.dtype  # of packed rows
     if not isinstance(value, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {value!r}")
     float_dtype("out_dtype", value)
@@ -393,10 +398,15 @@ def equal_on_all(
 
 def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.dtype]:
     """The ``algorithm`` of ``options`` and the output's dtype, if they suit the input's."""
-    float_dtype("input", input.dtype)
     algorithm = one_of("algorithm", options.algorithm, ALGORITHMS)
     out = output_dtype(options.out_dtype, input)
-    for name, dtype in (("input", input.dtype), ("out_dtype", out)):
+    if getattr(options, "format", ""):
+        same_dtype("input in a block-scaled format", input.dtype, "its packed rows", torch.uint8)
+        dtypes = [("out_dtype", out)]
+    else:
+        float_dtype("input", input.dtype)
+        dtypes = [("input", input.dtype), ("out_dtype", out)]
+    for name, dtype in dtypes:
         # the kernel multiplies in fp32, so it takes and gives nothing wider
         if algorithm == "fused" and dtype not in FUSED_DTYPES:
             raise TypeError(
@@ -467,6 +477,7 @@ def operands(
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     inner: int | None = input.shape[-1]
+    like = bias_like(input, dtype)
     several = False
     if gather_dim is not None:
         if index("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
@@ -474,7 +485,7 @@ def operands(
         several = not isinstance(imported("weight", weight), torch.Tensor)
     if not several:
         weights = [matrix("weight", weight, input, inner, communicator)]
-        biases = [bias_of("bias", bias, (weights[0].shape[1],), input, communicator)]
+        biases = [bias_of("bias", bias, (weights[0].shape[1],), like, communicator)]
     else:
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
@@ -488,7 +499,7 @@ def operands(
         vectors = [None] * len(weights) if bias is None else bias
         entries("bias", vectors, "weight", len(weights))
         biases = [
-            bias_of(f"bias[{i}]", each, (own.shape[1],), input, communicator)
+            bias_of(f"bias[{i}]", each, (own.shape[1],), like, communicator)
             for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
         ]
     names = activations(options.activation, len(weights), several)

@@ -11,6 +11,9 @@ from interlace.ops.experts.products import (
 from interlace.ops.experts.routing import (
     DispatchHandle as DispatchHandle, Received as Received,
 )
+from interlace.ops.matmul.formats import (
+    Scaled,
+)
 from interlace.runtime.core.work import (
     Work,
 )
@@ -42,14 +45,14 @@ def combine(
 ) -> Tensor | Work: ...
 @overload
 def dispatch(
-    x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor | None,
+    x: Tensor | Scaled | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor | None,
     num_experts: int, *, capacity: int | None = None,
     num_max_dispatch_tokens_per_rank: int | None = None, use_fp8: bool = False, group: Group = None,
     async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
 ) -> tuple[Received, DispatchHandle]: ...
 @overload
 def dispatch(
-    x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor | None,
+    x: Tensor | Scaled | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor | None,
     num_experts: int, *, capacity: int | None = None,
     num_max_dispatch_tokens_per_rank: int | None = None, use_fp8: bool = False, group: Group = None,
     async_op: Literal[True], algorithm: FusedAlgorithm = "auto",

@@ -27,6 +27,9 @@ from interlace.ops.collectives.functional import (
 from interlace.ops.experts.functional import (
     combine as combine, dispatch as dispatch, grouped_matmul_combine as grouped_matmul_combine,
 )
+from interlace.ops.matmul.formats import (
+    Scaled,
+)
 from interlace.ops.matmul.functional import (
     scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
 )
@@ -70,35 +73,35 @@ def all_gather_grouped_matmul(
 ) -> Any: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, gather_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Tensor, gather_dim: int = 0, *,
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensor, gather_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Tensor, gather_dim: int = 0, *,
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], gather_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Sequence[Tensor], gather_dim: int = 0, *,
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Sequence[Tensor], gather_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Sequence[Tensor], gather_dim: int = 0, *,
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
-    input: Tensor, weight: Tensors, gather_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Tensors | Scaled | Sequence[Scaled], gather_dim: int = 0, *,
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: bool, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
@@ -172,43 +175,46 @@ def all_to_all_grouped_matmul(
 ) -> Any: ...
 @overload
 def matmul_all_reduce(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", *, bias: Tensor | None = None,
-    residual: Tensor | None = None, norm: None = None, group: FunctionalGroup = None, tag: str = "",
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Tensor: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", *, bias: Tensor | None = None,
-    residual: Tensor | None = None, norm: RowNorm, quantize: Unscaled | None = None,
-    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
-) -> Normed: ...
-@overload
-def matmul_all_reduce(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", *, bias: Tensor | None = None,
-    residual: Tensor | None = None, norm: RowNorm, quantize: FP8, group: FunctionalGroup = None,
-    tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
-) -> Quantized: ...
-@overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0, *,
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: None = None,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Tensor: ...
 @overload
-def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0, *,
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
-    quantize: Unscaled | None = None, gather_normed: bool = False, group: FunctionalGroup = None,
-    tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    quantize: Unscaled | None = None, group: FunctionalGroup = None, tag: str = "",
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Normed: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
+    bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: FP8,
+    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> Quantized: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm: None = None, group: FunctionalGroup = None, tag: str = "",
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm: RowNorm, quantize: Unscaled | None = None, gather_normed: bool = False,
+    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> Normed: ...
 @overload
 def matmul_reduce_scatter(
-    input: Tensor, weight: Tensor, reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0, *,
-    bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: FP8,
-    gather_normed: bool = False, group: FunctionalGroup = None, tag: str = "",
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm: RowNorm, quantize: FP8, gather_normed: bool = False, group: FunctionalGroup = None,
+    tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> Quantized: ...
 @overload
 def reduce_scatter_norm(

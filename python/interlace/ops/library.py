@@ -3,7 +3,7 @@
 from interlace.ops.attention import context_parallel, decode, head_exchange
 from interlace.ops.collectives import records
 from interlace.ops.experts import combine, dispatch, grouped, grouped_combine
-from interlace.ops.matmul import gather, norms, reduce, scaled
+from interlace.ops.matmul import block_scaled, gather, norms, reduce, scaled
 from interlace.ops.op import calls, op as registry, torch_library
 from interlace.ops.op.torch_library import IN_PLACE as IN_PLACE, WITH_OUT as WITH_OUT
 
@@ -11,6 +11,10 @@ OPS = (
     *records.OPS,
     gather.ALL_GATHER_MATMUL,
     *reduce.OPS,
+    *map(
+        block_scaled.with_format,
+        (gather.ALL_GATHER_MATMUL, *reduce.OPS, *grouped.OPS, *grouped_combine.OPS[:2]),
+    ),
     *grouped.OPS,
     *dispatch.OPS,
     *combine.OPS,

@@ -22,7 +22,17 @@ from interlace.runtime.tuning.table import SHAPES, THRESHOLDS, TILES, Tile
 from stand_ins.replaced import environment
 
 ROOT = pathlib.Path(__file__).parents[3]
-ITEMSIZE = {"fp32": 4, "16 bit": 2, "fp8": 1, "fp8 exact": 1, "fp8 fast": 1, "": 4}
+ITEMSIZE = {
+    "fp32": 4,
+    "16 bit": 2,
+    "fp8": 1,
+    "fp8 exact": 1,
+    "fp8 fast": 1,
+    "": 4,
+    "packed": 1,
+    "packed exact": 1,
+    "packed fast": 1,
+}
 CAPABILITIES = {8: (80, 86, 87, 89), 9: (90,), 10: (100, 103), 12: (120, 121), "": (75, 110, 999)}
 DTYPES = {"fp32": torch.float32, "16 bit": torch.bfloat16, "fp8 fast": torch.float8_e4m3fn}
 

@@ -49,7 +49,9 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
+from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.api import requires_gradients
+from interlace.ops.matmul.formats import Scaled, packed_rows, unpacked_rows
 from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
     ContinuedWork,
@@ -69,7 +71,7 @@ SMALLEST = 1e-4  # of what is taken for the largest of a block, so that a block 
 
 
 def dispatch(
-    x: Tensor | tuple[Tensor, Tensor],
+    x: Tensor | Scaled | tuple[Tensor, Tensor],
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     num_experts: int,
@@ -89,7 +91,8 @@ def dispatch(
     Parameters
     ----------
     x : ``(t, hidden)``, this rank's tokens; ``t`` may differ between ranks. Or fp8 with its scales, a pair
-        ``(values, scales)``, as :func:`quantize` makes it.
+        ``(values, scales)``, as :func:`quantize` makes it. Or an :class:`interlace.Scaled`: then
+        ``received.x`` is one.
     topk_idx : integers ``(t, k)``: the experts of each token, -1 for none. Different ones for one token.
     topk_weights : ``(t, k)``, or None. They go with the rows, and :func:`combine` multiplies by them.
     num_experts : of all ranks together.
@@ -138,6 +141,8 @@ def _dispatched(
     **how: Any,
 ) -> Any:
     x, topk_idx, topk_weights, num_experts = operands
+    tokens = x if isinstance(x, Scaled) else None
+    x = x if tokens is None else packed_rows(tokens)
     how["num_max_dispatch_tokens_per_rank"] = most
     communicator = resolve(group).on(x, topk_idx)
     number = dispatch_number(communicator)
@@ -155,6 +160,9 @@ def _dispatched(
 
     def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
         received, handle = named(made, arguments, communicator)
+        if tokens is not None:
+            rows: Any = unpacked_rows(received.x, tokens)
+            received = received._replace(x=rows)
         return received, handle._replace(number=number)
 
     def run(given: DispatchArguments, async_op: bool) -> Any:
@@ -396,8 +404,8 @@ def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -
 
 
 def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     input_splits: Splits,
     output_splits: Splits | None = None,
     *,
@@ -447,12 +455,14 @@ def all_gather_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.GATHER
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
+    call, terms = block_scaled.taken(resolve(group), call.op, call)
+    with terms:
+        return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     input_splits: Splits,
     output_splits: Splits | None = None,
     *,
@@ -499,17 +509,19 @@ def all_to_all_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.EXCHANGE
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    communicator = resolve(group).on(input)
+    call, terms = block_scaled.taken(resolve(group), call.op, call)
+    communicator = resolve(group).on(call.input)
     number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
     if num_max_rows_per_rank is not None:
         with communicator.accepting(call.op):
             call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
-    return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
+    with terms:
+        return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     splits: Splits | DispatchHandle,
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
@@ -565,39 +577,47 @@ def grouped_matmul_combine(
     >>> interlace.run(layer, 2)
     [[[12.0], [18.0]], [[12.0], [18.0]]]
     """
-    how: Any = {"algorithm": algorithm, "out_dtype": out_dtype}
-    operands: Any = (input, weight, bias, topk_idx, topk_weights)
+    communicator = resolve(splits.group if isinstance(splits, DispatchHandle) else group)
+    operands: Any = input, weight, bias, topk_idx, topk_weights
+    about: Any = [], splits, requires_gradients(topk_weights), algorithm, out_dtype
+    given = GroupedCombineArguments(*operands, *about)
+    given, terms = block_scaled.taken(communicator, OP, given)
+    with terms:
+        return _grouped_combine(communicator.on(given.input), given, group, async_op)  # type: ignore[no-any-return]
+
+
+def _grouped_combine(
+    communicator: Communicator, given: GroupedCombineArguments, group: Group, async_op: bool
+) -> Any:
+    splits = given.splits
     if isinstance(splits, DispatchHandle):
-        communicator = resolve(splits.group).on(input)
         with communicator.accepting(OP):
             check_group(group, splits.group)
         with by_handle(communicator, splits):
-            return _with_handle(operands, splits, how, async_op)  # type: ignore[no-any-return]
-    communicator = resolve(group).on(input)
-    about: Any = topk_idx, topk_weights, [], splits, requires_gradients(topk_weights)
-    given = GroupedCombineArguments(input, weight, bias, *about, **how)
+            return _with_handle(communicator, given, splits, async_op)
 
     def as_op(given: GroupedCombineArguments, home_splits: list[int]) -> GroupedCombineArguments:
         return replace(given, home_splits=home_splits, splits=row_counts("splits", given.splits))
 
     form = grouped_combine.grouped_matmul_combine
-    return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)  # type: ignore[no-any-return]
+    return _sums(OP, communicator, given, form, async_op, as_op=as_op, look=unseen)
 
 
 def _with_handle(
-    operands: tuple[Any, ...], handle: DispatchHandle, how: dict[str, Any], async_op: bool
+    communicator: Communicator,
+    given: GroupedCombineArguments,
+    handle: DispatchHandle,
+    async_op: bool,
 ) -> Any:
-    input, weight, bias, topk_idx, topk_weights = operands
-    topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-    routing = routing_for(handle, topk_idx)._replace(algorithm=how["algorithm"])
-    communicator = resolve(handle.group).on(input)
+    topk_idx, topk_weights = choice(handle, given.topk_idx, given.topk_weights)
+    routing = routing_for(handle, topk_idx)._replace(algorithm=given.algorithm)
     with communicator.accepting(OP):
-        rows = flat(handle, "input", input)
-    given = RoutedCombineArguments(
-        rows, weight, bias, handle.segments, topk_idx, topk_weights,
-        requires_gradients(topk_weights), *routing, how["out_dtype"],
+        rows = flat(handle, "input", given.input)
+    routed = RoutedCombineArguments(
+        rows, given.weight, given.bias, handle.segments, topk_idx, topk_weights,
+        requires_gradients(topk_weights), *routing, given.out_dtype, given.format,
     )  # fmt: skip
-    return _sums(ROUTED, communicator, given, grouped_combine.grouped_matmul_combine, async_op)
+    return _sums(ROUTED, communicator, routed, grouped_combine.grouped_matmul_combine, async_op)
 
 
 def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, number: int = 0) -> Any:

@@ -65,7 +65,7 @@ DISPATCH = "dispatch"
 Tensor = torch.Tensor
 MAX_REGISTERS = 192
 WORDS = (torch.int32, torch.int16, torch.int8)
-MOVED_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+MOVED_DTYPES = (*checks.FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 _ops: Any = Ops()
 _check: Any = torch._check
 

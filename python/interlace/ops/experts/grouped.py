@@ -47,6 +47,7 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.examples import Example
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, spread, wait
@@ -186,8 +187,8 @@ class GroupedArguments:
     returns the results of the op, and the routes.
     """
 
-    input: Tensor
-    weight: Tensor
+    input: Annotated[Any, "Tensor"]
+    weight: Annotated[Any, "Tensor"]
     bias: Tensor | None
     input_splits: Annotated[Any, "SymInt[]"]
     output_splits: Annotated[Any, "SymInt[]"]
@@ -198,6 +199,7 @@ class GroupedArguments:
     max_rows: Annotated[int, ""] = 0
     op: Annotated[str, ""] = GATHER
     recorded: Annotated[bool, ""] = False
+    format: str = ""
 
 
 def result(received: Any, output: Tensor, splits: list[list[int]]) -> Any:
@@ -249,7 +251,7 @@ def started(
 ) -> Event:
     """Choose the algorithm, from what all ranks know alike, and start it. ``columns``: of the widest."""
     input, linear = call.input, Linear(call.weight, call.bias, output)
-    linear.activation = call.activation
+    linear.activation, linear.format = call.activation, FORMATS.get(call.format)
     inner, place = input.shape[1], communicator.place
     rows = routes.most_received
     empty = not rows * inner
@@ -295,7 +297,8 @@ def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
             f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
     columns = weight.shape[0], weight.shape[2]
-    bias = checks.bias_of("bias", given.bias, columns, input, communicator)
+    like = checks.bias_like(input, dtype)
+    bias = checks.bias_of("bias", given.bias, columns, like, communicator)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     named = {"input": input, "weight": weight, "bias": bias}
@@ -366,6 +369,7 @@ def terms_of(call: GroupedArguments, experts: int) -> Terms:
         ("out_dtype", call.out_dtype),
         ("return_received", call.return_received),
         ("num_max_rows_per_rank", call.max_rows or None),
+        ("format", call.format),
     )
 
 
@@ -414,7 +418,7 @@ def expert_operands(
 ) -> dict[str, Any]:
     """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
     weight = linear.weight
-    first = Linear(weight[0], linear.bias, linear.output, activation=linear.activation)
+    first = replace(linear, weight=weight[0])
     if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
         configuration = replace(configuration, descriptors=False)
     return {
@@ -722,12 +726,18 @@ def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
 
 
 def multiply_by_expert(
-    output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, where: Iterable[slice]
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    where: Iterable[slice],
+    format: str = "",
 ) -> None:
     """``output``: of each expert the rows that are ``where`` it has them, times its weight."""
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
-        operands.multiply(output[rows], input[rows], weight[expert], of_expert)
+        factors = input[rows], weight[expert], of_expert
+        operands.multiply(output[rows], *factors, format=FORMATS.get(format))
 
 
 def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[list[Tensor]]:
@@ -751,7 +761,7 @@ def reference(op: str, ranks: Sequence[GroupedArguments], size: int) -> list[lis
         output, received = results_of(call, len(rows))
         begins = prefix_sums(_sums(lengths, size))
         where = itertools.starmap(slice, itertools.pairwise(begins))
-        multiply_by_expert(output, rows, call.weight, call.bias, where)
+        multiply_by_expert(output, rows, call.weight, call.bias, where, call.format)
         made.append([output] if received is None else [output, received.copy_(rows)])
     return made
 
@@ -776,6 +786,7 @@ OPS = tuple(
         {"input": ("input",), "weight": ("weight",)},
         several=True,
         reference=functools.partial(reference, name),
+        without=("format",),
         algorithms=fused_by("grouped_matmul_kernel"),
         examples={**EXAMPLES, **examples},
     )

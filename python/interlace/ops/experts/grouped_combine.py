@@ -61,6 +61,7 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul import operands
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.examples import own_rows
 from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, wait
@@ -99,6 +100,7 @@ class GroupedCombineArguments:
     return_rows: bool
     algorithm: str
     out_dtype: torch.dtype | None
+    format: str = ""
 
 
 @dataclass
@@ -116,6 +118,7 @@ class RoutedCombineArguments(RoutingArguments):
     packed: bool
     algorithm: str
     out_dtype: torch.dtype | None
+    format: str = ""
 
 
 @dataclass
@@ -146,12 +149,14 @@ class CheckedCombine(NamedTuple):
     bias: Tensor | None
     algorithm: str
     out_dtype: torch.dtype
+    format: str
 
     def terms(self) -> Terms:
         return (
             ("dtype of input", self.input.dtype),
             ("n of weight", self.weight.shape[2]),
             ("the number of experts", self.assignment.experts),
+            ("format", self.format),
             ("algorithm", self.algorithm),
             ("out_dtype", self.out_dtype),
             ("whether there are topk_weights", self.weights is not None),
@@ -217,7 +222,7 @@ class GroupedMatmulCombine:
 
         def put(theirs: Tensor, expert: int, rows: slice, label: str) -> None:
             part = expert_of(self.linear, expert)
-            about = theirs, self.input[rows], part.weight, part.bias
+            about = theirs, self.input[rows], part.weight, part.bias, "", part.format
             stream.call(partial(operands.multiply, *about), label)
 
         return pipelined_home(self.communicator, OP, routes, self.home, put)
@@ -261,7 +266,7 @@ def _prepared(
         return _by_torch, (outputs,), (call, routing, algorithm)
     about = segments, call.assignment.inverse, call.weights, outputs
     tensors = (call.input, call.weight, call.bias, *about)
-    return _planned, tensors, (routing, call.terms(), call.out_dtype)
+    return _planned, tensors, (routing, call.terms(), call.out_dtype, call.format)
 
 
 def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
@@ -270,7 +275,7 @@ def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
     routing = _routing_of(given, factors["weight"].shape[0], communicator.world_size)
     assignment = assignment_of(communicator, routing, given.topk_idx, None)
     weights = weights_of(communicator, given.topk_weights, assignment.topk_idx)
-    return CheckedCombine(assignment, weights, **factors)
+    return CheckedCombine(assignment, weights, **factors, format=given.format)
 
 
 def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
@@ -371,7 +376,7 @@ def _op(
 ) -> GroupedMatmulCombine:
     like = call.input.new_empty(0, call.weight.shape[2], dtype=call.out_dtype)
     home = combine.home_of(like, inverse, call.weights, outputs)
-    linear = Linear(call.weight, call.bias, home.output)
+    linear = Linear(call.weight, call.bias, home.output, format=FORMATS.get(call.format))
     return GroupedMatmulCombine(communicator, call.input, linear, home)
 
 
@@ -440,9 +445,10 @@ def _on_device(
     routing: Routing,
     terms: Terms,
     dtype: torch.dtype,
+    format: str,
 ) -> PreparedCall:
     """After a dispatch with a bound, by the kernel, which reads who goes where on the device."""
-    call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype)
+    call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype, format)
 
     def start() -> Outcome:
         tokens, _ = agreed(communicator, OP, routing, inverse.shape, terms)
@@ -593,7 +599,7 @@ def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
     for each, table in zip(ranks, segments, strict=True):
         product = each.input.new_zeros(each.input.shape[0], columns, dtype=dtype)
         where = [slice(line[0][0], line[-1][0] + line[-1][1]) for line in table.tolist()]
-        multiply_by_expert(product, each.input, each.weight, each.bias, where)
+        multiply_by_expert(product, each.input, each.weight, each.bias, where, each.format)
         products.append(product)
     return combine.returned(OP, ranks, _routing_of(first, experts, size), products, segments)
 
@@ -624,6 +630,7 @@ OPS = (
             COMMUNICATES,
             several=True,
             reference=reference,
+            without=("format",),
             algorithms=fused_by(f"{OP}_kernel"),
             examples=EXAMPLES,
         )

@@ -28,7 +28,8 @@ from interlace.arguments.words import (
 )
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
-from interlace.ops.matmul import gather, norms
+from interlace.ops.matmul import block_scaled, gather, norms
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -39,6 +40,7 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.op.op import OPS, longest, padded, wait
 from interlace.ops.op.recording import (
+    ContinuedWork,
     Ops,
     run_recorded,
     seen_not_by_modes,
@@ -54,8 +56,8 @@ Tensor = torch.Tensor
 
 
 def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
+    input: Tensor | Scaled,
+    weight: Tensors | Scaled | Sequence[Scaled],
     *,
     gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -101,14 +103,21 @@ def all_gather_matmul(
     given = gather.AllGatherMatmulArguments(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
-    learning = requires_gradients(input, weight, bias)
+    communicator = resolve(group)
+    given, terms = block_scaled.taken(communicator, gather.OP, given)
+    learning = requires_gradients(given.input, given.weights, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
-    return run(resolve(group).on(input), given, async_op=async_op)  # type: ignore[no-any-return]
+    with terms:
+        made = run(communicator.on(given.input), given, async_op=async_op)
+    if not (return_gathered and isinstance(input, Scaled)):
+        return made  # type: ignore[no-any-return]
+    finish = functools.partial(block_scaled.with_gathered, input)
+    return ContinuedWork(made, finish) if async_op else finish(made)  # type: ignore[return-value]
 
 
 def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     *,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
@@ -175,8 +184,8 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     *,
     reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None,
@@ -327,10 +336,12 @@ def run_reduction(
                 checks.tensor("weight", given.weight, communicator)
             checks.integer("scatter_dim", given.scatter_dim)
         norms.take_norm(given, norm, quantize)
+    given, terms = block_scaled.taken(communicator, op, given)
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    return run(communicator.on(given.input), given, async_op=async_op)
+    with terms:
+        return run(communicator.on(given.input), given, async_op=async_op)
 
 
 def requires_gradients(*tensors: Any) -> bool:

@@ -23,6 +23,8 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
+from interlace.ops.matmul import block_scaled
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
@@ -37,13 +39,14 @@ from interlace.ops.matmul.scaled import (
     ScaledMatmulReduceScatterArguments,
 )
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
+from interlace.runtime.compat.torch_modes import modes_active
 
 Tensor = torch.Tensor
 
 
 def all_gather_matmul(
-    input: Tensor,
-    weight: Tensors,
+    input: Tensor | Scaled,
+    weight: Tensors | Scaled | Sequence[Scaled],
     gather_dim: int = 0,
     *,
     bias: Tensor | Sequence[Tensor | None] | None = None,
@@ -84,7 +87,9 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
-    op, weight, bias = "all_gather_matmul", given.weights, given.biases
+    scaled = given.input
+    op, given = _packed("all_gather_matmul", given, group, tag)
+    weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
@@ -104,12 +109,31 @@ def gather(
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
     made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
-    return (made[len(weights)], outputs) if asked else outputs
+    return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
+
+
+def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any]:
+    """The op and the record for operands that may be block-scaled."""
+    if not block_scaled.are_scaled(given.input, *vars(given).values()):
+        return op, given
+    known = not (torch.compiler.is_compiling() or modes_active())
+    try:
+        return f"block_scaled_{op}", block_scaled.packed(given, check_scales=known)
+    except (TypeError, ValueError) as error:
+        refuse(op, group, tag, error)
+
+
+def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
+    """The block-scaled operands that pairs of values and scales are; none if they have no blocks."""
+    try:
+        return block_scaled.operands(input, weights)
+    except (TypeError, ValueError) as error:
+        refuse(op, group, tag, error)
 
 
 def matmul_reduce_scatter(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     *,
@@ -146,8 +170,8 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     reduce_op: FusedReduceOp = "sum",
     *,
     bias: Tensor | None = None,
@@ -261,9 +285,10 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     factors: dict[str, Any] = {"input": given.input}
-    if op in (SCATTER, ALL_REDUCE):
-        factors["weight"] = given.weight
-    scatters = op in (SCATTER, SCATTER_NORM)
+    scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    if multiplies:
+        op, given = _packed(op, given, group, tag)
+        factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
     *_, columns = factors.values()
@@ -325,6 +350,12 @@ def all_gather_scaled_matmul(
     scales: list[Any] = (
         list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
     )
+    if blocks := _blocks(
+        op, group, tag, (input, input_scale), list(zip(weights, scales, strict=False))
+    ):
+        how: Any = {"bias": bias, "return_gathered": return_gathered, "out_dtype": out_dtype}
+        about: Any = blocks[0], blocks[1:] if several else blocks[1], gather_dim
+        return all_gather_matmul(*about, group=group, tag=tag, algorithm=algorithm, **how)
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if all(each is None for each in biases):
         biases = []
@@ -376,6 +407,10 @@ def scaled_matmul_reduce_scatter(
     [[8.0, 8.0], [8.0, 8.0]]
     """
     op, dims = "scaled_matmul_reduce_scatter", {"scatter_dim": scatter_dim}
+    if blocks := _blocks(op, group, tag, (input, input_scale), [(weight, weight_scale)]):
+        about: Any = blocks[0], blocks[1], reduce_op, scatter_dim
+        how: Any = {"bias": bias, "out_dtype": out_dtype, "algorithm": algorithm}
+        return matmul_reduce_scatter(*about, group=group, tag=tag, **how)  # type: ignore[return-value]
     scales = {"input_scale": input_scale, "weight_scale": weight_scale}
     check(op, group, tag, dims, input=input, weight=weight, **scales)
     given = ScaledMatmulReduceScatterArguments(

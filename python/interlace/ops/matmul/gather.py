@@ -18,6 +18,7 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -61,7 +62,7 @@ class AllGatherMatmulArguments:
     so it returns the results of the op, and ``lengths``: the shards' by rank, None if they are equal.
     """
 
-    input: Tensor
+    input: Annotated[Any, "Tensor"]
     weights: Annotated[Any, "Tensor[]"] = None
     biases: Annotated[Any, "Tensor?[]"] = None
     gather_dim: int = 0
@@ -71,6 +72,7 @@ class AllGatherMatmulArguments:
     activation: Annotated[str | Sequence[str | None] | None, ""] = None
     recorded: Annotated[bool, ""] = False
     lengths: Annotated[list[int] | None, ""] = None
+    format: str = ""
 
 
 def prepared(
@@ -91,7 +93,7 @@ def prepared(
         )
 
     def start() -> Outcome:
-        lengths, columns = _agreed(communicator, operands, dim, given.return_gathered)
+        lengths, columns = _agreed(communicator, operands, dim, given.return_gathered, given.format)
         if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
@@ -112,7 +114,7 @@ def prepared(
         matrices = list(buffers or [each.matrix for each in made])
         whole = matrices.pop() if given.return_gathered else None
         linears = [
-            Linear(weight, bias, output, activation=name)
+            Linear(weight, bias, output, activation=name, format=FORMATS.get(given.format))
             for weight, bias, output, name in zip(
                 operands.weights, operands.biases, matrices, operands.activations, strict=True
             )
@@ -146,7 +148,11 @@ gather_matmul = record_form(
 
 
 def _agreed(
-    communicator: Communicator, operands: checks.Operands, dim: int, return_gathered: bool
+    communicator: Communicator,
+    operands: checks.Operands,
+    dim: int,
+    return_gathered: bool,
+    format: str,
 ) -> tuple[list[int], list[int]]:
     """Every rank's length along ``dim``, and all weights' columns; raises unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
@@ -160,6 +166,7 @@ def _agreed(
         ("out_dtype", operands.dtype),
         ("rows of weight", tuple(each.shape[0] for each in operands.weights)),
         ("return_gathered", bool(return_gathered)),
+        ("format", format),
     )
     answers = communicator.parts(communicator.call_of(OP, terms, mine))
     return [length for length, _ in answers], [n for _, columns in answers for n in columns]
@@ -177,7 +184,12 @@ def _multiply_rows(
     """Choose the algorithm for shards that are ``rows`` of the matmul, and start it."""
     inner, total = shard.shape[1], sum(rows)
     problem = tuning.gather_problem(
-        communicator.world_size, shard.dtype, max(rows), tuple(columns), inner
+        communicator.world_size,
+        shard.dtype,
+        max(rows),
+        tuple(columns),
+        inner,
+        fast_accum=linears[0].fast_accum,
     )
     choice = tuning.choose(communicator, problem, operands.algorithm)
     algorithm, empty = operands.algorithm, not total * inner
@@ -323,7 +335,8 @@ def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list
             checks.same_dtype("weight", weight.dtype, "input", each.input.dtype)
             vector = each.biases[number] if each.biases else None
             bias = checked_bias(vector, weight.shape[1], each.input)
-            multiply(products[number].matrix, matrix, weight, bias)
+            kind = FORMATS.get(each.format)
+            multiply(products[number].matrix, matrix, weight, bias, format=kind)
         if each.return_gathered:
             products[-1].view.copy_(whole)
         made.append([result.view for result in products])
@@ -339,6 +352,7 @@ ALL_GATHER_MATMUL = Op(
     {"input": ("input",), "a weight": ("weights",)},
     several=True,
     reference=reference,
+    without=("format",),
     algorithms=fused_by("all_gather_matmul_kernel"),
     examples={"input": own_rows},
 )

@@ -113,7 +113,7 @@ def matmul_reduce_scatter(
     columns, output = linear.weight.shape[1], linear.output
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
     if output.dtype not in plain.KERNEL_DTYPES or not product.numel():
-        operands.multiply(product, input, linear.weight, None)
+        operands.multiply(product, input, linear.weight, None, format=linear.format)
         return operands.scatter_product(communicator, product, linear, segments)
     exact = not linear.unfinished
     total = output if exact else torch.empty_like(output, dtype=torch.float32)
@@ -123,7 +123,7 @@ def matmul_reduce_scatter(
     def produce(owner: int) -> None:
         first, count = segments[owner]
         rows = slice(first, first + count)
-        operands.multiply(product[rows], input[rows], linear.weight, None)
+        operands.multiply(product[rows], input[rows], linear.weight, None, format=linear.format)
 
     return algorithms.reduce_scatter(
         communicator,

@@ -198,7 +198,8 @@ def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Li
     """A torch matmul, whose few rows one low-latency kernel sums and norms on all ranks."""
     product = torch.empty_like(linear.output)
     communicator.compute.call(
-        lambda: operands.multiply(product, input, linear.weight, None), "matmul"
+        lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
+        "matmul",
     )
     return RowReduction(
         communicator, "matmul_all_reduce", product, linear, None, None

@@ -224,7 +224,7 @@ def matmul_reduce_scatter_pipelined(
         for owner in owner_order(rank, world_size):
             first, count = segments[owner]
             theirs = workspace.data(owner, rank * region, (count, columns), dtype)
-            about = theirs, input[first : first + count], linear.weight, None
+            about = theirs, input[first : first + count], linear.weight, None, "", linear.format
             stream.call(functools.partial(operands.multiply, *about), f"matmul for rank {owner}")
             if owner != rank:
                 stream.publish(workspace, owner, rank)
@@ -254,14 +254,17 @@ def matmul_reduce_scatter_unfused(
     least_work = communicator.place.direct_access and exact and nbytes <= SMALL_BYTES
     if least_work or not communicator.place.mapped:
         product = input.new_empty(input.shape[0], columns, dtype=dtype)
-        operands.multiply(product, input, linear.weight, None)
+        operands.multiply(product, input, linear.weight, None, format=linear.format)
         return operands.scatter_product(communicator, product, linear, segments)
 
     def body(workspace: Workspace) -> None:
         stream = communicator.compute
         stream.wait_credits(workspace)
         product = workspace.data(rank, 0, (input.shape[0], columns), dtype)
-        stream.call(lambda: operands.multiply(product, input, linear.weight, None), "matmul")
+        stream.call(
+            lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
+            "matmul",
+        )
         for peer in plain.others(communicator):
             stream.publish(workspace, peer, rank)
         first, count = segments[rank]

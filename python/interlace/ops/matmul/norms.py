@@ -616,7 +616,7 @@ OPS = tuple(
         several=True,
         reference=reference,
         variants=tuple(variants),
-        without=without,
+        without=(*without, "format"),
         algorithms=algorithms,
         examples=_EXAMPLES if "scatter_dim" in without else {**_EXAMPLES, "residual": own_rows},
     )

@@ -9,7 +9,9 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
+from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
+from interlace.ops.matmul.formats import FORMATS, KERNEL_NAMES, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -29,7 +31,7 @@ class Linear:
     column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
     bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
     products divides by the number of ranks. ``tail``: ``output`` gets a residual too, and its rows are
-    normed.
+    normed. ``format``: of operands that are packed, see ``formats.py``.
     """
 
     weight: torch.Tensor
@@ -43,6 +45,11 @@ class Linear:
     row_scale: torch.Tensor | None = None
     average: bool = False
     tail: NormTail | None = None
+    format: BlockFormat | None = None
+
+    def __post_init__(self) -> None:
+        if self.format is not None:
+            self.fast_accum = self.format.fast_accum
 
     @property
     def unfinished(self) -> bool:
@@ -119,11 +126,19 @@ def multiply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str = "",
+    format: BlockFormat | None = None,
 ) -> None:
-    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ."""
+    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ.
+
+    ``format``: of packed operands.
+    """
     if output.dtype != input.dtype:
+        assert format is not None or input.dtype != torch.uint8, "packed rows without their format"
         dtype = wide(output.dtype)
-        product = input.to(dtype) @ weight.to(dtype)
+        if format is None:
+            product = input.to(dtype) @ weight.to(dtype)
+        else:
+            product = multiply_packed(input, weight, format)
         output.copy_(activate(product if bias is None else product + bias.to(dtype), activation))
         return
     if bias is None:
@@ -169,7 +184,10 @@ def enqueue_product(
     output = linear.output[rows]
     if output.numel():
         communicator.compute.call(
-            lambda: multiply(output, input, linear.weight, linear.bias, linear.activation), label
+            lambda: multiply(
+                output, input, linear.weight, linear.bias, linear.activation, linear.format
+            ),
+            label,
         )
 
 
@@ -241,6 +259,7 @@ def product(
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     may = aligned and communicator.place.descriptors
+    may = may and linear.format is None  # packed operands go by pointers
     descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
@@ -263,6 +282,14 @@ def product(
         OUT_DESCRIPTOR=stores_by_descriptor(configuration, linear, descriptors)
         and not (published and specialized),
     )
+    if linear.format is not None:
+        tiles = tiles._replace(
+            BLOCK_K=INNER,
+            VALUES=KERNEL_NAMES[linear.format.values],
+            SCALE=KERNEL_NAMES[linear.format.scale],
+            BLOCK=linear.format.block,
+            NATIVE=linear.format.native_kind(configuration),
+        )
     return {
         "input": Rows(input, input.stride(0)),
         "weight": Weight(weight, *weight.stride()),
@@ -362,6 +389,7 @@ def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
     for each in ranks:
         input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)
         partial = input.new_empty([*input.shape[:-1], each.weight.shape[1]], dtype=dtype)
-        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None)
+        kind = FORMATS.get(each.format)
+        multiply(partial.flatten(0, -2), rows_of(input, 0), each.weight, None, format=kind)
         found.append(partial if dtype is torch.float64 else partial.float())
     return found

@@ -21,6 +21,7 @@ from interlace.arguments import checks
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -71,7 +72,7 @@ class ReductionArguments:
     ``length``: of the own part, None for an equal one. ``quantize``: "" for None.
     """
 
-    input: Tensor
+    input: Annotated[Any, "Tensor"]
     weight: Annotated[Any, "Tensor"] = None
     bias: Tensor | None = None
     residual: Tensor | None = None
@@ -87,6 +88,7 @@ class ReductionArguments:
     quantize: str = ""
     gather_normed: bool = False
     activation: Annotated[str | None, ""] = None
+    format: str = ""
 
     @property
     def op(self) -> str:
@@ -139,6 +141,7 @@ class CheckedReduce:
         self.input, self.algorithm, self.dtype = operands.input, operands.algorithm, operands.dtype
         (self.weight,), (self.bias,) = operands.weights, operands.biases
         (self.activation,) = operands.activations
+        self.format = FORMATS.get(given.format)
         self.dim = None
         reduce_op = checks.one_of("reduce_op", given.reduce_op, checks.REDUCE_OPS)
         self.average = reduce_op == "avg"
@@ -181,7 +184,15 @@ class CheckedReduce:
         bias, along = self.bias, made.along
         if along == "m" and bias is not None:
             bias = bias[made.first : made.first + made.own]
-        linear = Linear(made.right, bias, output, along, self.activation, average=self.average)
+        linear = Linear(
+            made.right,
+            bias,
+            output,
+            along,
+            self.activation,
+            average=self.average,
+            format=self.format,
+        )
         event = self.reduce_scatter(made.left, linear, made.segments)
         return Outcome(view if buffer is None else None, event)
 
@@ -193,7 +204,15 @@ class CheckedReduce:
             about = input.dim() - 1, None, weight.shape[1], self.dtype
             output, view = gathered_rows(input, *about)
         assert output is not None
-        linear = Linear(weight, self.bias, output, "n", self.activation, average=self.average)
+        linear = Linear(
+            weight,
+            self.bias,
+            output,
+            "n",
+            self.activation,
+            average=self.average,
+            format=self.format,
+        )
         event = self.all_reduce(rows_of(input, 0), linear)
         return Outcome(view if buffer is None else None, event)
 
@@ -210,6 +229,7 @@ class CheckedReduce:
             ("out_dtype", self.dtype),
             ("whether there is a bias", self.bias is not None),
             ("activation", self.activation or None),
+            ("format", self.format.name if self.format else None),
             *self.more_terms,
         )
         call = self.communicator.call_of(self.op, terms, inner)
@@ -218,7 +238,8 @@ class CheckedReduce:
     def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
         """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
-        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size)
+        fast = self.format is None or self.format.fast_accum
+        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size, fast)
         return tuning.choose(self.communicator, problem, self.algorithm)
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
@@ -415,7 +436,7 @@ OPS = (
         _GRADIENT,
         {"input": ("input",), "weight": ("weight",)},
         reference=reference,
-        without=NORM,
+        without=(*NORM, "format"),
         algorithms=fused_by(f"{SCATTER}_kernel"),
     ),
     Op(
@@ -426,7 +447,7 @@ OPS = (
         _GRADIENT,
         {"input or weight": ("input", "weight")},
         reference=reference,
-        without=(*NORM, *SCATTERED),
+        without=(*NORM, *SCATTERED, "format"),
         algorithms=fused_by(f"{ALL_REDUCE}_kernel"),
     ),
 )

@@ -27,7 +27,8 @@ import torch
 from interlace.arguments import checks
 from interlace.groups.groups import resolve
 from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from interlace.ops.matmul import gather, reduce
+from interlace.ops.matmul import block_scaled, gather, reduce
+from interlace.ops.matmul.formats import Scaled, multiply_packed
 from interlace.ops.matmul.scaled import scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, Started, finish, register as register_work
@@ -132,6 +133,11 @@ def fused_all_gather_scaled_matmul(
                     f"len({name}) must be the same as len(Bs), {len(Bs)}, got {len(values)}"
                 )
         dim = shapes.dimension("gather_dim", gather_dim, A.dim())
+        # a list of dtypes comes as torch's numbers for them
+        dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
+        blocks = block_scaled.operands((A, A_scale), list(zip(Bs, B_scales, strict=True)))
+        if blocks:
+            return _gather_blocks(communicator, blocks, dim, biases, result_scales, dtypes)
         full = [*A.shape]
         full[dim] *= communicator.world_size
         sharded = A_scale.shape == (*A.shape[:-1], 1)
@@ -148,8 +154,6 @@ def fused_all_gather_scaled_matmul(
     if sharded or replicated:
         scale = scale.movedim(dim, 0).flatten(0, -2)
     rows = whole.movedim(dim, 0)
-    # a list of dtypes comes as torch's numbers for them
-    dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
     options = zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True)
     products = []
     for B, B_scale, bias, result_scale, out_dtype, fast in options:
@@ -159,6 +163,33 @@ def fused_all_gather_scaled_matmul(
         )  # fmt: skip
         products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
     return whole, products
+
+
+def _gather_blocks(
+    communicator: Communicator,
+    operands: Sequence[Any],
+    dim: int,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, list[Tensor]]:
+    """The gathered values, and the products of block-scaled operands: in fp32, then rounded once."""
+    _refuse_result_scale(*result_scales)
+    wide = [None if each is None else each.float() for each in biases]
+    call = gather.AllGatherMatmulArguments(
+        operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
+    )
+    call = block_scaled.packed(call, check_scales=True)
+    *products, rows = finish(gather.start(communicator, call))
+    gathered, _ = block_scaled.with_gathered(operands[0], (rows, None))
+    return gathered.values.contiguous(), [
+        each.to(dtype or torch.bfloat16) for each, dtype in zip(products, dtypes, strict=True)
+    ]
+
+
+def _refuse_result_scale(*scales: Tensor | None) -> None:
+    if any(each is not None for each in scales):
+        raise ValueError("a result_scale of block-scaled operands is not supported")
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -179,20 +210,32 @@ def fused_scaled_matmul_reduce_scatter(
     communicator = _ranks(group_name, A)
     with communicator.accepting("fused_scaled_matmul_reduce_scatter"):
         scale = A_scale
-        if A_scale.numel() != 1:
+        blocks = block_scaled.operands((A, A_scale), [(B, B_scale)])
+        if not blocks and A_scale.numel() != 1:
             if A_scale.shape[:-1] != A.shape[:-1]:
                 raise ValueError(
                     "For row-wise scaling, the leading dims of A_scale must match the leading dims of A "
                     f"(A shape: {A.shape}, A_scale shape: {A_scale.shape})"
                 )
             scale = A_scale.flatten(0, -2).contiguous()
-        product = scaled_mm(
-            A.flatten(0, -2).contiguous(), B, scale, B_scale, bias=bias, scale_result=result_scale,
-            out_dtype=out_dtype, use_fast_accum=use_fast_accum,
-        )  # fmt: skip
+        if blocks:
+            _refuse_result_scale(result_scale)
+            product = _product_of_blocks(blocks[0], blocks[1], bias).to(out_dtype or torch.bfloat16)
+        else:
+            product = scaled_mm(
+                A.flatten(0, -2).contiguous(), B, scale, B_scale, bias=bias,
+                scale_result=result_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
+            )  # fmt: skip
         lengths = A.shape[:-1] if output_shape is None else output_shape[:-1]
         whole = product.view(*lengths, B.shape[1])
     return _scattered(communicator, whole, reduce_op, orig_scatter_dim)
+
+
+def _product_of_blocks(left: Scaled, right: Scaled, bias: Tensor | None) -> Tensor:
+    call = reduce.ReductionArguments(left, right)
+    call = block_scaled.packed(call, check_scales=True)
+    product = multiply_packed(call.input.flatten(0, -2), call.weight, left.kind)
+    return product if bias is None else product + bias
 
 
 def _low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:

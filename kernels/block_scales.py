@@ -1,0 +1,200 @@
+"""Products of block-scaled operands: numbers of 8 or 4 bits, with a scale for each block along k.
+
+A packed row, or column of B, has all that belongs to it, so that what moves rows moves the scales too::
+
+    values of 128 numbers | ... | scales of 128 numbers | ... | an fp32, if SCALE is "e4m3" | padding
+
+with as many of the first as of the second. The last numbers are zeros, and the padding ends at a multiple
+of 16 bytes, so the length of a row, K, says how many numbers it has. Constants of ``Tiles`` say the rest:
+
+``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
+``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
+``BLOCK``   numbers along k with one scale
+``NATIVE``  "" converts both factors to bf16, exactly, with integers and one multiplication: the same on
+            every GPU and in the interpreter. "values": tensor cores take fp8 as it is, from sm_89 on.
+            "scales": they multiply by the scales too, from sm_100 on.
+"""
+
+import triton
+import triton.language as tl
+
+INNER = 128  # numbers along k whose products are summed before they are added to the rest
+_INNER = tl.constexpr(INNER)
+
+
+@triton.jit
+def _e4m3(byte):
+    bits = byte.to(tl.int32)
+    # The fields of e4m3 where fp32 has its own, whose exponent is larger by 120.
+    size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    size = tl.where((bits & 0x7F) == 0x7F, float("nan"), size)
+    return tl.where((bits & 0x80) != 0, -size, size)
+
+
+@triton.jit
+def _e5m2(byte):
+    # The upper byte of an fp16.
+    return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e2m1(code):
+    bits = code.to(tl.int32)
+    # As in _e4m3; the exponent of fp32 is larger by 126.
+    size = ((bits & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return tl.where((bits & 8) != 0, -size, size)
+
+
+@triton.jit
+def _e8m0(byte):
+    bits = byte.to(tl.int32)
+    # 0 is 2**-127, which in fp32 has no exponent; 255 is nan.
+    power = tl.where(bits == 0, 0x400000, bits << 23)
+    return tl.where(bits == 255, 0x7FC00000, power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers_in_rows(bytes, TILES: tl.constexpr):
+    """``[M, bytes]`` as ``[M, numbers]`` in fp32."""
+    if TILES.VALUES == "e2m1":
+        pairs = tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4))
+        made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
+    elif TILES.VALUES == "e5m2":
+        made = _e5m2(bytes)
+    else:
+        made = _e4m3(bytes)
+    return made
+
+
+@triton.jit
+def _numbers_in_columns(bytes, TILES: tl.constexpr):
+    """``[bytes, N]`` as ``[numbers, N]`` in fp32."""
+    if TILES.VALUES == "e2m1":
+        pairs = tl.permute(tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4)), (0, 2, 1))
+        made = tl.reshape(pairs, (2 * bytes.shape[0], bytes.shape[1]))
+    elif TILES.VALUES == "e5m2":
+        made = _e5m2(bytes)
+    else:
+        made = _e4m3(bytes)
+    return made
+
+
+@triton.jit
+def _scales(loaded, TILES: tl.constexpr):
+    """Scales in fp32."""
+    if TILES.SCALE == "fp32":
+        made = loaded
+    elif TILES.SCALE == "e4m3":
+        made = _e4m3(loaded)
+    else:
+        made = _e8m0(loaded)
+    return made
+
+
+@triton.jit
+def _for_rows(scales, TILES: tl.constexpr):
+    """``[M, blocks]`` repeated: ``[M, numbers]``."""
+    M: tl.constexpr = scales.shape[0]
+    BLOCKS: tl.constexpr = scales.shape[1]
+    repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, TILES.BLOCK))
+    return tl.reshape(repeated, (M, BLOCKS * TILES.BLOCK))
+
+
+@triton.jit
+def _for_columns(scales, TILES: tl.constexpr):
+    """``[blocks, N]`` repeated: ``[numbers, N]``."""
+    BLOCKS: tl.constexpr = scales.shape[0]
+    N: tl.constexpr = scales.shape[1]
+    repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, TILES.BLOCK, N))
+    return tl.reshape(repeated, (BLOCKS * TILES.BLOCK, N))
+
+
+@triton.jit
+def _native(scales, TILES: tl.constexpr):
+    """Scales as tensor cores take them: bytes of e8m0, or e4m3."""
+    made = scales
+    if TILES.SCALE == "e4m3":
+        made = scales.to(tl.float8e4nv, bitcast=True)
+    return made
+
+
+@triton.jit
+def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
+    """``acc`` + A's tile times B's, both of 128 numbers along k, with their scales.
+
+    Legend: ``a`` ``[M, bytes]``, ``a_scales`` ``[M, blocks]``, ``b`` ``[bytes, N]``, ``b_scales``
+    ``[blocks, N]``. A scale of 8 bits is multiplied into its values first: what comes out is a bf16 number,
+    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all 128, and multiplies
+    the sum, which is added in fp32 outside of the tensor cores.
+    """
+    if TILES.NATIVE == "scales":
+        of_rows = _native(a_scales, TILES)
+        of_columns = _native(tl.trans(b_scales), TILES)
+        # The name of a format has to stand in the call.
+        if TILES.VALUES == "e2m1":
+            acc = tl.dot_scaled(a, of_rows, "e2m1", b, of_columns, "e2m1", acc)
+        elif TILES.VALUES == "e5m2":
+            acc = tl.dot_scaled(a, of_rows, "e5m2", b, of_columns, "e5m2", acc)
+        else:
+            acc = tl.dot_scaled(a, of_rows, "e4m3", b, of_columns, "e4m3", acc)
+    else:
+        of_rows = _scales(a_scales, TILES)
+        of_columns = _scales(b_scales, TILES)
+        if TILES.NATIVE == "values":
+            product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
+            acc += product * (of_rows * of_columns)
+        elif TILES.SCALE == "fp32":
+            left = _numbers_in_rows(a, TILES).to(tl.bfloat16)
+            right = _numbers_in_columns(b, TILES).to(tl.bfloat16)
+            acc += tl.dot(left, right) * (of_rows * of_columns)
+        else:
+            left = _numbers_in_rows(a, TILES) * _for_rows(of_rows, TILES)
+            right = _numbers_in_columns(b, TILES) * _for_columns(of_columns, TILES)
+            acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
+    return acc
+
+
+@triton.jit
+def multiply_packed(
+    a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
+):
+    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
+    SCALES: tl.constexpr = _INNER // TILES.BLOCK
+    KIND: tl.constexpr = tl.float32 if TILES.SCALE == "fp32" else tl.uint8
+    SCALE_BYTES: tl.constexpr = 4 * SCALES if TILES.SCALE == "fp32" else SCALES
+    # int64, because their product with a stride may pass 2**31.
+    offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_value = tl.arange(0, VALUE_BYTES)
+    offs_scale = tl.arange(0, SCALES)
+    mask_m = (offs_m < rows)[:, None]
+    mask_n = (offs_n < N)[None, :]
+    steps = K // (VALUE_BYTES + SCALE_BYTES)  # padding is less than one
+    a_rows = a_ptr + offs_m * stride_am
+    b_columns = b_ptr + offs_n * weight.stride_n
+    a_scales = (a_rows + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
+    b_scales = (b_columns + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
+    a_ptrs = a_rows[:, None] + offs_value[None, :]
+    b_ptrs = b_columns[None, :] + offs_value[:, None]
+    a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
+    b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _ in range(steps):
+        a = tl.load(a_ptrs, mask=mask_m, other=0)
+        b = tl.load(b_ptrs, mask=mask_n, other=0)
+        of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
+        of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
+        acc = add_scaled_product(acc, a, of_rows, b, of_columns, TILES)
+        a_ptrs += VALUE_BYTES
+        b_ptrs += VALUE_BYTES
+        a_scale_ptrs += SCALES
+        b_scale_ptrs += SCALES
+    if TILES.SCALE == "e4m3":
+        of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
+        of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
+        acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
+        acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
+    return acc

@@ -1,0 +1,136 @@
+"""Fused ops on block-scaled operands: the plain ops, of rows that carry their scales.
+
+A matrix in a block-scaled format is packed: in bytes, each row's values and then its scales, see
+``formats.py``. So what moves rows moves their scales under the same signal, and an op has one argument
+more, ``format``. Scales are not swizzled, so shards may be of any length. A row is padded to a multiple of
+128 numbers, and to one of 16 bytes.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from interlace.kernels.block_scales import INNER
+from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, Scaled, packed_rows, unpacked_rows
+from interlace.ops.op.op import Op, OpGradient
+from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import comparing
+
+
+def _refuse(*_: Any) -> Any:
+    raise RuntimeError("interlace's ops on block-scaled operands have no gradients")
+
+
+def with_format(op: Op) -> Op:
+    """The op of block-scaled operands: the same with a ``format``."""
+    without = [name for name in op.without if name != "format"]
+    name, nothing = f"block_scaled_{op.name}", OpGradient(lambda ctx, given, output: None, _refuse)
+    return dataclasses.replace(
+        op, name=name, without=without, gradient=nothing, communicates={}, variants=()
+    )
+
+
+def are_scaled(*operands: Any) -> bool:
+    """Whether any of these, or of the lists among them, is a :class:`Scaled`."""
+    return any(
+        isinstance(each, Scaled) or (isinstance(each, (list, tuple)) and are_scaled(*each))
+        for each in operands
+    )
+
+
+def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
+    """The operand that tensors are which ``torch.nn.functional.scaled_mm`` takes; None without blocks.
+
+    Of which format they are is said by the dtypes, and by the shape of scales in float32: one for all
+    numbers, or for each row or column, is no block.
+    """
+    if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
+        return None
+    if scales.dtype == E8M0:
+        return Scaled(
+            values, scales, "mxfp8" if values.dtype in (E4M3, E5M2) else "mxfp4", None, inner
+        )
+    if scales.dtype == E4M3:
+        return Scaled(values, scales, "nvfp4", None, inner)
+    blocks = -(-values.shape[inner] // INNER) if values.dim() > 1 else 1
+    if scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks:
+        return Scaled(values, scales, "fp8_block128", None, inner)
+    return None
+
+
+def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
+    """The input and the weights that pairs of values and scales are; none if they have no blocks."""
+    found = [from_tensors(*input, -1), *(from_tensors(*each, -2) for each in weights)]
+    made = [each for each in found if each is not None]
+    if made and len(made) != len(found):
+        raise ValueError("the scales of input and weights must all be by block, or none of them")
+    return made
+
+
+def with_gathered(input: Any, made: Any) -> Any:
+    """``(gathered, result)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
+    gathered, result = made
+    return (unpacked_rows(gathered, input), result) if isinstance(input, Scaled) else made
+
+
+def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
+    """The record ``given``, with packed operands if they are block-scaled, and a block that compares k.
+
+    ValueError or TypeError on all ranks if an operand is wrong.
+    """
+    if not are_scaled(*vars(given).values()):
+        return given, contextlib.nullcontext()
+    with communicator.accepting(op):
+        made = packed(given, check_scales=True)
+    return made, comparing(("k", given.input.shape[-1]))
+
+
+def packed(given: Any, *, check_scales: bool) -> Any:
+    """A record of an op with the packed rows of its block-scaled operands, and their format."""
+    name = "weights" if hasattr(given, "weights") else "weight"
+    weights = getattr(given, name)
+    several = isinstance(weights, (list, tuple))
+    by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
+    operands = [given.input, *(weights if several else [weights])]
+    for index, each in enumerate(operands):
+        each_name = f"weight[{index - 1}]" if several else "weight"
+        _check(operands[0], each, each_name, index, by_expert)
+        if (
+            check_scales and each.values.device.type == "cpu"
+        ):  # elsewhere it would wait for the device
+            each.check_scales()
+    biases = given.biases if name == "weights" else given.bias
+    every = biases if isinstance(biases, (list, tuple)) else [biases]
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in every):
+        _refuse()
+    input, *rows = map(packed_rows, operands)
+    values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
+    return dataclasses.replace(given, **values)
+
+
+def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:
+    if not isinstance(operand, Scaled):
+        name = name if index else "input"
+        raise TypeError(
+            f"{name} must be an interlace.Scaled as the other operands are, got {type(operand).__name__}"
+        )
+    if not index:
+        if operand.inner != -1:
+            raise ValueError("input must be [..., k], its blocks along k; this one is transposed")
+        return
+    dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
+    if operand.inner != -2 or operand.values.dim() != dims:
+        raise ValueError(
+            f"{name} must be {shape}, its blocks along k, as interlace.quantize(w, format).t() has for w "
+            f"(n, k); got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
+        )
+    if operand.format != input.format:
+        raise ValueError(f"input is in {input.format}, {name} in {operand.format}")
+    if operand.shape[-2] != input.shape[-1]:
+        raise ValueError(
+            f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
+            f"{tuple(input.shape)})"
+        )

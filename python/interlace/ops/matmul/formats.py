@@ -1,0 +1,470 @@
+"""Block-scaled formats: numbers of 8 or 4 bits, with one scale for each block of numbers.
+
+============  ============================  =========================================  ==============
+format        values                        one scale for                              scales
+============  ============================  =========================================  ==============
+fp8_block128  float8_e4m3fn                 128 numbers along k; of a weight also      float32
+                                            128 x 128
+mxfp8         float8_e4m3fn                 32 numbers along k                         float8_e8m0fnu
+mxfp8_e5m2    float8_e5m2                   32 numbers along k                         float8_e8m0fnu
+mxfp4         float4_e2m1fn_x2              32 numbers along k                         float8_e8m0fnu
+nvfp4         float4_e2m1fn_x2              16 numbers along k, and one float32 more   float8_e4m3fn
+                                            for the whole tensor
+============  ============================  =========================================  ==============
+
+``k`` is the dimension along which a matmul sums. A last block may be shorter. Sources: OCP Microscaling
+Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the weights of DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn.functional import pad
+
+from interlace.kernels.block_scales import INNER
+from interlace.runtime.numerics.exact import matrix_product
+from interlace.runtime.tuning.configuration import Configuration
+
+Tensor = torch.Tensor
+Format = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+FP4 = torch.float4_e2m1fn_x2
+SMALLEST = torch.finfo(torch.float32).tiny
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, FP4: 6.0}
+"""The largest number of each dtype of values."""
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of e2m1 by their three low bits. The fourth bit is the sign."""
+KERNEL_NAMES = {E4M3: "e4m3", E5M2: "e5m2", FP4: "e2m1", E8M0: "e8m0", torch.float32: "fp32"}
+"""As ``kernels/block_scales.py`` has them."""
+ROW_ALIGNMENT = 16
+"""A packed row is a multiple of so many bytes, which one instruction moves."""
+SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
+"""The scales that lie together in the layout SWIZZLE_32_4_4."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """One format.
+
+    Attributes
+    ----------
+    block : the numbers along k that share a scale; ``across``: those across k, of a weight.
+    packed : the numbers in one element of the values.
+    whole : whether one more float32 scales the whole tensor.
+    """
+
+    name: str
+    values: torch.dtype
+    scale: torch.dtype
+    block: int
+    across: int = 1
+    packed: int = 1
+    whole: bool = False
+
+    @property
+    def step_bytes(self) -> tuple[int, int]:
+        """The bytes of 128 numbers in a packed row: of their values, and of their scales."""
+        return INNER // self.packed, INNER // self.block * self.scale.itemsize
+
+    def row_bytes(self, numbers: int) -> int:
+        """The length of a packed row of so many numbers."""
+        used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
+        return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def fast_accum(self) -> bool:
+        """Whether tensor cores add up all of k; if not, sums of 128 numbers are added beside them."""
+        return self.scale != torch.float32
+
+    def native_kind(self, configuration: Configuration) -> str:
+        """``NATIVE`` of ``kernels/block_scales.py``."""
+        if self.scale == torch.float32:
+            return "values" if configuration.native_values else ""
+        return "scales" if configuration.native_scales else ""
+
+    def steps(self, row_bytes: int) -> int:
+        """How often 128 numbers are in a packed row of that length."""
+        return row_bytes // sum(self.step_bytes)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        BlockFormat("fp8_block128", E4M3, torch.float32, 128, across=128),
+        BlockFormat("mxfp8", E4M3, E8M0, 32),
+        BlockFormat("mxfp8_e5m2", E5M2, E8M0, 32),
+        BlockFormat("mxfp4", FP4, E8M0, 32, packed=2),
+        BlockFormat("nvfp4", FP4, E4M3, 16, packed=2, whole=True),
+    )
+}
+
+
+def format_named(name: object) -> BlockFormat:
+    """The format of that name. Raises ValueError that lists the names."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(get_args(Format))}, got {name!r}")
+    return FORMATS[name]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix, or several, in a block-scaled format: each number is its value times its block's scale.
+
+    Parameters
+    ----------
+    values : ``[..., rows, k]``. A 4-bit format has two numbers in an element, the first in the low bits:
+        ``[..., rows, k / 2]``; uint8 is taken for it.
+    scales : ``[..., rows, ceil(k / block)]``; of ``fp8_block128`` also ``[..., ceil(rows / 128),
+        ceil(k / 128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is taken for float8_e8m0fnu. Those of
+        the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat.
+    format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" of float8_e5m2 values is
+        "mxfp8_e5m2".
+    whole : of nvfp4, a float32 by which everything is multiplied, one element or one for each row,
+        ``[..., rows, 1]``; None is 1.
+    inner : the dimension k, -1 or -2. :meth:`t` exchanges both, for a weight, which is ``(k, n)``.
+
+    Raises ValueError or TypeError that says what was given and what the format asks.
+
+    >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8").t()
+    >>> tuple(weight.values.shape), tuple(weight.scales.shape)
+    ((64, 4), (2, 4))
+    >>> weight.check_scales()
+    >>> weight.dequantize(torch.bfloat16).sum()
+    tensor(256., dtype=torch.bfloat16)
+    """
+
+    values: Tensor
+    scales: Tensor
+    format: str
+    whole: Tensor | None = None
+    inner: int = -1
+
+    def __post_init__(self) -> None:
+        kind = format_named(self.format)
+        if kind.name == "mxfp8" and getattr(self.values, "dtype", None) == E5M2:
+            kind = FORMATS["mxfp8_e5m2"]
+            object.__setattr__(self, "format", kind.name)
+        if self.inner not in (-1, -2):
+            raise ValueError(f"inner must be -1 or -2, got {self.inner!r}")
+        values = _of_dtype("values", self.values, kind.name, kind.values)
+        if values.dim() < 2:
+            raise ValueError(f"values must have at least 2 dimensions, got {tuple(values.shape)}")
+        scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "scales", self._plain(kind, scales))
+        if self.whole is None:
+            return
+        if not kind.whole:
+            raise ValueError(
+                f"{kind.name} has no scale for the whole tensor, got whole={self.whole!r}"
+            )
+        whole = _of_dtype("whole", self.whole, kind.name, torch.float32)
+        of_rows = values[..., :1] if self.inner == -1 else values[..., :1, :]
+        if whole.numel() != 1 and whole.shape != of_rows.shape:
+            raise ValueError(
+                f"whole must have one element, or one for each row, {tuple(of_rows.shape)}; got shape "
+                f"{tuple(whole.shape)}"
+            )
+
+    def _plain(self, kind: BlockFormat, scales: Tensor) -> Tensor:
+        """The scales by row and block, whatever layout they came in."""
+        *others, rows, length = self.values.shape if self.inner == -1 else self.values.mT.shape
+        blocks = _blocks(length * kind.packed, kind.block)
+        shapes = [(*others, rows, blocks)]
+        if kind.across > 1:
+            shapes.append((*others, _blocks(rows, kind.across), blocks))
+        shapes = [each if self.inner == -1 else (*others, *each[:-3:-1]) for each in shapes]
+        if tuple(scales.shape) in shapes:
+            return scales
+        if kind.scale.itemsize == 1 and not others and scales.numel() == _swizzled(rows, blocks):
+            plain = unswizzled(scales, rows, blocks)
+            return plain if self.inner == -1 else plain.t()
+        wanted = " or ".join(map(str, shapes))
+        if kind.scale.itemsize == 1 and not others:
+            wanted += f", or {_swizzled(rows, blocks)} elements in the layout SWIZZLE_32_4_4"
+        raise ValueError(
+            f"scales of {kind.name} must be {wanted}, for values of shape {tuple(self.values.shape)} and "
+            f"blocks of {kind.block} numbers along dimension {self.inner}; got {tuple(scales.shape)}"
+        )
+
+    @property
+    def kind(self) -> BlockFormat:
+        """The format's record."""
+        return FORMATS[self.format]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape in numbers."""
+        shape = list(self.values.shape)
+        shape[self.inner] *= self.kind.packed
+        return torch.Size(shape)
+
+    def t(self) -> Scaled:
+        """The same numbers with the last two dimensions exchanged; nothing is copied."""
+        whole = self.whole if self.whole is None or self.whole.numel() == 1 else self.whole.mT
+        return Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
+
+    def check_scales(self) -> None:
+        """Look at every scale: each is above 0, or it is 0 and so are its values. Waits for the device.
+
+        Raises ValueError that names the first scale that is not.
+        """
+        rows_first = self if self.inner == -1 else self.t()
+        values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
+        every = [("scales", scales, self.kind.block)]
+        if whole is not None:
+            every.append(
+                ("whole", whole.view(-1, 1) if whole.dim() < 2 else whole, self.shape[self.inner])
+            )
+        for name, found, block in every:
+            wrong = ~(found > 0)
+            if not bool(wrong.any()):
+                continue
+            across = -(-values.shape[-2] // max(1, found.shape[-2]))
+            tiles = _tiles(_numbers(values, self.kind).abs(), max(1, block), max(1, across))
+            wrong = wrong & ((found != 0) | (tiles.amax((-3, -1)) > 0))
+            if bool(wrong.any()):
+                at = tuple(wrong.nonzero()[0].tolist())
+                scale = found.expand_as(wrong)[at].item()
+                raise ValueError(
+                    f"{name} of {self.format} must be greater than 0, got {scale} at {at}"
+                )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, computed in float32 and rounded once to ``dtype``."""
+        rows_first = self if self.inner == -1 else self.t()
+        kind, scales = self.kind, rows_first.scales.float()
+        numbers = _numbers(rows_first.values, kind)
+        rows, length = numbers.shape[-2:]
+        if scales.shape[-2] != rows:
+            scales = scales.repeat_interleave(kind.across, -2)[..., :rows, :]
+        made = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
+        made = made if rows_first.whole is None else made * rows_first.whole
+        return (made if self.inner == -1 else made.mT).to(dtype)
+
+
+def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
+    """``tensor``, which has that dtype, or bytes instead of one that torch has no arithmetic for."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype == torch.uint8 and dtype in (FP4, E8M0):
+        return tensor.view(dtype)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} of {of} must be {dtype}, got {tensor.dtype}")
+    return tensor
+
+
+def _blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
+    """``x`` in a block-scaled format, each block scaled by its largest number.
+
+    Parameters
+    ----------
+    x : ``[..., rows, k]``, float32, float16, bfloat16 or float64; blocks are along k. A weight ``(n, k)``
+        becomes the operand of a matmul by :meth:`Scaled.t`.
+    weight : of fp8_block128, one scale for 128 x 128 numbers instead of 1 x 128.
+
+    The scale of fp8_block128 is the largest number of the block divided by 448; of the MX formats the least
+    power of two with which no number is larger than the largest value; of nvfp4 the largest number divided
+    by 6, relative to ``whole``, which is the largest of all divided by 6 * 448. A block of zeros has the
+    least scale that there is. Values are rounded to nearest, ties to even, and none saturates. NaN and
+    infinity make all numbers of their block NaN; of nvfp4, of the tensor.
+
+    Raises ValueError or TypeError naming the argument. Source: OCP MX Specification v1.0, section 6.3. It
+    rounds the exponent of a scale down, so that the largest numbers saturate; NVIDIA's Transformer Engine
+    rounds it up, as here.
+
+    >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
+    tensor([[ 1., -3.]])
+    """
+    kind = format_named(format)
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"x must be a tensor of float16, bfloat16, float32 or float64, got {got}")
+    if x.dim() < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
+    if x.shape[-1] % kind.packed:
+        raise ValueError(
+            f"{kind.name} has two numbers in a byte: the last dimension of x must be even, got "
+            f"{tuple(x.shape)}"
+        )
+    across = kind.across if weight else 1
+    numbers, (rows, length) = x.float(), x.shape[-2:]
+    tiles = _tiles(numbers, kind.block, across)
+    largest = tiles.abs().amax((-3, -1))  # [..., bands, blocks]
+    whole = None
+    if kind.whole:
+        most = largest.amax() if largest.numel() else largest.new_zeros(())
+        whole = (most / (LARGEST[kind.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
+        largest = largest / whole
+    scales = _scales(largest / LARGEST[kind.values], kind.scale)
+    factor = scales.float() if whole is None else scales.float() * whole
+    scaled = (tiles / factor.unsqueeze(-2).unsqueeze(-1)).flatten(-4, -3).flatten(-2)
+    scaled = scaled[..., :rows, :length]
+    values = pairs(scaled) if kind.packed > 1 else scaled.to(kind.values)
+    return Scaled(values, scales, kind.name, whole)
+
+
+def _tiles(numbers: Tensor, block: int, across: int) -> Tensor:
+    """``[..., rows, k]`` as ``[..., bands, across, blocks, block]``, with zeros at the ends."""
+    *others, rows, length = numbers.shape
+    blocks, bands = _blocks(length, block), _blocks(rows, across)
+    padded = pad(numbers, (0, blocks * block - length, 0, bands * across - rows))
+    return padded.reshape(*others, bands, across, blocks, block)
+
+
+def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales that are at least as ``wanted``, in float32."""
+    if dtype == torch.float32:
+        return wanted.clamp(min=SMALLEST)
+    if dtype == E8M0:
+        bits = wanted.contiguous().view(torch.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # rounded up
+        return exponent.clamp(0, 255).to(torch.uint8).view(E8M0)
+    return wanted.clamp(2.0**-9, LARGEST[E4M3]).to(dtype)
+
+
+def pairs(numbers: Tensor) -> Tensor:
+    """Numbers of at most 6 as e2m1, two in a byte: ``[..., k]`` to ``[..., k / 2]``."""
+    size = numbers.abs()
+    bits = torch.zeros_like(size, dtype=torch.uint8)
+    for low, high in itertools.pairwise(FP4_NUMBERS):
+        middle = (low + high) / 2
+        odd = FP4_NUMBERS.index(low) % 2  # a tie goes to the number whose last bit is 0
+        bits += (size >= middle) if odd else (size > middle)
+    bits |= numbers.signbit().to(torch.uint8) << 3
+    return (bits[..., ::2] | bits[..., 1::2] << 4).view(FP4)
+
+
+def unpaired(values: Tensor) -> Tensor:
+    """The numbers of packed e2m1 as float32: ``[..., k / 2]`` to ``[..., k]``."""
+    both = values.view(torch.uint8)
+    bits = torch.stack([both & 15, both >> 4], -1).flatten(-2).long()
+    sizes = torch.tensor(FP4_NUMBERS, device=values.device)
+    return torch.cat([sizes, -sizes])[bits]
+
+
+def _swizzled(rows: int, blocks: int) -> int:
+    """How many scales the swizzled layout of ``rows x blocks`` has, with its padding."""
+    return (
+        _blocks(rows, SWIZZLE_ROWS)
+        * SWIZZLE_ROWS
+        * _blocks(blocks, SWIZZLE_COLUMNS)
+        * SWIZZLE_COLUMNS
+    )
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """``[rows, blocks]`` scales of one byte in the layout SWIZZLE_32_4_4, flat, padded with zeros.
+
+    Tiles of 128 x 4 follow each other by row; in a tile, row ``32 a + b`` and column ``c`` is at ``16 b + 4
+    a + c``.
+    """
+    rows, blocks = scales.shape
+    bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
+    right, below = groups * SWIZZLE_COLUMNS - blocks, bands * SWIZZLE_ROWS - rows
+    whole = pad(scales.view(torch.uint8), (0, right, 0, below))
+    tiles = whole.view(bands, 4, 32, groups, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scales.dtype)
+
+
+def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
+    """The inverse of :func:`swizzled`: ``[rows, blocks]``."""
+    bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
+    tiles = scales.contiguous().view(torch.uint8).view(bands, groups, 32, 4, 4)
+    whole = tiles.permute(0, 3, 2, 1, 4).reshape(bands * SWIZZLE_ROWS, groups * SWIZZLE_COLUMNS)
+    return whole[:rows, :blocks].contiguous().view(scales.dtype)
+
+
+# -- packed rows, see kernels/block_scales.py --------------------------------------------------------
+
+
+def packed_rows(scaled: Scaled) -> Tensor:
+    """Each row's values and its scales, in bytes: ``[..., rows, row_bytes]``, contiguous.
+
+    A weight ``(..., k, n)`` becomes ``(..., row_bytes, n)``, whose columns are packed.
+    """
+    if scaled.inner == -2:
+        return packed_rows(scaled.t()).mT
+    kind, (*others, rows, numbers) = scaled.kind, scaled.shape
+    made = scaled.values.new_zeros((*others, rows, kind.row_bytes(numbers)), dtype=torch.uint8)
+    values, scales, whole = _views(made, kind)
+    values[..., : scaled.values.shape[-1]] = scaled.values.view(torch.uint8)
+    of_rows = scaled.scales
+    if of_rows.shape[-2] != rows:
+        of_rows = of_rows.repeat_interleave(kind.across, -2)[..., :rows, :]
+    scales[..., : of_rows.shape[-1]] = of_rows
+    if whole is not None:
+        given = whole.new_ones(()) if scaled.whole is None else scaled.whole
+        whole.copy_(given if given.numel() > 1 else given.view(()))
+    return made
+
+
+def unpacked_rows(rows: Tensor, like: Scaled) -> Scaled:
+    """The matrix whose packed rows these are, with the format and the length of a row of ``like``."""
+    kind, numbers = like.kind, like.shape[-1]
+    values, scales, whole = _views(rows, kind)
+    values = values[..., : numbers // kind.packed].view(kind.values)
+    return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+
+
+def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The values, as bytes, the scales, and the scale of the whole tensor of packed rows."""
+    of_values, of_scales = kind.step_bytes
+    steps = kind.steps(rows.shape[-1])
+    first, end = steps * of_values, steps * (of_values + of_scales)
+    whole = rows[..., end : end + 4].view(torch.float32) if kind.whole else None
+    return rows[..., :first], rows[..., first:end].view(kind.scale), whole
+
+
+def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
+    """``left @ right`` of packed matrices, ``(m, row_bytes)`` and ``(row_bytes, n)``, in float32.
+
+    On the CPU bit by bit as kernels compute it: 128 numbers along k at a time, whose products are summed
+    exactly, rounded once, and added in float32. On a GPU by torch, of float32 numbers.
+    """
+    sides = [_views(each.contiguous(), kind) for each in (left, right.mT)]
+    wholes = [whole for *_, whole in sides]
+    if left.is_cuda:
+        numbers = [
+            _numbers(values, kind) * scales.float().repeat_interleave(kind.block, 1)
+            for values, scales, _ in sides
+        ]
+        total = numbers[0] @ numbers[1].T
+    else:
+        total = torch.zeros(left.shape[0], right.shape[1])
+        for step in range(kind.steps(left.shape[1])):
+            total += _product_of_step(sides, step, kind)
+    if wholes[0] is not None and wholes[1] is not None:
+        total *= wholes[0]
+        total *= wholes[1].T
+    return total
+
+
+def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
+    """The product of the 128 numbers along k with that number."""
+    factors, of_rows = [], []
+    for values, scales, _ in sides:
+        own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
+        numbers = _numbers(
+            values[:, step * INNER // kind.packed : (step + 1) * INNER // kind.packed], kind
+        )
+        if kind.scale != torch.float32:
+            numbers = (numbers * own.repeat_interleave(kind.block, 1)).bfloat16().float()
+        factors.append(numbers.numpy())
+        of_rows.append(own)
+    product = torch.from_numpy(matrix_product(factors[0], factors[1].T))
+    return product * (of_rows[0] * of_rows[1].T) if kind.scale == torch.float32 else product
+
+
+def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
+    """The numbers of bytes, in float32, without their scales."""
+    return unpaired(values) if kind.packed > 1 else values.view(kind.values).float()
