@@ -25,6 +25,7 @@ INNER = {
 
 
 def public_name(op: str) -> str:
+    op = op.removeprefix("block_scaled_")  # what the public function calls with such operands
     return INNER.get(op, SAME.get(op, op))
 
 

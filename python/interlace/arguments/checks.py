@@ -361,13 +361,16 @@ def bias_of(
     bias = tensor(name, value, communicator)
     if tuple(bias.shape) != shape:
         raise ValueError(f"{name} must have shape {shape} to match weight, got {tuple(bias.shape)}")
-    same_dtype(name, bias.dtype, "input", input.dtype)
+    bias_dtype(name, bias, input)
     return bias.contiguous()
 
 
-def bias_like(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with the dtype of a bias: the input, or of packed rows one with the output's ``dtype``."""
-    return input.new_empty(0, dtype=dtype) if input.dtype == torch.uint8 else input
+def bias_dtype(name: str, bias: torch.Tensor, input: torch.Tensor) -> None:
+    """Raise unless the bias has the input's dtype, or any of floats if that is packed rows."""
+    if input.dtype == torch.uint8:
+        float_dtype(name, bias.dtype)
+    else:
+        same_dtype(name, bias.dtype, "input", input.dtype)
 
 
 def flag(name: str, value: object) -> None:
@@ -477,7 +480,6 @@ def operands(
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
     inner: int | None = input.shape[-1]
-    like = bias_like(input, dtype)
     several = False
     if gather_dim is not None:
         if index("gather_dim", gather_dim, input.dim()) == input.dim() - 1:
@@ -485,7 +487,7 @@ def operands(
         several = not isinstance(imported("weight", weight), torch.Tensor)
     if not several:
         weights = [matrix("weight", weight, input, inner, communicator)]
-        biases = [bias_of("bias", bias, (weights[0].shape[1],), like, communicator)]
+        biases = [bias_of("bias", bias, (weights[0].shape[1],), input, communicator)]
     else:
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
@@ -499,7 +501,7 @@ def operands(
         vectors = [None] * len(weights) if bias is None else bias
         entries("bias", vectors, "weight", len(weights))
         biases = [
-            bias_of(f"bias[{i}]", each, (own.shape[1],), like, communicator)
+            bias_of(f"bias[{i}]", each, (own.shape[1],), input, communicator)
             for i, (each, own) in enumerate(zip(vectors, weights, strict=True))
         ]
     names = activations(options.activation, len(weights), several)

@@ -250,8 +250,8 @@ def started(
     received: Tensor | None,
 ) -> Event:
     """Choose the algorithm, from what all ranks know alike, and start it. ``columns``: of the widest."""
-    input, linear = call.input, Linear(call.weight, call.bias, output)
-    linear.activation, linear.format = call.activation, FORMATS.get(call.format)
+    input, format = call.input, FORMATS.get(call.format)
+    linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
     rows = routes.most_received
     empty = not rows * inner
@@ -297,8 +297,7 @@ def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
             f"{input.shape[1]} (shape {tuple(input.shape)})"
         )
     columns = weight.shape[0], weight.shape[2]
-    like = checks.bias_like(input, dtype)
-    bias = checks.bias_of("bias", given.bias, columns, like, communicator)
+    bias = checks.bias_of("bias", given.bias, columns, input, communicator)
     if input.shape[1] > 1 and input.stride(1) != 1:
         input = input.contiguous()
     named = {"input": input, "weight": weight, "bias": bias}

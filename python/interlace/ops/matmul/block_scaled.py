@@ -14,10 +14,22 @@ from typing import Any
 import torch
 
 from interlace.kernels.block_scales import INNER
-from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, Scaled, packed_rows, unpacked_rows
-from interlace.ops.op.op import Op, OpGradient
+from interlace.ops.matmul.formats import (
+    E4M3,
+    E5M2,
+    E8M0,
+    Scaled,
+    format_named,
+    packed_rows,
+    quantize,
+    unpacked_rows,
+)
+from interlace.ops.op.examples import EXAMPLES, Example, Setting, constant
+from interlace.ops.op.op import Op, Started
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
+
+FACTORS = ("input", "weight", "weights")
 
 
 def _refuse(*_: Any) -> Any:
@@ -27,10 +39,33 @@ def _refuse(*_: Any) -> Any:
 def with_format(op: Op) -> Op:
     """The op of block-scaled operands: the same with a ``format``."""
     without = [name for name in op.without if name != "format"]
-    name, nothing = f"block_scaled_{op.name}", OpGradient(lambda ctx, given, output: None, _refuse)
+
+    def start(communicator: Communicator, given: Any, **out: torch.Tensor) -> Started:
+        with communicator.accepting(op.name):
+            format_named(given.format)
+        return op.start(communicator, given, **out)
+
+    examples = {**EXAMPLES, **op.examples}
+    of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
+    plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
-        op, name=name, without=without, gradient=nothing, communicates={}, variants=()
-    )
+        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
+        examples={**op.examples, **of_factors, **plain},
+    )  # fmt: skip
+
+
+def _packed_example(make: Example, weight: bool) -> Example:
+    """The packed rows of an example, whose small whole numbers mxfp8 has exactly."""
+
+    def packed_numbers(numbers: torch.Tensor) -> torch.Tensor:
+        scaled = quantize(numbers.mT, "mxfp8").t() if weight else quantize(numbers, "mxfp8")
+        return packed_rows(scaled)
+
+    def example(setting: Setting) -> Any:
+        made = make(dataclasses.replace(setting, dtype=torch.float32))
+        return [*map(packed_numbers, made)] if isinstance(made, list) else packed_numbers(made)
+
+    return example
 
 
 def are_scaled(*operands: Any) -> bool:

@@ -48,8 +48,11 @@ class Linear:
     format: BlockFormat | None = None
 
     def __post_init__(self) -> None:
-        if self.format is not None:
-            self.fast_accum = self.format.fast_accum
+        if self.format is None:
+            return
+        self.fast_accum = self.format.fast_accum
+        if self.weight.stride(-2) != 1:  # columns that are packed have no other stride
+            self.weight = self.weight.mT.contiguous().mT
 
     @property
     def unfinished(self) -> bool:
@@ -379,7 +382,7 @@ def checked_bias(
     if bias is not None:
         if tuple(bias.shape) != (columns,):
             raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
-        checks.same_dtype("bias", bias.dtype, "input", input.dtype)
+        checks.bias_dtype("bias", bias, input)
     return bias
 
 
