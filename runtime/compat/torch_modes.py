@@ -39,7 +39,7 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 
 def is_traced() -> bool:
     """Whether ``make_fx`` or ``torch.export`` records the present ops."""
-    tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None
 
 

@@ -41,7 +41,7 @@ with needed("Triton", "Triton's interpreter"):
         getattr(builder, _name)
     for _name in MODULE:
         getattr(triton_interpreter, _name)
-    ir: Any = triton_interpreter._ir
+    ir = triton_interpreter._ir
     _usual = ir.CACHE_MODIFIER.NONE, ir.EVICTION_POLICY.NORMAL
     _ = Autotuner.do_bench
     _made = getattr(builder, "get_cache_policy", None)

@@ -97,7 +97,7 @@ def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str
     """Triton's compiled kernel for a GPU that need not be here; ``arguments`` of Triton's ``ASTSource``."""
     from triton.compiler import ASTSource
 
-    kind: Any = ASTSource
+    kind = ASTSource
     if fn.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -314,7 +314,7 @@ def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
     if not is_call(node, aten.mul.Tensor, aten.add.Tensor) or node.kwargs:
         return None
     left, right = node.args
-    other: Any = right if left is made else left
+    other = right if left is made else left
     if isinstance(other, fx.Node) and value(other) is not None:
         return other if same(shape(other), shape(made)[-1:]) else None
     return None

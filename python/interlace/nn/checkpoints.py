@@ -64,7 +64,7 @@ def full_state_dict(
     for key, value in module.state_dict().items():
         sharding = own.get(key)
         if isinstance(value, torch.Tensor):
-            whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             if sharding is not None:
                 alone.add(group_dst is not None and sharding.group.rank != group_dst)
                 whole = sharding.full(whole, group_dst=group_dst)

@@ -88,7 +88,7 @@ class InterlaceProcessGroup(Collectives):
     ``interlace_communicator`` is the group under it, for interlace's own functions.
     """
 
-    _backend_kind: Any = dist.ProcessGroup.BackendType.CUSTOM  # torch's own tests ask for gloo's
+    _backend_kind = dist.ProcessGroup.BackendType.CUSTOM  # torch's own tests ask for gloo's
 
     def __init__(
         self,

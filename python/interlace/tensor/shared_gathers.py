@@ -156,7 +156,7 @@ class Ungathered(DTensor):
         shard = shard.redistribute(
             placements=shard.placements
         )  # a node for the gradients to meet in
-        made: Any = _Later.apply(shard)  # type: ignore[no-untyped-call]
+        made = _Later.apply(shard)  # type: ignore[no-untyped-call]
         made.shard, made._say, made._gathered, made._read = shard, say, None, {}
         return made  # type: ignore[no-any-return]
 

@@ -171,7 +171,7 @@ class CompiledPrograms:
     def _rewritten(self, name: str, ptx: str) -> str:
         if self._rewrite is None:
             return ptx
-        changed: Any = self._rewrite(name, ptx)
+        changed = self._rewrite(name, ptx)
         if not isinstance(changed, str):
             raise TypeError(f"rewrite must give PTX, a str; of {name} it gave {changed!r:.60}")
         return changed

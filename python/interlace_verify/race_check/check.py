@@ -355,7 +355,7 @@ def races(
     events = 0
 
     def observed(seed: int, asked: Sequence[Observer]) -> Exception | None:
-        several: Any = Several(asked)
+        several = Several(asked)
         return _observed(on_rank, world_size, seed, several, made, store_buffers, timeout)
 
     for number, seed in enumerate(chosen, 1):

@@ -398,7 +398,7 @@ class Collector(Observer):
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_quiet(self, task: Task, threads: Lanes = None) -> None:
-        agent: Any = self._agent(task)
+        agent = self._agent(task)
         agent.quiet(threads)
         agent.has_released(threads, all_threads=threads is None)
 

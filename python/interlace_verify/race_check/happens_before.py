@@ -483,7 +483,7 @@ class Detector(Collector):
             messages[key] = joined(messages.get(key), clock)
 
     def on_barrier(self, task: Task, threads: Lanes = None) -> None:
-        agent: Any = self._agent(task)
+        agent = self._agent(task)
         agent.barrier(*([] if threads is None else [threads]))
         if isinstance(agent, ThreadsAgent):
             self.barriers.update(program_lines()[:1])

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, PeerDiedError
 from interlace.runtime.places.hosts.host_map import Card
@@ -44,7 +44,7 @@ def connected(
     """
     from interlace.runtime.compat.torch_groups import c10d
 
-    gloo: Any = c10d.ProcessGroupGloo
+    gloo = c10d.ProcessGroupGloo
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         device = gloo.create_device(interface=interface, lazy_init=False)

@@ -153,7 +153,7 @@ class FarPipe:
             some = memoryview(bytearray(min(size, _BUFFER)))
         else:
             some = self._memory[moved : moved + size]
-        call: Any = wire.send if self.puts else wire.recv_into
+        call = wire.send if self.puts else wire.recv_into
         how = _SEND if self.puts else _RECEIVE
         step = map(call, *((some,), (how,)) if self.puts else ((some,), (0,), (how,)))
         try:
