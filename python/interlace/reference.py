@@ -1,7 +1,7 @@
 """float64 references of every op, and how far a correct result may be from them.
 
 They are those of ``ops/matmul/reference.py``, which says where the bounds come from; those of attention
-stand in ``ops/attention/reference.py``.
+stand in ``ops/attention/problem.py``.
 """
 
 from interlace.ops.matmul.reference import (

@@ -8,8 +8,7 @@ import torch
 
 import interlace
 from interlace import nn, reference
-from interlace.ops.attention.problem import TokenShards
-from interlace.ops.attention.reference import AttentionReference, visible
+from interlace.ops.attention.problem import AttentionReference, TokenShards, visible
 from interlace.runtime.tuning.configuration import override
 from support import noise
 

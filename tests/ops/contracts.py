@@ -1,7 +1,7 @@
 """The table of the contract matrix: right results, wrong arguments, and the cells that do not apply.
 
 An op of the registry is in the matrix without being named: its arguments are its examples
-(``ops/op/examples.py``), and ``Op.reference`` is what is right. ``REASONS`` says why a cell is left out.
+(``ops/op/op.py``), and ``Op.reference`` is what is right. ``REASONS`` says why a cell is left out.
 Numbers are small and whole, so sums are exact in every dtype and in every order, and results are compared
 bit for bit. Where an op divides or takes a root, or computes with what its reference computes with,
 ``REFERENCES`` has another formula, in float64.
@@ -15,8 +15,7 @@ import torch
 from cases.support_table import defined
 from interlace import reference
 from interlace.arguments.checks import RowNorm
-from interlace.ops.attention.problem import HEAD, HEADS
-from interlace.ops.attention.reference import AttentionReference, visible
+from interlace.ops.attention.problem import HEAD, HEADS, AttentionReference, visible
 from interlace.ops.experts.dispatch import DispatchArguments
 from interlace.ops.library import BY_NAME, WITH_OUT
 from interlace.ops.op.op import Op

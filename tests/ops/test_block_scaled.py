@@ -287,3 +287,21 @@ def tensors_of_torch(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_tensors_as_torch_has_them(name: str) -> None:
     interlace.run(tensors_of_torch, 2, name)
+
+
+def test_a_dispatch_does_not_quantize_again() -> None:
+    def call() -> None:
+        tokens: Any = made("mxfp8", 2, 0)
+        chosen = torch.tensor([[0], [1]])
+        words = "use_fp8 quantizes x, which has scales already"
+        with pytest.raises(ValueError, match=words):
+            interlace.experts.dispatch(tokens, chosen, None, 2, use_fp8=True)
+        with pytest.raises(ValueError, match=words):
+            interlace.experts.low_latency_dispatch(tokens, chosen, 2, 2)
+        turned: Any = tokens.t()
+        with pytest.raises(
+            ValueError, match=r"x must be \(tokens, hidden\), its blocks along hidden"
+        ):
+            interlace.experts.dispatch(turned, chosen, None, 2)
+
+    interlace.run(call, 2)

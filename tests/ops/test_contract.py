@@ -31,8 +31,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops import local_tensor
 from interlace.ops.library import BY_NAME, IN_PLACE
 from interlace.ops.op import calls
-from interlace.ops.op.examples import Setting
-from interlace.ops.op.op import Op, finish, wait
+from interlace.ops.op.op import Op, Setting, finish, wait
 from ops import contracts
 from ops.contracts import CONTRACTS, DTYPES, evenly, last_has_none
 from ranks import ranks

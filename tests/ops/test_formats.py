@@ -175,3 +175,11 @@ def test_what_cannot_be_quantised_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         quantize(x, format)
+
+
+def test_a_quantized_tensor_has_no_gradient() -> None:
+    x = torch.ones(2, 32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="quantize has no gradient"):
+        quantize(x, "mxfp8")
+    with torch.no_grad():
+        quantize(x, "mxfp8")

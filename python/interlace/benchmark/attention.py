@@ -20,12 +20,12 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark import payload
+from interlace.benchmark import protocol
 from interlace.benchmark.baselines import TORCH
 from interlace.benchmark.figures import bus_factor
 from interlace.benchmark.fused import ByRows, Expected
 from interlace.benchmark.plain import Tensors
-from interlace.ops.attention.reference import AttentionReference
+from interlace.ops.attention.problem import AttentionReference
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.tuning import Problem
 
@@ -88,7 +88,7 @@ class _HeadTensors(ByRows):
         """The tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
-        flat = payload.some_rows(rows, heads * self.head_dim, what, call, self.dtype)
+        flat = protocol.some_rows(rows, heads * self.head_dim, what, call, self.dtype)
         return flat.view(self.batch, len(places), heads, self.head_dim)
 
     def keys(self, places: torch.Tensor, call: int) -> list[torch.Tensor]:

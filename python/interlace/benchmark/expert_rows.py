@@ -13,7 +13,7 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.benchmark import payload
+from interlace.benchmark import protocol
 from interlace.benchmark.figures import bus_factor
 from interlace.benchmark.fused import AllGatherMatmul, ByRows, Expected, Fused
 from interlace.benchmark.plain import AllToAll, Tensors
@@ -72,7 +72,7 @@ class _MovedRows(_RowsOfTokens):
         self.bus_factor = bus_factor(self.op, self.world_size)
 
     def tokens(self, call: int, rows: int) -> torch.Tensor:
-        flat = payload.vector(0, rows * self.n, self.rank, call, self.dtype, self.device)
+        flat = protocol.vector(0, rows * self.n, self.rank, call, self.dtype, self.device)
         return flat.view(rows, self.n)
 
     def exchanged(self, rows: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class DispatchRows(_MovedRows):
     def right(self, call: int) -> torch.Tensor:
         tokens = (self.slots // self.topk).view(self.world_size, -1)[self.rank]
         parts = [
-            payload.some_rows(tokens, self.n, source, call, self.dtype)
+            protocol.some_rows(tokens, self.n, source, call, self.dtype)
             for source in range(self.world_size)
         ]
         return torch.cat(parts)
@@ -150,7 +150,7 @@ class CombineRows(_MovedRows):
         each = len(self.slots) // self.world_size
         rows = self.rank * each + torch.arange(each, device=self.device)
         parts = [
-            payload.some_rows(rows, self.n, expert, call, self.dtype)
+            protocol.some_rows(rows, self.n, expert, call, self.dtype)
             for expert in range(self.world_size)
         ]
         return torch.cat(parts)
@@ -275,5 +275,5 @@ class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
             bounds.append(bound)
         per_slot = torch.stack(values, 1), torch.stack(bounds, 1)
         value, bound = reference.combine(per_slot, None, self.dtype)
-        looser = bound + payload.often_rounded(values, self.dtype)
+        looser = bound + protocol.often_rounded(values, self.dtype)
         return value, bound, looser

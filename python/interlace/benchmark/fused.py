@@ -19,7 +19,7 @@ import torch
 
 import interlace
 from interlace import reference
-from interlace.benchmark import payload
+from interlace.benchmark import protocol
 from interlace.benchmark.baselines import TORCH, TorchCollectives
 from interlace.benchmark.plain import (
     AllGather,
@@ -113,7 +113,7 @@ class ByRows(MeasuredOp):
     def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
         """The payload of ``rank``, of which ``what`` tells the inputs of a call apart."""
         number = 2 * call + what
-        flat = payload.vector(0, rows * columns, rank, number, self.dtype, self.device)
+        flat = protocol.vector(0, rows * columns, rank, number, self.dtype, self.device)
         return flat.view(rows, columns)
 
 
@@ -150,7 +150,7 @@ class Fused(ByRows):
 
     def rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
         """These rows of the input of ``rank``."""
-        return payload.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
+        return protocol.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
 
     def rows_by_owner(self, rows: torch.Tensor, each: int, call: int) -> list[torch.Tensor]:
         """These rows of what all ranks' inputs are, ``each`` of a rank, one below the other."""
@@ -165,7 +165,7 @@ class Fused(ByRows):
         weights = [self.weight(rank, call) for rank in range(self.world_size)]
         value, bound = reference.matmul_all_reduce(inputs, weights, self.dtype)
         products = [a.double() @ b.double() for a, b in zip(inputs, weights, strict=True)]
-        return value, bound, bound + payload.often_rounded(products, self.dtype)
+        return value, bound, bound + protocol.often_rounded(products, self.dtype)
 
 
 class AllGatherMatmul(Fused):
@@ -271,7 +271,7 @@ class AllToAllMatmul(_HeadExchange):
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         own, what = self.rank * self.m + rows, 2 * call + INPUT
         parts = [
-            payload.some_rows(own, self.each, source, what, self.dtype)
+            protocol.some_rows(own, self.each, source, what, self.dtype)
             for source in range(self.world_size)
         ]
         whole = torch.cat(parts, 1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace import reference
-from interlace.benchmark import payload
+from interlace.benchmark import protocol
 from interlace.benchmark.fused import ByRows, Expected, MatmulAllReduce, MatmulReduceScatter
 from interlace.benchmark.plain import AllReduce, Plain, ReduceScatter, Tensors
 from interlace.ops.matmul.norms import GATHERED_ROWS
@@ -121,11 +121,11 @@ class _Sums(ByRows):
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         parts = [
-            payload.some_rows(rows + self.result_rows[0], self.n, rank, call, self.dtype)
+            protocol.some_rows(rows + self.result_rows[0], self.n, rank, call, self.dtype)
             for rank in range(self.world_size)
         ]
         value, bound = reference.reduce(parts)
-        return value, bound, bound + payload.often_rounded(parts, self.dtype)
+        return value, bound, bound + protocol.often_rounded(parts, self.dtype)
 
 
 class _SumsWithNorm(_WithNorm, _Sums):
@@ -179,7 +179,7 @@ class GatherNormed(ReduceScatterNorm):
         if rounds_often:  # others' sums may be off by roundings, and their norms by as much
             value, bound = reference.norm(totals, RowNorm("rms", EPS, self._weight), self.dtype)
             parts = [self.collective.of(rank, call) for rank in range(self.world_size)]
-            off = payload.often_rounded(parts, self.dtype).view_as(totals)
+            off = protocol.often_rounded(parts, self.dtype).view_as(totals)
             off = off + totals.double().abs() * reference.unit_roundoff(self.dtype)
             rms = totals.double().square().mean(-1, keepdim=True).sqrt()
             weight = self._weight.double().abs() / rms

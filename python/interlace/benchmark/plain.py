@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.benchmark import payload
+from interlace.benchmark import protocol
 from interlace.benchmark.figures import bus_factor
 from interlace.ops.library import BY_NAME
 from interlace.runtime.core.place import Place
@@ -63,7 +63,7 @@ class MeasuredOp(ABC):
 
     def empty(self, *shape: int) -> torch.Tensor:
         output = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return payload.poison(output)
+        return protocol.poison(output)
 
     @abstractmethod
     def inputs(self, call: int) -> Tensors:
@@ -119,7 +119,7 @@ class Plain(MeasuredOp):
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
         """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
-        return payload.vector(first, count, rank, call, self.dtype, self.device)
+        return protocol.vector(first, count, rank, call, self.dtype, self.device)
 
     def inputs(self, call: int) -> Tensors:
         """The result first."""
@@ -181,7 +181,7 @@ class _Copying(Plain):
         begin, worst = 0, 0.0
         for rank, first, count in self.pieces():
             piece = result[begin : begin + count]
-            worst = max(worst, payload.error_of_copy(piece, first, rank, call))
+            worst = max(worst, protocol.error_of_copy(piece, first, rank, call))
             begin += count
         return worst
 
@@ -203,7 +203,7 @@ class _Sum(Plain):
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
         first, count = self.summed()
-        return payload.error_of_sum(
+        return protocol.error_of_sum(
             result[:count], first, self.world_size, call, rounds_often=rounds_often
         )
 

@@ -24,8 +24,7 @@ from interlace.ops.attention.problem import HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
 from interlace.ops.library import BY_NAME, IN_PLACE
 from interlace.ops.matmul.norms import kernel_makes_fp8
-from interlace.ops.op.examples import Example, Setting, constant
-from interlace.ops.op.op import Op, finish
+from interlace.ops.op.op import Example, Op, Setting, constant, finish
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import peers_of
 from interlace.runtime.places.sim.place import separate_nodes

@@ -1,7 +1,7 @@
 """Attention over a sharded sequence on simulated ranks: results, bits, gradients, misuse.
 
 Every call runs on poisoned workspaces and outputs, and the tolerance is the bound of
-``interlace.ops.attention.reference``.
+``interlace.ops.attention.problem``.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import interlace
 from cases.attention_cases import ALGORITHMS, METHODS, AttentionCase, attend, check, ratios
 from interlace import nn, reference
-from interlace.ops.attention.reference import AttentionReference, visible
+from interlace.ops.attention.problem import AttentionReference, visible
 from mutants.mutations import mutant_of, mutated
 from ranks import ranks
 from sim.api.refusals import ByRank, both, check_refused

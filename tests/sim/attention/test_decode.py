@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import nn, reference
-from interlace.ops.attention.reference import AttentionReference
+from interlace.ops.attention.problem import AttentionReference
 from interlace.runtime.tuning.configuration import override
 from interlace.verify import races
 from ranks import ranks

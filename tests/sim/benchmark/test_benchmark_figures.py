@@ -12,7 +12,7 @@ from hypothesis import strategies
 
 import interlace
 import interlace.benchmark
-from interlace.benchmark import baselines, figures, kernel, payload, protocol
+from interlace.benchmark import baselines, figures, kernel, protocol, protocol as payload
 from interlace.benchmark.figures import Spread
 from interlace.benchmark.requests import FUSED, OPS
 from stand_ins.replaced import replaced

@@ -32,8 +32,7 @@ from interlace.ops.attention.problem import (
     wide_dtype,
 )
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.op.examples import Setting, constant
-from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.op import Op, OpGradient, Setting, Started, constant, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form

@@ -42,8 +42,7 @@ from interlace.ops.collectives.launch import (
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.operands import Linear, checked_bias, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import own_rows
-from interlace.ops.op.op import Op, OpGradient, Started, fused_by, wait
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form

@@ -33,8 +33,7 @@ from interlace.arguments.checks import check_not_quantized
 from interlace.ops.collectives import rooted, rootless
 from interlace.ops.collectives.all_to_all import _all_to_all_single
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import Example, own_rows
-from interlace.ops.op.op import Op, OpGradient, Started, wait
+from interlace.ops.op.op import Example, Op, OpGradient, Started, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.memory import contiguous, movable

@@ -51,7 +51,7 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.api import requires_gradients
-from interlace.ops.matmul.formats import Scaled, packed_rows, unpacked_rows
+from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
     ContinuedWork,
@@ -141,19 +141,18 @@ def _dispatched(
     **how: Any,
 ) -> Any:
     x, topk_idx, topk_weights, num_experts = operands
-    tokens = x if isinstance(x, Scaled) else None
-    x = x if tokens is None else packed_rows(tokens)
     how["num_max_dispatch_tokens_per_rank"] = most
-    communicator = resolve(group).on(x, topk_idx)
+    tokens = x if isinstance(x, Scaled) else None
+    communicator = resolve(group).on(x if tokens is None else tokens.values, topk_idx)
     number = dispatch_number(communicator)
     with communicator.accepting(DISPATCH):
         checks.flag("use_fp8", use_fp8)
         if use_fp8:
-            if isinstance(x, (tuple, list)):
-                raise ValueError(
-                    "use_fp8 quantizes x, which is a pair of values and scales already"
-                )
+            if isinstance(x, (tuple, list, Scaled)):
+                raise ValueError("use_fp8 quantizes x, which has scales already")
             x = quantize(x)
+        if tokens is not None:
+            x = block_scaled.packed_tokens(tokens)
         data, scales = values_and_scales(x)
         routing = routing_of(num_experts, **how)
     arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)

@@ -50,8 +50,7 @@ from interlace.ops.experts.routing import (
     senders_of,
     weights_of,
 )
-from interlace.ops.op.examples import own_rows
-from interlace.ops.op.op import Op, OpGradient, Started, fused_by, wait
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form

@@ -49,8 +49,7 @@ from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.examples import Example
-from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, spread, wait
+from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, internal_form

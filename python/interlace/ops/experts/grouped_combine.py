@@ -63,8 +63,7 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.examples import own_rows
-from interlace.ops.op.op import Op, OpGradient, Started, fused_by, requiring, wait
+from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, requiring, wait
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form

@@ -24,7 +24,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.experts.dispatch import COUNT_NUMBERS
-from interlace.ops.op.examples import Example, Setting, constant
+from interlace.ops.op.op import Example, Setting, constant
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing, current, with_context

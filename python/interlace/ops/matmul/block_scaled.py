@@ -24,8 +24,7 @@ from interlace.ops.matmul.formats import (
     quantize,
     unpacked_rows,
 )
-from interlace.ops.op.examples import EXAMPLES, Example, Setting, constant
-from interlace.ops.op.op import Op, Started
+from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
 
@@ -144,6 +143,16 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     input, *rows = map(packed_rows, operands)
     values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
     return dataclasses.replace(given, **values)
+
+
+def packed_tokens(tokens: Scaled) -> torch.Tensor:
+    """The packed rows of a dispatch, ``(tokens, row_bytes)``."""
+    if tokens.inner != -1 or tokens.values.dim() != 2:
+        raise ValueError(
+            f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
+            f"along dimension {tokens.inner}"
+        )
+    return packed_rows(tokens)
 
 
 def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:

@@ -275,10 +275,12 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
     The scale of fp8_block128 is the largest number of the block divided by 448; of the MX formats the least
     power of two with which no number is larger than the largest value; of nvfp4 the largest number divided
     by 6, relative to ``whole``, which is the largest of all divided by 6 * 448. A block of zeros has the
-    least scale that there is. Values are rounded to nearest, ties to even, and none saturates. NaN and
-    infinity make all numbers of their block NaN; of nvfp4, of the tensor.
+    least scale that there is. Values are rounded to nearest, ties to even. None saturates, except that
+    a scale of nvfp4 is itself rounded to nearest, so the largest number of a block may lose up to 1 part
+    in 16. NaN and infinity make all numbers of their block NaN; of nvfp4, of the tensor.
 
-    Raises ValueError or TypeError naming the argument. Source: OCP MX Specification v1.0, section 6.3. It
+    Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
+    gradient. Source: OCP MX Specification v1.0, section 6.3. It
     rounds the exponent of a scale down, so that the largest numbers saturate; NVIDIA's Transformer Engine
     rounds it up, as here.
 
@@ -296,6 +298,8 @@ def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
             f"{kind.name} has two numbers in a byte: the last dimension of x must be even, got "
             f"{tuple(x.shape)}"
         )
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")
     across = kind.across if weight else 1
     numbers, (rows, length) = x.float(), x.shape[-2:]
     tiles = _tiles(numbers, kind.block, across)

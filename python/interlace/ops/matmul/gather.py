@@ -28,7 +28,6 @@ from interlace.ops.matmul.operands import (
     rows_of,
 )
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import own_rows
 from interlace.ops.op.op import (
     Op,
     OpGradient,
@@ -36,6 +35,7 @@ from interlace.ops.op.op import (
     Started,
     fused_by,
     names_of_tensors,
+    own_rows,
     rows,
     spread,
     start_form,

@@ -44,8 +44,9 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.matmul.reference import split
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import EXAMPLES, Example, own_rows
 from interlace.ops.op.op import (
+    EXAMPLES,
+    Example,
     Op,
     OpGradient,
     OpVariant,
@@ -53,6 +54,7 @@ from interlace.ops.op.op import (
     Started,
     fused_by,
     longest,
+    own_rows,
     padded,
     requiring,
     start_form,

@@ -34,8 +34,7 @@ from interlace.ops.collectives import launch as collective_algorithms, records a
 from interlace.ops.matmul import gather, launch_gather, launch_reduce, reduce
 from interlace.ops.matmul.operands import DESCRIPTOR_ALIGNMENT, Linear, factors, rows_of
 from interlace.ops.op import shapes
-from interlace.ops.op.examples import Example, Setting, constant
-from interlace.ops.op.op import Op, OpGradient, Output, Started
+from interlace.ops.op.op import Example, Op, OpGradient, Output, Setting, Started, constant
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import current

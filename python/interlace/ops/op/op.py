@@ -3,14 +3,22 @@
 Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
 autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
 
-All ops by name, for callers that know no more of them.
+``OPS`` has all ops by name, for callers that know nothing else of them.
 
-A started op: tensors that are not complete yet, and the Work to wait for.
+A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It stands beside
+its op. The part of a fused op's gradient that communicates is started first and waited for last.
 
-Gradients of the ops. A gradient is that of the sum of all ranks' losses, as in torch's functional ops.
+Tests and tools make arguments by name, as examples. An op needs no example for an argument that has a
+default, or that other ops have, too; its record has the others, as ``Op.examples``. An example is a
+function of a :class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small and
+whole, so that sums are exact in every dtype and order.
 
-Those of an op stand beside it. Of those of a fused op the one that communicates is started first, and
-waited for last.
+=============  ===================================================================================
+legend
+=============  ===================================================================================
+rows           by rank: how many rows of the whole are a rank's; the others' are before and behind
+width          of all matrices, k and n alike; groups of 2 and of 3 ranks share 6 evenly
+=============  ===================================================================================
 """
 
 import contextlib
@@ -18,18 +26,112 @@ import dataclasses
 import functools
 import types
 import typing
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from interlace.ops.op.examples import EXAMPLES, Example, Setting, constant
 from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import ZERO, Work
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the arguments of a rank are made for; no two calls have the same numbers."""
+
+    rank: int
+    size: int
+    dtype: torch.dtype = torch.float32
+    call: int = 0
+    rows: tuple[int, ...] = ()
+    width: int = 6
+    argument: str = ""
+
+    @property
+    def own(self) -> int:
+        return self.rows[self.rank]
+
+    @property
+    def uneven(self) -> bool:
+        return len(set(self.rows)) > 1
+
+    @property
+    def total(self) -> int:
+        return sum(self.rows)
+
+    def numbers(self, *shape: int, same: bool = False) -> Tensor:
+        """Whole ones from -2 to 2; of ``same`` ones all ranks have the same."""
+        seed = zlib.crc32(self.argument.encode()) + 1000 * self.call + (0 if same else self.rank)
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randint(-2, 3, shape, generator=generator)
+        if self.dtype.is_complex:
+            return torch.complex(made.float(), made.flip(0).float()).to(self.dtype)
+        return made.to(self.dtype)
+
+    def of(self, rank: int) -> "Setting":
+        return replace(self, rank=rank)
+
+    def everyone(self) -> list["Setting"]:
+        return [self.of(rank) for rank in range(self.size)]
+
+
+Example = Callable[[Setting], Any]
+"""Makes an argument of a rank."""
+
+
+def constant(value: Any) -> Example:
+    return lambda setting: value
+
+
+def own_rows(setting: Setting) -> Tensor:
+    return setting.numbers(setting.own, setting.width)
+
+
+def _square(setting: Setting) -> Tensor:
+    return setting.numbers(setting.width, setting.width)
+
+
+def _vector(setting: Setting) -> Tensor:
+    return setting.numbers(setting.width, same=True)
+
+
+def _wide_vector(setting: Setting) -> Tensor:
+    wide = max(setting.dtype, torch.float32, key=lambda each: each.itemsize)
+    return _vector(replace(setting, dtype=wide))
+
+
+EXAMPLES: Mapping[str, Example] = {
+    "input": lambda setting: setting.numbers(setting.total, setting.width),
+    "weight": _square,
+    "weights": lambda setting: [_square(setting), _square(setting).flip(0)],
+    "bias": _vector,
+    "biases": lambda setting: [_vector(setting), torch.zeros_like(_vector(setting))],
+    "norm_weight": _wide_vector,
+    "residual": lambda setting: setting.numbers(setting.total, setting.width, same=True),
+    "reduce_op": constant("sum"),
+    "gather_dim": constant(0),
+    "scatter_dim": constant(0),
+    "src": constant(1),
+    "dst": constant(1),
+    "src_dst": lambda setting: [(rank + 1) % setting.size for rank in range(setting.size)],
+    "length": lambda setting: setting.own if setting.uneven else None,
+    "algorithm": constant("auto"),
+    "out_dtype": constant(None),
+    "eps": constant(0.5),
+    "return_gathered": constant(True),
+    "return_received": constant(True),
+    "return_rows": constant(True),
+}
+"""By the name of an argument; a new op with these arguments needs no others."""
+
 
 OPS: dict[str, Any] = {}
 """Every ``Op`` by name; it puts itself here."""
@@ -84,9 +186,6 @@ def finish(started: Started) -> Sequence[torch.Tensor]:
     if started.work is not None:
         started.work.wait()
     return started.outputs
-
-
-Tensor = torch.Tensor
 
 
 def wait(tensor: Tensor) -> Tensor:
@@ -216,7 +315,7 @@ class Op:
     variants : its cases that tools list beside it.
     algorithms : those that a caller can ask for, each with the kernels that it launches. Of an op that has
         some ``verify`` has a target, and ``check`` cases; "auto" is not among them.
-    examples : by argument, how tests and tools make it, where ``examples.py`` and the default do not.
+    examples : by argument, how tests and tools make it, where ``EXAMPLES`` and the default do not.
     """
 
     name: str
