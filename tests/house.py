@@ -77,7 +77,7 @@ FOLDERS = {
     ),
     "interlace/ops/matmul": (
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/op "
-        "runtime/core runtime/numerics runtime/tuning"
+        "runtime/compat runtime/core runtime/numerics runtime/tuning"
     ),
     "interlace/ops/experts": (
         "interlace/arguments interlace/groups interlace/ops/collectives interlace/ops/matmul "

@@ -501,7 +501,7 @@ def record_form(
 
     As :func:`internal_form`, with ``check(communicator, given, outputs)``. ``tensors`` are the fields that
     are tensors; ``outputs``: tensors that the caller has made for the results, or None. ``called``: names
-    of arguments, where fields differ.
+    of arguments, where fields differ; "" for what hooks are not shown.
     """
     others = [each.name for each in fields(arguments) if each.name not in tensors]
     # of its dictionary, for attributes take longer

@@ -110,7 +110,7 @@ class Form(NamedTuple):
                     given = getattr(value, field.name)
                     if "Tensor" not in str(field.type) or not _is_absent(given):
                         yield field.name, given
-            elif number >= options_from or not _is_absent(value):
+            elif name and (number >= options_from or not _is_absent(value)):
                 yield name, value
 
 

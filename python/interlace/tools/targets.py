@@ -22,7 +22,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.attention.decode import decode
 from interlace.ops.attention.problem import HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
-from interlace.ops.library import BY_NAME, IN_PLACE
+from interlace.ops.library import BY_NAME, IN_PLACE, OPS
 from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.ops.op.op import Example, Op, Setting, constant, finish
 from interlace.runtime.core.communicator import Communicator
@@ -391,4 +391,4 @@ def targets(ops: Mapping[str, Op]) -> dict[str, VerifyTarget]:
     }
 
 
-TARGETS = targets(BY_NAME)
+TARGETS = targets({op.name: op for op in OPS})

@@ -21,7 +21,8 @@ from interlace.groups.groups import default_group
 from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
-from interlace.ops.op.calls import run_to_list
+from interlace.ops.library import BY_NAME
+from interlace.ops.op.calls import run_record
 from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.verify import launch_ptx
 from stand_ins import cupy_stand_in
@@ -282,7 +283,8 @@ def _own_heads(rank: int) -> tuple[list[torch.Tensor], Numbers]:
     leaves = [each.clone().requires_grad_() for each in (query, key, value)]
     given = "heads", True, None, None, "bshd", "zigzag", "fused", TOKENS[rank]
     with interlace.configured(block_m=16, block_n=16):
-        output, lse = run_to_list(FORWARD, None, "", leaves, *leaves, None, *given)
+        record = BY_NAME[FORWARD].record([*leaves, None, *given])
+        output, lse = run_record(FORWARD, None, "", record)
         output.backward(grad)
     strides = {"": heads * size, "_b": heads * size, "_h": size}
     arguments = {

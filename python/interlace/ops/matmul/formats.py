@@ -31,7 +31,7 @@ from interlace.runtime.numerics.exact import matrix_product
 from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
-Format = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+BlockFormatName = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FP4 = torch.float4_e2m1fn_x2
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -107,7 +107,9 @@ FORMATS = {
 def format_named(name: object) -> BlockFormat:
     """The format of that name. Raises ValueError that lists the names."""
     if not isinstance(name, str) or name not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(get_args(Format))}, got {name!r}")
+        raise ValueError(
+            f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
+        )
     return FORMATS[name]
 
 
@@ -263,7 +265,7 @@ def _blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def quantize(x: Tensor, format: Format, *, weight: bool = False) -> Scaled:
+def quantize(x: Tensor, format: BlockFormatName, *, weight: bool = False) -> Scaled:
     """``x`` in a block-scaled format, each block scaled by its largest number.
 
     Parameters

@@ -143,8 +143,9 @@ def prepared(
 
 TENSORS = names_of_tensors(AllGatherMatmulArguments)
 gather_matmul = record_form(
-    OP, AllGatherMatmulArguments, TENSORS, prepared, weights="weight", biases="bias"
-)
+    OP, AllGatherMatmulArguments, TENSORS, prepared,
+    weights="weight", biases="bias", recorded="", lengths="", format="",
+)  # fmt: skip
 
 
 def _agreed(

@@ -440,7 +440,7 @@ def prepared(
 
 
 EAGER = (SCATTER, ALL_REDUCE, ALL_REDUCE_NORM, SCATTER_NORM)
-FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared) for op in EAGER}
+FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared, format="") for op in EAGER}
 
 # -- as ops of torch -------------------------------------------------------------------------------
 

@@ -110,7 +110,10 @@ def prepared(
     return functools.partial(start, buffers[0] if buffers else None), (), None
 
 
-FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared) for op in (SCATTER, ALL_REDUCE)}
+FORMS = {
+    op: record_form(op, ReductionArguments, TENSORS, prepared, format="")
+    for op in (SCATTER, ALL_REDUCE)
+}
 
 
 class Scattering(NamedTuple):
