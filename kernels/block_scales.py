@@ -11,8 +11,9 @@ of 16 bytes, so the length of a row, K, says how many numbers it has. Constants 
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
 ``BLOCK``   numbers along k with one scale
 ``NATIVE``  "" converts both factors to bf16, exactly, with integers and one multiplication: the same on
-            every GPU and in the interpreter. "values": tensor cores take fp8 as it is, from sm_89 on.
-            "scales": they multiply by the scales too, from sm_100 on.
+            every GPU and in the interpreter. "values": instructions for fp8, from sm_89 on, convert e4m3,
+            and tensor cores take factors of e4m3 as they are where a scale in fp32 multiplies the sum.
+            "scales": tensor cores multiply by the scales too, from sm_100 on.
 """
 
 import triton
@@ -23,12 +24,16 @@ _INNER = tl.constexpr(INNER)
 
 
 @triton.jit
-def _e4m3(byte):
-    bits = byte.to(tl.int32)
-    # The fields of e4m3 where fp32 has its own, whose exponent is larger by 120.
-    size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    size = tl.where((bits & 0x7F) == 0x7F, float("nan"), size)
-    return tl.where((bits & 0x80) != 0, -size, size)
+def _e4m3(byte, TILES: tl.constexpr):
+    if TILES.NATIVE != "":
+        made = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = byte.to(tl.uint16)
+        # The fields of e4m3 where fp16 has its own, whose exponent is larger by 8.
+        fields = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        number = fields.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        made = tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+    return made
 
 
 @triton.jit
@@ -39,10 +44,10 @@ def _e5m2(byte):
 
 @triton.jit
 def _e2m1(code):
-    bits = code.to(tl.int32)
-    # As in _e4m3; the exponent of fp32 is larger by 126.
-    size = ((bits & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return tl.where((bits & 8) != 0, -size, size)
+    bits = code.to(tl.uint16)
+    # As in _e4m3; the exponent of fp16 is larger by 14.
+    fields = ((bits & 8) << 12) | ((bits & 7) << 9)
+    return fields.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit
@@ -62,7 +67,7 @@ def _numbers_in_rows(bytes, TILES: tl.constexpr):
     elif TILES.VALUES == "e5m2":
         made = _e5m2(bytes)
     else:
-        made = _e4m3(bytes)
+        made = _e4m3(bytes, TILES)
     return made
 
 
@@ -75,7 +80,7 @@ def _numbers_in_columns(bytes, TILES: tl.constexpr):
     elif TILES.VALUES == "e5m2":
         made = _e5m2(bytes)
     else:
-        made = _e4m3(bytes)
+        made = _e4m3(bytes, TILES)
     return made
 
 
@@ -85,7 +90,7 @@ def _scales(loaded, TILES: tl.constexpr):
     if TILES.SCALE == "fp32":
         made = loaded
     elif TILES.SCALE == "e4m3":
-        made = _e4m3(loaded)
+        made = _e4m3(loaded, TILES)
     else:
         made = _e8m0(loaded)
     return made
@@ -140,7 +145,7 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
     else:
         of_rows = _scales(a_scales, TILES)
         of_columns = _scales(b_scales, TILES)
-        if TILES.NATIVE == "values":
+        if TILES.NATIVE == "values" and TILES.SCALE == "fp32":
             product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
             acc += product * (of_rows * of_columns)
         elif TILES.SCALE == "fp32":

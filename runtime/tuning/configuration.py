@@ -51,8 +51,8 @@ class Configuration:
 
     ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
 
-    ``native_values``, ``native_scales``: whether tensor cores take fp8 of block-scaled operands as it is,
-    and multiply by 8-bit scales; without, operands are converted to bfloat16.
+    ``native_values``, ``native_scales``: whether a GPU has instructions for fp8 of block-scaled operands,
+    and tensor cores that multiply by 8-bit scales; without, integers convert operands to bfloat16.
     """
 
     block_m: int = 128

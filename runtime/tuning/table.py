@@ -197,8 +197,8 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     ((9, 10),        "fp8",       ANY,     "few",   64, 128, 128,  8,    4,    4,   "flatten out", _FILLS),
     # block-scaled operands, by pointers: what they are converted to takes registers
     ((8, 12, ANY),   "packed",    ANY,     ANY,     64,  64, 128,  4,    2,    1,   "",            _PACKED),
-    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    1,   "values",      _PACKED),
-    ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    1,   _NATIVE,       _PACKED),
+    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    4,   "values",      _PACKED),
+    ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    4,   _NATIVE,       _PACKED),
     ((10,),          "packed fast",  ANY,  ANY,    128, 256, 128,  8,    3,    1,   _NATIVE,       _PACKED),
     # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
     ((ANY,),         "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,    1,   "",            _OLD),
@@ -210,7 +210,10 @@ FEW_ROWS = 64
 
 # What a grouped matmul changes of its tile, by dtype and extents: it has more addresses alive, and else
 # ptxas of Triton 3.6 spills on 10.0.
-GROUPED: dict[tuple[str, str], Values] = {("16 bit", "odd N"): {"epilogue_subtile": 2}}
+GROUPED: dict[tuple[str, str], Values] = {
+    ("16 bit", "odd N"): {"epilogue_subtile": 2},
+    **{("packed", extents): {"block_n": 64} for extents in ("even", "odd N", "odd K")},
+}
 
 _FITS = "assumed: compiles without spills on 9.0 and 10.0, with few on 8.0; never run on a GPU"
 _ATTENTION: tuple[tuple[Any, ...], ...] = (

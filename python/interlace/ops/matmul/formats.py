@@ -83,9 +83,9 @@ class BlockFormat:
 
     def native_kind(self, configuration: Configuration) -> str:
         """``NATIVE`` of ``kernels/block_scales.py``."""
-        if self.scale == torch.float32:
-            return "values" if configuration.native_values else ""
-        return "scales" if configuration.native_scales else ""
+        if configuration.native_scales and self.scale != torch.float32:
+            return "scales"
+        return "values" if configuration.native_values else ""
 
     def steps(self, row_bytes: int) -> int:
         """How often 128 numbers are in a packed row of that length."""

@@ -19,6 +19,7 @@ Variants of a fused kernel, named in this order::
     multimem           copiers send once for all ranks, through the switch
     rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
                        or, "fp8_static", by one that the weight has
+    mxfp8, ...         block-scaled operands, by pointers; bf16 output
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 
 Kernels between nodes are as tests run them, and linked with NVSHMEM::
@@ -54,6 +55,7 @@ from interlace.ops.matmul import (
     launch_reduce as matmul_reduce,
     launch_reduce as node_matmul_reduce,
 )
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.compiler.request import Entry as Entry
@@ -298,17 +300,21 @@ class MatmulVariant:
     grouped: bool = False
     multimem: bool = False
     average: bool = False
+    format: str = ""
     norm: NormVariant = RMS
     routed: ExpertsVariant = ExpertsVariant()
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        if self.format:
+            return torch.uint8
         return (DTYPES | SCALED_DTYPES)[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
         """The configuration that is launched for these operands."""
         extents = self.rows, self.columns, self.inner
-        kind = {"fast_accum": self.fast_accum, "grouped": self.grouped}
+        fast = FORMATS[self.format].fast_accum if self.format else self.fast_accum
+        kind = {"fast_accum": fast, "grouped": self.grouped}
         default = gpu_default(arch, self.torch_dtype, *extents, **kind)
         descriptors = default.descriptors and self.tma
         own: dict[str, Any] = {"descriptors": descriptors, "multimem": self.multimem}
@@ -317,14 +323,24 @@ class MatmulVariant:
     def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
         """The input, of ``rows``, and the weight, with what belongs to it."""
         columns, inner, dtype = self.columns, self.inner, self.torch_dtype
+        format = FORMATS.get(self.format)
+        inner = inner if format is None else format.row_bytes(inner)
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.layout == "nk":
             weight = meta(*experts, columns, inner, dtype=dtype).mT
-        output_dtype = torch.bfloat16 if self.scales else dtype
+        output_dtype = torch.bfloat16 if self.scales or self.format else dtype
         bias = meta(columns, dtype=output_dtype) if self.bias else None
         output = meta(rows, columns, dtype=output_dtype)
-        linear = Linear(weight, bias, output, self.bias, self.activation, self.scales)
-        linear.average = self.average
+        linear = Linear(
+            weight,
+            bias,
+            output,
+            self.bias,
+            self.activation,
+            self.scales,
+            average=self.average,
+            format=format,
+        )
         if self.scales:
             linear.scale = meta(columns, dtype=torch.float32)
             linear.row_scale = meta(rows, dtype=torch.float32)
@@ -332,7 +348,7 @@ class MatmulVariant:
         return meta(rows, inner, dtype=dtype), linear
 
     def describe(self) -> str:
-        words = [self.dtype, self.layout, "tma" if self.tma else "pointers"]
+        words = [self.format or self.dtype, self.layout, "tma" if self.tma else "pointers"]
         words += ["odd N"] if self.columns % 16 else []
         words += ["odd K"] if self.inner % 16 else []
         words += [f"bias {self.bias}"] if self.bias else []
@@ -396,6 +412,10 @@ def _fused(arch: int) -> Iterator[Entry]:
         for operands in _scaled():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
+    for name in FORMATS:
+        operands = MatmulVariant(tma=False, layout="nk", format=name)
+        for make in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul):
+            yield replace(make(arch, operands), default=True)
 
 
 def _scaled() -> Iterator[MatmulVariant]:
