@@ -17,6 +17,7 @@ from interlace.arguments import checks
 from interlace.arguments.checks import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
 from interlace.arguments.words import (
     FP8,
+    Format,
     FusedAlgorithm,
     FusedReduceOp,
     Group,
@@ -29,7 +30,7 @@ from interlace.arguments.words import (
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.matmul import block_scaled, gather, norms
-from interlace.ops.matmul.formats import Scaled
+from interlace.ops.matmul.formats import NormedScaled, Scaled
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -120,13 +121,13 @@ def matmul_reduce_scatter(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | Format | None = None,
     gather_normed: bool = False,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized | Work:
+) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
     Parameters
@@ -187,12 +188,12 @@ def matmul_all_reduce(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | Format | None = None,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized | Work:
+) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
     ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
@@ -220,12 +221,12 @@ def all_reduce_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | Format | None = None,
     reduce_op: FusedReduceOp = "sum",
     group: Group = None,
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized | Work:
+) -> Normed | Quantized | NormedScaled | Work:
     """``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
 
     Parameters
@@ -275,14 +276,14 @@ def reduce_scatter_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | Format | None = None,
     gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     group: Group = None,
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized | Work:
+) -> Normed | Quantized | NormedScaled | Work:
     """``h``, this rank's part of the sum over ranks of ``input``, with bias and residual, and its norm.
 
     Parameters
@@ -408,7 +409,7 @@ def _recorded_reduction(
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
         if plain.kind:
-            return norms.paired(outputs)
+            return norms.paired(outputs, plain.quantize)
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 
