@@ -79,7 +79,7 @@ class NormTail:
         """For ``count`` rows from ``first`` on."""
         names = "residual", "normed", "scale"
         whole = {name: getattr(self, name) for name in names}
-        parts = {n: None if t is None else t[first : first + count] for n, t in whole.items()}
+        parts: Any = {n: None if t is None else t[first : first + count] for n, t in whole.items()}
         return replace(self, **parts)
 
     def finish(self, rows: torch.Tensor) -> None:

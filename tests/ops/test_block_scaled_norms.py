@@ -14,7 +14,7 @@ from support import poisoned
 from tiers import few
 
 OPS = ("matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter_norm", "all_reduce_norm")
-ALGORITHMS = ("pipelined", "unfused", "auto")
+ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 LENGTHS = (128, 200, 34)
 ROWS = 5
 WHOLE = torch.ones(())
@@ -164,9 +164,3 @@ def test_what_has_no_such_rows_is_refused_on_all_ranks(
             )
 
     interlace.run(on_rank, 2)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_kernels_are_refused(op: str) -> None:
-    with pytest.raises(ValueError, match='"fused" does not make mxfp8; use "unfused" or "auto"'):
-        interlace.run(every_form, 2, op, "mxfp8", 128, ("fused",))

@@ -70,6 +70,12 @@ class BlockFormat:
         """The bytes of 128 numbers in a packed row: of their values, and of their scales."""
         return INNER // self.packed, INNER // self.block * self.scale.itemsize
 
+    @property
+    def kernel_constants(self) -> dict[str, Any]:
+        """What kernels are told of it."""
+        names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
+        return {**names, "BLOCK": self.block}
+
     def row_bytes(self, numbers: int) -> int:
         """The length of a packed row of so many numbers."""
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
@@ -343,7 +349,7 @@ def pairs(numbers: Tensor) -> Tensor:
     for low, high in itertools.pairwise(FP4_NUMBERS):
         middle = (low + high) / 2
         odd = FP4_NUMBERS.index(low) % 2  # a tie goes to the number whose last bit is 0
-        bits += (size >= middle) if odd else (size > middle)
+        bits += ~(size < middle) if odd else ~(size <= middle)  # nan is 6, as of a GPU's conversion
     bits |= numbers.signbit().to(torch.uint8) << 3
     return (bits[..., ::2] | bits[..., 1::2] << 4).view(FP4)
 

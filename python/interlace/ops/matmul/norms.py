@@ -232,18 +232,8 @@ def kernel_makes_fp8(communicator: Communicator) -> bool:
 
 
 def in_kernel(communicator: Communicator, quantize: str | None) -> bool:
-    """Whether kernels can make normed rows of that kind."""
-    if quantize in FORMATS:
-        return False
-    return quantize is None or kernel_makes_fp8(communicator)
-
-
-def refusal(algorithm: str, quantize: str | None) -> ValueError:
-    """The error where they cannot."""
-    if quantize in FORMATS:
-        text = f'algorithm="{algorithm}" does not make {quantize}; use "unfused" or "auto"'
-        return ValueError(text)
-    return ValueError(NO_FP8.format(algorithm))
+    """Whether kernels can make normed rows of that kind: those of formats with integers, everywhere."""
+    return quantize not in QUANTIZE or kernel_makes_fp8(communicator)
 
 
 class NormedReduce(reduce.CheckedReduce):
@@ -283,7 +273,7 @@ class NormedReduce(reduce.CheckedReduce):
         if in_kernel(self.communicator, self.normed.quantize):
             return algorithm
         if self.algorithm == "fused":
-            raise refusal("fused", self.normed.quantize)
+            raise ValueError(NO_FP8.format("fused"))
         return "unfused"
 
     def _by_words(self, output: Tensor) -> bool:
@@ -381,7 +371,7 @@ class _CheckedRows:
             )
         possible = in_kernel(self.communicator, self.normed.quantize)
         if algorithm in ("fused", "low_latency") and not possible:
-            raise refusal(algorithm, self.normed.quantize)
+            raise ValueError(NO_FP8.format(algorithm))
         if place.nodes is not None:
             return "unfused"
         if algorithm != "auto":
