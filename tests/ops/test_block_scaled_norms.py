@@ -2,14 +2,19 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import interlace
-from interlace import functional
-from interlace.ops.matmul.formats import FORMATS, Scaled, packed_rows, quantize
+from interlace import functional, reference
+from interlace.ops.matmul import launch_norms, norms
+from interlace.ops.matmul.formats import FORMATS, BlockFormat, Scaled, packed_rows, quantize
+from interlace.runtime.numerics.norms import RowNorm
+from ops.test_formats import LEAST, STEP
 from sim.algorithms.node_support import TWO, on_nodes
+from sim.norms.counted import launches
 from support import poisoned
 from tiers import few
 
@@ -30,8 +35,12 @@ def weight_of(columns: int) -> torch.Tensor:
     weight[4] = -0.0
     if columns > 128:
         special = torch.tensor([math.inf, 1.0, 1e-39, -1e-45, 3e38, math.nan, 448.0, 6.0])
-        weight[64:192:16] = special
+        weight[64:128:8] = special
         weight[128:160] = 2.0**-140
+    if columns > 1024:  # between two numbers of few bits, each half as often as not
+        fives = 1.0 + torch.randint(0, 32, (columns - 1024,), generator=generator) / 32
+        weight[1024:] = fives * 2.0 ** powers[1024:]
+        weight[1024::16] = 6.0 * 2.0 ** powers[1024::16]
     return weight
 
 
@@ -48,14 +57,25 @@ def right(name: str, columns: int) -> Scaled:
 
 
 def same(found: Any, wanted: torch.Tensor, name: str) -> None:
-    """Bits and shape; of a scale in fp32 that is no number the bits are any."""
+    """All bytes of the op's memory; of what is no number the bits are any."""
     assert isinstance(found, Scaled) and found.format == name
-    rows = packed_rows(found)
-    if FORMATS[name].scale == torch.float32:
-        numbers = [each.contiguous().view(torch.float32) for each in (rows, wanted)]
-        assert torch.equal(*(each.isnan() for each in numbers))
-        rows, wanted = (each.masked_fill(each.isnan(), 0.0).view(torch.uint8) for each in numbers)
-    assert torch.equal(rows, wanted)
+    every = torch.empty(0, dtype=torch.uint8).set_(found.values.untyped_storage())  # type: ignore[call-overload]
+    rows = every[: wanted.numel()].view(wanted.shape)
+    assert torch.equal(*(without_nan(each, FORMATS[name]) for each in (rows, wanted)))
+
+
+def without_nan(rows: torch.Tensor, kind: BlockFormat) -> torch.Tensor:
+    """Packed rows with one nan in the place of others."""
+    made = rows.clone()
+    steps = kind.steps(made.shape[1])
+    of_values, of_scales = (steps * each for each in kind.step_bytes)
+    if kind.packed == 1:
+        values = made[:, :of_values]
+        values.masked_fill_(values.view(kind.values).float().isnan(), 0x7F)
+    if kind.scale == torch.float32:
+        scales = made[:, of_values : of_values + of_scales].view(torch.float32)
+        scales.masked_fill_(scales.isnan(), math.nan)
+    return made
 
 
 def call(form: Any, op: str, columns: int, **how: Any) -> Any:
@@ -93,6 +113,67 @@ def test_rows_in_sim(name: str, op: str, columns: int, ranks: int) -> None:
         interlace.run(every_form, ranks, op, name, columns, ALGORITHMS)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("op", OPS[2:])
+def test_rows_of_many_columns(name: str, op: str) -> None:
+    """Some at a time; also of a row in words, which carry their flags."""
+
+    def on_rank() -> None:
+        with interlace.configured(block_elements=256, programs=2):
+            every_form(op, name, 1500, ("fused",))
+        if op == "all_reduce_norm":
+            every_form(op, name, 2048, ("low_latency",))
+
+    with poisoned(), launches() as seen:
+        interlace.run(on_rank, 2)
+    kernels = {"reduce_norm_kernel", "low_latency_norm_kernel"}
+    assert set(seen) == (kernels if op == "all_reduce_norm" else {"reduce_norm_kernel"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "all_reduce_norm"])
+def test_in_two_shots(name: str, op: str) -> None:
+    patched = mock.patch.object(launch_norms, "ONE_SHOT_BYTES", 0)
+    by_op = mock.patch.object(norms, "ONE_SHOT_BYTES", 0)
+    with patched, by_op, poisoned(), launches() as seen:
+        interlace.run(every_form, 4, op, name, 200, ("fused",))
+    kernel = "reduce_norm" if op == "all_reduce_norm" else "matmul_reduce_scatter_norm"
+    assert seen[f"{kernel}_kernel"] >= 4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("op", OPS[2:])
+def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
+    """LayerNorm of random bfloat16 rows, by the kernel."""
+    numbers = torch.randn(9, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight, bias = numbers[7].clone(), numbers[8].clone()
+    norm = interlace.LayerNorm(weight, bias, eps=1e-5)
+
+    def on_rank() -> Any:
+        return getattr(interlace, op)(
+            numbers, norm=norm, residual=None, quantize=name, algorithm="fused"
+        )
+
+    results: list[Any] = interlace.run(on_rank, 2)
+    for made, total in results:
+        value, bound = reference.norm(total, RowNorm("layer", 1e-5, weight, bias), torch.float32)
+        scale = made.scales.double().repeat_interleave(FORMATS[name].block, 1)[:, :320]
+        bound = bound + STEP[name] * value.abs() + LEAST[name] * scale
+        if name == "nvfp4":  # its scales are rounded, too
+            bound = bound + 2.0**-4 * value.abs()
+        assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound * (1 + 2.0**-20))
+
+
+def compiled_code(name: str) -> None:
+    """The PTX of sm_80, which has no fp8."""
+    every_form("all_reduce_norm", name, 200, ("fused",), residual=None)
+
+
+@pytest.mark.parametrize("name", few(tuple(FORMATS), "nvfp4"))
+def test_as_ptx(name: str) -> None:
+    interlace.run(compiled_code, 2, name, place="ptx", arch=80, timeout=600)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
 def test_on_several_nodes(op: str, algorithm: str) -> None:
@@ -112,8 +193,7 @@ def other_calls(name: str) -> None:
         x, norm=norm, scatter_dim=1, gather_normed=True, quantize=name, algorithm="unfused"
     )  # type: ignore[call-overload]
     assert normed.shape == x.shape
-    first = Scaled(normed.values[0], normed.scales[0], name)
-    same(first, wanted, name)
+    same(normed, wanted, name)
     total.sum().backward()
     assert x.grad is not None and torch.all(x.grad == 1.0)
     assert not normed.values.requires_grad
