@@ -145,7 +145,9 @@ def matmul_reduce_scatter(
     quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
         row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
         least 1e-12. The normed rows are fp8 times scale. "fp8_static": as float8_e4m3fn as they are, of a
-        norm whose weight was divided by a scale that is known before.
+        norm whose weight was divided by a scale that is known before. A block-scaled format, such as
+        "mxfp8" or "nvfp4": as the :class:`Scaled` that :func:`quantize` makes of the normed rows in fp32;
+        of nvfp4 its ``whole`` is 1; divide the norm's weight by another.
     gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
         stays scattered. The chain of a sequence-parallel block, in one op.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
@@ -157,7 +159,7 @@ def matmul_reduce_scatter(
     the output is a permuted view, as in torch's fused ops.
 
     With ``norm`` it is ``(normed, residual)``: the sum with the residual, rounded once, and its norm, which
-    is that of the rounded sum; quantised, ``((fp8, scales), residual)``.
+    is that of the rounded sum; quantised, ``((fp8, scales), residual)``, or ``(scaled, residual)``.
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
@@ -238,15 +240,16 @@ def all_reduce_norm(
     quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
         1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
         "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.
+        A block-scaled format, such as "mxfp8" or "nvfp4": as for :func:`matmul_reduce_scatter`.
     reduce_op : "sum" or "avg".
     algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
         rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
         then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
         64 KiB, every row in whole KiB), "auto".
 
-    Returns ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
-    ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the norm is that of the
-    rounded h, in fp32. Every rank gets the same bits.
+    Returns ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
+    :class:`Work` whose ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the
+    norm is that of the rounded h, in fp32. Every rank gets the same bits.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
@@ -255,8 +258,7 @@ def all_reduce_norm(
     all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
     ``all_reduce_bias_rms_norm``. It differs: nothing is in place, h is a new tensor; sums do not depend on
     the order of arrival; the largest number of a row is taken of its fp32 norm; the norm may be a
-    ``LayerNorm``; it has gradients; the groups of blocks with a scale each that FlashInfer makes for fp4,
-    it does not make.
+    ``LayerNorm``; it has gradients; scales of blocks are not swizzled.
 
     >>> def normed():
     ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
@@ -298,7 +300,8 @@ def reduce_scatter_norm(
 
     Returns
     -------
-    ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work`. For ``scatter_dim``
+    ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
+    :class:`Work`. For ``scatter_dim``
     other than 0 they are permuted views.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.

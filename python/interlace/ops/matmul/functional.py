@@ -211,7 +211,7 @@ def all_reduce_norm(
 
     As :func:`interlace.all_reduce_norm`: ``input``, ``[..., n]``, and ``residual``, which is the same on
     all ranks, of its shape; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
-    residual)``.
+    residual)``, or ``(scaled, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.all_reduce``, then ``torch.nn.functional.rms_norm`` or
@@ -246,9 +246,9 @@ def reduce_scatter_norm(
     """``norm(reduce_scatter(input, reduce_op, scatter_dim) + bias + residual)`` and what was normed.
 
     As :func:`interlace.reduce_scatter_norm`; unequal parts as of :func:`matmul_reduce_scatter`. ``input``,
-    ``[..., n]``; ``residual`` is of
-    the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
-    residual)``; with ``gather_normed`` all ranks' normed rows.
+    ``[..., n]``; ``residual`` is of the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed,
+    residual)``, or ``((fp8, scales), residual)``, or ``(scaled, residual)``; with ``gather_normed`` all
+    ranks' normed rows.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.reduce_scatter_tensor``, then ``torch.nn.functional.rms_norm`` or

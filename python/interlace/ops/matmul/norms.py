@@ -1,15 +1,16 @@
 """Reductions whose rows are normed: after a matmul, and of rows that are there already.
 
 As ``reduce.py``, whose checks and choices the matmuls have. Results are a pair, what is normed and the sum
-with the residual; quantised, what is normed is a pair itself, fp8 and scales.
+with the residual; quantised, what is normed is a pair itself, fp8 and scales, or a :class:`Scaled`.
 
-As ops they all return a list: the normed rows, the sum with the residual, and, quantised, the scales of the
-normed rows. With h the sum with the residual and y its norm, the gradient of h is that of y through the
-norm, for which h is kept and nothing else, and its own. It is the residual's; reduced or gathered as by the
-op without a norm it gives those of the input and the weight. A weight of the norm gets what comes of the
-rows that a rank norms: of the own rows where they are scattered, so replicas of a weight sum their
-gradients, as sequence-parallel layers do; of all rows, on every rank, where all ranks have them. Rows that
-were gathered give their gradients back by a reduce-scatter. fp8 has no gradient.
+As ops they all return a list: the normed rows, the sum with the residual, and, quantised by row, the scales
+of the normed rows; in a block-scaled format the normed rows are packed ones, of bytes. With h the sum with
+the residual and y its norm, the gradient of h is that of y through the norm, for which h is kept and
+nothing else, and its own. It is the residual's; reduced or gathered as by the op without a norm it gives
+those of the input and the weight. A weight of the norm gets what comes of the rows that a rank norms: of
+the own rows where they are scattered, so replicas of a weight sum their gradients, as sequence-parallel
+layers do; of all rows, on every rank, where all ranks have them. Rows that were gathered give their
+gradients back by a reduce-scatter. fp8 has no gradient.
 """
 
 import dataclasses

@@ -54,6 +54,7 @@ from interlace.ops.matmul import (
     launch_reduce as matmul_reduce,
     launch_reduce as node_matmul_reduce,
 )
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.runtime.compiler.nvshmem_library import device_library
 from interlace.runtime.compiler.request import Entry as Entry
@@ -262,10 +263,14 @@ class NormVariant:
         weight = meta(columns, dtype=dtype)
         bias = weight if self.kind == "layer" else None
         made = QUANTIZED if self.quantize else dtype
+        format = FORMATS.get(self.quantize)
         scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
         residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
         rms = RowNorm(self.kind, 1e-6, weight, bias)
-        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
+        rows_of_norm = meta(rows, columns, dtype=made)
+        if format is not None:
+            rows_of_norm = meta(rows, format.row_bytes(columns), dtype=torch.uint8)
+        tail = NormTail(rms, residual, rows_of_norm, scale, format)
         whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
         return replace(linear, output=total, tail=tail), whole if self.gather else None
 
