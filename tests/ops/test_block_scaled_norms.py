@@ -1,6 +1,7 @@
 """Ops with a norm whose rows come in a block-scaled format: bit by bit those of the definition."""
 
 import math
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -162,6 +163,43 @@ def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
         if name == "nvfp4":  # its scales are rounded, too
             bound = bound + 2.0**-4 * value.abs()
         assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound * (1 + 2.0**-20))
+
+
+def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:
+    return whole.chunk(parts)[part]
+
+
+def from_operands_to_rows(name: str) -> None:
+    """A product of block-scaled operands whose rows are normed and come in the same format."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    generator = torch.Generator().manual_seed(2)
+    x = [quantize(torch.randn(7, 160, generator=generator), name) for _ in range(size)]  # type: ignore[arg-type]
+    weight = quantize(torch.randn(64, 160, generator=generator), name, weight=True).t()  # type: ignore[arg-type]
+    norm, residual = interlace.RMSNorm(eps=1e-5), torch.randn(7, 64, generator=generator)
+    value = sum(each.dequantize(torch.float64) for each in x) @ weight.dequantize(torch.float64)
+    value = value + residual
+    how: Any = {"norm": norm, "out_dtype": torch.float32, "quantize": name}
+    for op in OPS[:2]:
+        parts = size if "scatter" in op else 1
+        own = partial(part_of, parts=parts, part=rank % parts)
+        found = [
+            getattr(interlace, op)(x[rank], weight, residual=own(residual), algorithm=each, **how)
+            for each in ALGORITHMS
+        ]
+        found.append(getattr(functional, op)(x[rank], weight, residual=own(residual), **how))
+        for made, total in found:
+            assert torch.allclose(functional.wait(total).double(), own(value), rtol=0.0, atol=1e-4)
+            assert torch.equal(total, found[0][1])
+            right, bound = reference.norm(total, RowNorm("rms", 1e-5), torch.float32)
+            scale = made.scales.double().repeat_interleave(FORMATS[name].block, 1)[:, :64]
+            steps = STEP[name] + (2.0**-4 if name == "nvfp4" else 0.0)
+            bound = bound + steps * right.abs() + LEAST[name] * scale
+            assert torch.all((made.dequantize(torch.float64) - right).abs() <= 1.001 * bound)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_from_operands_to_rows(name: str) -> None:
+    interlace.run(from_operands_to_rows, 2, name)
 
 
 def compiled_code(name: str) -> None:

@@ -264,7 +264,7 @@ class NormedReduce(reduce.CheckedReduce):
         return Outcome(rows.result, event)
 
     def _linear(self, weight: Tensor, rows: NormedRows) -> Linear:
-        how = {"average": self.average, "tail": rows.tail}
+        how = {"average": self.average, "tail": rows.tail, "format": self.format}
         return Linear(weight, self.bias, rows.sum, "n", self.activation, **how)  # type: ignore[arg-type]
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
