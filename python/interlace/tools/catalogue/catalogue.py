@@ -18,7 +18,7 @@ Variants of a fused kernel, named in this order::
     silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
     rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
-                       or, "fp8_static", by one that the weight has
+                       or, "fp8_static", by one that the weight has, or by its format
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 
 Kernels between nodes are as tests run them, and linked with NVSHMEM::
@@ -591,6 +591,10 @@ def _norms(arch: int) -> Iterator[Entry]:
     for norm in norms[:2] + norms[4:6]:
         yield matmul_all_reduce_norm(arch, replace(bf16, norm=norm))
         yield low_latency_norm(arch, replace(bf16, norm=norm))
+    for name in FORMATS:
+        packed = replace(RMS, quantize=name)
+        yield reduce_norm(arch, replace(bf16, norm=replace(packed, gather="normed")))
+        yield low_latency_norm(arch, replace(bf16, norm=packed))
     for operands in (fp32, replace(fp32, norm=replace(LAYER, gather="both"))):
         yield matmul_reduce_scatter_norm(arch, operands)
         yield reduce_norm(arch, operands)
