@@ -315,7 +315,9 @@ def quantize(
         whole = (most / (LARGEST[kind.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
     if whole is not None:
         largest = largest / whole
-    scales = _scales(largest / LARGEST[kind.values], kind.scale)
+    # By a tensor: by a number torch divides on a GPU by multiplying with its reciprocal.
+    wanted = largest / largest.new_full((), LARGEST[kind.values])
+    scales = _scales(wanted, kind.scale)
     factor = scales.float() if whole is None else scales.float() * whole
     scaled = (tiles / factor.unsqueeze(-2).unsqueeze(-1)).flatten(-4, -3).flatten(-2)
     scaled = scaled[..., :rows, :length]
