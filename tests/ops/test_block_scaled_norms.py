@@ -213,6 +213,29 @@ def test_as_ptx(name: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_empty_parts_and_no_numbers(op: str, algorithm: str) -> None:
+    """Ranks without a row of their own, no rows at all, and rows without a number."""
+
+    def on_rank(rows: int, columns: int) -> None:
+        x = torch.ones(rows, columns)
+        operands = (torch.ones(rows, 4), torch.ones(4, columns)) if "matmul" in op else (x,)
+        for form in (interlace, functional):
+            for more in ({}, {"gather_normed": True}) if "scatter" in op else ({},):
+                how: dict[str, Any] = {"quantize": "nvfp4", "algorithm": algorithm, **more}
+                made, total = getattr(form, op)(*operands, norm=interlace.RMSNorm(), **how)
+                own = rows if more else total.shape[0]
+                assert made.shape == (own, columns) and made.whole.shape == (own, 1)
+                assert torch.all(made.whole == 1.0)
+                right = quantize(torch.ones(own, columns), "nvfp4", whole=WHOLE)
+                assert torch.equal(made.dequantize(), right.dequantize())
+
+    for shape in ((2, 8), (0, 8), (3, 0)):
+        with poisoned():
+            interlace.run(on_rank, 3, *shape)
+
+
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", ["auto", "pipelined"])
 def test_on_several_nodes(op: str, algorithm: str) -> None:
     def on_rank() -> None:

@@ -176,10 +176,11 @@ class Scaled:
                 f"{kind.name} has no scale for the whole tensor, got whole={self.whole!r}"
             )
         whole = _of_dtype("whole", self.whole, kind.name, torch.float32)
-        of_rows = values[..., :1] if self.inner == -1 else values[..., :1, :]
-        if whole.numel() != 1 and whole.shape != of_rows.shape:
+        of_rows = list(values.shape)
+        of_rows[self.inner] = 1
+        if whole.numel() != 1 and list(whole.shape) != of_rows:
             raise ValueError(
-                f"whole must have one element, or one for each row, {tuple(of_rows.shape)}; got shape "
+                f"whole must have one element, or one for each row, {tuple(of_rows)}; got shape "
                 f"{tuple(whole.shape)}"
             )
 

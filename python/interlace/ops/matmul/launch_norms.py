@@ -298,10 +298,11 @@ class RowReduction:
     measured: Measured = UNMEASURED
 
     def run(self, algorithm: str) -> Event:
-        """By "fused", "pipelined", "unfused" or "low_latency"; nothing moves of no elements."""
+        """By "fused", "pipelined", "unfused" or "low_latency"; of no elements scales and padding move."""
         if not self.input.numel():
-            operands.finish_sum(self.linear.output.clone(), self.linear)
-            return self.communicator.compute.record()
+            total = self.linear.output.clone()
+            about = self.linear, self.segments, self.whole
+            return _norm_and_gather(self.communicator, total, *about)
         event: Event = getattr(self, algorithm)()
         return event
 
