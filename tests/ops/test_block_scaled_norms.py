@@ -13,7 +13,6 @@ from interlace import functional, reference
 from interlace.ops.matmul import launch_norms, norms
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, Scaled, packed_rows, quantize
 from interlace.runtime.numerics.norms import RowNorm
-from ops.test_formats import LEAST, STEP
 from sim.algorithms.node_support import TWO, on_nodes
 from sim.norms.counted import launches
 from support import poisoned
@@ -158,11 +157,8 @@ def test_numbers_are_within_half_a_step_of_the_norm(name: str, op: str) -> None:
     results: list[Any] = interlace.run(on_rank, 2)
     for made, total in results:
         value, bound = reference.norm(total, RowNorm("layer", 1e-5, weight, bias), torch.float32)
-        scale = made.scales.double().repeat_interleave(FORMATS[name].block, 1)[:, :320]
-        bound = bound + STEP[name] * value.abs() + LEAST[name] * scale
-        if name == "nvfp4":  # its scales are rounded, too
-            bound = bound + 2.0**-4 * value.abs()
-        assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound * (1 + 2.0**-20))
+        value, bound = reference.block_scaled(made, (value, bound))
+        assert torch.all((made.dequantize(torch.float64) - value).abs() <= bound)
 
 
 def part_of(whole: torch.Tensor, parts: int, part: int) -> torch.Tensor:
@@ -191,10 +187,8 @@ def from_operands_to_rows(name: str) -> None:
             assert torch.allclose(functional.wait(total).double(), own(value), rtol=0.0, atol=1e-4)
             assert torch.equal(total, found[0][1])
             right, bound = reference.norm(total, RowNorm("rms", 1e-5), torch.float32)
-            scale = made.scales.double().repeat_interleave(FORMATS[name].block, 1)[:, :64]
-            steps = STEP[name] + (2.0**-4 if name == "nvfp4" else 0.0)
-            bound = bound + steps * right.abs() + LEAST[name] * scale
-            assert torch.all((made.dequantize(torch.float64) - right).abs() <= 1.001 * bound)
+            right, bound = reference.block_scaled(made, (right, bound))
+            assert torch.all((made.dequantize(torch.float64) - right).abs() <= bound)
 
 
 @pytest.mark.parametrize("name", FORMATS)
