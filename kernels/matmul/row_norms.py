@@ -258,9 +258,7 @@ def _send(workspace, byte, like_ptr, offsets, tile, mask):
 
 
 @triton.jit
-def _store_normed(
-    workspace, gathered, to_ptr, first, offsets, tile, mask, free, TAIL: tl.constexpr
-):
+def _store_tile(workspace, gathered, to_ptr, first, offsets, tile, mask, free, TAIL: tl.constexpr):
     """Store a tile of normed rows here, and at peers, where the own rows begin at element ``first``."""
     tl.store(to_ptr + offsets, tile, mask=mask)
     if TAIL.GATHER != "":
@@ -280,14 +278,14 @@ def _store_packed(workspace, norm, gathered, first_row, offs_m, mask_m, y, first
     offsets = offs_m[:, None] * length + offs_value[None, :]
     offsets = tl.max_contiguous(offsets, [1, 8 // PACKED])
     mask = mask_m[:, None] & (offs_value < numbers // PACKED)[None, :]
-    _store_normed(workspace, gathered, norm.normed_ptr, first_row * length, offsets, values, mask,
+    _store_tile(workspace, gathered, norm.normed_ptr, first_row * length, offsets, values, mask,
                   free, TAIL)  # fmt: skip
     block = first // TAIL.BLOCK + tl.arange(0, scales.shape[1])
     scales = tl.where((block * TAIL.BLOCK < N)[None, :], scales, tl.zeros_like(scales))
     offsets = (offs_m[:, None] * length + numbers // PACKED) // UNIT + block[None, :]
     mask = mask_m[:, None] & (block < numbers // TAIL.BLOCK)[None, :]
     scale_ptr = norm.normed_ptr.to(tl.pointer_type(KIND))
-    _store_normed(workspace, gathered, scale_ptr, first_row * length // UNIT, offsets, scales, mask,
+    _store_tile(workspace, gathered, scale_ptr, first_row * length // UNIT, offsets, scales, mask,
                   free, TAIL)  # fmt: skip
 
 
@@ -303,18 +301,17 @@ def _store_ends(workspace, norm, gathered, first_row, offs_m, mask_m, N, free, T
     bytes = tl.broadcast_to(bytes[None, :], (TAIL.ROWS, 32))
     mask = mask_m[:, None] & (offs_n < length - end)[None, :]
     offsets = offs_m[:, None] * length + (end + offs_n)[None, :]
-    _store_normed(workspace, gathered, norm.normed_ptr, first_row * length, offsets, bytes, mask,
+    _store_tile(workspace, gathered, norm.normed_ptr, first_row * length, offsets, bytes, mask,
                   free, TAIL)  # fmt: skip
 
 
 @triton.jit
-def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, first, N,
-                 free, mean, deviation, scale, TAIL: tl.constexpr):  # fmt: skip
-    """Norm one of ``load_blocks``, of rows ``offs_m``; store it here, and at peers if they are ``free``."""
+def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, y, first, N,
+                 free, scale, TAIL: tl.constexpr):  # fmt: skip
+    """Store ``y``, the norm of one of ``load_blocks``, here, and at peers if they are ``free``."""
     offs_n, mask, x, _, _ = block
     # Stored as it was loaded, 8 numbers a thread: of fp8 it would be 16, by way of shared memory.
     offsets = tl.max_contiguous(offs_m[:, None] * N + offs_n[None, :], [1, 8])
-    y = normed(block, mean, deviation, TAIL)
     if TAIL.VALUES != "":
         y = tl.where(mask, y, 0.0)
         _store_packed(workspace, norm, gathered, first_row, offs_m, mask_m, y, first, N, free,
@@ -323,7 +320,7 @@ def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_
         if TAIL.QUANTIZE:
             y = y / scale[:, None]
         y = y.to(norm.normed_ptr.dtype.element_ty)
-        _store_normed(workspace, gathered, norm.normed_ptr, first_row * N, offsets, y, mask, free,
+        _store_tile(workspace, gathered, norm.normed_ptr, first_row * N, offsets, y, mask, free,
                       TAIL)  # fmt: skip
     if TAIL.GATHER == "both":
         byte = gathered.sum_byte
@@ -343,20 +340,19 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
         tl.store(norm.scale_ptr + offs_m, scale, mask=mask_m)
     for first in range(0, N, 2 * TAIL.COLUMNS):
         block, after = load_blocks(output_ptr, norm, offs_m, first, rows, N, TAIL)
-        _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, first,
-                     N, free, mean, deviation, scale, TAIL)  # fmt: skip
+        y = normed(block, mean, deviation, TAIL)
+        _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, y, first,
+                     N, free, scale, TAIL)  # fmt: skip
         next = first + TAIL.COLUMNS
         if next < N:
-            _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, after, next,
-                         N, free, mean, deviation, scale, TAIL)  # fmt: skip
+            y = normed(after, mean, deviation, TAIL)
+            _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, after, y,
+                         next, N, free, scale, TAIL)  # fmt: skip
     if TAIL.VALUES != "":
         _store_ends(workspace, norm, gathered, first_row, offs_m, mask_m, N, free, TAIL)
     if TAIL.GATHER != "" and TAIL.QUANTIZE:
-        for step in range(1, workspace.world_size):
-            peer = (workspace.rank + step) % workspace.world_size
-            byte = workspace.data_offset + gathered.scale_byte
-            to_ptr = region_pointer(workspace, peer, byte, norm.scale_ptr)
-            tl.store(to_ptr + first_row + offs_m, scale, mask=mask_m & free)
+        byte, offsets = gathered.scale_byte, first_row + offs_m
+        _send(workspace, byte, norm.scale_ptr, offsets, scale, mask_m & free)
 
 
 @triton.jit
