@@ -256,7 +256,8 @@ class Tail(NamedTuple):
     """Constants of what is done to whole rows of a sum (``norms.py``), ``ROWS`` x ``COLUMNS`` at a time.
 
     ``KIND``: "rms" or "layer". ``GATHER``: "" for own rows, "normed" if all ranks get the normed rows,
-    "both" if they get the rows of the sum too.
+    "both" if they get the rows of the sum too. ``VALUES``, ``SCALE``, ``BLOCK``: of normed rows that are
+    packed, see ``block_scales.py``; ``COLUMNS`` is a multiple of 128 then.
     """
 
     KIND: str
@@ -268,6 +269,9 @@ class Tail(NamedTuple):
     GATHER: str
     ROWS: int
     COLUMNS: int
+    VALUES: str = ""
+    SCALE: str = ""
+    BLOCK: int = 0
 
 
 class Copies(NamedTuple):

@@ -203,3 +203,77 @@ def multiply_packed(
         acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
         acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
     return acc
+
+
+@triton.jit
+def packed_length(N, TILES: tl.constexpr):
+    """The bytes of a packed row of N numbers: ``BlockFormat.row_bytes``."""
+    return tl.cdiv(packed_end(N, TILES), 16) * 16
+
+
+@triton.jit
+def packed_end(N, TILES: tl.constexpr):
+    """The bytes before the padding of a packed row of N numbers."""
+    WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
+    SCALE_BYTES: tl.constexpr = 4 if TILES.SCALE == "fp32" else 1
+    VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
+    STEP: tl.constexpr = VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
+    return tl.cdiv(N, _INNER) * STEP + WHOLE
+
+
+@triton.jit
+def _rounded(size, VALUES: tl.constexpr):
+    """The bits of numbers that are not negative, rounded to nearest, ties to even; the same everywhere.
+
+    What is beyond the largest, infinity and nan have the largest bits that there are.
+    """
+    MANTISSA: tl.constexpr = 1 if VALUES == "e2m1" else 2 if VALUES == "e5m2" else 3
+    BIAS: tl.constexpr = 1 if VALUES == "e2m1" else 15 if VALUES == "e5m2" else 7
+    MOST: tl.constexpr = 7 if VALUES == "e2m1" else 0x7F
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    # Of a nan there would be no room for the sum below.
+    bits = tl.minimum(size.to(tl.int32, bitcast=True), 0x7F800000)
+    normal = ((bits + HALF + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # The last bit of this number in fp32 is the least number that there is: an addition rounds to it.
+    LARGE_BITS: tl.constexpr = (151 - BIAS - MANTISSA) << 23
+    LARGE: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    small = (size + LARGE).to(tl.int32, bitcast=True) - LARGE_BITS
+    return tl.minimum(tl.where(bits < ((128 - BIAS) << 23), small, normal), MOST)
+
+
+@triton.jit
+def quantized(numbers, TILES: tl.constexpr):
+    """Rows of fp32 numbers as values, ``[M, bytes]``, and scales, ``[M, blocks]``, of blocks of each row.
+
+    Bit by bit as ``formats.quantize``, with a scale of the whole tensor that is 1.
+    """
+    M: tl.constexpr = numbers.shape[0]
+    BLOCKS: tl.constexpr = numbers.shape[1] // TILES.BLOCK
+    LARGEST: tl.constexpr = (
+        6.0 if TILES.VALUES == "e2m1" else 57344.0 if TILES.VALUES == "e5m2" else 448.0
+    )
+    # As integers, of which a nan is the largest.
+    sizes = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    sizes = tl.max(tl.reshape(sizes, (M, BLOCKS, TILES.BLOCK)), axis=2)
+    largest = tl.full((M, BLOCKS), LARGEST, tl.float32)
+    wanted = tl.div_rn(sizes.to(tl.float32, bitcast=True), largest)
+    bits = wanted.to(tl.int32, bitcast=True)
+    if TILES.SCALE == "fp32":
+        scales = tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True)
+    elif TILES.SCALE == "e4m3":
+        scales = tl.minimum(tl.maximum(_rounded(wanted, "e4m3"), 1), 0x7E)
+        scales = tl.where(bits > 0x7F800000, 0x7F, scales).to(tl.uint8)
+    else:
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        scales = tl.minimum(exponent, 255).to(tl.uint8)
+    quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), TILES))
+    sign = tl.where(quotient.to(tl.int32, bitcast=True) < 0, 1, 0)
+    values = _rounded(tl.abs(quotient), TILES.VALUES)
+    if TILES.VALUES == "e2m1":
+        pairs = tl.reshape(values | (sign << 3), (M, numbers.shape[1] // 2, 2))
+        low, high = tl.split(pairs)
+        values = low | (high << 4)
+    else:
+        values = values | (sign << 7)
+    return values.to(tl.uint8), scales

@@ -67,6 +67,7 @@ WEIGHTS: list[Case] = [
 NORMED: list[Case] = [
     ("Normed", {"norm": "RowNorm", "quantize": "Unscaled | None = ..."}),
     ("Quantized", {"norm": "RowNorm", "quantize": "FP8"}),
+    ("NormedScaled", {"norm": "RowNorm", "quantize": "Format"}),
 ]
 WITHOUT_NORM = {"norm": "None = ...", "quantize": "", "gather_normed": ""}
 GATHERED = "Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]"
@@ -93,10 +94,10 @@ RULES: dict[str, list[Case]] = {
     ],
     GATHERED: [*WEIGHTS, ("Any", {"return_gathered": "bool"})],
     f"{GATHERED} | Work": [*now(WEIGHTS), LATER, (f"{GATHERED} | Work", {})],
-    "Normed | Quantized": NORMED,
-    "Normed | Quantized | Work": [*now(NORMED), LATER],
-    "Tensor | Normed | Quantized": [("Tensor", WITHOUT_NORM), *NORMED],
-    "Tensor | Normed | Quantized | Work": [
+    "Normed | Quantized | NormedScaled": NORMED,
+    "Normed | Quantized | NormedScaled | Work": [*now(NORMED), LATER],
+    "Tensor | Normed | Quantized | NormedScaled": [("Tensor", WITHOUT_NORM), *NORMED],
+    "Tensor | Normed | Quantized | NormedScaled | Work": [
         *now([("Tensor", {**WITHOUT_NORM, "residual": ""}), *NORMED]),
         LATER,
         ("Tensor | Work", {**WITHOUT_NORM, "residual": "", "async_op": "bool"}),

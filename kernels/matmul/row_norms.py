@@ -24,7 +24,8 @@ of the sum, with its bias and activation, all in fp32::
     x = s + residual         rounded to the output's dtype, stored: the new residual
     y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
     scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row; else q = y,
-                           which may be fp8, too, by a scale that the weight has: the cast saturates
+                           which may be fp8, too, by a scale that the weight has: the cast saturates.
+                           With VALUES a packed row, see ``block_scales.py``: a scale for each block
 
 The statistics are those of x as it is stored, so whoever has the new residual can compute y again: a
 backward, or the next layer. A first pass over the columns adds up and stores x, a second one reads it
@@ -60,6 +61,7 @@ import triton
 import triton.language as tl
 
 from interlace.kernels.arguments import Lot
+from interlace.kernels.block_scales import INNER, packed_end, packed_length, quantized
 from interlace.kernels.collectives.low_latency import (
     block_epoch,
     end_block,
@@ -84,6 +86,7 @@ from interlace.kernels.transfer import (
 )
 
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
+_INNER = tl.constexpr(INNER)
 _SMALLEST_SCALE = tl.constexpr(1e-12)  # a row of zeros has one that can be divided by
 
 
@@ -245,28 +248,83 @@ def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
 
 
 @triton.jit
-def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, block, N, free,
-                 mean, deviation, scale, TAIL: tl.constexpr):  # fmt: skip
-    """Norm one of ``load_blocks``, of rows ``offs_m``; store it here, and at peers if they are ``free``."""
+def _send(workspace, byte, like_ptr, offsets, tile, mask):
+    """Store a tile at ``offsets`` of the region of every peer that begins at ``byte``."""
+    # The next rank first, so that no rank is the target of all others at once.
+    for step in range(1, workspace.world_size):
+        peer = (workspace.rank + step) % workspace.world_size
+        to_ptr = region_pointer(workspace, peer, workspace.data_offset + byte, like_ptr)
+        tl.store(to_ptr + offsets, tile, mask=mask)
+
+
+@triton.jit
+def _store_tile(workspace, gathered, to_ptr, first, offsets, tile, mask, free, TAIL: tl.constexpr):
+    """Store a tile of normed rows here, and at peers, where the own rows begin at element ``first``."""
+    tl.store(to_ptr + offsets, tile, mask=mask)
+    if TAIL.GATHER != "":
+        _send(workspace, gathered.normed_byte, to_ptr, first + offsets, tile, mask & free)
+
+
+@triton.jit
+def _store_packed(workspace, norm, gathered, first_row, offs_m, mask_m, y, first, N, free,
+                  TAIL: tl.constexpr):  # fmt: skip
+    """Store ``y``, numbers from column ``first`` on and 0 from N on, as a part of packed rows."""
+    values, scales = quantized(y, TAIL)
+    PACKED: tl.constexpr = y.shape[1] // values.shape[1]
+    UNIT: tl.constexpr = 4 if TAIL.SCALE == "fp32" else 1
+    KIND: tl.constexpr = tl.float32 if TAIL.SCALE == "fp32" else tl.uint8
+    length, numbers = packed_length(N, TAIL), tl.cdiv(N, _INNER) * _INNER
+    offs_value = first // PACKED + tl.arange(0, values.shape[1])
+    offsets = offs_m[:, None] * length + offs_value[None, :]
+    offsets = tl.max_contiguous(offsets, [1, 8 // PACKED])
+    mask = mask_m[:, None] & (offs_value < numbers // PACKED)[None, :]
+    _store_tile(workspace, gathered, norm.normed_ptr, first_row * length, offsets, values, mask,
+                  free, TAIL)  # fmt: skip
+    block = first // TAIL.BLOCK + tl.arange(0, scales.shape[1])
+    scales = tl.where((block * TAIL.BLOCK < N)[None, :], scales, tl.zeros_like(scales))
+    offsets = (offs_m[:, None] * length + numbers // PACKED) // UNIT + block[None, :]
+    mask = mask_m[:, None] & (block < numbers // TAIL.BLOCK)[None, :]
+    scale_ptr = norm.normed_ptr.to(tl.pointer_type(KIND))
+    _store_tile(workspace, gathered, scale_ptr, first_row * length // UNIT, offsets, scales, mask,
+                  free, TAIL)  # fmt: skip
+
+
+@triton.jit
+def _store_ends(workspace, norm, gathered, first_row, offs_m, mask_m, N, free, TAIL: tl.constexpr):
+    """What packed rows have after their scales: that of the whole tensor, 1, and padding."""
+    WHOLE: tl.constexpr = 4 if TAIL.SCALE == "e4m3" else 0
+    length, end = packed_length(N, TAIL), packed_end(N, TAIL) - WHOLE
+    offs_n = tl.arange(0, 32)
+    # The bytes of 1.0.
+    bytes = tl.where(offs_n == 2, 0x80, tl.where(offs_n == 3, 0x3F, 0))
+    bytes = tl.where(offs_n < WHOLE, bytes, 0).to(tl.uint8)
+    bytes = tl.broadcast_to(bytes[None, :], (TAIL.ROWS, 32))
+    mask = mask_m[:, None] & (offs_n < length - end)[None, :]
+    offsets = offs_m[:, None] * length + (end + offs_n)[None, :]
+    _store_tile(workspace, gathered, norm.normed_ptr, first_row * length, offsets, bytes, mask,
+                  free, TAIL)  # fmt: skip
+
+
+@triton.jit
+def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, y, first, N,
+                 free, scale, TAIL: tl.constexpr):  # fmt: skip
+    """Store ``y``, the norm of one of ``load_blocks``, here, and at peers if they are ``free``."""
     offs_n, mask, x, _, _ = block
     # Stored as it was loaded, 8 numbers a thread: of fp8 it would be 16, by way of shared memory.
     offsets = tl.max_contiguous(offs_m[:, None] * N + offs_n[None, :], [1, 8])
-    y = normed(block, mean, deviation, TAIL)
-    if TAIL.QUANTIZE:
-        y = y / scale[:, None]
-    y = y.to(norm.normed_ptr.dtype.element_ty)
-    tl.store(norm.normed_ptr + offsets, y, mask=mask)
-    if TAIL.GATHER != "":
-        # The next rank first, so that no rank is the target of all others at once.
-        for step in range(1, workspace.world_size):
-            peer = (workspace.rank + step) % workspace.world_size
-            byte = workspace.data_offset + gathered.normed_byte
-            to_ptr = region_pointer(workspace, peer, byte, norm.normed_ptr)
-            tl.store(to_ptr + first_row * N + offsets, y, mask=mask & free)
-            if TAIL.GATHER == "both":
-                byte = workspace.data_offset + gathered.sum_byte
-                to_ptr = region_pointer(workspace, peer, byte, output_ptr)
-                tl.store(to_ptr + first_row * N + offsets, x, mask=mask & free)
+    if TAIL.VALUES != "":
+        y = tl.where(mask, y, 0.0)
+        _store_packed(workspace, norm, gathered, first_row, offs_m, mask_m, y, first, N, free,
+                      TAIL)  # fmt: skip
+    else:
+        if TAIL.QUANTIZE:
+            y = y / scale[:, None]
+        y = y.to(norm.normed_ptr.dtype.element_ty)
+        _store_tile(workspace, gathered, norm.normed_ptr, first_row * N, offsets, y, mask, free,
+                      TAIL)  # fmt: skip
+    if TAIL.GATHER == "both":
+        byte = gathered.sum_byte
+        _send(workspace, byte, output_ptr, first_row * N + offsets, x, mask & free)
 
 
 @triton.jit
@@ -282,17 +340,19 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
         tl.store(norm.scale_ptr + offs_m, scale, mask=mask_m)
     for first in range(0, N, 2 * TAIL.COLUMNS):
         block, after = load_blocks(output_ptr, norm, offs_m, first, rows, N, TAIL)
-        _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, block, N, free,
-                     mean, deviation, scale, TAIL)  # fmt: skip
-        if first + TAIL.COLUMNS < N:
-            _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, after, N, free,
-                         mean, deviation, scale, TAIL)  # fmt: skip
+        y = normed(block, mean, deviation, TAIL)
+        _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, block, y, first,
+                     N, free, scale, TAIL)  # fmt: skip
+        next = first + TAIL.COLUMNS
+        if next < N:
+            y = normed(after, mean, deviation, TAIL)
+            _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_m, after, y,
+                         next, N, free, scale, TAIL)  # fmt: skip
+    if TAIL.VALUES != "":
+        _store_ends(workspace, norm, gathered, first_row, offs_m, mask_m, N, free, TAIL)
     if TAIL.GATHER != "" and TAIL.QUANTIZE:
-        for step in range(1, workspace.world_size):
-            peer = (workspace.rank + step) % workspace.world_size
-            byte = workspace.data_offset + gathered.scale_byte
-            to_ptr = region_pointer(workspace, peer, byte, norm.scale_ptr)
-            tl.store(to_ptr + first_row + offs_m, scale, mask=mask_m & free)
+        byte, offsets = gathered.scale_byte, first_row + offs_m
+        _send(workspace, byte, norm.scale_ptr, offsets, scale, mask_m & free)
 
 
 @triton.jit
@@ -304,7 +364,7 @@ def publish_slice(workspace, gathered, slice_m, epoch):
 
 @triton.jit
 def _copy_out(workspace, byte, to_ptr, row, rows, N, TAIL: tl.constexpr):
-    """Copy ``rows`` from ``row`` on out of the own workspace, IN_FLIGHT bytes at a time."""
+    """Copy ``rows`` of N elements from ``row`` on out of the own workspace, IN_FLIGHT bytes at a time."""
     BITS: tl.constexpr = to_ptr.dtype.element_ty.primitive_bitwidth
     ROWS: tl.constexpr = _IN_FLIGHT * 8 // (TAIL.COLUMNS * BITS)
     byte = workspace.data_offset + byte
@@ -329,7 +389,11 @@ def collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL: tl.con
                 wait(workspace, owner, workspace.slot_offset + byte, epoch)
             done = tl.cast(first, tl.int64) * TAIL.ROWS
             row, count = first_row + done, min(rows - done, SLICES * TAIL.ROWS)
-            _copy_out(workspace, gathered.normed_byte, gathered.all_normed_ptr, row, count, N, TAIL)
+            length = N
+            if TAIL.VALUES != "":
+                length = packed_length(N, TAIL)
+            byte = gathered.normed_byte
+            _copy_out(workspace, byte, gathered.all_normed_ptr, row, count, length, TAIL)
             if TAIL.GATHER == "both":
                 _copy_out(workspace, gathered.sum_byte, gathered.all_sums_ptr, row, count, N, TAIL)
             if TAIL.QUANTIZE:

@@ -14,9 +14,9 @@ from interlace.arguments.checks import (
     RowNorm,
 )
 from interlace.arguments.words import (
-    AnyReduceOp, BroadcastAlgorithm, CollectiveAlgorithm, FP8, FusedAlgorithm, FusedReduceOp,
-    Group as _Group, NormAlgorithm, Normed, PerRank, Quantized, ReduceOp as ReduceOp, RunPlace,
-    ScaledAlgorithm, Splits, Tensors, Unscaled,
+    AnyReduceOp, BlockFormatName, BroadcastAlgorithm, CollectiveAlgorithm, FP8, FusedAlgorithm,
+    FusedReduceOp, Group as _Group, NormAlgorithm, Normed, PerRank, Quantized, ReduceOp as ReduceOp,
+    RunPlace, ScaledAlgorithm, Splits, Tensors, Unscaled,
 )
 from interlace.groups.groups import (
     Group as Group, device as device, get_rank as get_rank, get_world_size as get_world_size,
@@ -60,10 +60,10 @@ from interlace.ops.experts.routing import (
     DispatchHandle,
 )
 from interlace.ops.matmul.api import (
-    LayerNorm as LayerNorm, RMSNorm as RMSNorm,
+    Format, LayerNorm as LayerNorm, RMSNorm as RMSNorm,
 )
 from interlace.ops.matmul.formats import (
-    Scaled as Scaled, quantize as quantize,
+    NormedScaled, Scaled as Scaled, quantize as quantize,
 )
 from interlace.runtime.compat.launchers import (
     launched as launched,
@@ -280,8 +280,14 @@ def all_reduce_norm(
 @overload
 def all_reduce_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None, reduce_op: FusedReduceOp = "sum", group: _Group = None,
-    async_op: Literal[True], algorithm: NormAlgorithm = "auto",
+    quantize: Format, reduce_op: FusedReduceOp = "sum", group: _Group = None,
+    async_op: Literal[False] = False, algorithm: NormAlgorithm = "auto",
+) -> NormedScaled: ...
+@overload
+def all_reduce_norm(
+    input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None, reduce_op: FusedReduceOp = "sum",
+    group: _Group = None, async_op: Literal[True], algorithm: NormAlgorithm = "auto",
 ) -> Work: ...
 @overload
 def all_to_all(
@@ -466,8 +472,16 @@ def matmul_all_reduce(
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
-    norm: RowNorm | None = None, quantize: FP8 | Unscaled | None = None, group: _Group = None,
-    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    norm: RowNorm, quantize: Format, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> NormedScaled: ...
+@overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
+    norm: RowNorm | None = None, quantize: FP8 | Unscaled | BlockFormatName | None = None,
+    group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> Work: ...
 @overload
 def matmul_all_reduce(
@@ -503,9 +517,18 @@ def matmul_reduce_scatter(
 def matmul_reduce_scatter(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
+    residual: Tensor | None = None, norm: RowNorm, quantize: Format, gather_normed: bool = False,
+    group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> NormedScaled: ...
+@overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
     residual: Tensor | None = None, norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None, gather_normed: bool = False, group: _Group = None,
-    async_op: Literal[True], algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None, gather_normed: bool = False,
+    group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> Work: ...
 @overload
 def matmul_reduce_scatter(
@@ -553,7 +576,14 @@ def reduce_scatter_norm(
 @overload
 def reduce_scatter_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None, gather_normed: bool = False,
+    quantize: Format, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: NormAlgorithm = "auto",
+) -> NormedScaled: ...
+@overload
+def reduce_scatter_norm(
+    input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None, gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum", scatter_dim: int = 0, group: _Group = None,
     async_op: Literal[True], algorithm: NormAlgorithm = "auto",
 ) -> Work: ...

@@ -8,6 +8,7 @@ from interlace.ops.matmul.reference import (
     Bounded as Bounded,
     accumulation_unit as accumulation_unit,
     all_gather_matmul as all_gather_matmul,
+    block_scaled as block_scaled,
     combine as combine,
     dequantized as dequantized,
     gamma as gamma,

@@ -10,9 +10,9 @@ take torch's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,24 +65,28 @@ class NormTail:
     """What becomes of the rows of a sum: ``residual`` is added, and they are normed.
 
     ``normed`` and ``scale`` are filled; with a scale, ``[rows, 1]``, ``normed`` is fp8, without one it may
-    be. All are matrices with a row for each of the sum.
+    be. All are matrices with a row for each of the sum. ``format``: a ``BlockFormat`` of
+    ``ops/matmul/formats.py``, in which ``normed`` has packed rows.
     """
 
     norm: RowNorm
     residual: torch.Tensor | None
     normed: torch.Tensor
     scale: torch.Tensor | None = None
+    format: Any = None
 
     def part(self, first: int, count: int) -> "NormTail":
         """For ``count`` rows from ``first`` on."""
-        parts = [
-            None if each is None else each[first : first + count]
-            for each in (self.residual, self.normed, self.scale)
-        ]
-        return NormTail(self.norm, *parts)  # type: ignore[arg-type]
+        names = "residual", "normed", "scale"
+        whole = {name: getattr(self, name) for name in names}
+        parts: Any = {n: None if t is None else t[first : first + count] for n, t in whole.items()}
+        return replace(self, **parts)
 
     def finish(self, rows: torch.Tensor) -> None:
         """Norm ``rows``, which have the residual."""
+        if self.format is not None:
+            self.normed.copy_(self.format.packed_rows(unrounded(rows, self.norm)))
+            return
         if not rows.numel():
             if self.scale is not None:
                 self.scale.fill_(SMALLEST_SCALE)

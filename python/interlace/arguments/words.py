@@ -61,6 +61,8 @@ Quantized = tuple[tuple[Tensor, Tensor], Tensor]
 """As :data:`Normed`, the normed rows as fp8 and their scales."""
 FP8 = Literal["fp8"]
 Unscaled = Literal["fp8_static"]
+BlockFormatName = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
+"""Block-scaled formats, see ``ops/matmul/formats.py``."""
 Splits = Sequence[int] | Tensor
 
 PREMUL_SUM = "premul_sum"

@@ -4,7 +4,8 @@ The sum is that of products, as in ``fused.py``, or of rows that are there alrea
 residual of its rows and the norm's vectors, which stay the same in all calls. The sum is compared with
 float64; the normed rows with the float64 norm of that sum.
 
-``check`` also asks for LayerNorm (``norm="layer"``) and for fp8 (``quantize``), which torch's way has not.
+``check`` also asks for LayerNorm (``norm="layer"``), and for fp8 and block-scaled formats (``quantize``),
+which torch's way has not.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from interlace import reference
 from interlace.benchmark import protocol
 from interlace.benchmark.fused import ByRows, Expected, MatmulAllReduce, MatmulReduceScatter
 from interlace.benchmark.plain import AllReduce, Plain, ReduceScatter, Tensors
+from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
@@ -68,9 +70,17 @@ class _WithNorm(ByRows):
         return max(worst, self._error_of_norm(normed, total, rounds_often))
 
     def _error_of_norm(self, normed: Any, total: torch.Tensor, often: bool) -> float:
-        """Of ``normed``, if it is of these sums exactly; of fp8 it is values and scales."""
+        """Of ``normed``, if it is of these sums exactly; quantised, a pair with scales or a ``Scaled``."""
         value, bound = reference.norm(total, self._norm, self.dtype)
-        if self._quantize:
+        if isinstance(normed, Scaled):
+            whole = None if normed.whole is None else normed.whole.new_ones(())
+            largest = ((value.abs() + bound) * 1.0001).float()
+            most = interlace.quantize(largest, normed.format, whole=whole)  # type: ignore[arg-type]
+            if not bool((normed.scales.float() <= most.scales.float()).all()):
+                return float("inf")
+            value, bound = reference.block_scaled(normed, (value, bound))
+            normed = normed.dequantize(torch.float64)
+        elif self._quantize:
             largest = (value.abs() + bound).amax(-1, keepdim=True) / LARGEST
             values, scale = normed
             if not bool((scale <= 1.0001 * largest + SMALLEST_SCALE).all()):

@@ -28,10 +28,10 @@ from interlace.ops.experts.functional import (
     combine as combine, dispatch as dispatch, grouped_matmul_combine as grouped_matmul_combine,
 )
 from interlace.ops.matmul.formats import (
-    Scaled,
+    NormedScaled, Scaled,
 )
 from interlace.ops.matmul.functional import (
-    scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
+    Format, scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
 )
 from interlace.ops.op.async_tensor import (
     AsyncTensor as AsyncTensor, wait as wait,
@@ -154,6 +154,12 @@ def all_reduce_norm(
     algorithm: NormAlgorithm = "auto",
 ) -> Quantized: ...
 @overload
+def all_reduce_norm(
+    input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
+    quantize: Format, reduce_op: FusedReduceOp = "sum", group: FunctionalGroup = None, tag: str = "",
+    algorithm: NormAlgorithm = "auto",
+) -> NormedScaled: ...
+@overload
 def all_to_all_grouped_matmul(
     input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
     bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "",
@@ -195,6 +201,13 @@ def matmul_all_reduce(
     out_dtype: dtype | None = None,
 ) -> Quantized: ...
 @overload
+def matmul_all_reduce(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
+    bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: Format,
+    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
+) -> NormedScaled: ...
+@overload
 def matmul_reduce_scatter(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
@@ -217,6 +230,13 @@ def matmul_reduce_scatter(
     tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> Quantized: ...
 @overload
+def matmul_reduce_scatter(
+    input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
+    norm: RowNorm, quantize: Format, gather_normed: bool = False, group: FunctionalGroup = None,
+    tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+) -> NormedScaled: ...
+@overload
 def reduce_scatter_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
     quantize: Unscaled | None = None, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
@@ -230,3 +250,10 @@ def reduce_scatter_norm(
     scatter_dim: int = 0, group: FunctionalGroup = None, tag: str = "",
     algorithm: NormAlgorithm = "auto",
 ) -> Quantized: ...
+@overload
+def reduce_scatter_norm(
+    input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
+    quantize: Format, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
+    scatter_dim: int = 0, group: FunctionalGroup = None, tag: str = "",
+    algorithm: NormAlgorithm = "auto",
+) -> NormedScaled: ...

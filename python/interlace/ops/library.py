@@ -13,7 +13,13 @@ OPS = (
     *reduce.OPS,
     *map(
         block_scaled.with_format,
-        (gather.ALL_GATHER_MATMUL, *reduce.OPS, *grouped.OPS, *grouped_combine.OPS[:2]),
+        (
+            gather.ALL_GATHER_MATMUL,
+            *reduce.OPS,
+            *norms.OPS[:2],
+            *grouped.OPS,
+            *grouped_combine.OPS[:2],
+        ),
     ),
     *grouped.OPS,
     *dispatch.OPS,

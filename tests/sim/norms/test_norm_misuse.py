@@ -37,7 +37,7 @@ MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
     (ROWS, {"norm": interlace.LayerNorm(None, torch.ones(7))}, "bias of norm"),
     (ROWS, {"norm": interlace.RMSNorm(None, -1.0)}, "eps of norm must be 0 or more"),
     (ROWS, {"norm": interlace.RMSNorm(None, None)}, "TypeError: eps of norm must be a number"),  # type: ignore[arg-type]
-    (ROWS, {"quantize": "int8"}, "None or one of fp8, fp8_static, got 'int8'"),
+    (ROWS, {"quantize": "int8"}, "mxfp8, mxfp8_e5m2, mxfp4, nvfp4, got 'int8'"),
     (SCATTER, {"gather_normed": 1}, "TypeError: gather_normed must be a bool, got 1"),
     (ROWS, {"algorithm": "kernel"}, "algorithm must be one of auto, fused"),
     (PARTS, {"algorithm": "low_latency"}, "use all_reduce_norm"),

@@ -28,6 +28,7 @@ from interlace.benchmark.requests import OPS
 from interlace.groups.groups import default_group
 from interlace.ops.collectives.launch import MOST_BYTES
 from interlace.ops.library import BY_NAME
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.norms import GATHERED_ROWS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import write
@@ -411,7 +412,7 @@ _BRANCHES = (
         for op in _HEADS_OF
     ),
     _Branch("distributed_decode", "pages", {"paged": True}),
-    *(_Branch(op, "fp8", {"quantize": "fp8"}) for op in _NORMS),
+    *(_Branch(op, name, {"quantize": name}) for name in ("fp8", *FORMATS) for op in _NORMS),
     *(_Branch(op, "layer norm", {"norm": "layer"}) for op in _NORMS),
     _Branch("dispatch", "fp8", {"use_fp8": True}, ((48, 128), (1024, 2048))),
 )

@@ -160,7 +160,7 @@ def _dispatched(
     def finish(made: list[Tensor], _: Any = None) -> tuple[Received, DispatchHandle]:
         received, handle = named(made, arguments, communicator)
         if tokens is not None:
-            rows: Any = unpacked_rows(received.x, tokens)
+            rows: Any = unpacked_rows(received.x, tokens.kind, tokens.shape[-1])
             received = received._replace(x=rows)
         return received, handle._replace(number=number)
 

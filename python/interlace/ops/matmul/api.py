@@ -17,6 +17,7 @@ from interlace.arguments import checks
 from interlace.arguments.checks import LayerNorm as LayerNorm, RMSNorm as RMSNorm, RowNorm
 from interlace.arguments.words import (
     FP8,
+    BlockFormatName,
     FusedAlgorithm,
     FusedReduceOp,
     Group,
@@ -29,7 +30,7 @@ from interlace.arguments.words import (
 from interlace.groups.groups import resolve
 from interlace.kernels.epilogue import Activation
 from interlace.ops.matmul import block_scaled, gather, norms
-from interlace.ops.matmul.formats import Scaled
+from interlace.ops.matmul.formats import NormedScaled, Scaled
 from interlace.ops.matmul.reduce import (
     ALL_REDUCE,
     ALL_REDUCE_NORM,
@@ -125,13 +126,13 @@ def matmul_reduce_scatter(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     gather_normed: bool = False,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized | Work:
+) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
     Parameters
@@ -149,7 +150,9 @@ def matmul_reduce_scatter(
     quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
         row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
         least 1e-12. The normed rows are fp8 times scale. "fp8_static": as float8_e4m3fn as they are, of a
-        norm whose weight was divided by a scale that is known before.
+        norm whose weight was divided by a scale that is known before. A block-scaled format, such as
+        "mxfp8" or "nvfp4": as the :class:`Scaled` that :func:`quantize` makes of the normed rows in fp32;
+        of nvfp4 its ``whole`` is 1; divide the norm's weight by another.
     gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
         stays scattered. The chain of a sequence-parallel block, in one op.
     algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
@@ -161,7 +164,7 @@ def matmul_reduce_scatter(
     the output is a permuted view, as in torch's fused ops.
 
     With ``norm`` it is ``(normed, residual)``: the sum with the residual, rounded once, and its norm, which
-    is that of the rounded sum; quantised, ``((fp8, scales), residual)``.
+    is that of the rounded sum; quantised, ``((fp8, scales), residual)``, or ``(scaled, residual)``.
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
@@ -192,12 +195,12 @@ def matmul_all_reduce(
     activation: Activation | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     group: Group = None,
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized | Work:
+) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
     ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
@@ -225,12 +228,12 @@ def all_reduce_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     reduce_op: FusedReduceOp = "sum",
     group: Group = None,
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized | Work:
+) -> Normed | Quantized | NormedScaled | Work:
     """``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
 
     Parameters
@@ -242,15 +245,16 @@ def all_reduce_norm(
     quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
         1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
         "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.
+        A block-scaled format, such as "mxfp8" or "nvfp4": as for :func:`matmul_reduce_scatter`.
     reduce_op : "sum" or "avg".
     algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
         rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
         then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
         64 KiB, every row in whole KiB), "auto".
 
-    Returns ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work` whose
-    ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the norm is that of the
-    rounded h, in fp32. Every rank gets the same bits.
+    Returns ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
+    :class:`Work` whose ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the
+    norm is that of the rounded h, in fp32. Every rank gets the same bits.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
@@ -259,8 +263,7 @@ def all_reduce_norm(
     all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
     ``all_reduce_bias_rms_norm``. It differs: nothing is in place, h is a new tensor; sums do not depend on
     the order of arrival; the largest number of a row is taken of its fp32 norm; the norm may be a
-    ``LayerNorm``; it has gradients; the groups of blocks with a scale each that FlashInfer makes for fp4,
-    it does not make.
+    ``LayerNorm``; it has gradients; scales of blocks are not swizzled.
 
     >>> def normed():
     ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
@@ -280,14 +283,14 @@ def reduce_scatter_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     group: Group = None,
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized | Work:
+) -> Normed | Quantized | NormedScaled | Work:
     """``h``, this rank's part of the sum over ranks of ``input``, with bias and residual, and its norm.
 
     Parameters
@@ -302,7 +305,8 @@ def reduce_scatter_norm(
 
     Returns
     -------
-    ``(normed, h)``, or ``((fp8, scales), h)``, or with ``async_op`` a :class:`Work`. For ``scatter_dim``
+    ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
+    :class:`Work`. For ``scatter_dim``
     other than 0 they are permuted views.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
@@ -413,7 +417,7 @@ def _recorded_reduction(
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
         if plain.kind:
-            return norms.paired(outputs)
+            return norms.paired(outputs, plain.quantize)
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 

@@ -21,17 +21,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch.nn.functional import pad
 
+from interlace.arguments.words import BlockFormatName
 from interlace.kernels.block_scales import INNER
 from interlace.runtime.numerics.exact import matrix_product
 from interlace.runtime.tuning.configuration import Configuration
 
 Tensor = torch.Tensor
-BlockFormatName = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FP4 = torch.float4_e2m1fn_x2
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -71,10 +71,31 @@ class BlockFormat:
         """The bytes of 128 numbers in a packed row: of their values, and of their scales."""
         return INNER // self.packed, INNER // self.block * self.scale.itemsize
 
+    @property
+    def kernel_constants(self) -> dict[str, Any]:
+        """What kernels are told of it."""
+        names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
+        return {**names, "BLOCK": self.block}
+
     def row_bytes(self, numbers: int) -> int:
         """The length of a packed row of so many numbers."""
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
         return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise ValueError that begins with ``name`` if rows of that shape have no such format."""
+        if len(shape) < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(shape)}")
+        if shape[-1] % self.packed:
+            raise ValueError(
+                f"{self.name} has two numbers in a byte: the last dimension of {name} must be even, got "
+                f"{tuple(shape)}"
+            )
+
+    def packed_rows(self, rows: Tensor) -> Tensor:
+        """Numbers ``[..., rows, k]`` as packed rows; one more scale of the whole tensor is 1."""
+        whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
+        return packed_rows(quantize(rows, self.name, whole=whole))  # type: ignore[arg-type]
 
     @property
     def fast_accum(self) -> bool:
@@ -166,10 +187,11 @@ class Scaled:
                 f"{kind.name} has no scale for the whole tensor, got whole={self.whole!r}"
             )
         whole = _of_dtype("whole", self.whole, kind.name, torch.float32)
-        of_rows = values[..., :1] if self.inner == -1 else values[..., :1, :]
-        if whole.numel() != 1 and whole.shape != of_rows.shape:
+        of_rows = list(values.shape)
+        of_rows[self.inner] = 1
+        if whole.numel() != 1 and list(whole.shape) != of_rows:
             raise ValueError(
-                f"whole must have one element, or one for each row, {tuple(of_rows.shape)}; got shape "
+                f"whole must have one element, or one for each row, {tuple(of_rows)}; got shape "
                 f"{tuple(whole.shape)}"
             )
 
@@ -265,7 +287,13 @@ def _blocks(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def quantize(x: Tensor, format: BlockFormatName, *, weight: bool = False) -> Scaled:
+NormedScaled = tuple[Scaled, Tensor]
+"""The normed rows, and the sum with the residual."""
+
+
+def quantize(
+    x: Tensor, format: BlockFormatName, *, weight: bool = False, whole: Tensor | None = None
+) -> Scaled:
     """``x`` in a block-scaled format, each block scaled by its largest number.
 
     Parameters
@@ -273,10 +301,11 @@ def quantize(x: Tensor, format: BlockFormatName, *, weight: bool = False) -> Sca
     x : ``[..., rows, k]``, float32, float16, bfloat16 or float64; blocks are along k. A weight ``(n, k)``
         becomes the operand of a matmul by :meth:`Scaled.t`.
     weight : of fp8_block128, one scale for 128 x 128 numbers instead of 1 x 128.
+    whole : of nvfp4, one float32 that is known before. Numbers beyond 6 * 448 times it saturate.
 
     The scale of fp8_block128 is the largest number of the block divided by 448; of the MX formats the least
     power of two with which no number is larger than the largest value; of nvfp4 the largest number divided
-    by 6, relative to ``whole``, which is the largest of all divided by 6 * 448. A block of zeros has the
+    by 6, relative to ``whole``, by default the largest of all divided by 6 * 448. A block of zeros has the
     least scale that there is. Values are rounded to nearest, ties to even. None saturates, except that
     a scale of nvfp4 is itself rounded to nearest, so the largest number of a block may lose up to 1 part
     in 16. NaN and infinity make all numbers of their block NaN; of nvfp4, of the tensor.
@@ -293,25 +322,21 @@ def quantize(x: Tensor, format: BlockFormatName, *, weight: bool = False) -> Sca
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize < 2:
         got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"x must be a tensor of float16, bfloat16, float32 or float64, got {got}")
-    if x.dim() < 2:
-        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
-    if x.shape[-1] % kind.packed:
-        raise ValueError(
-            f"{kind.name} has two numbers in a byte: the last dimension of x must be even, got "
-            f"{tuple(x.shape)}"
-        )
+    kind.check_shape("x", x.shape)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")
     across = kind.across if weight else 1
     numbers, (rows, length) = x.float(), x.shape[-2:]
     tiles = _tiles(numbers, kind.block, across)
     largest = tiles.abs().amax((-3, -1))  # [..., bands, blocks]
-    whole = None
-    if kind.whole:
+    if kind.whole and whole is None:
         most = largest.amax() if largest.numel() else largest.new_zeros(())
         whole = (most / (LARGEST[kind.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
+    if whole is not None:
         largest = largest / whole
-    scales = _scales(largest / LARGEST[kind.values], kind.scale)
+    # By a tensor: by a number torch divides on a GPU by multiplying with its reciprocal.
+    wanted = largest / largest.new_full((), LARGEST[kind.values])
+    scales = _scales(wanted, kind.scale)
     factor = scales.float() if whole is None else scales.float() * whole
     scaled = (tiles / factor.unsqueeze(-2).unsqueeze(-1)).flatten(-4, -3).flatten(-2)
     scaled = scaled[..., :rows, :length]
@@ -345,7 +370,7 @@ def pairs(numbers: Tensor) -> Tensor:
     for low, high in itertools.pairwise(FP4_NUMBERS):
         middle = (low + high) / 2
         odd = FP4_NUMBERS.index(low) % 2  # a tie goes to the number whose last bit is 0
-        bits += (size >= middle) if odd else (size > middle)
+        bits += ~(size < middle) if odd else ~(size <= middle)  # nan is 6, as of a GPU's conversion
     bits |= numbers.signbit().to(torch.uint8) << 3
     return (bits[..., ::2] | bits[..., 1::2] << 4).view(FP4)
 
@@ -410,13 +435,12 @@ def packed_rows(scaled: Scaled) -> Tensor:
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
         given = whole.new_ones(()) if scaled.whole is None else scaled.whole
-        whole.copy_(given if given.numel() > 1 else given.view(()))
+        whole.copy_(given.view(()) if given.numel() == 1 else given)
     return made
 
 
-def unpacked_rows(rows: Tensor, like: Scaled) -> Scaled:
-    """The matrix whose packed rows these are, with the format and the length of a row of ``like``."""
-    kind, numbers = like.kind, like.shape[-1]
+def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
+    """The matrix whose packed rows these are, of so many numbers each."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
     return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)

@@ -13,6 +13,7 @@ import torch
 from interlace.arguments.checks import RowNorm
 from interlace.arguments.words import (
     FP8,
+    BlockFormatName,
     FunctionalGroup,
     FusedAlgorithm,
     FusedReduceOp,
@@ -24,7 +25,7 @@ from interlace.arguments.words import (
     Unscaled,
 )
 from interlace.ops.matmul import block_scaled
-from interlace.ops.matmul.formats import Scaled
+from interlace.ops.matmul.formats import NormedScaled, Scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
 from interlace.ops.matmul.norms import paired, take_norm
 from interlace.ops.matmul.reduce import (
@@ -140,13 +141,13 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     gather_normed: bool = False,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized:
+) -> Tensor | Normed | Quantized | NormedScaled:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
     As :func:`interlace.matmul_reduce_scatter`. Of unequal parts a graph has the length of the own one: who
@@ -177,12 +178,12 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: RowNorm | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
-) -> Tensor | Normed | Quantized:
+) -> Tensor | Normed | Quantized | NormedScaled:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
     ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, of which
@@ -209,17 +210,17 @@ def all_reduce_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     reduce_op: FusedReduceOp = "sum",
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized:
+) -> Normed | Quantized | NormedScaled:
     """``norm(all_reduce(input, reduce_op) + bias + residual)`` and what was normed.
 
     As :func:`interlace.all_reduce_norm`: ``input``, ``[..., n]``, and ``residual``, which is the same on
     all ranks, of its shape; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
-    residual)``.
+    residual)``, or ``(scaled, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.all_reduce``, then ``torch.nn.functional.rms_norm`` or
@@ -243,20 +244,20 @@ def reduce_scatter_norm(
     norm: RowNorm,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    quantize: FP8 | Unscaled | None = None,
+    quantize: FP8 | Unscaled | BlockFormatName | None = None,
     gather_normed: bool = False,
     reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0,
     group: FunctionalGroup = None,
     tag: str = "",
     algorithm: NormAlgorithm = "auto",
-) -> Normed | Quantized:
+) -> Normed | Quantized | NormedScaled:
     """``norm(reduce_scatter(input, reduce_op, scatter_dim) + bias + residual)`` and what was normed.
 
     As :func:`interlace.reduce_scatter_norm`; unequal parts as of :func:`matmul_reduce_scatter`. ``input``,
-    ``[..., n]``; ``residual`` is of
-    the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
-    residual)``; with ``gather_normed`` all ranks' normed rows.
+    ``[..., n]``; ``residual`` is of the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed,
+    residual)``, or ``((fp8, scales), residual)``, or ``(scaled, residual)``; with ``gather_normed`` all
+    ranks' normed rows.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.reduce_scatter_tensor``, then ``torch.nn.functional.rms_norm`` or
@@ -306,7 +307,7 @@ def reduce(
         vectors = given.residual, given.norm_weight, given.norm_bias
         check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
     made = run_record(op, group, tag, given)
-    return paired(made) if given.kind else made
+    return paired(made, given.quantize) if given.kind else made
 
 
 def all_gather_scaled_matmul(

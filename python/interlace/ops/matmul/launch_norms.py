@@ -17,6 +17,7 @@ import torch
 
 from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import Gathered, NormOperands, Tail
+from interlace.kernels.block_scales import INNER
 from interlace.kernels.matmul import row_norms
 from interlace.kernels.matmul.row_norms import IN_FLIGHT
 from interlace.kernels.tiling import split_rows
@@ -48,17 +49,27 @@ class WholeRows(NamedTuple):
         return [each for each in self if each is not None]
 
 
-def slice_blocks(columns: int, configuration: Configuration, itemsize: int) -> tuple[int, int]:
+def slice_blocks(
+    columns: int, configuration: Configuration, itemsize: int, least: int = 1
+) -> tuple[int, int]:
     """(rows, columns) that a kernel looks at at once: powers of two, ``block_elements`` together at most.
 
     Nor are they more than 32 bytes for each thread, of each of four ranks: of twice as many ptxas spills.
+    But there are ``least`` columns.
 
     >>> slice_blocks(100, Configuration(), 2), slice_blocks(8192, Configuration(), 2)
     ((16, 128), (1, 4096))
     """
     elements = min(configuration.block_elements, 32 * 32 * configuration.num_warps // itemsize)
-    wide = min(1 << (columns - 1).bit_length(), elements)
-    return min(elements // wide, configuration.block_m, MOST_ROWS), wide
+    wide = max(least, min(1 << (columns - 1).bit_length(), elements))
+    return max(1, min(elements // wide, configuration.block_m, MOST_ROWS)), wide
+
+
+def _blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
+    """As :func:`slice_blocks`, for the rows of a sum."""
+    packed = linear.tail is not None and linear.tail.format is not None
+    columns, itemsize = linear.output.shape[1], linear.output.element_size()
+    return slice_blocks(columns, configuration, itemsize, INNER if packed else 1)
 
 
 def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
@@ -88,6 +99,8 @@ def tail_arguments(
         ROWS=blocks[0],
         COLUMNS=blocks[1],
     )
+    if tail.format is not None:
+        constants = constants._replace(**tail.format.kernel_constants)
     vectors = tail.norm.weight, tail.norm.bias
     # what there is not is None, which a kernel has compiled in
     return {
@@ -111,9 +124,10 @@ def gathering(
         return {"gathered": Gathered(*[None] * 8)}
     rows = [count for _, count in segments]
     slots = formulas.slice_slots(communicator.world_size, rows, slice_rows)
-    first, elements = layout.add_slots(slots), sum(rows) * output.shape[1]
-    normed = layout.add_data(elements * tail.normed.element_size())
-    sums = layout.add_data(elements * output.element_size() if whole.sum is not None else 0)
+    first = layout.add_slots(slots)
+    normed = layout.add_data(sum(rows) * tail.normed.shape[1] * tail.normed.element_size())
+    of_sum = output.shape[1] * output.element_size() if whole.sum is not None else 0
+    sums = layout.add_data(sum(rows) * of_sum)
     scale = layout.add_data(sum(rows) * 4 if whole.scale is not None else 0)
     slices = slots // communicator.world_size
     bytes_ = first * WORD, slices, normed, sums, scale
@@ -151,7 +165,7 @@ def matmul_reduce_scatter_fused(
     itemsize = linear.output.element_size()
     layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, columns * itemsize)
     known = operands.product(communicator, configuration, input, linear, published=True)
-    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
+    tail = tail_arguments(linear, _blocks_of(linear, configuration), whole)
     arguments = {
         **known,
         **operands.epilogue(linear),
@@ -180,7 +194,7 @@ def matmul_all_reduce_fused(
     known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
     arguments = {
         **known,
-        **tail_arguments(linear, slice_blocks(columns, configuration, itemsize)),
+        **tail_arguments(linear, _blocks_of(linear, configuration)),
         "bias_ptr": operands.bias_or_none(linear),
         "M": rows,
         "AVERAGE": linear.average,
@@ -218,7 +232,7 @@ def reduce_fused(
     """One kernel: the own rows of ``input``, which is dense, summed over ranks and normed."""
     columns = linear.output.shape[1]
     itemsize = linear.output.element_size()
-    tail = tail_arguments(linear, slice_blocks(columns, configuration, itemsize), whole)
+    tail = tail_arguments(linear, _blocks_of(linear, configuration), whole)
     slice_rows = tail["TAIL"].ROWS
     block_m = sent_rows(columns, slice_rows, itemsize)
     rows = [count for _, count in segments]
@@ -284,10 +298,11 @@ class RowReduction:
     measured: Measured = UNMEASURED
 
     def run(self, algorithm: str) -> Event:
-        """By "fused", "pipelined", "unfused" or "low_latency"; nothing moves of no elements."""
+        """By "fused", "pipelined", "unfused" or "low_latency"; of no elements scales and padding move."""
         if not self.input.numel():
-            operands.finish_sum(self.linear.output.clone(), self.linear)
-            return self.communicator.compute.record()
+            total = self.linear.output.clone()
+            about = self.linear, self.segments, self.whole
+            return _norm_and_gather(self.communicator, total, *about)
         event: Event = getattr(self, algorithm)()
         return event
 

@@ -1,15 +1,16 @@
 """Reductions whose rows are normed: after a matmul, and of rows that are there already.
 
 As ``reduce.py``, whose checks and choices the matmuls have. Results are a pair, what is normed and the sum
-with the residual; quantised, what is normed is a pair itself, fp8 and scales.
+with the residual; quantised, what is normed is a pair itself, fp8 and scales, or a :class:`Scaled`.
 
-As ops they all return a list: the normed rows, the sum with the residual, and, quantised, the scales of the
-normed rows. With h the sum with the residual and y its norm, the gradient of h is that of y through the
-norm, for which h is kept and nothing else, and its own. It is the residual's; reduced or gathered as by the
-op without a norm it gives those of the input and the weight. A weight of the norm gets what comes of the
-rows that a rank norms: of the own rows where they are scattered, so replicas of a weight sum their
-gradients, as sequence-parallel layers do; of all rows, on every rank, where all ranks have them. Rows that
-were gathered give their gradients back by a reduce-scatter. fp8 has no gradient.
+As ops they all return a list: the normed rows, the sum with the residual, and, quantised by row, the scales
+of the normed rows; in a block-scaled format the normed rows are packed ones, of bytes. With h the sum with
+the residual and y its norm, the gradient of h is that of y through the norm, for which h is kept and
+nothing else, and its own. It is the residual's; reduced or gathered as by the op without a norm it gives
+those of the input and the weight. A weight of the norm gets what comes of the rows that a rank norms: of
+the own rows where they are scattered, so replicas of a weight sum their gradients, as sequence-parallel
+layers do; of all rows, on every rank, where all ranks have them. Rows that were gathered give their
+gradients back by a reduce-scatter. fp8 has no gradient.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch, records as by_rank
 from interlace.ops.collectives.stream_engine import check_nodes
 from interlace.ops.matmul import launch_norms as algorithms, reduce
+from interlace.ops.matmul.formats import FORMATS, Scaled, packed_rows, unpacked_rows
 from interlace.ops.matmul.launch_norms import WholeRows
 from interlace.ops.matmul.operands import Linear, dense_output, partial_products, rows_of
 from interlace.ops.matmul.reduce import (
@@ -107,8 +109,9 @@ def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
         raise TypeError(f"eps of norm must be a number, got {eps!r}")
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps of norm must be 0 or more and finite, got {eps}")
-    if quantize is not None and quantize not in QUANTIZE:
-        raise ValueError(f"quantize must be None or one of {', '.join(QUANTIZE)}, got {quantize!r}")
+    words = (*QUANTIZE, *FORMATS)
+    if quantize is not None and quantize not in words:
+        raise ValueError(f"quantize must be None or one of {', '.join(words)}, got {quantize!r}")
     checks.flag("gather_normed", given.gather_normed)
     given.kind, given.eps, given.quantize = norm.kind, float(eps), quantize or ""
     given.norm_weight, given.norm_bias = norm.weight, norm.bias
@@ -146,6 +149,9 @@ class CheckedNorm:
             raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
         self.quantize, self._input, self._dim = given.quantize or None, input, dim or 0
         self._columns, self._dtype = columns, dtype
+        self.format = FORMATS.get(given.quantize)
+        if self.format is not None:
+            self.format.check_shape("what is normed", (*self.own, columns))
         self.norm = checked_norm(communicator, norm_of(given), columns, dtype)
         shape = (*self.own, columns)
         self.residual = checked_residual(communicator, given.residual, shape, dtype)
@@ -173,26 +179,35 @@ class CheckedNorm:
         if matrices is None:
             rows = (self._lengths if self.gathers else self.own), self.own, self._dim
             made = _outputs(self._input, rows, self._columns, self._dtype, self.quantize)
-            matrices, result = [each.matrix for each in made], paired([each.view for each in made])
+            matrices = [each.matrix for each in made]
+            result = paired([each.view for each in made], self.quantize)
         normed, total, *scales = matrices
         scale = scales[0] if scales else None
         if not self.gathers:
-            return NormedRows(total, NormTail(self.norm, residual, normed, scale), None, result)
+            tail = NormTail(self.norm, residual, normed, scale, self.format)
+            return NormedRows(total, tail, None, result)
         part = slice(first, first + total.shape[0])
         scale_part = None if scale is None else scale[part]
-        tail = NormTail(self.norm, residual, normed[part], scale_part)
+        tail = NormTail(self.norm, residual, normed[part], scale_part, self.format)
         return NormedRows(total, tail, WholeRows(normed, scale, None), result)
 
 
-def paired(made: Sequence[Tensor]) -> Any:
-    """What a call returns of an op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``."""
+def paired(made: Sequence[Tensor], quantize: str | None) -> Any:
+    """What a call returns of an op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``.
+
+    In a block-scaled format ``normed`` are packed rows, of which a call returns a :class:`Scaled`.
+    """
     normed, total, *scales = made
+    if quantize in FORMATS:
+        return unpacked_rows(normed, FORMATS[quantize], total.shape[-1]), total
     return ((normed, *scales) if scales else normed), total
 
 
 def listed(made: Any) -> list[Tensor]:
     """The op's results, of what :func:`paired` makes of them."""
     normed, total = made
+    if isinstance(normed, Scaled):
+        return [packed_rows(normed), total]
     return [normed[0], total, normed[1]] if isinstance(normed, tuple) else [normed, total]
 
 
@@ -222,6 +237,11 @@ def kernel_makes_fp8(communicator: Communicator) -> bool:
     return capability >= SMALLEST_FP8
 
 
+def in_kernel(communicator: Communicator, quantize: str | None) -> bool:
+    """Whether kernels can make normed rows of that kind: those of formats with integers, everywhere."""
+    return quantize not in QUANTIZE or kernel_makes_fp8(communicator)
+
+
 class NormedReduce(reduce.CheckedReduce):
     """The checked arguments of a matmul with a norm."""
 
@@ -249,14 +269,14 @@ class NormedReduce(reduce.CheckedReduce):
         return Outcome(rows.result, event)
 
     def _linear(self, weight: Tensor, rows: NormedRows) -> Linear:
-        how = {"average": self.average, "tail": rows.tail}
+        how = {"average": self.average, "tail": rows.tail, "format": self.format}
         return Linear(weight, self.bias, rows.sum, "n", self.activation, **how)  # type: ignore[arg-type]
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
         algorithm = super().chosen(rows, columns, tuned)
         if algorithm != "fused" or self.communicator.place.nodes is not None:
             return algorithm  # between nodes torch norms the rows
-        if self.normed.quantize is None or kernel_makes_fp8(self.communicator):
+        if in_kernel(self.communicator, self.normed.quantize):
             return algorithm
         if self.algorithm == "fused":
             raise ValueError(NO_FP8.format("fused"))
@@ -268,7 +288,7 @@ class NormedReduce(reduce.CheckedReduce):
         if self.algorithm != "auto" or place.direct_access or not place.all_mapped:
             return False
         simple = output.dtype in FUSED_DTYPES and output.numel() > 0 and not self.activation
-        possible = self.normed.quantize is None or kernel_makes_fp8(self.communicator)
+        possible = in_kernel(self.communicator, self.normed.quantize)
         return simple and possible and not launch.why_no_rows(output)
 
     def reduce_scatter_normed(
@@ -349,20 +369,20 @@ class _CheckedRows:
             if why_not:
                 raise ValueError(f'algorithm="low_latency" cannot do this: {why_not}')
             check_nodes(algorithm, self.communicator)
-        in_kernel = dtype in FUSED_DTYPES
-        if algorithm in ("fused", "low_latency") and not in_kernel:
+        fusable = dtype in FUSED_DTYPES
+        if algorithm in ("fused", "low_latency") and not fusable:
             raise TypeError(
                 f'algorithm="{algorithm}" supports float32, float16 and bfloat16, input is {dtype}; '
                 f'use "unfused" or "auto"'
             )
-        makes_fp8 = self.normed.quantize is None or kernel_makes_fp8(self.communicator)
-        if algorithm in ("fused", "low_latency") and not makes_fp8:
+        possible = in_kernel(self.communicator, self.normed.quantize)
+        if algorithm in ("fused", "low_latency") and not possible:
             raise ValueError(NO_FP8.format(algorithm))
         if place.nodes is not None:
             return "unfused"
         if algorithm != "auto":
             return algorithm
-        if not in_kernel or not makes_fp8 or not place.mapped:
+        if not fusable or not possible or not place.mapped:
             return "unfused"
         self.free = True
         if place.direct_access:
@@ -484,6 +504,10 @@ def _outputs(
         others = [n for i, n in enumerate(lengths) if i != dim]
         return dense_output(matrix, matrix.view(lengths[dim], *others, columns).movedim(0, dim))
 
+    if quantize in FORMATS:
+        kind = FORMATS[quantize]
+        kind.check_shape("what is normed", (*normed, columns))
+        return [output(normed, kind.row_bytes(columns), torch.uint8), output(own, columns, dtype)]
     made = [
         output(normed, columns, QUANTIZED if quantize else dtype),
         output(own, columns, dtype),
@@ -593,7 +617,9 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
             places = [reader[0], *reader[2:]]
             if given.gather_normed:
                 places = [split(each, size, dim or 0)[rank] for each in places]
-            NormTail(norm, None, *places).finish(outputs[1])
+            normed, scale = (*places, None)[:2]
+            kind = FORMATS.get(given.quantize)
+            NormTail(norm, None, normed, scale, kind).finish(outputs[1])  # type: ignore[arg-type]
     return made
 
 

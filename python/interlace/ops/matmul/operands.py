@@ -11,7 +11,7 @@ from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
 from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
-from interlace.ops.matmul.formats import FORMATS, KERNEL_NAMES, BlockFormat, multiply_packed
+from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Output
 from interlace.runtime.core.communicator import Communicator
@@ -288,10 +288,8 @@ def product(
     if linear.format is not None:
         tiles = tiles._replace(
             BLOCK_K=INNER,
-            VALUES=KERNEL_NAMES[linear.format.values],
-            SCALE=KERNEL_NAMES[linear.format.scale],
-            BLOCK=linear.format.block,
             NATIVE=linear.format.native_kind(configuration),
+            **linear.format.kernel_constants,
         )
     return {
         "input": Rows(input, input.stride(0)),

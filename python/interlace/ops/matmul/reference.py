@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from interlace.kernels.tiling import split_rows
+from interlace.ops.matmul.formats import E4M3, FP4, Scaled
 from interlace.runtime.numerics.norms import SLOPES, RowNorm, activate
 
 # Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
@@ -245,6 +246,20 @@ def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bo
     return value, error + unit_roundoff(values.dtype) * (
         value.abs() + error
     ) + step * half_denormal(values.dtype)
+
+
+def block_scaled(scaled: Scaled, exact: Bounded) -> Bounded:
+    """``exact`` with the error of a block-scaled format; ``scaled``: what was found."""
+    value, error = exact
+    largest, kind = value.abs() + error, scaled.kind
+    unit, near_zero = 0.25, 0.25  # numbers of e2m1: 0, 0.5, 1, 1.5, ...
+    if kind.values != FP4:
+        unit, near_zero = unit_roundoff(kind.values), half_denormal(kind.values)
+    if kind.scale == E4M3:  # one that was rounded down makes the largest numbers saturate
+        unit += unit_roundoff(E4M3)
+    step = scaled.scales.double().repeat_interleave(kind.block, -1)[..., : value.shape[-1]]
+    step = step if scaled.whole is None else step * scaled.whole
+    return value, error + unit * largest + near_zero * step
 
 
 def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ Variants of a fused kernel, named in this order::
     silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
     rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
-                       or, "fp8_static", by one that the weight has
+                       or, "fp8_static", by one that the weight has, or by its format
     mxfp8, ...         block-scaled operands, by pointers; bf16 output
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 
@@ -264,10 +264,14 @@ class NormVariant:
         weight = meta(columns, dtype=dtype)
         bias = weight if self.kind == "layer" else None
         made = QUANTIZED if self.quantize else dtype
+        format = FORMATS.get(self.quantize)
         scale = meta(rows, 1, dtype=torch.float32) if self.quantize == BY_ROW else None
         residual, total = meta(rows, columns, dtype=dtype), meta(rows, columns, dtype=dtype)
         rms = RowNorm(self.kind, 1e-6, weight, bias)
-        tail = NormTail(rms, residual, meta(rows, columns, dtype=made), scale)
+        rows_of_norm = meta(rows, columns, dtype=made)
+        if format is not None:
+            rows_of_norm = meta(rows, format.row_bytes(columns), dtype=torch.uint8)
+        tail = NormTail(rms, residual, rows_of_norm, scale, format)
         whole = normed.WholeRows(tail.normed, scale, total if self.gather == "both" else None)
         return replace(linear, output=total, tail=tail), whole if self.gather else None
 
@@ -606,6 +610,10 @@ def _norms(arch: int) -> Iterator[Entry]:
     for norm in norms[:2] + norms[4:6]:
         yield matmul_all_reduce_norm(arch, replace(bf16, norm=norm))
         yield low_latency_norm(arch, replace(bf16, norm=norm))
+    for name in FORMATS:
+        packed = replace(RMS, quantize=name)
+        yield reduce_norm(arch, replace(bf16, norm=replace(packed, gather="normed")))
+        yield low_latency_norm(arch, replace(bf16, norm=packed))
     for operands in (fp32, replace(fp32, norm=replace(LAYER, gather="both"))):
         yield matmul_reduce_scatter_norm(arch, operands)
         yield reduce_norm(arch, operands)
