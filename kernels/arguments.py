@@ -257,7 +257,7 @@ class Tail(NamedTuple):
 
     ``KIND``: "rms" or "layer". ``GATHER``: "" for own rows, "normed" if all ranks get the normed rows,
     "both" if they get the rows of the sum too. ``VALUES``, ``SCALE``, ``BLOCK``: of normed rows that are
-    packed, see ``block_scales.py``; ``COLUMNS`` is a multiple of 128 then.
+    packed, see ``block_scales.py``; ``COLUMNS`` is a multiple of 128 then. ``NATIVE`` as there.
     """
 
     KIND: str
@@ -272,6 +272,7 @@ class Tail(NamedTuple):
     VALUES: str = ""
     SCALE: str = ""
     BLOCK: int = 0
+    NATIVE: str = ""
 
 
 class Copies(NamedTuple):

@@ -67,7 +67,7 @@ WEIGHTS: list[Case] = [
 NORMED: list[Case] = [
     ("Normed", {"norm": "RowNorm", "quantize": "Unscaled | None = ..."}),
     ("Quantized", {"norm": "RowNorm", "quantize": "FP8"}),
-    ("NormedScaled", {"norm": "RowNorm", "quantize": "Format"}),
+    ("NormedScaled", {"norm": "RowNorm", "quantize": "BlockFormatName"}),
 ]
 WITHOUT_NORM = {"norm": "None = ...", "quantize": "", "gather_normed": ""}
 GATHERED = "Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]"

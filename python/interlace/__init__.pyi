@@ -60,7 +60,7 @@ from interlace.ops.experts.routing import (
     DispatchHandle,
 )
 from interlace.ops.matmul.api import (
-    Format, LayerNorm as LayerNorm, RMSNorm as RMSNorm,
+    LayerNorm as LayerNorm, RMSNorm as RMSNorm,
 )
 from interlace.ops.matmul.formats import (
     NormedScaled, Scaled as Scaled, quantize as quantize,
@@ -280,7 +280,7 @@ def all_reduce_norm(
 @overload
 def all_reduce_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: Format, reduce_op: FusedReduceOp = "sum", group: _Group = None,
+    quantize: BlockFormatName, reduce_op: FusedReduceOp = "sum", group: _Group = None,
     async_op: Literal[False] = False, algorithm: NormAlgorithm = "auto",
 ) -> NormedScaled: ...
 @overload
@@ -472,7 +472,7 @@ def matmul_all_reduce(
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
-    norm: RowNorm, quantize: Format, group: _Group = None, async_op: Literal[False] = False,
+    norm: RowNorm, quantize: BlockFormatName, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> NormedScaled: ...
 @overload
@@ -517,9 +517,9 @@ def matmul_reduce_scatter(
 def matmul_reduce_scatter(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
-    residual: Tensor | None = None, norm: RowNorm, quantize: Format, gather_normed: bool = False,
-    group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    residual: Tensor | None = None, norm: RowNorm, quantize: BlockFormatName,
+    gather_normed: bool = False, group: _Group = None, async_op: Literal[False] = False,
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_reduce_scatter(
@@ -576,7 +576,7 @@ def reduce_scatter_norm(
 @overload
 def reduce_scatter_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: Format, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
+    quantize: BlockFormatName, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, group: _Group = None, async_op: Literal[False] = False,
     algorithm: NormAlgorithm = "auto",
 ) -> NormedScaled: ...

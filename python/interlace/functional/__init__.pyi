@@ -6,8 +6,8 @@ from interlace.arguments.checks import (
     RowNorm,
 )
 from interlace.arguments.words import (
-    FP8, FunctionalGroup, FusedAlgorithm, FusedReduceOp, NormAlgorithm, Normed, Quantized,
-    ScaledAlgorithm, Tensors, Unscaled,
+    BlockFormatName, FP8, FunctionalGroup, FusedAlgorithm, FusedReduceOp, NormAlgorithm, Normed,
+    Quantized, ScaledAlgorithm, Tensors, Unscaled,
 )
 from interlace.groups.specs import (
     GroupSpec as GroupSpec,
@@ -31,7 +31,7 @@ from interlace.ops.matmul.formats import (
     NormedScaled, Scaled,
 )
 from interlace.ops.matmul.functional import (
-    Format, scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
+    scaled_matmul_reduce_scatter as scaled_matmul_reduce_scatter,
 )
 from interlace.ops.op.async_tensor import (
     AsyncTensor as AsyncTensor, wait as wait,
@@ -156,8 +156,8 @@ def all_reduce_norm(
 @overload
 def all_reduce_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: Format, reduce_op: FusedReduceOp = "sum", group: FunctionalGroup = None, tag: str = "",
-    algorithm: NormAlgorithm = "auto",
+    quantize: BlockFormatName, reduce_op: FusedReduceOp = "sum", group: FunctionalGroup = None,
+    tag: str = "", algorithm: NormAlgorithm = "auto",
 ) -> NormedScaled: ...
 @overload
 def all_to_all_grouped_matmul(
@@ -203,9 +203,9 @@ def matmul_all_reduce(
 @overload
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
-    bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: Format,
-    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
+    quantize: BlockFormatName, group: FunctionalGroup = None, tag: str = "",
+    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_reduce_scatter(
@@ -233,8 +233,9 @@ def matmul_reduce_scatter(
 def matmul_reduce_scatter(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
-    norm: RowNorm, quantize: Format, gather_normed: bool = False, group: FunctionalGroup = None,
-    tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    norm: RowNorm, quantize: BlockFormatName, gather_normed: bool = False,
+    group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> NormedScaled: ...
 @overload
 def reduce_scatter_norm(
@@ -253,7 +254,7 @@ def reduce_scatter_norm(
 @overload
 def reduce_scatter_norm(
     input: Tensor, *, norm: RowNorm, residual: Tensor | None = None, bias: Tensor | None = None,
-    quantize: Format, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
+    quantize: BlockFormatName, gather_normed: bool = False, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, group: FunctionalGroup = None, tag: str = "",
     algorithm: NormAlgorithm = "auto",
 ) -> NormedScaled: ...

@@ -107,7 +107,9 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
 def with_gathered(input: Any, made: Any) -> Any:
     """``(gathered, result)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
     gathered, result = made
-    return (unpacked_rows(gathered, input), result) if isinstance(input, Scaled) else made
+    if not isinstance(input, Scaled):
+        return made
+    return unpacked_rows(gathered, input.kind, input.shape[-1]), result
 
 
 def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
