@@ -305,3 +305,20 @@ def test_a_dispatch_does_not_quantize_again() -> None:
             interlace.experts.dispatch(turned, chosen, None, 2)
 
     interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_packed_weight_is_copied_no_more(name: str) -> None:
+    """It is in memory as ops read it, and what is written there later counts."""
+
+    def call() -> None:
+        x, weight = made(name, 3, 0), made(name, COLUMNS, 1, weight=True).t()
+        packed = weight.packed()
+        assert formats.packed_rows(packed).data_ptr() == formats.packed_rows(packed).data_ptr()
+        assert torch.equal(packed.dequantize(), weight.dequantize())
+        plain: Any = interlace.all_gather_matmul(x, weight)
+        assert torch.equal(interlace.all_gather_matmul(x, packed), plain)  # type: ignore[arg-type]
+        packed.values.view(torch.uint8).zero_()
+        assert not interlace.all_gather_matmul(x, packed).any()  # type: ignore[union-attr]
+
+    interlace.run(call, 2)

@@ -231,7 +231,29 @@ class Scaled:
     def t(self) -> Scaled:
         """The same numbers with the last two dimensions exchanged; nothing is copied."""
         whole = self.whole if self.whole is None or self.whole.numel() == 1 else self.whole.mT
-        return Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
+        made = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
+        return made if self._rows is None else made._of_rows(self._rows.mT)
+
+    @property
+    def _rows(self) -> Tensor | None:
+        """The packed rows of which values and scales are views."""
+        rows: Tensor | None = self.__dict__.get("rows")
+        return rows
+
+    def _of_rows(self, rows: Tensor) -> Scaled:
+        object.__setattr__(self, "rows", rows)
+        return self
+
+    def packed(self) -> Scaled:
+        """The same numbers, in memory as ops move and multiply them: a call with them copies nothing.
+
+        Do this once with a weight. Its values and scales are views of that memory then; of scales for 128 x
+        128 numbers there is one for each row.
+        """
+        if self.inner == -2:
+            return self.t().packed().t()
+        rows = packed_rows(self)
+        return unpacked_rows(rows, self.kind, self.shape[-1])._of_rows(rows)
 
     def check_scales(self) -> None:
         """Look at every scale: each is above 0, or it is 0 and so are its values. Waits for the device.
@@ -423,6 +445,8 @@ def packed_rows(scaled: Scaled) -> Tensor:
 
     A weight ``(..., k, n)`` becomes ``(..., row_bytes, n)``, whose columns are packed.
     """
+    if scaled._rows is not None:
+        return scaled._rows
     if scaled.inner == -2:
         return packed_rows(scaled.t()).mT
     kind, (*others, rows, numbers) = scaled.kind, scaled.shape
