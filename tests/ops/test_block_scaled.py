@@ -119,6 +119,14 @@ def experts(name: str) -> None:
     ]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+    works: Any = [
+        form(there, weights(rank), sent, return_received=True, async_op=True)  # type: ignore[operator]
+        for form in (interlace.all_to_all_grouped_matmul, interlace.all_to_all_grouped_matmul)
+    ]
+    for received, output, _ in (work.wait() for work in works):
+        assert received.format == name
+        assert received.shape == (len(output), INNER)
+        assert torch.equal(output, outputs[0])
     gathered, _ = interlace.all_gather_grouped_matmul(x, weights(0), [tokens, 0])
     alone = interlace.all_gather_matmul(x, quantize(weights(0).t().dequantize()[0], name).t())  # type: ignore[arg-type]
     assert gathered.shape == alone.shape
@@ -214,7 +222,7 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
             ZERO,
             made("fp8_block128", 4, 1).t(),
             ValueError,
-            "scales of fp8_block128 must be greater than 0",
+            "scales of fp8_block128 must be finite and greater than 0",
         ),
     ],
 )
@@ -230,7 +238,30 @@ def test_wrong_operands_are_refused_on_all_ranks(
     interlace.run(call, 2)
 
 
-def test_ranks_compare_k_and_format() -> None:
+def gathers_of_torch(x: Any) -> Any:
+    scaled: Any = [(x.values, x.scales), (x.t().values, x.t().scales)]
+    (left, right), group = scaled, describe(None, "")[0]
+    none = [None]
+    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        left[0], [right[0]], left[1], [right[1]], 0, group, none, none, none, [False]
+    )
+
+
+def dispatches(x: Any) -> Any:
+    chosen = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+    return interlace.experts.dispatch(x, chosen, None, 2)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: interlace.all_gather_matmul(x, x.t()),
+        lambda x: functional.all_gather_matmul(x, x.t()),
+        gathers_of_torch,
+        dispatches,
+    ],
+)
+def test_ranks_compare_k_and_format(form: Any) -> None:
     def call() -> None:
         rank = interlace.get_rank()
         for shapes, names, words in (
@@ -243,7 +274,7 @@ def test_ranks_compare_k_and_format() -> None:
         ):
             x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=words):
-                interlace.all_gather_matmul(x, x.t())
+                form(x)
 
     interlace.run(call, 2)
 
@@ -253,6 +284,27 @@ def test_there_is_no_gradient() -> None:
         bias = torch.ones(COLUMNS, dtype=torch.bfloat16, requires_grad=True)
         with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
             interlace.all_gather_matmul(X, W, bias=bias)
+        learning = bias if interlace.get_rank() else bias.detach()
+        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+            functional.all_gather_matmul(X, W, bias=learning)
+        values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
+        taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()
+        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+            interlace.matmul_all_reduce(taught, weight)
+
+    interlace.run(call, 2)
+
+
+def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
+    """One scale for two weights, and a Scaled where values and scales are apart."""
+
+    def call() -> None:
+        gather: Any = functional.all_gather_scaled_matmul
+        scales = X.scales, W.scales
+        with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
+            gather(X.values, [W.values, W.values], scales[0], [scales[1]])
+        with pytest.raises(TypeError, match="must be tensors with scales beside them"):
+            gather(X if interlace.get_rank() else X.values, W.values, *scales)
 
     interlace.run(call, 2)
 

@@ -138,7 +138,7 @@ ONES = torch.ones(4, 2).to(E8M0)
             ONES[:, :1],
             "mxfp8",
             ValueError,
-            r"scales of mxfp8 must be \(4, 2\), or 512 elements",
+            r"scales of mxfp8 must be \(4, 2\), or in the layout SWIZZLE_32_4_4 \(512,\) or \(32, 16\)",
         ),
         (FP8[0], ONES, "mxfp8", ValueError, "at least 2 dimensions"),
         (FP8, torch.ones(2, 1), "fp8_block128", ValueError, r"must be \(4, 1\) or \(1, 1\)"),
@@ -152,13 +152,50 @@ def test_a_wrong_operand_is_refused(
         Scaled(values, scales, format)
 
 
-@pytest.mark.parametrize("scale", [0.0, math.nan, -1.0])
+@pytest.mark.parametrize("scale", [0.0, math.nan, -1.0, math.inf])
 def test_a_scale_that_is_not_above_zero_is_refused(scale: float) -> None:
     wrong = Scaled(torch.ones(4, 64).to(E4M3), torch.full((4, 1), scale), "fp8_block128")
-    with pytest.raises(ValueError, match=rf"must be greater than 0, got {scale} at \(0, 0\)"):
+    with pytest.raises(
+        ValueError, match=rf"must be finite and greater than 0, got {scale} at \(0, 0\)"
+    ):
         wrong.check_scales()
     if scale == 0.0:  # which loses nothing of zeros
         Scaled(FP8, torch.zeros(4, 1), "fp8_block128").check_scales()
+
+
+def test_a_scale_is_of_its_own_band_of_rows() -> None:
+    """Of 150 rows 128 have the first scale, and 22 the second."""
+    values = torch.zeros(150, 64)
+    values[:100] = 1.0
+    scales = torch.tensor([[1.0], [0.0]])
+    Scaled(values.to(E4M3), scales, "fp8_block128").check_scales()
+    with pytest.raises(ValueError, match=r"got 0.0 at \(0, 0\)"):
+        Scaled(values.to(E4M3), scales.flip(0), "fp8_block128").check_scales()
+
+
+def test_swizzled_scales_are_known_by_their_shape() -> None:
+    """Of 128 x 4 scales the transposed ones are as many."""
+    scales = torch.ones(128, 4).to(E8M0)
+    values = torch.zeros(128, 128).to(E4M3)
+    for taken in (scales, formats.swizzled(scales), formats.swizzled(scales).view(32, 16)):
+        Scaled(values, taken, "mxfp8")
+    with pytest.raises(ValueError, match=r"must be \(128, 4\), or in the layout"):
+        Scaled(values, scales.T, "mxfp8")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_results_do_not_depend_on_the_default_dtype(name: str) -> None:
+    left, right = quantize(numbers(5, 64), name), quantize(numbers(7, 64, seed=1), name).t()
+    packed = formats.packed_rows(left), formats.packed_rows(right)
+    wanted = formats.multiply_packed(*packed, FORMATS[name]), left.dequantize()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = formats.multiply_packed(*packed, FORMATS[name]), left.dequantize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mine, right_one in zip(found, wanted, strict=True):
+        assert mine.dtype == right_one.dtype
+        assert torch.equal(mine, right_one)
 
 
 @pytest.mark.parametrize(

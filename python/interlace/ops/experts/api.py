@@ -6,6 +6,7 @@ travel as fp8, with a scale for each token and 128 channels.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -145,6 +146,7 @@ def _dispatched(
     tokens = x if isinstance(x, Scaled) else None
     communicator = resolve(group).on(x if tokens is None else tokens.values, topk_idx)
     number = dispatch_number(communicator)
+    terms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     with communicator.accepting(DISPATCH):
         checks.flag("use_fp8", use_fp8)
         if use_fp8:
@@ -152,7 +154,7 @@ def _dispatched(
                 raise ValueError("use_fp8 quantizes x, which has scales already")
             x = quantize(x)
         if tokens is not None:
-            x = block_scaled.packed_tokens(tokens)
+            x, terms = block_scaled.packed_tokens(tokens)
         data, scales = values_and_scales(x)
         routing = routing_of(num_experts, **how)
     arguments = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
@@ -165,7 +167,8 @@ def _dispatched(
         return received, handle._replace(number=number)
 
     def run(given: DispatchArguments, async_op: bool) -> Any:
-        return dispatch_rows(communicator, (given, None), async_op=async_op)
+        with terms:
+            return dispatch_rows(communicator, (given, None), async_op=async_op)
 
     if requires_gradients(data, scales, topk_idx, topk_weights):
         return run_recorded(OPS[DISPATCH], communicator, arguments, run, finish, async_op)
@@ -456,7 +459,8 @@ def all_gather_grouped_matmul(
     call = GroupedArguments(input, weight, bias, *splits, *about)
     call, terms = block_scaled.taken(resolve(group), call.op, call)
     with terms:
-        return _grouped_matmul(call, group, async_op)  # type: ignore[no-any-return]
+        made = _grouped_matmul(call, group, async_op)
+    return block_scaled.with_gathered(input, made, async_op=async_op) if return_received else made  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -515,7 +519,8 @@ def all_to_all_grouped_matmul(
         with communicator.accepting(call.op):
             call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
     with terms:
-        return _grouped_matmul(call, group, async_op, number)  # type: ignore[no-any-return]
+        made = _grouped_matmul(call, group, async_op, number)
+    return block_scaled.with_gathered(input, made, async_op=async_op) if return_received else made  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(

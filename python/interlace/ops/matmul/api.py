@@ -41,7 +41,6 @@ from interlace.ops.matmul.reduce import (
 )
 from interlace.ops.op.op import OPS, longest, padded, wait
 from interlace.ops.op.recording import (
-    ContinuedWork,
     Ops,
     run_recorded,
     seen_not_by_modes,
@@ -110,10 +109,7 @@ def all_gather_matmul(
     run: Any = _recorded_gather if learning else gather.gather_matmul
     with terms:
         made = run(communicator.on(given.input), given, async_op=async_op)
-    if not (return_gathered and isinstance(input, Scaled)):
-        return made  # type: ignore[no-any-return]
-    finish = functools.partial(block_scaled.with_gathered, input)
-    return ContinuedWork(made, finish) if async_op else finish(made)  # type: ignore[return-value]
+    return block_scaled.with_gathered(input, made, async_op=async_op) if return_gathered else made  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(

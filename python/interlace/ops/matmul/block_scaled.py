@@ -25,6 +25,7 @@ from interlace.ops.matmul.formats import (
     unpacked_rows,
 )
 from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
+from interlace.ops.op.recording import ContinuedWork
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
 
@@ -97,6 +98,11 @@ def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
     """The input and the weights that pairs of values and scales are; none if they have no blocks."""
+    if are_scaled(input, *weights):
+        raise TypeError(
+            "input and weight must be tensors with scales beside them, got an interlace.Scaled, which the "
+            "op of the same name without 'scaled' takes"
+        )
     found = [from_tensors(*input, -1), *(from_tensors(*each, -2) for each in weights)]
     made = [each for each in found if each is not None]
     if made and len(made) != len(found):
@@ -104,12 +110,16 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
     return made
 
 
-def with_gathered(input: Any, made: Any) -> Any:
-    """``(gathered, result)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
-    gathered, result = made
+def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
+    """``(gathered, *results)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
     if not isinstance(input, Scaled):
         return made
-    return unpacked_rows(gathered, input.kind, input.shape[-1]), result
+
+    def finish(made: Sequence[Any]) -> tuple[Any, ...]:
+        gathered, *results = made
+        return unpacked_rows(gathered, input.kind, input.shape[-1]), *results
+
+    return ContinuedWork(made, finish) if async_op else finish(made)
 
 
 def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
@@ -134,27 +144,34 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     for index, each in enumerate(operands):
         each_name = f"weight[{index - 1}]" if several else "weight"
         _check(operands[0], each, each_name, index, by_expert)
-        if (
-            check_scales and each.values.device.type == "cpu"
-        ):  # elsewhere it would wait for the device
-            each.check_scales()
+        if check_scales:
+            _check_scales(each)
     biases = given.biases if name == "weights" else given.bias
     every = biases if isinstance(biases, (list, tuple)) else [biases]
-    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in every):
+    parts = [part for each in operands for part in (each.values, each.scales, each.whole)]
+    if torch.is_grad_enabled() and any(
+        getattr(each, "requires_grad", False) for each in (*every, *parts)
+    ):
         _refuse()
     input, *rows = map(packed_rows, operands)
     values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
     return dataclasses.replace(given, **values)
 
 
-def packed_tokens(tokens: Scaled) -> torch.Tensor:
-    """The packed rows of a dispatch, ``(tokens, row_bytes)``."""
+def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, Any]:
+    """The packed rows of a dispatch, ``(tokens, row_bytes)``, and a block that compares format and k."""
     if tokens.inner != -1 or tokens.values.dim() != 2:
         raise ValueError(
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
             f"along dimension {tokens.inner}"
         )
-    return packed_rows(tokens)
+    _check_scales(tokens)
+    return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))
+
+
+def _check_scales(operand: Scaled) -> None:
+    if operand.values.device.type == "cpu":  # elsewhere it would wait for the device
+        operand.check_scales()
 
 
 def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:

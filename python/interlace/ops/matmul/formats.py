@@ -144,7 +144,8 @@ class Scaled:
         ``[..., rows, k / 2]``; uint8 is taken for it.
     scales : ``[..., rows, ceil(k / block)]``; of ``fp8_block128`` also ``[..., ceil(rows / 128),
         ceil(k / 128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is taken for float8_e8m0fnu. Those of
-        the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat.
+        the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat or
+        ``[32 * ceil(rows / 128), 16 * ceil(blocks / 4)]``.
     format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" of float8_e5m2 values is
         "mxfp8_e5m2".
     whole : of nvfp4, a float32 by which everything is multiplied, one element or one for each row,
@@ -205,12 +206,14 @@ class Scaled:
         shapes = [each if self.inner == -1 else (*others, *each[:-3:-1]) for each in shapes]
         if tuple(scales.shape) in shapes:
             return scales
-        if kind.scale.itemsize == 1 and not others and scales.numel() == _swizzled(rows, blocks):
+        flat = (_swizzled(rows, blocks),)
+        as_matrix = _blocks(rows, 128) * 32, _blocks(blocks, 4) * 16
+        if kind.scale.itemsize == 1 and not others and scales.shape in (flat, as_matrix):
             plain = unswizzled(scales, rows, blocks)
             return plain if self.inner == -1 else plain.t()
         wanted = " or ".join(map(str, shapes))
         if kind.scale.itemsize == 1 and not others:
-            wanted += f", or {_swizzled(rows, blocks)} elements in the layout SWIZZLE_32_4_4"
+            wanted += f", or in the layout SWIZZLE_32_4_4 {flat} or {as_matrix}"
         raise ValueError(
             f"scales of {kind.name} must be {wanted}, for values of shape {tuple(self.values.shape)} and "
             f"blocks of {kind.block} numbers along dimension {self.inner}; got {tuple(scales.shape)}"
@@ -256,7 +259,7 @@ class Scaled:
         return unpacked_rows(rows, self.kind, self.shape[-1])._of_rows(rows)
 
     def check_scales(self) -> None:
-        """Look at every scale: each is above 0, or it is 0 and so are its values. Waits for the device.
+        """Look at every scale: each is finite and above 0, or 0 with values of 0. Waits for the device.
 
         Raises ValueError that names the first scale that is not.
         """
@@ -268,17 +271,20 @@ class Scaled:
                 ("whole", whole.view(-1, 1) if whole.dim() < 2 else whole, self.shape[self.inner])
             )
         for name, found, block in every:
-            wrong = ~(found > 0)
+            wrong = ~((found > 0) & found.isfinite())
             if not bool(wrong.any()):
                 continue
-            across = -(-values.shape[-2] // max(1, found.shape[-2]))
+            rows = values.shape[-2]
+            across = (
+                1 if found.shape[-2] == rows else self.kind.across if name == "scales" else rows
+            )
             tiles = _tiles(_numbers(values, self.kind).abs(), max(1, block), max(1, across))
             wrong = wrong & ((found != 0) | (tiles.amax((-3, -1)) > 0))
             if bool(wrong.any()):
                 at = tuple(wrong.nonzero()[0].tolist())
                 scale = found.expand_as(wrong)[at].item()
                 raise ValueError(
-                    f"{name} of {self.format} must be greater than 0, got {scale} at {at}"
+                    f"{name} of {self.format} must be finite and greater than 0, got {scale} at {at}"
                 )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -329,8 +335,9 @@ def quantize(
     power of two with which no number is larger than the largest value; of nvfp4 the largest number divided
     by 6, relative to ``whole``, by default the largest of all divided by 6 * 448. A block of zeros has the
     least scale that there is. Values are rounded to nearest, ties to even. None saturates, except that
-    a scale of nvfp4 is itself rounded to nearest, so the largest number of a block may lose up to 1 part
-    in 16. NaN and infinity make all numbers of their block NaN; of nvfp4, of the tensor.
+    a scale of nvfp4 is itself rounded to nearest, so the largest number of a block may lose 1 part in 16,
+    and 1 in 3 where it is less than 2**-14 of the largest of all. NaN and infinity make all numbers of
+    their block NaN; of nvfp4, of the tensor.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
     gradient. Source: OCP MX Specification v1.0, section 6.3. It
@@ -401,7 +408,7 @@ def unpaired(values: Tensor) -> Tensor:
     """The numbers of packed e2m1 as float32: ``[..., k / 2]`` to ``[..., k]``."""
     both = values.view(torch.uint8)
     bits = torch.stack([both & 15, both >> 4], -1).flatten(-2).long()
-    sizes = torch.tensor(FP4_NUMBERS, device=values.device)
+    sizes = torch.tensor(FP4_NUMBERS, dtype=torch.float32, device=values.device)
     return torch.cat([sizes, -sizes])[bits]
 
 
@@ -494,7 +501,7 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
         ]
         total = numbers[0] @ numbers[1].T
     else:
-        total = torch.zeros(left.shape[0], right.shape[1])
+        total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float32)
         for step in range(kind.steps(left.shape[1])):
             total += _product_of_step(sides, step, kind)
     if wholes[0] is not None and wholes[1] is not None:

@@ -5,6 +5,7 @@ See ``ops/matmul/scaled.py`` for what the scales of fp8 operands are.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ from interlace.ops.matmul.scaled import (
 )
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
 from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.context import comparing
 
 Tensor = torch.Tensor
 
@@ -89,7 +91,7 @@ def gather(
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
     scaled = given.input
-    op, given = _packed("all_gather_matmul", given, group, tag)
+    op, given, terms = _packed("all_gather_matmul", given, group, tag)
     weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
@@ -108,20 +110,23 @@ def gather(
     asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
-    made = run_record(op, group, tag, given)
+    with terms:
+        made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
     return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
 
 
-def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any]:
-    """The op and the record for operands that may be block-scaled."""
+def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
+    """The op and the record for operands that may be block-scaled, and a block that compares k."""
     if not block_scaled.are_scaled(given.input, *vars(given).values()):
-        return op, given
+        return op, given, contextlib.nullcontext()
     known = not (torch.compiler.is_compiling() or modes_active())
     try:
-        return f"block_scaled_{op}", block_scaled.packed(given, check_scales=known)
-    except (TypeError, ValueError) as error:
+        made = block_scaled.packed(given, check_scales=known)
+    except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
+    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
+    return f"block_scaled_{op}", made, terms
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
@@ -287,8 +292,9 @@ def reduce(
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     factors: dict[str, Any] = {"input": given.input}
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    terms: Any = contextlib.nullcontext()
     if multiplies:
-        op, given = _packed(op, given, group, tag)
+        op, given, terms = _packed(op, given, group, tag)
         factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
@@ -306,7 +312,8 @@ def reduce(
         names = "residual", "weight of norm", "bias of norm"
         vectors = given.residual, given.norm_weight, given.norm_bias
         check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
-    made = run_record(op, group, tag, given)
+    with terms:
+        made = run_record(op, group, tag, given)
     return paired(made, given.quantize) if given.kind else made
 
 
@@ -351,8 +358,11 @@ def all_gather_scaled_matmul(
     scales: list[Any] = (
         list(weight_scale) if isinstance(weight_scale, (list, tuple)) else [weight_scale]
     )
+    if len(scales) != len(weights):
+        text = f"weight_scale has {len(scales)} entries, weight has {len(weights)}"
+        refuse(op, group, tag, ValueError(text))
     if blocks := _blocks(
-        op, group, tag, (input, input_scale), list(zip(weights, scales, strict=False))
+        op, group, tag, (input, input_scale), list(zip(weights, scales, strict=True))
     ):
         how: Any = {"bias": bias, "return_gathered": return_gathered, "out_dtype": out_dtype}
         about: Any = blocks[0], blocks[1:] if several else blocks[1], gather_dim
@@ -360,7 +370,7 @@ def all_gather_scaled_matmul(
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if all(each is None for each in biases):
         biases = []
-    for number, (each, scale) in enumerate(zip(weights, scales, strict=False)):
+    for number, (each, scale) in enumerate(zip(weights, scales, strict=True)):
         named = {f"weight[{number}]": each, f"weight_scale[{number}]": scale}
         dims = {"gather_dim": gather_dim}
         check(op, group, tag, dims, input=input, input_scale=input_scale, **named)

@@ -33,6 +33,7 @@ from interlace.ops.matmul.scaled import scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, Started, finish, register as register_work
 from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.context import comparing
 
 _BY_NUMBER = {
     5: torch.float16,
@@ -180,7 +181,8 @@ def _gather_blocks(
         operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
     )
     call = block_scaled.packed(call, check_scales=True)
-    *products, rows = finish(gather.start(communicator, call))
+    with comparing(("k", operands[0].shape[-1])):
+        *products, rows = finish(gather.start(communicator, call))
     gathered, _ = block_scaled.with_gathered(operands[0], (rows, None))
     return gathered.values.contiguous(), [
         each.to(dtype or torch.bfloat16) for each, dtype in zip(products, dtypes, strict=True)
