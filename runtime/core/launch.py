@@ -81,7 +81,10 @@ def outside_name(path: str) -> str:
 
 def outside(arguments: Mapping[str, object]) -> dict[str, object]:
     """Single values by the names that they have outside."""
-    return {outside_name(path): value for path, value in leaves(arguments).items()}
+    inside = leaves(arguments)
+    named = {outside_name(path): value for path, value in inside.items()}
+    assert len(named) == len(inside), f"two fields have one name outside: {[*inside]}"
+    return named
 
 
 # Fields that say nothing without the tuple's name: they describe one thing, such as a matrix.
@@ -95,6 +98,7 @@ _OF_ONE_THING = {
     "stride_h": "{}_stride_h",
     "stride_e": "{}_stride_e",
     "stride_k": "{}_stride_k",
+    **{name: f"{{}}_{name}" for name in ("VALUES", "SCALE", "BLOCK", "NATIVE")},
     "stride_n": "{}_stride_n",
 }
 

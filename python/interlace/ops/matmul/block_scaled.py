@@ -70,10 +70,10 @@ def _packed_example(make: Example, weight: bool) -> Example:
 
 def are_scaled(*operands: Any) -> bool:
     """Whether any of these, or of the lists among them, is a :class:`Scaled`."""
-    return any(
-        isinstance(each, Scaled) or (isinstance(each, (list, tuple)) and are_scaled(*each))
-        for each in operands
-    )
+    for each in operands:  # without a generator, as every call of an op asks
+        if isinstance(each, Scaled) or (isinstance(each, (list, tuple)) and are_scaled(*each)):
+            return True
+    return False
 
 
 def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
@@ -127,7 +127,7 @@ def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
 
     ValueError or TypeError on all ranks if an operand is wrong.
     """
-    if not are_scaled(*vars(given).values()):
+    if not are_scaled(*[getattr(given, name, None) for name in FACTORS]):
         return given, contextlib.nullcontext()
     with communicator.accepting(op):
         made = packed(given, check_scales=True)

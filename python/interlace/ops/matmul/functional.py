@@ -118,7 +118,7 @@ def gather(
 
 def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
     """The op and the record for operands that may be block-scaled, and a block that compares k."""
-    if not block_scaled.are_scaled(given.input, *vars(given).values()):
+    if not block_scaled.are_scaled(*[getattr(given, name, None) for name in block_scaled.FACTORS]):
         return op, given, contextlib.nullcontext()
     known = not (torch.compiler.is_compiling() or modes_active())
     try:

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from interlace.groups import groups, specs
 from interlace.ops.op.async_tensor import AsyncTensor, wait
@@ -218,11 +218,18 @@ class _RecordedOp(torch.autograd.Function):
         assert op.gradient is not None
         ctx.op, ctx.size, ctx.name = op, communicator.world_size, communicator
         op.gradient.save(ctx, given, outputs if op.several else outputs[0])
+        ctx.changed = False
         ctx.places = [*_places(given)]  # which keeps no tensor alive
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if ctx.changed:
+            with ctx.name.accepting(ctx.op.name):
+                raise RuntimeError(
+                    "a tensor needed for gradient computation has been modified by an inplace operation "
+                    "between the call and wait()"
+                )
         found = ctx.op.gradient.backward(ctx, grads if ctx.op.several else grads[0])
         of_tensors = []
         for name, index in ctx.places:
@@ -285,9 +292,44 @@ def run_recorded(
     def then(made: Any) -> Any:
         return finish(record(op, communicator, *results(given, made)), made)
 
+    started = _sequence_number() if async_op else 0
+    versions = [each._version for each in op.tensors_of(given)] if async_op else []
+
+    def later(made: Any) -> Any:
+        before = _sequence_number()
+        changed = versions != [each._version for each in op.tensors_of(given)]
+        found = then(made)
+        _number_as_started(found, before, started, changed=changed)
+        return found
+
     with needing(op.needs(vars(given)) or ("another tensor" if op.communicates else "")):
         made = run(given, async_op=async_op)
-    return ContinuedWork(made, then) if async_op else then(made)
+    return ContinuedWork(made, later) if async_op else then(made)
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives a node now. In a backward the higher one of two runs first."""
+    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def _number_as_started(found: Any, before: int, started: int, *, changed: bool) -> None:
+    """Give the nodes of a call that was in flight the number of its start, and what it must know.
+
+    They are made by ``wait()``, which ranks call in any order; their backwards must run in the same one.
+    ``before`` is a number from before they were made.
+    """
+    nodes = [each.grad_fn for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
+    while nodes:
+        node: Any = nodes.pop()
+        ours = node is not None and before < node._sequence_nr()
+        if not ours or type(node).__name__ == "AccumulateGrad":
+            continue
+        node._set_sequence_nr(started)
+        if isinstance(node, _RecordedOp._backward_cls):
+            vars(node)["changed"] = changed
+        else:
+            nodes += [each for each, _ in node.next_functions]
 
 
 class ContinuedWork(TorchWork):
