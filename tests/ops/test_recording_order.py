@@ -53,3 +53,17 @@ def test_what_has_changed_before_the_wait_has_no_gradient() -> None:
             product.sum().backward()
 
     interlace.run(call, 2)
+
+
+def by_future() -> torch.Tensor:
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5)
+    work: Any = interlace.matmul_all_reduce(x, w, async_op=True)
+    work.get_future().wait().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_a_future_has_the_recorded_result(place: str) -> None:
+    for found in interlace.run(by_future, 2, place=place):
+        assert torch.equal(found, torch.full((4, 3), 10.0))

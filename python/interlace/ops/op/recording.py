@@ -342,8 +342,10 @@ class ContinuedWork(TorchWork):
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
         """The result, complete. Raises what the op failed with."""
+        return self._results[0] if self._results else self._finished(self._work.wait(timeout))
+
+    def _finished(self, made: Any) -> Any:
         if not self._results:
-            made = self._work.wait(timeout)
             with torch.set_grad_enabled(self._recording):
                 self._results.append(self._then(made))
         return self._results[0]
@@ -364,7 +366,7 @@ class ContinuedWork(TorchWork):
         return self._work.exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future().then(lambda _: self.wait())
+        return self._work.get_future().then(lambda done: self._finished(done.value()))
 
     def __repr__(self) -> str:
         return repr(self._work)
