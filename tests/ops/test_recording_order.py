@@ -67,3 +67,21 @@ def by_future() -> torch.Tensor:
 def test_a_future_has_the_recorded_result(place: str) -> None:
     for found in interlace.run(by_future, 2, place=place):
         assert torch.equal(found, torch.full((4, 3), 10.0))
+
+
+class OwnParameter(torch.nn.Parameter):
+    """As layers have them that put attributes there."""
+
+
+def with_own_parameter() -> tuple[torch.Size, bool]:
+    shard = torch.ones(2 + interlace.get_rank(), 3, requires_grad=True)
+    weight = OwnParameter(torch.ones(3, 5))
+    product: Any = interlace.all_gather_matmul(shard, weight)
+    product.sum().backward()
+    assert weight.grad is not None
+    return product.shape, bool((weight.grad == 5.0).all())
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+def test_classes_of_parameters_may_have_uneven_shards(place: str) -> None:
+    assert interlace.run(with_own_parameter, 2, place=place) == [(torch.Size([5, 5]), True)] * 2

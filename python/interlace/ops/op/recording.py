@@ -161,9 +161,19 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
         return True
     for each in operands:
         kind = type(each)
-        if kind not in PLAIN_TYPES and kind is not AsyncTensor:
+        if kind not in PLAIN_TYPES and kind is not AsyncTensor and not _is_parameter(kind):
             return True
     return bool(operands) and all([each.is_meta for each in operands])
+
+
+@functools.cache
+def _is_parameter(kind: type) -> bool:
+    """Whether it is a class of parameters that look at no call."""
+    plain: Any = torch.nn.Parameter
+    return issubclass(kind, plain) and all(
+        getattr(kind, name) == getattr(plain, name)
+        for name in ("__torch_function__", "__torch_dispatch__")
+    )
 
 
 def seen_not_by_modes(operands: Sequence[torch.Tensor]) -> bool:
