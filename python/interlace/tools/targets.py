@@ -20,7 +20,7 @@ from interlace.groups.groups import default_group
 from interlace.kernels import signal, slots
 from interlace.kernels.tiling import split_rows
 from interlace.ops.attention.decode import decode
-from interlace.ops.attention.problem import HEADS, example_queries
+from interlace.ops.attention.problem import HEAD, HEADS, KEY_HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
 from interlace.ops.library import BY_NAME, IN_PLACE, OPS
 from interlace.ops.matmul.norms import kernel_makes_fp8
@@ -218,6 +218,10 @@ def _whole(rows: int) -> RowCounts:
     return lambda size, call: [rows] + [0] * (size - 1)
 
 
+def _two_sequences(setting: Setting) -> torch.Tensor:
+    return setting.numbers(2, setting.own, KEY_HEADS, HEAD)
+
+
 def _counts(setting: Setting) -> list[list[int]]:
     """Rows by rank and expert, of two experts on every rank: some rank has none for one of them."""
     experts, ranks = range(2 * setting.size), range(setting.size)
@@ -306,7 +310,14 @@ CALLS_OF: dict[str, TargetCalls] = {
     ),
     # now and then rank 0 has no token
     "distributed_decode": TargetCalls(
-        lambda size, call: [20 * (call % 2)] + [20] * (size - 1), begin=_begin_decode
+        lambda size, call: [20 * (call % 2)] + [20] * (size - 1),
+        begin=_begin_decode,
+        examples={
+            "q": lambda setting: setting.numbers(2, HEADS, HEAD, same=True),
+            "key": _two_sequences,
+            "value": _two_sequences,
+            "lengths": lambda setting: torch.tensor([setting.own, setting.own // 3]),
+        },
     ),
     "matmul_all_to_all": _EXCHANGED,
     "all_to_all_matmul": replace(_EXCHANGED, width=lambda size: 3 * INNER),

@@ -31,7 +31,6 @@ from interlace.ops.attention.problem import (
     EXAMPLES,
     HEAD,
     HEADS,
-    KEY_HEADS,
     LOG2E,
     attention_tiles,
     rows_argument,
@@ -41,7 +40,7 @@ from interlace.ops.attention.problem import (
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
-from interlace.ops.op.op import Op, Setting, Started
+from interlace.ops.op.op import Op, Started
 from interlace.ops.op.recording import run_recorded
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -482,10 +481,6 @@ def reference(ranks: Sequence[DecodeArguments], size: int) -> list[list[Tensor]]
     return made
 
 
-def _example_keys(setting: Setting) -> Tensor:
-    return setting.numbers(2, setting.own, KEY_HEADS, HEAD)
-
-
 DISTRIBUTED_DECODE = Op(
     OP,
     DecodeArguments,
@@ -499,14 +494,7 @@ DISTRIBUTED_DECODE = Op(
         "fused": ("decode_attention_kernel", "merge_attention_kernel", "decode_exchange_kernel"),
         "unfused": (),
     },
-    # two sequences, of which a rank has unlike many tokens
-    examples={
-        **EXAMPLES,
-        "q": lambda setting: setting.numbers(2, HEADS, HEAD, same=True),
-        "key": _example_keys,
-        "value": _example_keys,
-        "lengths": lambda setting: torch.tensor([setting.own, setting.own // 3]),
-    },
+    examples={**EXAMPLES, "q": lambda setting: setting.numbers(1, HEADS, HEAD, same=True)},
 )
 
 
