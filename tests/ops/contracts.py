@@ -185,12 +185,15 @@ def is_plain(op: Op) -> bool:
 
 LENGTHS = {"length", "input_split_sizes", "splits", "input_splits", "topk_idx", "query", "key"}
 """An op with one of these arguments knows that ranks may have parts of other lengths."""
-TWO_WAYS = ("distributed_decode", *(name for name in BY_NAME if "scaled_matmul" in name))
+SCALED = [name for name in BY_NAME if "scaled_matmul" in name]
+TWO_WAYS = (
+    "distributed_decode",
+    *(name for name in SCALED if "format" not in BY_NAME[name].kinds),
+)
 """They have no "pipelined" algorithm."""
-NO_GRADIENTS = (*TWO_WAYS, "context_parallel_attention_backward")
+NO_GRADIENTS = ("distributed_decode", *SCALED, "context_parallel_attention_backward")
 """Their backward raises."""
 BACKWARDS = {name for name in BY_NAME if name.endswith("_backward")}
-SCALED = {name for name in BY_NAME if "scaled_matmul" in name}
 REASONS = (
     Reason("out", lambda op: op.name not in WITH_OUT, "its schema has no out"),
     Reason("out_dtype", lambda op: "out_dtype" not in op.kinds, "it has no such argument"),
@@ -241,7 +244,8 @@ def right_results(op: Op, given: Sequence[Mapping[str, Any]], size: int) -> Righ
 def may_expand(op: Op, name: str) -> bool:
     """Whether rows of an argument may all be its first one, and the other arguments still fit to it."""
     fixed = ("query", "key", "value", "output", "lse") if "lse" in op.kinds else ()
-    return name not in ("topk_idx", "segments", *fixed)
+    packed = ("weight", "weights") if "format" in op.kinds else ()  # along k there are bytes
+    return name not in ("topk_idx", "segments", *fixed, *packed)
 
 
 def is_shared(op: Op, name: str) -> bool:
