@@ -1,1 +1,1 @@
-"""Processes of one host: how they join, wait, share memory, and end; the flight recorder."""
+"""The processes of one host: joining, waiting, shared memory, the end of a process, the flight recorder."""

@@ -1,19 +1,19 @@
-"""int64 words of shared memory for Python: release/acquire atomics on raw addresses, and faster ones.
+"""int64 words of shared memory for Python: release/acquire atomics on raw addresses, and faster accesses.
 
-Python has none. Triton's interpreter does: its C++ half runs ``std::atomic`` operations on arrays
-of addresses with the memory order asked for. Using it keeps Python and interpreted kernels on
-the same instructions, is right on weakly ordered processors, and needs no compiler. A load is an
+Python has no atomics. The C++ half of Triton's interpreter runs ``std::atomic`` operations on arrays of
+addresses with a given memory order. By using it, Python and interpreted kernels execute the same
+instructions, the code is right on weakly ordered processors, and no compiler is needed. A load is an
 ``atomic_add`` of 0, as in ``kernels/signal.py``.
 
-Thread safety: a :class:`Cells` holds only arrays that are never written (addresses, zeros, mask),
-and a store makes its own value array, so any number of threads may use the same object at once.
+Thread safety: :class:`Cells` holds only arrays that are never written (addresses, zeros, mask), and a store
+creates its own value array. Any number of threads may use one object at once.
 
 Cost (2 cores, x86-64, triton 3.7.1, Python 3.11, 2025-11): 1.9 us for one cell, 2.7 us for 63.
 
-Where the processor itself keeps loads in order with loads and stores with stores (x86-64), an aligned load
-of Python's ``memoryview`` is an acquire and its store a release: each is one move of eight bytes inside a
-C function that no compiler can look into from its caller. So :class:`Words` take a tenth of a microsecond
-there, and go through the atomics elsewhere. A poll may read the plain word; what it has seen counts after
+x86-64 keeps loads in order with loads and stores in order with stores. There, an aligned load through a
+``memoryview`` is an acquire and an aligned store is a release: each is one move of eight bytes in a C
+function that the compiler cannot inline into its caller. So :class:`Words` take a tenth of a microsecond on
+x86-64, and use the atomics elsewhere. A poll may read the plain word; rely on its value only after
 ``acquired``.
 """
 
@@ -34,7 +34,7 @@ ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 class Cells:
-    """int64 words, 8-byte aligned, that stay mapped, and are read or written together."""
+    """int64 words, 8-byte aligned, that stay mapped and are read or written together."""
 
     __slots__ = ("_addresses", "_mask", "_zeros")
 
@@ -61,16 +61,16 @@ def load_acquire(address: int) -> int:
 
 
 def compare_and_swap(address: int, old: int, new: int) -> None:
-    """Store ``new`` if the word is ``old``, at once."""
+    """Atomically store ``new`` if the word equals ``old``."""
     values = np.array([old], dtype=np.int64), np.array([new], dtype=np.int64)
     atomics.atomic_cas(np.array([address], dtype=np.uint64), *values, _BOTH)
 
 
 class Words:
-    """``data``, bytes at ``address`` that stay mapped, as words: ``view[i]`` is byte ``8 * i``.
+    """The words of ``data``, bytes at ``address`` that stay mapped: ``view[i]`` is byte ``8 * i``.
 
-    ``release(index, value)`` stores a word; earlier writes of this thread come before it.
-    ``acquired(index)`` loads one; what was written before its release is seen afterwards.
+    ``release(index, value)`` stores a word after all earlier writes of this thread. ``acquired(index)``
+    loads a word; the writes before its release are visible afterwards.
     """
 
     __slots__ = ("acquired", "address", "bytes", "release", "view")

@@ -1,48 +1,48 @@
-"""The control segments of a host group: messages with small data, counters, abort, in shared memory.
+"""The control segments of a group on one host: small messages, counters and aborts in shared memory.
 
-Every rank owns one segment, which all map and only its owner writes, but for ABORTED, BELL and RESULT.
-After the header page::
+Every rank owns one segment. All ranks map it, and only the owner writes it, except for ABORTED, BELL and
+RESULT. The words that follow the header page::
 
        0 SEQUENCE  int64, released by the owner: number of its last message
-      64 ABORTED   int64, released by anyone: 1 + the rank that aborted the group, or 0
+      64 ABORTED   int64, released by any rank: 1 + the rank that aborted the group, or 0
      128 LEFT      int64, released by the owner: 1 once it has closed the place
      192 REASON    length (int64) and text of the owner's own abort; written once, before ABORTED
-    1280 ELSEWHERE  when (float64), length (int64) and text of where else the owner waits
+    1280 ELSEWHERE  time (float64), length (int64) and text: the other group in which the owner waits
     1808 MEETING  int64, released by the owner: the group that it is about to join; length (int64) and bytes
          of its card, see ``rendezvous.py``
-    2032 ATTEMPT, RESULT  int64, released by the owner: attempts to go on without those that have died, and
-         what came of them; the others strike the owner off in RESULT, see ``rendezvous.py``
-    2048 STAGED    int64, released by the owner: rounds of which its data is in its ring
-    2056 WANTED    int64, released by the owner: with whom it means to go on, see ``rendezvous.py``
-    2112 REDUCED   int64, released by the owner: rounds of which its sums are in its ring
-    2176 DONE      int64, released by the owner: rounds that it has read from everybody's ring
-    2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 does something, or ANYONE
-    2304 BELL      uint32, a futex: counted up by whoever releases something while the owner sleeps
-    2432 MET       int64, released by the owner: meetings in ops without a ring that it has come to
-    2496 CORE      int64: 1 + the core on which the owner has said to run, see :class:`CoreSpread`
-    2504 WAITS  int64: 1 + the rank that the owner waits for, 0 at first
-    2512 SINCE  float64: when it last said so, by the monotonic clock
+    2032 ATTEMPT, RESULT  int64, released by the owner: attempts to continue without ended ranks, and their
+         outcome; the other ranks strike the owner off in RESULT, see ``rendezvous.py``
+    2048 STAGED    int64, released by the owner: rounds whose data is in its ring
+    2056 WANTED    int64, released by the owner: the ranks with which it wants to go on (``rendezvous.py``)
+    2112 REDUCED   int64, released by the owner: rounds whose sums are in its ring
+    2176 DONE      int64, released by the owner: rounds that it has read from all rings
+    2240 ASLEEP    int64: the owner sleeps, or is about to, until rank n - 1 acts, or ANYONE
+    2304 BELL      uint32, a futex: a rank that releases something while the owner sleeps increments it
+    2432 MET       int64, released by the owner: meetings that it has reached in ops without a ring
+    2496 CORE      int64: 1 + the core on which the owner runs, see :class:`CoreSpread`
+    2504 WAITS  int64: 1 + the rank that the owner waits for; 0 at the beginning
+    2512 SINCE  float64: the time of the last write of WAITS, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
-    2528 CLAIM, SEEN  int64, released by the owner: for whom it waits, and the circle of such waits that it
-         has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
+    2528 CLAIM, SEEN  int64, released by the owner: the rank that it waits for, and the circle of waits that
+         it has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
     2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
     2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/caches.py``
-    4096 area for messages of even numbers
-    4096 + AREA    for those of odd numbers
-    behind them    PLACES areas for the small data that goes with a message, used in turn
-    behind them    counters of messages between two ranks, see ``shm/boxes.py``
-    behind them    the owner's record, see ``recorder.py``; an entry of it has of a message
-                   its length, extent, range and offset of shared memory
-    behind them    rings for messages between two ranks; their memory is there from first use on
+    4096 area for messages with even numbers
+    4096 + AREA    area for messages with odd numbers
+    after them     PLACES areas for the small data of a message, used in turn
+    after them     counters of messages between two ranks, see ``shm/boxes.py``
+    after them     the owner's record, see ``recorder.py``; its entry of a message has the message's length,
+                   extent, range and offset of shared memory
+    after them     rings for messages between two ranks; their memory is allocated at first use
 
-A message is written into the owner's segment only; everyone reads it there. So an all-gather is one
-release and W - 1 acquires per rank, whatever W is.
+A rank writes a message into its own segment only, and all ranks read it there. So an all-gather is one
+release and W - 1 acquires per rank, for any W.
 
-Two areas, used in turn, are enough. A rank writes message n over message n - 2. It does so after it
-finished n - 1, for which it saw message n - 1 of every peer; and a peer sends n - 1 only after it has
-read everybody's n - 2. So whoever could still need the old message has said, with a release that was
-acquired here, that it does not. For data two would do, too; but writing what another core has just read
-is several times as slow as writing what has meanwhile left its cache.
+Two areas, used in turn, are enough. A rank overwrites message n - 2 with message n after it has finished
+n - 1, so it has seen message n - 1 of every peer. A peer sends n - 1 only after it has read every n - 2.
+So each rank that could still need the old message has announced, by a release that was acquired here, that
+it does not. Two would be enough for data, too, but writing lines that another core has just read takes
+several times as long as writing lines that have left its cache meanwhile.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ _FUTEX = FUTEX_NUMBERS.get(platform.machine()) if sys.platform == "linux" else N
 FUTEX_WAIT, FUTEX_WAKE = 0, 1
 EVERYONE = 1 << 30  # threads to wake
 BELL = 64  # bytes from the word ASLEEP to the futex
-ANYONE = -1  # in ASLEEP
+ANYONE = -1  # value of ASLEEP
 
 _syscall = ctypes.CDLL(None).syscall
 _syscall.restype = ctypes.c_long
@@ -80,7 +80,7 @@ class _Timespec(ctypes.Structure):
 
 
 def wake(asleep: int) -> None:
-    """Ring the bell of whoever sleeps by the word at this address."""
+    """Ring the bell of the rank whose ASLEEP word is at this address."""
     if _FUTEX is not None:
         futex = asleep + BELL
         ctypes.c_uint32.from_address(futex).value += 1
@@ -88,14 +88,14 @@ def wake(asleep: int) -> None:
 
 
 class Bell:
-    """The own bell, by the address of the word that says that this rank sleeps: one futex per rank.
+    """This rank's bell, by the address of its ASLEEP word: one futex per rank.
 
-    A rank that wants to sleep says so in its ASLEEP word, looks once more at what it waits for, and then
-    waits on its BELL. Whoever releases anything looks at the ASLEEP words afterwards and rings for those
-    that are set. A processor may let the releasing rank read ASLEEP before its release is visible, and the
-    bell is then not rung; sleeping is therefore bounded by a millisecond, and nothing but that is lost.
+    A rank that wants to sleep sets its ASLEEP word, polls once more, and then waits on its BELL. A rank
+    that releases anything reads the ASLEEP words afterwards and rings for those that are set. A processor
+    may read ASLEEP before the release is visible; then the bell does not ring. Therefore a sleep lasts at
+    most a millisecond, which is the only cost of a missed bell.
 
-    Where there is no futex (not Linux on x86-64 or AArch64) sleeping is a short plain sleep.
+    Without a futex (not Linux on x86-64 or AArch64) the rank sleeps for a short time instead.
     """
 
     def __init__(self, asleep: int) -> None:
@@ -104,7 +104,7 @@ class Bell:
         self._address = ctypes.c_void_p(asleep + BELL)
 
     def sleep(self, seconds: float, ready: Callable[[], bool]) -> None:
-        """Sleep until the bell rings, ``seconds`` at most; not at all if ``ready()``."""
+        """Sleep until the bell rings, at most ``seconds``. Return at once if ``ready()``."""
         seconds = min(seconds, LONGEST_SLEEP)
         if _FUTEX is None:
             time.sleep(seconds)
@@ -120,17 +120,17 @@ class Bell:
             self._own_asleep.value = 0
 
 
-SECONDS_BETWEEN = 5e-3  # nudges of one rank; between them the operating system may have its way
+SECONDS_BETWEEN = 5e-3  # between two nudges of one rank
 
-# A PyDLL keeps the GIL, which a call of a tenth of a microsecond should not give away.
+# A PyDLL keeps the GIL: releasing it is not worth while for a call of a tenth of a microsecond.
 _core = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
 
 
 def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
-    """The core to which ``rank`` should move, if any. ``cores``: every rank's; unknown ones are negative.
+    """Return the core to which ``rank`` should move, or None. ``cores``: every rank's; unknown is negative.
 
-    Ranks that look at the same ``cores`` and are allowed the same move one rank in all: with cores
-    ``[0, 0, 0, 1]`` and ``allowed`` 0 and 1 rank 2 moves to 1.
+    Of the ranks that see the same ``cores`` and have the same ``allowed`` cores, one moves. With cores
+    ``[0, 0, 0, 1]`` and ``allowed`` 0 and 1, rank 2 moves to 1.
     """
     own = cores[rank]
     crowd = cores.count(own)
@@ -143,21 +143,21 @@ def move(cores: Sequence[int], rank: int, allowed: Sequence[int]) -> int | None:
 
 
 class CoreSpread:
-    """The cores of all ranks of a group. ``words[r]`` is of one int64 that rank r alone writes.
+    """The cores of all ranks of a group. ``words[r]`` is one int64 that only rank r writes.
 
-    Where more ranks share one core than another, one moves. A rank that waits keeps its core busy,
-    politely. So an operating system that counts who is busy may leave three ranks on one core and one
-    on the other for a long time, and each op takes as long as three ranks on one core take (4 ranks on
-    2 cores, all_reduce of 16 MiB: 12.1 ms, and 8.2 with two on each; November 2026). But the ranks know
-    what it cannot know: that they work in step.
+    If one core runs more ranks than another, a rank moves. A waiting rank keeps its core busy (politely),
+    so an operating system that counts busy threads may leave three ranks on one core and one on the other
+    for a long time. Each op then takes as long as three ranks on one core (4 ranks on 2 cores, all_reduce
+    of 16 MiB: 12.1 ms, and 8.2 ms with two ranks on each; November 2026). Only the ranks know that they
+    work in step.
 
-    Each rank says now and then on which core it runs. Looking at all of them, the last of those on the
-    fullest core moves to the emptiest, if that makes it more even. Moving is a nudge, not a binding:
-    the thread is bound to the other core and at once allowed all of its cores again, so the operating
-    system keeps the last word. It moves nobody to a core outside the thread's own affinity.
+    Each rank publishes now and then on which core it runs. If a move makes the distribution more even, the
+    last rank on the fullest core moves to the emptiest one. A move is a nudge: the thread is bound to the
+    other core and at once allowed all its cores again, so the operating system decides afterwards. A rank
+    never moves to a core outside the thread's own affinity.
 
-    What is said may be old when it is looked at. Then one nudge too few or too many is made, and
-    nothing else.
+    A published core may be out of date when another rank reads it. The only effect is one nudge too few or
+    too many.
     """
 
     def __init__(self, words: Sequence[memoryview], rank: int) -> None:
@@ -166,12 +166,12 @@ class CoreSpread:
         self._works = _core is not None and hasattr(os, "sched_setaffinity") and len(words) > 1
 
     def say(self) -> None:
-        """Tell the other ranks on which core this thread runs."""
+        """Publish on which core this thread runs."""
         if self._works:
             self._own[0] = 1 + _core()  # type: ignore[misc]  # memory begins with 0: not said yet
 
     def look(self) -> None:
-        """Move this thread to another core if that makes the ranks more even."""
+        """Move this thread to another core if the ranks are then spread more evenly."""
         if not self._works:
             return
         cores = [word[0] - 1 for word in self._words]
@@ -190,7 +190,7 @@ class CoreSpread:
                     self._own[0] = 1 + target
                 finally:
                     os.sched_setaffinity(0, allowed)
-        except OSError:  # not permitted, or the cores changed meanwhile
+        except OSError:  # not permitted, or the allowed cores have changed meanwhile
             self._works = False
 
 
@@ -200,7 +200,7 @@ LARGEST_MESSAGE = 64 << 10
 SMALL_DATA = 64 << 10
 PLACES = 16
 LONGEST_REASON = 1 << 10
-BOX_BYTES, BOXES_BYTES = 256, 16 << 10  # for one rank, for as many as there may be
+BOX_BYTES, BOXES_BYTES = 256, 16 << 10  # for one rank; for the largest number of ranks
 
 _LEFT, _REASON, _ELSEWHERE, _MEETING = 128, 192, 1280, 1808
 _LONGEST_ELSEWHERE, _LONGEST_CARD = 512, 208
@@ -219,11 +219,11 @@ RECORD = BOXES + BOXES_BYTES
 RINGS = RECORD + REGION_BYTES + 4095 & ~4095
 RINGS_BYTES = 16 << 20
 CONTROL_BYTES = RINGS + RINGS_BYTES
-HEADERS = RECORD + MESSAGES  # of messages
+HEADERS = RECORD + MESSAGES  # the messages' entries of the record
 
 
 def _area(sequence: int) -> int:
-    """Where in a segment message ``sequence`` is."""
+    """Return the offset of message ``sequence`` in a segment."""
     return _AREAS + (sequence & 1) * AREA
 
 
@@ -237,7 +237,7 @@ def check_size(payload: bytes, rank: int, doing: str) -> None:
 
 
 def said(segment: Buffer) -> tuple[int, float, str]:
-    """What the owner of the segment whose data begins so says, see :meth:`Control.says_of`."""
+    """Return what the owner of the segment at this address has published, see :meth:`Control.says_of`."""
     (word,), (since,) = _INT64.unpack_from(segment, _WAITS), _FLOAT64.unpack_from(segment, _SINCE)
     (length,) = _INT64.unpack_from(segment, _REASON)
     text = bytes(segment[_REASON + _TEXT : _REASON + _TEXT + min(max(length, 0), LONGEST_REASON)])
@@ -245,7 +245,7 @@ def said(segment: Buffer) -> tuple[int, float, str]:
 
 
 class Control:
-    """All control segments of a group, as one rank sees them. Keeps them mapped while it lives."""
+    """All control segments of a group, as one rank sees them. They stay mapped while this object lives."""
 
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
@@ -265,11 +265,14 @@ class Control:
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
-        self.written: list[object] = [None, None]  # as what, by whether the number is odd
+        self.written: list[object] = [
+            None,
+            None,
+        ]  # the payload last written to the even and the odd area
         self.recorder = FlightRecorder(self.record(rank))
 
     def record(self, rank: int) -> memoryview:
-        """The region of ``rank``'s record."""
+        """Return the memory of ``rank``'s record."""
         return self._bytes[rank][RECORD : RECORD + REGION_BYTES]
 
     @property
@@ -277,19 +280,19 @@ class Control:
         return self._bytes[-1][_WRITES:_AREAS]
 
     def write(self, sequence: int, payload: bytes) -> None:
-        """Write message ``sequence``, of which the entry is in the record."""
+        """Write message ``sequence``; its entry is already in the record."""
         area = _area(sequence)
         self.written[sequence & 1] = None
         self._bytes[self._rank][area : area + len(payload)] = payload
         self.written[sequence & 1] = payload
 
     def send(self, sequence: int) -> None:
-        """Release message ``sequence``, and what was written before."""
+        """Release message ``sequence`` and all earlier writes."""
         self._own.release(SEQUENCE, sequence)
         self.ring()
 
     def ring(self) -> None:
-        """Wake every peer that sleeps until this rank does something. Called after each release."""
+        """Wake every peer that sleeps until this rank acts. Called after each release."""
         own = 1 + self._rank
         for view, asleep in self._sleepers:
             if view[_ASLEEP // 8] in (ANYONE, own):
@@ -302,11 +305,11 @@ class Control:
     def ring_for(self, peer: int) -> None:
         """Wake ``peer`` if it sleeps until a message moves; once, however long it takes to get a core."""
         if self.views[peer][_MAIL // 8]:
-            self.views[peer][_MAIL // 8] = 0  # then the bell, for who sleeps again by now
+            self.views[peer][_MAIL // 8] = 0  # before the bell: the peer may sleep again by then
             wake(self.mail_asleep(peer))
 
     def mail_asleep(self, rank: int) -> int:
-        """The address of ``rank``'s word for those who sleep until a message moves."""
+        """Return the address of ``rank``'s ASLEEP word for messages of two ranks."""
         return self.bases[rank] + _MAIL
 
     @property
@@ -318,20 +321,20 @@ class Control:
         return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
     def length(self, rank: int) -> int:
-        """The address of the length of ``rank``'s message 0; that of n is n % ENTRIES entries on."""
+        """Return the address of the length of ``rank``'s message 0; entry n % ENTRIES has that of n."""
         return self.bases[rank] + HEADERS + 8
 
     def area(self, rank: int) -> int:
-        """The address of the area for ``rank``'s messages of even numbers; the odd one's is AREA on."""
+        """Return the address of ``rank``'s area for even messages; the odd one is AREA bytes later."""
         return self.bases[rank] + _AREAS
 
     def message(self, peer: int, sequence: int) -> bytes:
-        """Message ``sequence`` of ``peer``; it must have been sent, and not be two messages old."""
+        """Return message ``sequence`` of ``peer``: a sent one that is not two messages old."""
         area = _area(sequence)
         return bytes(self._bytes[peer][area : area + self._header(peer, sequence, 1)])
 
     def says(self, peer: int, sequence: int, payload: bytes) -> bool:
-        """Whether message ``sequence`` of ``peer`` is ``payload``."""
+        """Return whether message ``sequence`` of ``peer`` equals ``payload``."""
         area = _area(sequence)
         return (
             self._header(peer, sequence, 1) == len(payload)
@@ -345,32 +348,32 @@ class Control:
         return self._header(peer, sequence, 2)
 
     def where(self, peer: int, sequence: int) -> tuple[int, int]:
-        """The shared range and offset that ``peer`` sent with message ``sequence``."""
+        """Return the shared range and the offset that ``peer`` sent with message ``sequence``."""
         return self._header(peer, sequence, 3), self._header(peer, sequence, 4)
 
     def data(self, peer: int) -> int:
-        """The address of the first place for small data of ``peer``."""
+        """Return the address of the first place for small data of ``peer``."""
         return self.bases[peer] + _DATA
 
     def waits(self, rank: int, now: float) -> None:
-        """Say that the owner waits for ``rank``."""
+        """Publish that this rank waits for ``rank``."""
         self.own_view[_WAITS // 8] = 1 + rank
         _FLOAT64.pack_into(self._bytes[self._rank], _SINCE, now)
 
     def say_elsewhere(self, text: str, now: float) -> None:
-        """Say that the owner waits in an op of another group."""
+        """Publish that this rank waits in an op of another group."""
         own, said = self._bytes[self._rank], text.encode()[:_LONGEST_ELSEWHERE]
         own[_ELSEWHERE + 16 : _ELSEWHERE + 16 + len(said)] = said
         _INT64.pack_into(own, _ELSEWHERE + 8, len(said))
         _FLOAT64.pack_into(own, _ELSEWHERE, now)
 
     def elsewhere(self, rank: int, since: float) -> str:
-        """Where else ``rank`` waits; empty if it has not said so ``since`` then."""
+        """Return where else ``rank`` waits, or "" if it has published nothing ``since`` then."""
         (when,) = _FLOAT64.unpack_from(self._bytes[rank], _ELSEWHERE)
         return self.claim_text(rank) if when >= since else ""
 
     def make_claim(self, claim: int, text: str) -> None:
-        """Say for whom the owner waits, see ``deadlock.py``."""
+        """Publish for which rank this one waits, see ``deadlock.py``."""
         self.say_elsewhere(text, 0.0)
         self._own.release(CLAIM, claim)
 
@@ -378,25 +381,27 @@ class Control:
         return self.words[rank].acquired(CLAIM)
 
     def see(self, circle: int) -> None:
-        """Say that the owner has seen the circle of this hash."""
+        """Publish that this rank has seen the circle with this hash."""
         self._own.release(SEEN, circle)
 
     def seen(self, rank: int) -> int:
         return self.words[rank].acquired(SEEN)
 
     def claim_text(self, rank: int) -> str:
-        """What ``rank`` has said last on where it waits."""
+        """Return the text that ``rank`` has published last about where it waits."""
         theirs = self._bytes[rank]
         (length,) = _INT64.unpack_from(theirs, _ELSEWHERE + 8)
         text = bytes(theirs[_ELSEWHERE + 16 : _ELSEWHERE + 16 + min(length, _LONGEST_ELSEWHERE)])
         return text.decode(errors="replace")
 
     def says_of(self, rank: int) -> tuple[int, float, str]:
-        """For whom ``rank`` has said last that it waits, and when; and why it aborted the group, if so."""
+        """Return for whom ``rank`` waits and since when, as it last published it, and why it aborted the
+        group.
+        """
         return said(self._bytes[rank])
 
     def post(self, key: int, card: bytes) -> None:
-        """Show ``card`` to ranks that know ``key``, in place of the one before."""
+        """Show ``card`` to ranks that know ``key``. It replaces the previous card."""
         own, words = self._bytes[self._rank], _MEETING // 8
         self._own.release(words, 0)
         self.own_view[words + 1] = len(card[:_LONGEST_CARD])
@@ -404,7 +409,7 @@ class Control:
         self._own.release(words, key)
 
     def posted(self, rank: int, key: int) -> bytes | None:
-        """The card that ``rank`` shows under ``key``; None if it shows none, or another."""
+        """Return the card that ``rank`` shows under ``key``, or None."""
         if self.words[rank].acquired(_MEETING // 8) != key:
             return None
         length = min(self.views[rank][_MEETING // 8 + 1], _LONGEST_CARD)
@@ -412,7 +417,7 @@ class Control:
         return card if self.words[rank].acquired(_MEETING // 8) == key else None
 
     def awaited(self, rank: int, since: float) -> int | None:
-        """For whom ``rank`` waits; None if it has not said so ``since`` then."""
+        """Return the rank for which ``rank`` waits, or None if it has published nothing ``since`` then."""
         word, (when,) = (
             self.views[rank][_WAITS // 8],
             _FLOAT64.unpack_from(self._bytes[rank], _SINCE),
@@ -420,7 +425,7 @@ class Control:
         return int(word) - 1 if when >= since and 0 < word <= len(self.bases) else None
 
     def abort(self, reason: str) -> None:
-        """Tell every rank. The first abort of the group keeps its reason."""
+        """Abort the group on every rank. The first abort keeps its reason."""
         if self.reason(self._rank):
             return
         own = self._bytes[self._rank]
@@ -432,16 +437,16 @@ class Control:
                 words.release(ABORTED, self._rank + 1)
 
     def aborted_by(self) -> tuple[int, str] | None:
-        """The rank that aborted the group, and why; None if none has."""
+        """Return the rank that aborted the group and its reason, or None."""
         word = self._own.acquired(ABORTED)
         return (word - 1, self.reason(word - 1)) if word else None
 
     def reason(self, rank: int) -> str:
-        """Why ``rank`` aborted the group; empty if it did not."""
+        """Return why ``rank`` aborted the group, or "" if it did not."""
         return said(self._bytes[rank])[2]
 
     def leave(self) -> None:
-        """Say that this rank takes part in nothing any more."""
+        """Publish that this rank has left the group."""
         self._own.release(_LEFT // 8, 1)
 
     def has_left(self, rank: int) -> bool:

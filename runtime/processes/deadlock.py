@@ -1,21 +1,22 @@
-"""Ranks of one host that wait for each other, found from what they say in shared memory, within some ms.
+"""Detection of ranks of one host that wait for each other, within some ms, from words in shared memory.
 
-A wait that lasts says for whom in every group of its process that the awaited process is in, too. That is
-its *claim*, one word of the own control segment there::
+A wait that lasts publishes its *claim*: one word in this rank's control segment of every group of its
+process that contains the awaited process, too::
 
     number of the wait << 16 | OTHERS | BOUNDED | 1 + the awaited rank
 
-Claims stay when their waits have ended, so a circle of them proves nothing yet. Who finds itself in the
-same circle at two looks, between which it has polled in vain, says so in SEEN: a hash of all claims in it.
-Once all have said the same hash, none of these waits ends but by an error. For what rank a waits for, rank
-b has not done before its wait: a has polled after it had seen b's claim. And b will not do it before its
-wait has ended, of which it was in the midst when it had seen a's. So a's wait ends after b's, b's after
-c's, and so on to a's.
+A claim stays after its wait has ended, so a circle of claims proves nothing yet. A rank that finds itself
+in the same circle at two looks, with a failed poll between them, publishes in SEEN a hash of all claims of
+the circle. Once all its ranks have published the same hash, these waits can end only with an error. Proof:
+rank a waits for something that rank b had not done before b's wait began, because a polled after it saw b's
+claim. And b does not do it before b's wait ends, which had not ended when b saw a's claim. So a's wait ends
+after b's, b's after c's, and so on around to a's.
 
-That takes ranks in which one thread calls ops, which waits; other threads are of interlace and have nothing
-to do. OTHERS says that there are more: then all is a warning. BOUNDED says that the process may go on: its
-caller has bounded the wait, or interlace's threads are at work. Then nothing is said to those that wait for
-it. The wait of ``monitored_barrier`` ends EARLY, alone, for it is there to say who does not come.
+This holds for ranks in which one thread calls ops and that thread waits; the other threads are interlace's
+own and are idle. OTHERS means that there are more threads: then a circle is only a warning. BOUNDED means
+that the process may continue, because its caller has bounded the wait or interlace's threads are at work:
+then the ranks that wait for it are not told of a deadlock. A ``monitored_barrier`` ends its wait EARLY and
+alone, because its purpose is to report which ranks do not come.
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ _numbers = itertools.count(1)
 
 
 class Kind(enum.Enum):
-    """How a wait may end: with its op; as its caller bounds it; so too, and early; after one of many."""
+    """How a wait may end: with its op; at its caller's timeout; early, before that; as one of many
+    waits."""
 
     OF_OP, OF_CALLER, EARLY, OF_MANY = range(4)
 
 
 def alone() -> bool:
-    """Whether no other thread of this process can call an op. Not all are of ``threading``."""
+    """Return whether no other thread of this process can call an op. ``threading`` does not know all
+    threads.
+    """
     everyone = {thread.ident: thread for thread in threading.enumerate()}
     others = (everyone.keys() | sys._current_frames().keys()) - {threading.get_ident()}
     return all(isinstance(everyone.get(other), Helper) for other in others)
@@ -71,7 +75,7 @@ def helpers_at_work() -> bool:
 
 
 def circle(control: Control, rank: int) -> Circle:
-    """The circle of claims that ``rank`` is in; empty if it is in none."""
+    """Return the circle of claims that contains ``rank``, or an empty one."""
     found: dict[int, int] = {}
     last = rank
     while last not in found:
@@ -83,7 +87,7 @@ def circle(control: Control, rank: int) -> Circle:
 
 
 class LastingWait:
-    """One wait: what others can read of it, and whether it is one of those that wait for each other."""
+    """One wait: the words that others read about it, and whether it is part of a circle of waits."""
 
     def __init__(self, blame: Blame, kind: Kind) -> None:
         self.blame, self._kind = blame, kind
@@ -93,10 +97,10 @@ class LastingWait:
         self._circles: dict[Any, Circle] = {}
         self._warned = False
         self._found: InterlaceError | None = None
-        self._waited_in: list[Any] = []  # the groups of those that wait for each other
+        self._waited_in: list[Any] = []  # the groups that contain this wait's circle
 
     def look(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """``HostGroup.interruption`` for this wait, after a poll in vain; peers can read of it then."""
+        """After a failed poll, publish this wait and return ``HostGroup.interruption`` for it."""
         group, now = self.blame.group, time.monotonic()
         if group.control is not None and waited_for:
             group.control.waits(waited_for[0], now)
@@ -112,9 +116,7 @@ class LastingWait:
                 self._lasts(doing, now)
         problem = group.interruption(doing, waited_for)
         if problem is not None and self._number and self._found is None:
-            self._lasts(
-                doing, now
-            )  # who has found that all wait for each other may have left since
+            self._lasts(doing, now)  # a rank that has detected the deadlock may have left since
         return self._found or problem
 
     def ended(self, error: InterlaceError) -> None:
@@ -122,12 +124,12 @@ class LastingWait:
             self.blame.ended(error)
         if isinstance(
             error, DeadlockError
-        ):  # who waits behind these ranks hears of it before they leave
+        ):  # ranks that wait for these must read the reason before these leave
             for group in self._waited_in:
                 group.abort(str(error))
 
     def _lasts(self, doing: str, now: float) -> None:
-        """Say in the groups of this process where it waits, and here if a peer waits elsewhere."""
+        """Publish this wait in the groups of this process; log it if the awaited peer waits elsewhere."""
         group = self.blame.group
         late = [group.names[rank] for rank in self._awaited]
         text = f"ranks {late} in {doing} of group {group.prefix!r}"
@@ -148,7 +150,7 @@ class LastingWait:
                 _log.warning("rank %s waits for %s%s", group.names[group.rank], text, where)
 
     def _claim(self, text: str) -> None:
-        """Say for whom it waits, if that is one process, and the wait that of one step."""
+        """Publish the claim, if this rank waits for one process in an op of one step."""
         pid = self.blame.group.pids.get(self._awaited[0])
         several = len(self._awaited) > 1 or self._kind is Kind.OF_MANY
         if several or not pid or pid == os.getpid():
@@ -164,10 +166,10 @@ class LastingWait:
                     self._circles[other] = ()
 
     def _look_around(self, group: Any, control: Control, before: Circle) -> None:
-        """Find whether this wait is in a circle of claims in ``group``, and all in it have seen it."""
+        """Find out whether this wait is in a circle in ``group`` that all ranks of the circle have seen."""
         now = circle(control, group.rank)
         if any(rank == group.rank and claim >> _NUMBER != self._number for rank, claim in now):
-            return  # of another thread's
+            return  # another thread's wait
         if now and now == before:
             control.see(hash(now))
         self._circles[group] = now or before
@@ -175,7 +177,7 @@ class LastingWait:
             self._is_in(group, control, before)
 
     def _is_in(self, group: Any, control: Control, found: Circle) -> None:
-        """None of these waits ends by itself."""
+        """Report a circle, none of whose waits can end by itself."""
         flags = 0
         for rank, claim in found:
             own = rank == group.rank and self._kind is Kind.EARLY

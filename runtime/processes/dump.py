@@ -1,15 +1,16 @@
-"""Files of records: written when a group fails, or on SIGUSR2; what torch's ``fr_trace`` reads, and more.
+"""Record files, written when a group fails or on SIGUSR2, for torch's ``fr_trace`` and for ``inspect``.
 
-A file is the pickle that torch's analyser reads, with the records of a rank in all groups behind it, which
-``python -m interlace inspect`` reads without the pickle. Each rank writes its own, and those of ranks that
-it blames, which may not come to it, of all groups that it has with them. Nothing here raises, and nothing
-waits, but a second for another rank that writes.
+A file is the pickle that torch's analyser reads, followed by the records of a rank in all its groups, which
+``python -m interlace inspect`` reads without unpickling. Each rank writes its own records. It also writes
+those of the ranks that it blames, which may be unable to do so, for all groups that it shares with them. No
+function here raises, and none waits, except for one second while another rank writes.
 
-Blame of a wait that lasts: who is late, where it is instead, and telling everybody when a wait fails.
+This file also assigns the blame for a lasting wait: which ranks are late, and where they are instead. When
+a wait fails, it notifies all ranks.
 
-A rank that waits says in its control segments for whom, again and again (``deadlock.py``). So others can
-follow a chain of ranks to the one that nobody waits behind, whichever of them is the first to give up. To
-the groups in which it does not wait it says where it does.
+A waiting rank publishes in its control segments again and again for whom it waits (``deadlock.py``). So any
+rank whose wait fails can follow the chain of waits to its last rank. In the groups in which a rank does not
+wait, it publishes where it waits.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from interlace.runtime.core.errors import (
 )
 from interlace.runtime.processes.recorder import PastOp, RankRecord, foot, read_file, read_rank
 
-MOST_FILES = 256  # in the folder that nobody has chosen
+MOST_FILES = 256  # in the default folder
 VARIABLE = "INTERLACE_RECORD"
 VERSION = "2.10"  # of torch's format
 
-# what fr_trace of every release knows; of all else it compares shapes and states, as of a barrier
+# fr_trace knows these in every release. For any other op, as for a barrier, it compares shapes and states.
 _BARRIER = "all_reduce_barrier"
 _KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
           "all_to_all")  # fmt: skip
-JOB_AND_RANK = re.compile(r"(.+)_rank_[0-9]+")  # names of files
+JOB_AND_RANK = re.compile(r"(.+)_rank_[0-9]+")  # file names
 _log = logging.getLogger("interlace")
 
 
 class RecordedGroup(Protocol):
-    """A group of processes, as its record needs it: a HostGroup."""
+    """The part of a group of processes (a HostGroup) that its record needs."""
 
     rank: int
     world_size: int
@@ -61,7 +62,7 @@ class RecordedGroup(Protocol):
     nonce: bytes
     tag: str
     dumped: bool
-    control: Any  # a Control, while it has joined
+    control: Any  # a Control; None unless joined
 
     def close(self) -> None: ...
 
@@ -70,16 +71,17 @@ _groups: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
 
 
 def register(group: RecordedGroup) -> None:
-    """``group``, a HostGroup, has joined: dump it on SIGUSR2, if the application has no use for that."""
+    """Register ``group``, which has joined: SIGUSR2 dumps it, unless the application handles SIGUSR2."""
     _groups.add(group)
     if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(ValueError):  # of an interpreter that is not the main one
+        with contextlib.suppress(ValueError):  # raised in an interpreter that is not the main one
             if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
                 signal.signal(signal.SIGUSR2, lambda number, frame: dump_all("SIGUSR2 has come"))
 
 
 def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
-    """Say in the record which ranks of the job are in ``group``; and in ``whole``, if on several hosts."""
+    """Write into the record which ranks of the job form ``group``, and form ``whole`` if on several
+    hosts."""
     if group.control is not None:
         pids = tuple(group.pids[rank] for rank in range(group.world_size))
         who = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
@@ -87,26 +89,27 @@ def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = 
 
 
 def began(group: RecordedGroup, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-    """An op begins that is no message to all ranks of ``group``; its number there, 0 if none is kept."""
+    """Record the beginning of an op that is not a message to all ranks of ``group``. Return its number; 0
+    if there is no record."""
     return 0 if (control := group.control) is None else control.recorder.other(op, peer, tag)
 
 
 def ended(group: RecordedGroup, number: int) -> None:
-    """What :func:`began` has ended."""
+    """Record the end of the op that :func:`began` recorded."""
     if number and (control := group.control) is not None:
         control.recorder.other_ended(number)
 
 
 @contextlib.contextmanager
 def recorded(group: RecordedGroup, op: bytes | str) -> Iterator[None]:
-    """Around an op that :func:`began` is for; what it raises leaves it open."""
+    """Record an op around the ``with`` block. An exception leaves the op without an end."""
     number = began(group, op)
     yield
     ended(group, number)
 
 
 def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) -> None:
-    """Write this process's records, and what it has of processes ``pids``; log why and where."""
+    """Write this process's records and what it has of processes ``pids``. Log why and where."""
     found: dict[tuple[str, int], dict[str, RankRecord]] = {}
     for group in list(_groups):
         for rank, pid in list(group.pids.items()):
@@ -124,7 +127,7 @@ def dump_all(why: str, level: int = logging.WARNING, pids: Container[int] = ()) 
 
 
 def _tag(group: Any) -> str:
-    """What files of a job, or of those that went on after a failure of it, have in common."""
+    """Return the tag that the files of a job, and of its restarts after a failure, have in common."""
     while group._parent is not None:
         group = group._parent
     return str(group.tag or group.nonce.hex()[:8])
@@ -133,7 +136,7 @@ def _tag(group: Any) -> str:
 def dump(
     group: RecordedGroup, why: str, blamed: Iterable[int] = (), level: int = logging.WARNING
 ) -> None:
-    """Write this process's records, and those of ``blamed``, ranks of ``group``, which has failed; once."""
+    """Write, once, this process's records and those of ``blamed``, ranks of ``group``, which has failed."""
     if group.dumped or group.control is None:
         return
     group.dumped = True
@@ -141,7 +144,7 @@ def dump(
 
 
 def dump_last(why: str) -> None:
-    """This process ends: write its records once, not for each group that has not failed before."""
+    """Write the records once at the end of the process, for all groups that have not failed before."""
     left = [group for group in _groups if group.control is not None and not group.dumped]
     if left:
         dump_all(why)
@@ -150,7 +153,7 @@ def dump_last(why: str) -> None:
 
 
 def record_of(group: RecordedGroup, rank: int) -> RankRecord | None:
-    """The record of ``rank`` in ``group``; None if it cannot be read."""
+    """Return the record of ``rank`` in ``group``, or None if it cannot be read."""
     control = group.control
     with contextlib.suppress(Exception):
         return read_rank(bytes(control.record(rank)), *control.says_of(rank))
@@ -158,7 +161,7 @@ def record_of(group: RecordedGroup, rank: int) -> RankRecord | None:
 
 
 def _write(records: Sequence[RankRecord], tag: str) -> str:
-    """The file's path; empty if none was written."""
+    """Write a file and return its path, or "" if none was written."""
     folder = os.environ.get(VARIABLE, "")
     if folder == "off" or not records:
         return ""
@@ -177,14 +180,14 @@ def _write(records: Sequence[RankRecord], tag: str) -> str:
         if not folder:
             _prune(chosen)
         return path
-    except Exception as error:  # a record is not worth another failure
+    except Exception as error:  # a problem with the record must not cause another failure
         with contextlib.suppress(Exception):
             _log.warning("the record of rank %d cannot be written: %s", records[0].name, error)
         return ""
 
 
 def _with_others(records: Sequence[RankRecord], path: str) -> Sequence[RankRecord]:
-    """``records``, and those that are in the file already, of groups in which this process is not."""
+    """Return ``records`` and those already in the file, of groups that do not contain this process."""
     known = {record.group for record in records}
     with contextlib.suppress(Exception):
         return [*records, *(each for each in read_file(path) if each.group not in known)]
@@ -193,7 +196,7 @@ def _with_others(records: Sequence[RankRecord], path: str) -> Sequence[RankRecor
 
 @contextlib.contextmanager
 def _alone_in(folder: str) -> Iterator[None]:
-    """While nobody else writes in ``folder``, unless one takes long: it may be stopped."""
+    """Hold the lock of ``folder`` while writing, but not for long: the other process may be stopped."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for _ in range(100):
@@ -217,7 +220,7 @@ def _make(folder: str, *, private: bool) -> None:
 def _prune(folder: str) -> None:
     found = []
     for name in filter(JOB_AND_RANK.fullmatch, os.listdir(folder)):
-        with contextlib.suppress(FileNotFoundError):  # other ranks do the same
+        with contextlib.suppress(FileNotFoundError):  # other ranks delete files, too
             found.append((os.path.getmtime(path := os.path.join(folder, name)), path))
     for _, path in sorted(found)[:-MOST_FILES]:
         with contextlib.suppress(FileNotFoundError):
@@ -225,7 +228,7 @@ def _prune(folder: str) -> None:
 
 
 def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
-    """The records of one rank as torch's analyser reads them."""
+    """Return the records of one rank in the form that torch's analyser reads."""
     config, status, entries = {}, {}, []
     for record in records:
         ranks = list(record.whole or record.ranks)
@@ -249,7 +252,8 @@ def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
-    """One op. Of a call only what must be equal on all ranks is known: sizes are compared, not checked."""
+    """Return one op. Of a call, only values that must be equal on all ranks are known; sizes are compared
+    but not checked."""
     terms = op.terms if isinstance(op.terms, tuple) else ()
     pairs = [term for term in terms if isinstance(term, tuple) and len(term) == 2]
     sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]
@@ -272,7 +276,7 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
         "collective_seq_id": op.number,
         "p2p_seq_id": 0,
         "op_id": op.number,
-        "profiling_name": f"nccl:{known}",  # whichever moved it: torch 2.11 knows no other
+        "profiling_name": f"nccl:{known}",  # whatever the backend was: torch 2.11 knows no other
         "op": str(op),
         "time_created_ns": op.began + later,
         "time_discovered_started_ns": op.began + later,
@@ -293,14 +297,15 @@ def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
     }
 
 
-FRESH_SECONDS = 0.5  # a rank that waits says so every millisecond, if it gets a core
+FRESH_SECONDS = 0.5  # a waiting rank publishes every millisecond, if it gets a core
 
 _everywhere: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
-"""The groups of this process; a judge may outlive its group, in an error's traceback."""
+"""The groups of this process. A Blame may outlive its group, in an error's traceback."""
 
 
 def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
-    """The end of the chain of who waits for whom from ``rank`` on; ``rank`` if that leads to ``own``."""
+    """Return the last rank of the chain of waits that begins at ``rank``; ``rank`` if it leads to
+    ``own``."""
     seen, last = {own}, rank
     while last not in seen:
         seen.add(last)
@@ -311,13 +316,13 @@ def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
 
 
 def aborted_by(rank: int, reason: str) -> str:
-    """A text: who aborted, and why; a reason that goes from rank to rank keeps the first one's name."""
+    """Return a text: which rank aborted, and why. A reason that was passed on keeps the first rank."""
     said = " aborted the group: "
     return reason if said in reason else f"rank {rank}{said}{reason}"
 
 
 class Blame:
-    """The judge of the waits of ``group``, a HostGroup."""
+    """Finds out who is to blame for a wait in ``group``, a HostGroup."""
 
     def __init__(self, group: RecordedGroup) -> None:
         self.group = weakref.proxy(group)
@@ -325,11 +330,11 @@ class Blame:
 
     @staticmethod
     def everywhere() -> list[RecordedGroup]:
-        """The groups of this process that have met."""
+        """Return the groups of this process that have joined."""
         return [group for group in list(_everywhere) if group.control is not None]
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
-        """A text on where these ranks, by name, wait instead, of those that do; empty if none does."""
+        """Return a text on where these ranks, by name, wait instead; "" if none of them waits."""
         control, since = self.group.control, time.monotonic() - FRESH_SECONDS
         if control is None:
             return ""
@@ -338,18 +343,18 @@ class Blame:
         return "".join(f"; rank {name} waits for {text}" for name, text in known if text)
 
     def awaited(self, rank: int) -> int | None:
-        """For whom ``rank`` waits in this group; None for nobody."""
+        """Return the rank for which ``rank`` waits in this group, or None."""
         control = self.group.control
         return None if control is None else control.awaited(rank, time.monotonic() - FRESH_SECONDS)
 
     def culprits(self, waited_for: Sequence[int]) -> list[int]:
-        """Whom these ranks wait for in the end: the names of who is to blame if none of them comes."""
+        """Return the names of the ranks for which ``waited_for`` wait in the end: the ones to blame."""
         group = self.group
         late = {follow(rank, self.awaited, group.rank) for rank in waited_for}
         return sorted({group.beyond(group.names[rank]) for rank in late})
 
     def ended(self, error: InterlaceError) -> None:
-        """A wait has ended with ``error``: what came too late, or died, ends those of all ranks."""
+        """Handle a wait that ended with ``error``: a late or dead rank aborts the group for all."""
         group = self.group
         if isinstance(error, CollectiveTimeoutError):
             late = error.waited_for
@@ -358,7 +363,7 @@ class Blame:
         elif isinstance(error, DeadlockError):
             late = ()
         else:
-            dump(group, str(error), level=logging.INFO)  # others have said it
+            dump(group, str(error), level=logging.INFO)  # another rank has logged the error
             return
         blamed = [rank for rank, name in enumerate(group.names) if name in late]
         group.abort(f"{error} (message {group.sequence} of its group)", blamed)

@@ -1,9 +1,9 @@
-"""The processes of one host that form a group: messages, segments, waiting, and each other's end.
+"""A group of processes on one host: messages, shared segments, waits, and the detection of ended peers.
 
-This is what a place needs of its host and what has nothing to do with how kernels run: joining
-through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer
-has died (pidfd) or left. After a failed collective the ranks may disagree about what happened: the
-group refuses further ones, and has to be aborted, closed and made again.
+This file has all that a place needs of its host and that is independent of how kernels run: joining
+through a store, an all-gather of small messages, shared segments, abort, and noticing that a peer has died
+(by its pidfd) or left. After a failed collective the ranks may disagree about the outcome. The group then
+refuses further collectives, and has to be aborted, closed and created again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from interlace.runtime.processes.worker import close_at_exit
 
 SETTLE_SECONDS = 0.02
 _CLOSED = "the group is closed"
-END_SECONDS = 0.02  # from the end of a process's connections to its own
-LOOK = 8  # messages after which the ranks look again whether they share cores evenly
+END_SECONDS = 0.02  # between the end of a process's connections and the end of the process
+LOOK = 8  # after this many messages the ranks check again whether they share the cores evenly
 
 _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 
@@ -65,10 +65,11 @@ _groups: weakref.WeakSet[HostGroup] = weakref.WeakSet()
 class HostGroup:
     """One rank's membership in a group of processes. Joining is collective.
 
-    Its ranks find each other in ``meeting``, of which a group of one needs none; ``prefix`` names the group
-    and its generation there. ``timeout``, in seconds, bounds joining and every later wait. An abort of
-    ``parent``, a group of which this one is a part, ends the waits of this group too. ``names`` are the
-    ranks as errors call them, ``beyond(name)`` is for whom such a one waits in the end, as others know.
+    The ranks find each other in ``meeting`` (a group of one needs none); ``prefix`` names the group and its
+    generation there. ``timeout``, in seconds, bounds joining and every later wait. If ``parent``, a group
+    that contains this one, is aborted, the waits of this group end, too. ``names`` are the ranks that
+    errors show. ``beyond(name)`` returns the rank for which that rank waits in the end, as far as peers
+    know.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class HostGroup:
         self._parent = parent
         self.sequence = 0
         self._unusable = ""
-        self.dumped, self.tag = False, ""  # of the record's files
-        self.within = False  # a group of several hosts, which records messages of two ranks itself
-        self.control: Control | None = None  # while joining, and after leaving
+        self.dumped, self.tag = False, ""  # whether the record was written; the tag of its files
+        self.within = False  # part of a group on several hosts, which records some ops itself
+        self.control: Control | None = None  # None while joining and after leaving
         self.blame = Blame(self)
-        self.options: Any = None  # torch's, of an op that the caller waits for
+        self.options: Any = None  # torch's options of an op that the caller waits for
         self._joining = False
         self.segment: SharedSegment | None = None
         self._leave: weakref.finalize[[], HostGroup] | None = None
-        self.spins = world_size <= usable_cores()  # whether waiting may keep a core busy
+        self.spins = world_size <= usable_cores()  # whether a wait may keep a core busy
         self._spins = SPINS if self.spins else 1
         self.collective_lock = threading.RLock()
         self._abort_lock = threading.RLock()
@@ -126,7 +127,7 @@ class HostGroup:
         record.register(self)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> HostGroup:
-        """This rank's membership in a group of some of the ranks, which an abort of this one ends, too."""
+        """Join a group of some of the ranks. An abort of this group ends that one, too."""
         self.check_usable()
         return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
 
@@ -137,14 +138,14 @@ class HostGroup:
         hopeless: Callable[[str, Sequence[int]], InterlaceError | None],
         parent: HostGroup | None = None,
     ) -> HostGroup:
-        """This rank's membership in a group of ``ranks``. ``hopeless`` finds why there cannot be one."""
+        """Join a group of ``ranks``. ``hopeless`` finds out why there cannot be one."""
         meeting = meetings.MemoryMeeting(self, ranks, name, hopeless)
         rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
         return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
     def _join(self) -> None:
-        """Trade control segments and pidfds, check them, and forget the store's keys."""
-        # Whoever inspects this process from outside finds its descriptor.
+        """Exchange control segments and pidfds, check them, and delete the store's keys."""
+        # A program that inspects this process from outside looks for this descriptor.
         self.segment = own = self.new_segment(CONTROL_BYTES, later=RINGS_BYTES)
         pidfd = os.pidfd_open(os.getpid())
         patience = Patience(self.rank, self.timeout, self.interruption)
@@ -159,20 +160,20 @@ class HostGroup:
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
-            self._leave = weakref.finalize(self, self.control.leave)  # also if nobody closes it
+            self._leave = weakref.finalize(self, self.control.leave)  # if nobody closes it
             self._leave.atexit = False
             record.known_as(self, self.names)
         finally:
             os.close(pidfd)
-        self.exchange(b"", doing)  # everyone has read the keys
+        self.exchange(b"", doing)  # every rank has read the keys
         if self._meeting is not None:
             self._meeting.forget()
-        self.exchange(b"", doing)  # they are gone: the next generation cannot find them
+        self.exchange(b"", doing)  # the keys are deleted: the next generation cannot find them
 
     def _map(
         self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
     ) -> list[Mapping]:
-        """Check and map the segments of the peers. Closes their descriptors."""
+        """Check and map the segments of the peers, and close their descriptors."""
         try:
             return [
                 own if rank == self.rank else map_segment(received[rank].descriptors[0], identity)
@@ -183,14 +184,14 @@ class HostGroup:
                 rendezvous.close_all(delivery.descriptors)
 
     def new_segment(self, nbytes: int, later: int = 0) -> SharedSegment:
-        """A segment of ``nbytes`` zeroed bytes that no peer knows of yet. Not collective."""
+        """Create a segment of ``nbytes`` zeroed bytes that no peer knows yet. Not collective."""
         return SharedSegment(Identity(self.nonce, self.rank, self.world_size, nbytes), later)
 
     def allocate(self, nbytes: int, doing: str) -> list[Mapping]:
-        """Every rank's new segment of ``nbytes`` zeroed bytes, mapped here. Collective.
+        """Allocate a segment of ``nbytes`` zeroed bytes on every rank and map them all here. Collective.
 
-        Either all ranks get it or all raise: InterlaceError naming the rank and the size when
-        memory is short, ValueError when the ranks ask for different sizes.
+        Either all ranks succeed or all raise: InterlaceError with the rank and the size if memory is short,
+        ValueError if the ranks ask for different sizes.
         """
         self.check_usable()
         own, problem = None, ""
@@ -206,17 +207,17 @@ class HostGroup:
                 own.close()
 
     def share(self, own: SharedSegment, doing: str) -> list[Mapping]:
-        """Share a segment that is there as :meth:`allocate` does a new one; several groups may share it."""
+        """Share an existing segment as :meth:`allocate` does a new one. Several groups may share it."""
         return self._share(own, own.identity, "", doing)
 
     def _share(
         self, own: SharedSegment | None, identity: Identity, problem: str, doing: str
     ) -> list[Mapping]:
-        """First all say what they have, or why not; then descriptors go round, of headers as was said."""
+        """Exchange headers or reasons for failure; then exchange the descriptors of these headers."""
         with self.collective_lock:
             self.check_usable()
             identities = self._compare(identity, problem, doing)
-            assert own is not None  # or its problem was raised
+            assert own is not None  # otherwise its problem was raised
             mappings: list[Mapping] = []
             try:
                 received = self._rendezvous.trade((own.descriptor,), self._trading(doing))
@@ -229,12 +230,13 @@ class HostGroup:
         return mappings
 
     def _trading(self, doing: str) -> Callable[[Sequence[int]], None]:
-        """For one trade: called while descriptors are missing. Whoever cannot send or take them says so
-        in the next message, and is not waited for; what it has sent before that can be taken by then.
+        """Return a function to call during one trade while descriptors are missing. A rank that cannot send
+        or receive them reports it in its next message; the others then stop waiting for it, after they have
+        received what it sent before.
         """
         control, sequence, patience = self.control, self.sequence, self.patience()
         assert control is not None
-        before: set[int] = set()  # ahead when what had come was taken last
+        before: set[int] = set()  # the ranks that were ahead at the last look
 
         def step(missing: Sequence[int]) -> None:
             nonlocal before
@@ -249,18 +251,19 @@ class HostGroup:
         return step
 
     def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
-        """The headers of all ranks' segments; all raise the same if one has a problem or sizes differ."""
+        """Return the headers of all ranks' segments. All ranks raise the same error if one rank has a
+        problem or sizes differ."""
         answers = self.exchange(identity.pack() + problem.encode(), doing)
         return agreed_identities(answers, self.names)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """All-gather of at most 64 KiB, without a kernel; ``doing`` names the op in errors. Collective."""
+        """All-gather at most 64 KiB without a kernel; ``doing`` names the op in errors. Collective."""
         check_size(payload, self.name, doing)
         with self.collective_lock:
             if self.world_size == 1:
                 self.check_usable()
                 return [payload]
-            self.check()  # or what peers of an aborted group have left would let this rank go on alone
+            self.check()  # messages left by peers of an aborted group must not let this rank continue
             op = payload if payload.startswith(CALLS) else doing
             control, sequence = self.begin(payload)
             kept = control.recorder
@@ -274,13 +277,15 @@ class HostGroup:
             ]
 
     def begin(self, payload: bytes) -> tuple[Control, int]:
-        """Write the next message, unsent, but for its entry of the record. Under ``collective_lock``."""
+        """Write the next message without sending it; its record entry is separate. Needs
+        ``collective_lock``.
+        """
         control = self.control
         if self._unusable or control is None:
             self.check_usable()
             raise InterlaceError(f"rank {self.name}: the group is still joining")
         self.sequence = sequence = self.sequence + 1
-        if control.written[sequence & 1] is not payload:  # the same object only once
+        if control.written[sequence & 1] is not payload:  # write the same object only once
             control.write(sequence, payload)
         if not sequence % LOOK:
             control.spread.say()
@@ -303,14 +308,14 @@ class HostGroup:
                 control.words[peer].acquired(index)
 
     def release(self, index: int, value: int) -> None:
-        """Store a word of the own control segment; what was written before comes before it."""
+        """Store a word of this rank's control segment, after all earlier writes."""
         control = self.control
         assert control is not None
         control.words[self.rank].release(index, value)
         control.ring()
 
     def _await(self, control: Control, peer: int, index: int, value: int, doing: str) -> None:
-        """Poll one word of ``peer``. A group in which this fails cannot be used any more."""
+        """Poll one word of ``peer``. If this fails, the group is unusable afterwards."""
         view = control.views[peer]
         for _ in range(self._spins):
             if view[index] >= value:
@@ -326,7 +331,7 @@ class HostGroup:
     def wait_until(
         self, predicate: Callable[[], bool], doing: str, waited_for: Sequence[int]
     ) -> None:
-        """Poll ``predicate``; raise when a rank of ``waited_for`` is gone, on abort, on timeout."""
+        """Poll ``predicate``. Raise if a rank of ``waited_for`` is gone, on abort and on timeout."""
         self.check_usable()
         patience = self.patience()
         others = [rank for rank in waited_for if rank != self.rank]
@@ -336,9 +341,9 @@ class HostGroup:
     def patience(
         self, timeout: float | None = None, kind: Kind = Kind.OF_OP, **of: float
     ) -> Patience:
-        """For one wait: step it after every poll that failed. ``of``: more of what Patience takes.
+        """Return the state of one wait; call its ``step`` after every failed poll. ``of``: see Patience.
 
-        ``timeout`` is the caller's own bound of this wait, whose end is no end of the group.
+        ``timeout`` is the caller's own bound of this wait. When it expires, the group is not aborted.
         """
         wait, seconds = LastingWait(self.blame, kind), timeout or of.pop("bound", 0) or self.bound()
         bell, judge = self.control.bell if self.control else None, None if timeout else wait
@@ -346,17 +351,17 @@ class HostGroup:
         return Patience(self.name, seconds, wait.look, spins=spins, bell=bell, judge=judge, **of)
 
     def bound(self) -> float:
-        """Seconds that bound a wait of the op that runs now."""
+        """Return the timeout, in seconds, of a wait in the current op."""
         options = self.options
         own = options.timeout.total_seconds() if options is not None else 0.0
         return own if own > 0 else current().bound_seconds or self.timeout
 
     def idle_hook(self) -> Callable[[BlockedWait], None]:
-        """For one launch: to be called whenever all its programs wait for peers.
+        """Return a function for one launch, to be called whenever all its programs wait for peers.
 
-        The timeout starts again whenever another wait is reported, so it bounds one wait. The
-        report is of one program of many, so any peer may be the one that is waited for; but a peer
-        that has left in good order has finished its part of every op.
+        It bounds one wait: the timeout starts again when another wait is reported. The report names one
+        program of many, so the launch may wait for any peer. A peer that has left in good order has
+        finished its part of every op.
         """
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         patience: Patience | None = None
@@ -372,10 +377,10 @@ class HostGroup:
         return idle
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """Why a wait for these ranks can never end. Root causes come first.
+        """Return why a wait for these ranks can never end, or None. Root causes come first.
 
-        A peer that died is named before an abort, which is often the answer of another survivor to
-        the same death. A peer that aborted before it died is not the cause but the abort is.
+        A peer's death comes before an abort, because the abort is often another survivor's reaction to that
+        death. If a peer aborted the group before it died, the abort is the cause.
         """
         if self._unusable:
             return InterlaceError(f"rank {self.name}: {doing}: {self._unusable}")
@@ -390,10 +395,10 @@ class HostGroup:
         death = self._death(control, awaited, doing)
         failure = self.failure()
         if death is not None or failure is not None:
-            # of an abort by another survivor the death of any rank is the cause
+            # if another survivor aborted the group, the death of any rank is the cause
             return death or self._death(control, self.pidfds, doing) or failure
         for rank in waited_for:
-            if control.has_left(rank):  # perhaps because of a death
+            if control.has_left(rank):  # a death may be the reason
                 left = (
                     f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it"
                 )
@@ -402,7 +407,7 @@ class HostGroup:
         return None
 
     def _death(self, control: Control, pidfds: dict[int, int], doing: str) -> PeerDiedError | None:
-        """The error that names a rank of ``pidfds`` that died, or is another program now; None if none."""
+        """Return the error for a rank of ``pidfds`` that died or now runs another program, or None."""
         ended = ended_processes(pidfds)
         for rank in (*ended, *self.hung_up(pidfds)):
             if not control.reason(rank) and not control.has_left(rank):
@@ -413,13 +418,13 @@ class HostGroup:
         return None
 
     def failure(self) -> InterlaceError | None:
-        """The error by which this group, or one it is a part of, was aborted."""
+        """Return the error with which this group, or a group that contains it, was aborted; or None."""
         if self.control is not None and (found := self.control.aborted_by()) is not None:
             return AbortedError(aborted_by(self.names[found[0]], found[1]))
         return self._parent.failure() if self._parent is not None else None
 
     def check(self) -> None:
-        """Raise if this group, or one it is a part of, has failed; to be closed is no failure."""
+        """Raise if this group, or a group that contains it, has failed. A closed group has not failed."""
         control = self.control
         if self._unusable or control is None:
             if self._unusable != _CLOSED:
@@ -428,7 +433,7 @@ class HostGroup:
             raise failure
 
     def check_during(self, doing: str, waited_for: Sequence[int]) -> None:
-        """If the group was aborted, raise why: rather a death among these ranks than the abort."""
+        """If the group was aborted, raise the reason. A death among these ranks comes before the abort."""
         failure = self.failure()
         if failure is not None:
             raise self.interruption(doing, waited_for) or failure
@@ -437,7 +442,7 @@ class HostGroup:
         return self.control is not None and self.control.has_left(rank)
 
     def abort(self, reason: str, blamed: Sequence[int] = ()) -> None:
-        """Make all waits of all ranks end with an AbortedError that says ``reason``, the first one's."""
+        """End all waits of all ranks with an AbortedError. The first abort's ``reason`` is kept."""
         with self._abort_lock:
             if (control := self.control) is not None:
                 control.abort(reason)
@@ -451,10 +456,10 @@ class HostGroup:
         self._rendezvous.close()
 
     def close(self, linger: float = 0.0) -> None:
-        """Tell the peers that this rank has left; give descriptors and memory back. Idempotent.
+        """Tell the peers that this rank has left, and release descriptors and memory. Idempotent.
 
-        ``linger``: seconds for which this rank waits for rank 0 to leave, too, which often serves the
-        store: a rank that returned earlier could meet the next generation in a store about to go.
+        ``linger``: seconds that this rank waits for rank 0 to leave, too. Rank 0 often serves the store: a
+        rank that returned earlier could begin the next generation in a store that is about to end.
         """
         self._unusable = self._unusable or _CLOSED
         control, self.control = self.control, None
@@ -476,7 +481,7 @@ class HostGroup:
             if ended_processes(pidfd):
                 return
             time.sleep(LONGEST_SLEEP)
-        time.sleep(SETTLE_SECONDS)  # it leaves first and gives the store up then
+        time.sleep(SETTLE_SECONDS)  # rank 0 leaves first and then stops the store
 
     def check_usable(self) -> None:
         if self._unusable:
@@ -484,7 +489,7 @@ class HostGroup:
 
 
 def _close_values(descriptors: dict[int, int]) -> None:
-    """Close them once: of a group that was closed, and of one that was dropped."""
+    """Close each descriptor once, whether the group was closed or garbage-collected."""
     values = list(descriptors.values())
     descriptors.clear()
     rendezvous.close_all(values)

@@ -1,28 +1,28 @@
-"""A rank's record: what it did last, written into memory that all ranks of its host map, and its reading.
+"""A rank's record of its last ops, in memory that all ranks of its host map, and the code that reads it.
 
 The region, which only the rank itself writes::
 
-    0         ABOUT    length (int64), then who the rank is, as plain data: the group, its ranks, processes
-    4096      MESSAGES the last ENTRIES messages to all ranks, by number; also what peers read of them
-              OTHERS   as many entries of what are no such messages: ops of two ranks, of hosts, on GPUs;
+    0         ABOUT    length (int64), then plain data about the rank: the group, its ranks, processes
+    4096      MESSAGES the last ENTRIES messages to all ranks, by number; peers read fields of them, too
+              OTHERS   as many entries of all other ops: of two ranks, of hosts, on GPUs;
                their words are peer (-1: all ranks), tag, and the op's number of its kind
               LOG      generation (int64), then two halves of texts, used in turn: length (2 bytes), text
 
-An entry is eight int64 words: number, four of the op's own, when it began and when it ended (monotonic ns
-of the last tick, 1 to 10 ms before; 0 while it is under way), and where in the log its op and its call
-site are::
+An entry is eight int64 words: its number, four words of the op, when it began and when it ended (monotonic
+ns of the last tick, 1 to 10 ms before; 0 while it is running), and where in the log the texts of its op and
+its call site are::
 
     generation << 48 | offset of the op << 24 | offset of the call site
 
-A text is written once for as long as it is kept; a half is begun anew when the other is full, so the texts
-of an entry are there if its generation is the log's or the one before.
+A text is written once and used for as long as it is kept. When one half of the log is full, the other half
+is begun anew. So the texts of an entry exist if its generation is the log's or the previous one.
 
-The call site is the innermost frame outside of interlace and torch. How deep it is depends on what the
-caller has called, so it is remembered with the op: only one frame is then looked at. An op that has steps
-of its own call, as on several hosts, has several depths, all of which are remembered.
+The call site is the innermost frame outside interlace and torch. Its depth depends on the called function,
+so the depth is remembered with the op, and only one frame is read then. An op whose steps have call depths
+of their own, as on several hosts, has several depths; all are remembered.
 
-Who reads, from peers in shared memory, from another process, or from files, may not trust who wrote:
-every length and place is checked before it is used, and what is no text of a record is shown as "?".
+A reader may be a peer (in shared memory), another process, or a reader of files. It does not trust the
+writer: every length and offset is checked before use, and an invalid text is shown as "?".
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ GENERATION, OFFSET = 48, 24  # shifts
 _OP = -1 << OFFSET
 
 _INSIDE = ("interlace", "torch", "contextlib", "interlace_backend", "threading", "concurrent")
-_MOST_OPS = 1024  # remembered; the parts of ranks make many
+_MOST_OPS = 1024  # remembered; the operands of ranks make many
 _RESERVE, _NOWHERE = MOST_TEXT + 4096, 1 << 30
 _COUNT, _WORD = struct.Struct("<H"), struct.Struct("<q")
-_now = functools.partial(time.clock_gettime_ns, 6)  # CLOCK_MONOTONIC_COARSE, as machine code
+_now = functools.partial(time.clock_gettime_ns, 6)  # CLOCK_MONOTONIC_COARSE, as in machine code
 _ENTRY, _frame = struct.Struct("<8q"), sys._getframe
 _entry = _ENTRY.pack_into
 
@@ -75,7 +75,8 @@ def _inside(module: str | None) -> bool:
 
 
 def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
-    """The innermost frame from ``frame`` on that is not of interlace or torch, and how many are within."""
+    """Return the innermost frame, from ``frame`` outwards, that is not of interlace or torch, and the
+    number of frames inside it."""
     depth = 0
     while frame is not None and _inside(frame.f_globals.get("__name__")):
         frame, depth = frame.f_back, depth + 1
@@ -83,7 +84,7 @@ def outside(frame: FrameType | None) -> tuple[FrameType | None, int]:
 
 
 def called_from(function: Callable[[], T]) -> Callable[[], T]:
-    """``function``, for another thread: what it begins is called from here."""
+    """Return ``function`` for another thread; the ops that it begins have the present call site."""
     frame, _ = outside(_frame(1))
     site = None if frame is None else (frame.f_code, frame.f_lineno)
 
@@ -105,27 +106,29 @@ class FlightRecorder:
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
         self._depths: dict[bytes | str, set[int]] = {}
         self._sites: dict[int, int] = {}
-        self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}  # keeps what has the address
+        self._lines: dict[
+            tuple[int, int], tuple[CodeType, int]
+        ] = {}  # keeps the code at the address
         self._placed: dict[bytes, int] = {}
         self._generation, self._room, self._at = 0, HALF, 0
         self._others, self._lock = itertools.count(1), threading.RLock()
-        self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks, of all
+        self._numbers = itertools.count(1), itertools.count(1)  # of ops of two ranks; of all ranks
 
     def about(self, who: object) -> None:
-        """Say who the rank is."""
+        """Write who the rank is."""
         text = plain.dumps(who)
         if 8 + len(text) <= MESSAGES:
             self._bytes[8 : 8 + len(text)] = text
             self._words[0] = len(text)
 
     def told(self, op: bytes | str) -> int:
-        """The last word of an entry of ``op``: its text, or the message of its call."""
+        """Return the last word of an entry of ``op``, which is its text or the message of its call."""
         try:
             depth, code, instruction, told = self._ops[op]
             frame = _frame(depth)
-            if frame.f_lasti != instruction or frame.f_code is not code:  # not where it was last
+            if frame.f_lasti != instruction or frame.f_code is not code:  # another call site
                 told = told & _OP | self._sites[id(frame.f_code) << 12 | frame.f_lasti]
-        except (KeyError, ValueError):  # so deep is nothing in this thread
+        except (KeyError, ValueError):  # this thread's stack is not as deep
             told = self._learned(op)
         return told
 
@@ -137,11 +140,11 @@ class FlightRecorder:
         _entry(self._bytes, at, number, one, two, three, four, _now(), 0, told)
 
     def ended(self, number: int) -> None:
-        """The op of message ``number`` has ended."""
+        """Record that the op of message ``number`` has ended."""
         self._words[(MESSAGES >> 3) + number % ENTRIES * ENTRY_WORDS + ENDED] = _now()
 
     def other(self, op: bytes | str, peer: int = -1, tag: int = 0) -> int:
-        """Another op begins; its entry's number. ``peer``: with whom, -1 for all ranks."""
+        """Record the beginning of another op and return its entry's number. ``peer`` -1: all ranks."""
         number = next(self._others)
         count = next(self._numbers[peer < 0])
         self.begins(OTHERS, number, peer, tag, count, 0, self.told(op))
@@ -153,11 +156,11 @@ class FlightRecorder:
             self._words[at + ENDED] = _now()
 
     def _learned(self, op: bytes | str) -> int:
-        """Where the texts of ``op`` and of its call site are; for the callee of what it began in."""
+        """Return where the texts of ``op`` and of its call site are; also remember the call depth."""
         with self._lock:
-            place = caller.get()  # in a thread where no depth leads to the caller
+            place = caller.get()  # in a thread in which no depth leads to the caller
             for depth in self._depths.get(op, ()) if place is None else ():
-                with contextlib.suppress(KeyError, ValueError):  # not as deep this time
+                with contextlib.suppress(KeyError, ValueError):  # the stack is less deep this time
                     frame = _frame(depth + 1)
                     site = self._sites[id(frame.f_code) << 12 | frame.f_lasti]
                     return self._ops[op][3] & _OP | site
@@ -184,17 +187,17 @@ class FlightRecorder:
         return told | site
 
     def _described(self, op: bytes | str) -> int:
-        """Where the text of ``op`` is, which may be the message of its call."""
+        """Return where the text of ``op`` is. ``op`` may be the message of its call."""
         name, terms = op, None
         if isinstance(op, bytes):
-            name, terms, _ = plain.loads(op)  # a rank's own part may be long, or nobody's business
+            name, terms, _ = plain.loads(op)  # a rank's own part may be long or private
         text = plain.dumps((name, terms, None))
         if len(text) > MOST_TEXT:
             text = plain.dumps((name[:99], None, None))
         return self._generation << GENERATION | self._put(text) << OFFSET
 
     def _site(self, code: CodeType, line: int) -> int:
-        """The offset in the log of the text of this line, of code that stays while that is kept."""
+        """Return the offset in the log of this line's text; the code object stays while it is kept."""
         found = self._lines.get((id(code), line))
         if found is None:
             text = plain.dumps((code.co_name[:99], code.co_filename[-400:], line))
@@ -211,7 +214,7 @@ class FlightRecorder:
         _WORD.pack_into(self._bytes, LOG, self._generation)
 
     def _put(self, text: bytes) -> int:
-        """The offset in the log at which ``text`` is from now on."""
+        """Append ``text`` to the log and return its offset."""
         if (found := self._placed.get(text)) is not None:
             return found
         at = TEXTS + self._at
@@ -232,10 +235,10 @@ MOST_BYTES = 64 << 20  # of a file
 @plain.record
 @dataclass(frozen=True)
 class PastOp:
-    """An op of a rank. Times are of the monotonic clock, in ns; ``ended`` is 0 if it has not ended.
+    """An op of a rank. Times are in ns of the monotonic clock; ``ended`` is 0 while the op is running.
 
-    ``terms`` are those of its call; ``site`` is (function, file, line), or None; ``peer`` is the rank with
-    which it is, -1 if with all.
+    ``terms`` are those of its call; ``site`` is (function, file, line) or None; ``peer`` is the other rank
+    of an op of two ranks, -1 if all ranks take part.
     """
 
     number: int
@@ -264,13 +267,13 @@ class PastOp:
 @plain.record
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank of a group did last.
+    """The last ops of one rank of a group.
 
-    ``ranks`` are those of the group on its host, as ranks of the job, and ``rank`` is one of these by its
-    place there; ``pids`` are their processes. ``whole`` are all ranks of a group on several hosts, or on
-    GPUs, whose ops are no messages of the host's ranks; else empty. ``waits`` is for whom the rank has
-    said at ``since`` (s) that it waits, by place, or None. ``now`` and ``wall`` are when it was read, in ns
-    of the monotonic clock and since 1970.
+    ``ranks`` are the group's ranks on this host, as ranks of the job, and ``rank`` is an index into them;
+    ``pids`` are their processes. ``whole`` are all ranks of a group on several hosts or on GPUs, whose ops
+    are not messages of the host's ranks; otherwise empty. ``waits`` is the index of the rank for which this
+    one has waited since ``since`` (s), or None. ``now`` and ``wall`` are the time of reading, in ns of the
+    monotonic clock and since 1970.
     """
 
     group: str
@@ -306,7 +309,7 @@ class RankRecord:
 
     @property
     def name(self) -> int:
-        """The rank of the job."""
+        """Return the rank of the job."""
         return int(self.ranks[self.rank])
 
     @property
@@ -315,13 +318,13 @@ class RankRecord:
 
     @property
     def collectives(self) -> list[PastOp]:
-        """The ops of all ranks, in their order; without what hosts do for them."""
+        """Return the ops of all ranks in order, without the ones that hosts run on their behalf."""
         found = [op for op in self.others if op.peer < 0] if self.whole else self.messages
         return sorted(found, key=lambda op: op.number)
 
     @property
     def transfers(self) -> list[PastOp]:
-        """The ops between two ranks, in their order."""
+        """Return the ops between two ranks, in order."""
         return sorted((op for op in self.others if op.peer >= 0), key=lambda op: op.number)
 
 
@@ -330,7 +333,8 @@ def _is_site(site: object) -> bool:
 
 
 def read_rank(region: bytes, waits: int | None, since: float, failed: str) -> RankRecord:
-    """The record in a ``region`` of memory, with what the rank says elsewhere; UnreadableError if none."""
+    """Read the record in a ``region`` of memory, with the given state of the rank. UnreadableError if
+    none."""
     (length,) = _WORD.unpack_from(region)
     if not 0 < length <= MESSAGES - 8 or len(region) < REGION_BYTES:
         raise plain.UnreadableError(f"no record is in these {len(region)} bytes")
@@ -364,7 +368,7 @@ def _op(text: object) -> tuple[str, object]:
 
 
 def _text(region: bytes, told: int, offset: int) -> object:
-    """The text at ``offset``; None if there is none, or another one by now."""
+    """Return the text at ``offset``, or None if there is none or it was replaced."""
     (generation,) = _WORD.unpack_from(region, LOG)
     place = (offset & ((1 << OFFSET) - 1)) - 1
     if generation - (told >> GENERATION) not in (0, 1) or not 0 <= place < 2 * HALF - 2:
@@ -378,14 +382,14 @@ def _text(region: bytes, told: int, offset: int) -> object:
 
 
 def foot(records: list[RankRecord]) -> bytes:
-    """``records`` as the end of a file, whatever is before."""
+    """Encode ``records`` as the end of a file, whatever comes before."""
     body = plain.dumps(records)
     return body + _FOOT.pack(len(body), _MAGIC)
 
 
 def read_file(path: str) -> list[RankRecord]:
-    """The records at the end of a file; UnreadableError if there are none. Runs nothing of it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+    """Read the records at the end of a file, without unpickling. UnreadableError if there are none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # the file may be a pipe
     with open(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         data = file.read(size) if _FOOT.size <= size <= MOST_BYTES else b""
@@ -393,7 +397,7 @@ def read_file(path: str) -> list[RankRecord]:
 
 
 def read_foot(data: bytes, what: str) -> list[RankRecord]:
-    """The records at the end of ``data``."""
+    """Return the records at the end of ``data``."""
     length, magic = _FOOT.unpack(data[-_FOOT.size :]) if len(data) >= _FOOT.size else (0, b"")
     if magic != _MAGIC or not 0 <= length <= len(data) - _FOOT.size:
         raise plain.UnreadableError(f"{what} is no file of the flight recorder")

@@ -1,35 +1,34 @@
-"""The rendezvous of the processes of one host: addresses, and file descriptors handed over.
+"""The rendezvous of the processes of one host: they exchange socket addresses and file descriptors.
 
-Finding: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
-the store. Of two ranks the higher one connects; both ask the kernel for the other's user. When a rank is
-connected with all it closes its listener: abstract sockets have no permissions, and whoever could still
-connect could fill its backlog. Handing over: a rank sends everyone one message with the descriptors
-attached (SCM_RIGHTS), and takes one from everyone. Connections hold the messages, so no order can
-deadlock; nothing here blocks.
+Finding peers: every rank binds an unnamed (kernel-chosen) abstract unix socket and puts its address into
+the store. Of two ranks, the higher one connects. Both ask the kernel which user the other process runs as.
+A rank closes its listener when it is connected to every peer, because abstract sockets have no permissions
+and a stranger could fill the backlog. Handing over: each rank sends every peer one message with the
+descriptors attached (SCM_RIGHTS) and receives one from every peer. The connections buffer the messages, so
+no order of sends can deadlock. Nothing in this file blocks.
 
-Rejected: ``/proc/<pid>/fd/<fd>`` and ``pidfd_getfd``. Both ask for ptrace permission, which file
-capabilities, ``PR_SET_DUMPABLE`` and Yama take away between processes of one user, and both need a
-shared pid namespace. Abstract sockets need a shared network namespace only and leave no name
-behind. For the same reason every process sends a pidfd of itself instead of its pid: no reuse of a
-pid can deceive.
+Rejected: ``/proc/<pid>/fd/<fd>`` and ``pidfd_getfd``. Both need ptrace permission, which file capabilities,
+``PR_SET_DUMPABLE`` and Yama can remove between processes of one user, and both need a shared pid namespace.
+Abstract sockets need only a shared network namespace and leave no name in the file system. For the same
+reason every process sends a pidfd of itself instead of its pid: a reused pid cannot cause an error.
 
-The nonce: rank 0 draws 16 random bytes and every key, message and segment header carries them.
-Rank 0 takes the nonce back before any rank can leave :func:`meet`, so the next generation under the
-same prefix waits for its own. Whatever an earlier, crashed generation left is found to be foreign.
+The nonce: rank 0 draws 16 random bytes, and every key, message and segment header contains them. Rank 0
+deletes the nonce before any rank can leave :func:`meet`, so the next generation under the same prefix waits
+for a new nonce. Values that an earlier, crashed generation left behind have another nonce and are ignored.
 
-Meetings of the ranks that make a group: each learns the others' cards, and a nonce of theirs alone.
+A group's ranks meet to exchange their cards and to receive a nonce that only they know. Ranks without a
+common group meet in a store. Ranks of a group meet in its control segments, which need no server and
+outlive their processes. Therefore the survivors of a failed group can meet, too.
 
-Ranks that know nothing of each other yet meet in a store. Ranks of a group meet in its control segments,
-which need no server and outlive its processes: so the survivors of a group meet, too, and go on.
-
-How survivors agree (:func:`reunite`). Every rank says to which attempt it has come, and waits until all
-that live have come to it. These then join a new group, under a name of its own for each set of ranks:
-only ranks that mean the same ones can join it. Each says whether it has. An attempt has succeeded when
-all its ranks have said that they joined, and has failed when one of them said that it has not, or is
-gone and has said nothing. Both stay true for ever, and exclude each other, so that every rank sees the
-same. What ranks have said, and who is gone, is kept in a *roll*: on one host the control segments, which
-outlive their ranks, the pidfds and connections. A rank that lives and says nothing for a whole timeout,
-stopped perhaps, is struck off, as if it had ended: after that it cannot say that it joined.
+How survivors agree (:func:`reunite`): every rank publishes the number of the attempt that it has reached
+and waits until all live ranks have reached it. These ranks then join a new group. The group's name depends
+on the set of its ranks, so only ranks that expect the same set can join it. Each rank publishes whether it
+joined. An attempt has succeeded when all its ranks have published that they joined. It has failed when one
+of them published a failure, or ended without publishing anything. Neither state changes later, and both
+exclude each other, so every rank sees the same outcome. The published words and the ended ranks are kept in
+a *roll*: on one host these are the control segments, which outlive their ranks, the pidfds and the
+connections. A live rank that publishes nothing for a whole timeout (it may be stopped) is struck off, as if
+it had ended: after that it cannot publish that it joined.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # a Label
+_MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # the layout of a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
 PROBE_SECONDS = 0.1
 
 
 class Label(NamedTuple):
-    """The label of a message: its group, its number, its sender and its receiver."""
+    """The label of a message: its group, its sequence number, its sender and its receiver."""
 
     magic: bytes
     layout_version: int
@@ -84,22 +83,22 @@ class Label(NamedTuple):
 
 @dataclass
 class Delivery:
-    """One peer's message: its process id and descriptors, which the receiver owns."""
+    """One peer's message: the peer's process id and its descriptors, which the receiver owns."""
 
     pid: int
     descriptors: list[int]
 
 
 class Rendezvous:
-    """This rank's connections to its peers, by which descriptors are handed over."""
+    """This rank's connections to its peers, through which they hand over descriptors."""
 
     def __init__(self, rank: int, world_size: int, nonce: bytes) -> None:
         self.nonce = nonce
         self._rank, self._world_size = rank, world_size
-        self.addresses: dict[int, bytes] = {}  # of the peers
+        self.addresses: dict[int, bytes] = {}  # by peer
         self._connections: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
-        self._unknown: list[socket.socket] = []  # have not said who they are
+        self._unknown: list[socket.socket] = []  # connections whose rank is not known yet
         self._sequence = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -112,10 +111,10 @@ class Rendezvous:
             raise
 
     def meet_peers(self, step: Callable[[Sequence[int]], None]) -> None:
-        """Connect with every peer. ``step(missing ranks)`` is called meanwhile. Nobody else can afterwards.
+        """Connect to every peer, and call ``step(missing ranks)`` meanwhile. Later connections are refused.
 
-        The higher rank connects. A listener stays open until its rank has all peers: one that refuses has
-        come to an end, or its rank's connection is here.
+        The higher rank connects. A listener stays open until its rank is connected to all peers, so a
+        refused connection means that the rank has ended or that its own connection has already arrived.
         """
         probed = time.monotonic()
         while missing := [peer for peer in self.addresses if peer not in self._connections]:
@@ -125,7 +124,7 @@ class Rendezvous:
                     label = self._label(sender=self._rank, receiver=peer)
                     try:
                         connection.send(_MESSAGE.pack(*label))
-                    except ConnectionError:  # it has given up meanwhile
+                    except ConnectionError:  # the peer has closed the connection meanwhile
                         connection.close()
                         raise self.died(peer, "joining, connecting to its unix socket") from None
                     self._connections[peer] = connection
@@ -151,7 +150,7 @@ class Rendezvous:
                         connection.close()
 
     def _dial(self, peer: int) -> socket.socket | None:
-        """A connection to the listener of ``peer``; None if it is busy."""
+        """Connect to the listener of ``peer``; return None if it is busy."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.setblocking(False)
@@ -162,7 +161,7 @@ class Rendezvous:
         except BlockingIOError:
             connection.close()
             return None
-        except ConnectionRefusedError:  # also if it is in another network namespace
+        except ConnectionRefusedError:  # raised for a peer in another network namespace, too
             connection.close()
             raise self.died(peer, "joining, connecting to its unix socket") from None
         except OSError as error:
@@ -173,7 +172,7 @@ class Rendezvous:
         return connection
 
     def _accept(self) -> bool:
-        """Take in who has connected, and who of these has said which rank it is. Whether anything moved."""
+        """Accept connections and read which ranks they belong to. Return whether anything changed."""
         moved = False
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -183,7 +182,7 @@ class Rendezvous:
                 if _uid(connection) == os.geteuid():
                     self._unknown.append(connection)
                 else:
-                    connection.close()  # abstract sockets have no permissions; strangers are not answered
+                    connection.close()  # abstract sockets have no permissions; strangers get no answer
         for connection in list(self._unknown):
             with contextlib.suppress(BlockingIOError):
                 try:
@@ -191,7 +190,7 @@ class Rendezvous:
                 except ConnectionError:
                     message = b""
                 self._unknown.remove(connection)
-                try:  # who does not know the nonce is nobody's peer, whatever it says
+                try:  # a process that does not know the nonce is not a peer
                     known = self.nonce in message
                     rank = self._sender(message, self._sequence) if known else None
                 except BaseException:
@@ -204,13 +203,13 @@ class Rendezvous:
         return moved
 
     def hung_up(self, peers: Collection[int]) -> list[int]:
-        """Those of ``peers`` that have closed their ends."""
+        """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
         connections = [
             (peer, connection) for peer in peers if (connection := self._connections.get(peer))
         ]
         ranks = {connection.fileno(): peer for peer, connection in connections}
-        for descriptor in ranks.keys() - {-1}:  # another thread closes them
+        for descriptor in ranks.keys() - {-1}:  # -1: another thread has closed it
             poll.register(descriptor, select.POLLRDHUP)
         ended = select.POLLRDHUP | select.POLLHUP
         return [ranks[descriptor] for descriptor, what in poll.poll(0) if what & ended]
@@ -221,7 +220,7 @@ class Rendezvous:
     def trade(
         self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
     ) -> dict[int, Delivery]:
-        """Send ``descriptors`` to all and take theirs. ``step(missing ranks)`` is called meanwhile."""
+        """Send ``descriptors`` to all peers and receive theirs; call ``step(missing ranks)`` meanwhile."""
         self._sequence += 1
         received: dict[int, Delivery] = {}
         try:
@@ -248,11 +247,11 @@ class Rendezvous:
         except BlockingIOError:
             return False
         except ConnectionError:
-            return True  # it has ended, which is found when its message does not come
+            return True  # the peer has ended; this rank notices when the peer's message does not arrive
         return True
 
     def _receive(self, peer: int, received: dict[int, Delivery]) -> bool:
-        """Take one message of ``peer`` if there is one; False if not."""
+        """Receive one message of ``peer``. Return False if there is none."""
         try:
             message, descriptors, flags, _ = socket.recv_fds(
                 self._connections[peer], _MESSAGE.size + 1, _MOST_DESCRIPTORS
@@ -271,7 +270,7 @@ class Rendezvous:
         except BaseException:
             close_all(descriptors)
             raise
-        if sender != peer:  # None: of an earlier trade, which this rank has given up
+        if sender != peer:  # None: the message belongs to an earlier trade, which this rank aborted
             close_all(descriptors)
             return True
         for descriptor in descriptors:
@@ -280,13 +279,13 @@ class Rendezvous:
         return True
 
     def _sender(self, message: bytes, sequence: int) -> int | None:
-        """The sender; None for one of another group, or of an earlier trade."""
+        """Return the sender, or None if the message belongs to another group or to an earlier trade."""
         what = f"rank {self._rank} got a message that is not of this group"
         if len(message) != _MESSAGE.size:
             raise InterlaceError(f"{what}: it has {len(message)} bytes")
         found = Label(*_MESSAGE.unpack(message))
         if found.magic == MAGIC and found.nonce != self.nonce:
-            return None  # of a generation that crashed, whose process has found this rank's new address
+            return None  # from a crashed generation, which has found this rank's new address
         expected = self._label(sender=found.sender, receiver=self._rank)
         late = found.sequence_number < sequence
         if late and found._replace(sequence_number=sequence) == expected:
@@ -309,7 +308,7 @@ class Rendezvous:
 
 
 def _uid(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+    """Return the user id of the process at the other end."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
@@ -326,12 +325,13 @@ def meet(
     timeout: float,
     watch: Callable[[dict[int, T]], None] = lambda found: None,
 ) -> tuple[list[T], str]:
-    """``read`` of every rank's ``value``, by rank, and a nonce that only these ranks have. Collective.
+    """Return ``read(value)`` of every rank, by rank, and a nonce that only these ranks know. Collective.
 
-    All keys begin with ``key``. Raises CollectiveTimeoutError that names the ranks which have not joined
-    ``group`` within ``timeout`` seconds; InterlaceError with rank and key of a value that cannot be read.
-    ``watch`` is called with what was read, now and then, and raises if a rank will never come. That of rank
-    0 speaks for all: who does not see why itself raises InterlaceError with the same text.
+    All keys begin with ``key``. Raises CollectiveTimeoutError if ranks have not joined ``group`` within
+    ``timeout`` seconds, and InterlaceError, with rank and key, if a value cannot be read. ``watch`` is
+    called repeatedly with the values read so far, and raises if a rank will never come. The error of rank
+    0's ``watch`` counts for all ranks: a rank whose own ``watch`` does not raise raises InterlaceError with
+    the same text.
     """
     deadline = (probed := time.monotonic()) + timeout
     own = os.urandom(NONCE_BYTES).hex()
@@ -339,7 +339,7 @@ def meet(
     found: dict[int, T] = {}
 
     def unread() -> list[int]:
-        """Read what there is; ranks without a value."""
+        """Read the available values. Return the ranks without one."""
         for peer in (peer for peer in range(world_size) if peer not in found):
             if (said := glance(store, its_key := f"{key}/{nonce}/{peer}")) is not None:
                 try:
@@ -352,10 +352,10 @@ def meet(
         return [peer for peer in range(world_size) if peer not in found]
 
     def missing() -> list[int]:
-        """Ranks without a value. A nonce of a run that crashed is replaced by rank 0's new one."""
+        """Return the ranks without a value. Rank 0 replaces a nonce that a crashed run left behind."""
         nonlocal nonce
         current = (glance(store, key) or b"").decode(errors="replace")
-        if rank == 0 and current != own:  # at first; and when somebody has put another one there
+        if rank == 0 and current != own:  # at the beginning, or if it was overwritten
             store.set(key, own)
             current = own
         if len(current) != 2 * NONCE_BYTES:
@@ -367,16 +367,16 @@ def meet(
         return unread()
 
     def opened() -> list[int]:
-        """Rank 0 has taken the nonce back; until then a new one may still replace a stale one."""
+        """Return whether rank 0 has deleted the nonce; until then it may still replace a stale one."""
         if nonce and (said := glance(store, f"{key}/{nonce}/open")) is not None:
-            if said:  # rank 0 has given up
+            if said:  # rank 0 has failed
                 watch(found)
                 text = said.decode(errors="replace")
                 raise InterlaceError(f"rank {rank}: joining has failed: {text}")
             return unread()
         return missing() or [0]
 
-    # polls: Store.wait prints a warning on stderr when it times out
+    # poll, because Store.wait prints a warning on stderr when it times out
     while ranks := missing() if rank == 0 else opened():
         if (now := time.monotonic()) > deadline:
             raise CollectiveTimeoutError(
@@ -398,7 +398,7 @@ def meet(
 
 
 def forget(store: Store, rank: int, key: str, nonce: str) -> None:
-    """Delete this rank's keys. Every rank must have come back from :func:`meet`."""
+    """Delete this rank's keys. Every rank must have returned from :func:`meet`."""
     store.delete_key(f"{key}/{nonce}/{rank}")
     if rank == 0:
         store.delete_key(f"{key}/{nonce}/open")
@@ -409,30 +409,31 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-SURE_SECONDS = 10.0  # for the end of a process to be seen that has hung up
-_STRUCK = -1  # the result of a rank that the others have given up
-SocketCard = tuple[int, bytes]  # a process and the address of its socket
+SURE_SECONDS = 10.0  # how long to wait for the end of a process that closed its connection
+_STRUCK = -1  # the result of a rank that the others have struck off
+SocketCard = tuple[int, bytes]  # a process id and the address of its socket
 _KEY_BYTES, _PID_BYTES = 7, 8
 
 
 class MeetingPoint(Protocol):
-    """What the ranks of a group that is being made need until all are connected."""
+    """The operations that the ranks of a new group need until all of them are connected."""
 
     def cards(self, group: object, own: bytes) -> tuple[list[SocketCard], bytes]:
-        """The card of every rank of ``group``, by rank, and a nonce of theirs alone. Collective."""
+        """Return the card of every rank of ``group``, by rank, and a nonce that only they know.
+        Collective."""
 
     def forget(self) -> None:
-        """Take away what this rank has left. Every rank must have connected."""
+        """Delete everything that this rank has stored. Every rank must have connected."""
 
     def tell(self, text: str) -> None:
-        """Say why this rank does not join."""
+        """Publish why this rank does not join."""
 
     def told(self, rank: int) -> str:
-        """Why ``rank`` does not join; empty if it has not said so."""
+        """Return why ``rank`` does not join, or "" if it has published nothing."""
 
 
 class StoreMeeting:
-    """Ranks meet in a store, under the prefix of the group that they make. ``watch``: see ``meet``."""
+    """A meeting in a store, under the prefix of the new group. ``watch``: see ``meet``."""
 
     def __init__(self, store: Store, watch: Callable[[object], None] = lambda found: None) -> None:
         self._store, self._watch = store, watch
@@ -468,7 +469,8 @@ class StoreMeeting:
 
 
 class MemoryMeeting:
-    """Ranks of ``whole`` meet in its control segments, one meeting at a time. ``hopeless``: why not."""
+    """A meeting of ranks of ``whole`` in its control segments, one meeting at a time. ``hopeless`` finds
+    out why a wait can never end."""
 
     def __init__(
         self, whole: Any, ranks: Sequence[int], prefix: str, hopeless: Interruption
@@ -494,7 +496,7 @@ class MemoryMeeting:
         return cards, nonce.digest()
 
     def forget(self) -> None:
-        """Nothing: the next card takes the place of this one."""
+        """Do nothing: the next card replaces this one."""
 
     def tell(self, text: str) -> None:
         self._control.post(-self._key, text.encode())
@@ -504,16 +506,16 @@ class MemoryMeeting:
 
 
 def _number(text: str) -> int:
-    """A positive int64 that no other text has."""
+    """Return a positive int64 that is different for each text."""
     digest = hashlib.blake2b(text.encode(), digest_size=_KEY_BYTES).digest()
     return 1 + int.from_bytes(digest, "little")
 
 
 def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
-    """Agree on a nonce and learn the addresses of all ranks in ``meeting``; a rank alone needs none.
+    """Agree on a nonce and learn the addresses of all ranks in ``meeting``. A single rank needs no meeting.
 
-    The caller must call ``meeting.forget`` on all ranks once everyone has connected, and must not let any
-    rank go on before all have.
+    The caller must call ``meeting.forget`` on all ranks once every rank has connected, and no rank may
+    continue before that.
     """
     own, ends = os.getpid().to_bytes(_PID_BYTES, "little"), None
     try:
@@ -533,11 +535,11 @@ def connect(group: Any, meeting: MeetingPoint | None) -> Rendezvous:
 
 
 def _card(raw: bytes) -> SocketCard:
-    """The process and the address that a rank has put into the store."""
+    """Parse a card of the store: the process id and the address of one rank."""
     pid, address = raw[:_PID_BYTES], raw[_PID_BYTES:]
     if not address.startswith(b"\0"):
         raise UnreadableError(
-            "what a rank has put into the store is no address of an abstract socket"
+            "the value that a rank has put into the store is not the address of an abstract socket"
         )
     return int.from_bytes(pid, "little"), address
 
@@ -545,11 +547,11 @@ def _card(raw: bytes) -> SocketCard:
 def reason(
     meeting: MeetingPoint | None, rank: int, pids: Mapping[int, int], error: BaseException
 ) -> BaseException:
-    """Why joining has failed: of a peer that has hung up, its reason. Others find it here.
+    """Return why joining has failed, and publish it. If a peer closed its connection, return its reason.
 
-    ``pids``: of the peers, by rank; ``error`` may count the ranks of a larger group.
+    ``pids`` are the peers' process ids, by rank. ``error`` may use the ranks of a larger group.
     """
-    with contextlib.suppress(Exception):  # the store may be what has failed
+    with contextlib.suppress(Exception):  # the store itself may have failed
         if meeting is not None:
             if isinstance(error, PeerDiedError):
                 lost = [peer for peer, pid in pids.items() if pid == error.pid]
@@ -564,7 +566,8 @@ def reason(
 
 
 class Roll(Protocol):
-    """What every rank of a group has said of how it goes on, and who is gone. It outlives its ranks."""
+    """The published words of every rank of a group that continues, and its ended ranks; outlives its
+    ranks."""
 
     rank: int
     world_size: int
@@ -573,26 +576,28 @@ class Roll(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Seconds after which a rank that says nothing is struck off."""
+        """Return the seconds after which a rank that publishes nothing is struck off."""
 
     def begin(self, members: Sequence[int]) -> None:
-        """From now on only ``members`` count. Raises InterlaceError if the group is closed."""
+        """Count only ``members`` from now on. Raises InterlaceError if the group is closed."""
 
     def said(self, rank: int, what: int) -> int:
-        """The last WANTED, ATTEMPT, or RESULT of ``rank``: twice the attempt, and 1 if it has joined."""
+        """Return the last WANTED, ATTEMPT or RESULT of ``rank``. RESULT is twice the attempt, plus 1 if the
+        rank has joined."""
 
     def say(self, what: int, value: int) -> None:
-        """Say it to all, for ever."""
+        """Publish a value to all ranks. It is never deleted."""
 
     def gone(self) -> Set[int]:
-        """Who has ended, left or was struck off, whose last word is known: the caller, too."""
+        """Return the ranks that ended, left or were struck off and will publish nothing more. They include
+        the caller if it was struck off."""
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
-        """Count those of ``ranks`` as gone whose RESULT is less than ``before``."""
+        """Strike off those of ``ranks`` whose RESULT is less than ``before``."""
 
 
 class MemoryRoll:
-    """The roll of ``group``, of one host: words of the control segments, pidfds and connections."""
+    """The roll of a ``group`` on one host: words of the control segments, pidfds and connections."""
 
     def __init__(self, group: Any) -> None:
         if group.control is None:
@@ -604,7 +609,7 @@ class MemoryRoll:
         self.timeout = group.timeout
 
     def begin(self, members: Sequence[int]) -> None:
-        """Nothing: what ranks say is where all can read it."""
+        """Do nothing: all ranks can read the published words."""
 
     def said(self, rank: int, what: int) -> int:
         return int(self._control.words[rank].acquired(what))
@@ -612,7 +617,7 @@ class MemoryRoll:
     def say(self, what: int, value: int) -> None:
         before = self.said(self.rank, what)
         if what == RESULT:
-            self._swap(self.rank, before, value)  # which fails if the rank was struck off
+            self._swap(self.rank, before, value)  # fails if the rank was struck off
         else:
             self._release(what, value)
 
@@ -636,11 +641,11 @@ class MemoryRoll:
 def reunite(
     roll: Roll, ranks: Sequence[int] | None, join: Callable[[Sequence[int], str, Interruption], T]
 ) -> tuple[T, list[int]]:
-    """A group of those of ``ranks``, by default of all, that live; and who they are in ``roll``'s.
+    """Make a group of the live ``ranks`` (default: all). Return it and the members' ranks in ``roll``.
 
-    Collective over them; that group may have failed, but must not be closed. ``join(ranks, name, over)``
-    joins, and waits no longer once ``over`` finds why. Raises CollectiveTimeoutError that names those of
-    ``ranks`` which live and do not come, PeerDiedError if one of them does not live.
+    Collective over the live ranks; their group may have failed, but must not be closed. ``join(ranks, name,
+    over)`` joins the new group, and stops waiting once ``over`` returns an error. Raises
+    CollectiveTimeoutError if live ``ranks`` do not come, and PeerDiedError if one of ``ranks`` has ended.
     """
     doing = f"going on with what is left of group {roll.prefix!r}"
     wanted = range(roll.world_size) if ranks is None else ranks
@@ -649,7 +654,7 @@ def reunite(
     roll.say(WANTED, number := 0 if ranks is None else _number(repr(left)))
 
     def result(rank: int) -> int:
-        """Of this attempt: 1 if ``rank`` has joined, 0 if it has not, less if it has not said."""
+        """Return the outcome of this attempt: 1 if ``rank`` joined, 0 if it failed, negative if unknown."""
         return roll.said(rank, RESULT) - 2 * attempt
 
     def gone() -> Set[int]:
@@ -661,7 +666,7 @@ def reunite(
         return lost
 
     def over(doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """Why this attempt of ``left`` has failed."""
+        """Return why this attempt of the ranks ``left`` has failed, or None."""
         lost = gone()
         for rank in left:
             if result(rank) == 0 or (rank in lost and result(rank) < 0):
@@ -669,12 +674,15 @@ def reunite(
         return None
 
     def compare() -> None:
-        """Raise if one that has come means others, once all that have come have seen that, too."""
+        """Raise if a rank that has come wants another set of ranks, once all that have come have seen
+        it."""
         come = [rank for rank in left if roll.said(rank, ATTEMPT) >= attempt]
         if others := [rank for rank in come if roll.said(rank, WANTED) != number]:
             roll.say(RESULT, 2 * attempt)
             patience = Patience(roll.rank, roll.timeout, lambda doing, waited_for: None)
-            with contextlib.suppress(InterlaceError):  # what each meant stays to be seen so long
+            with contextlib.suppress(
+                InterlaceError
+            ):  # keep this rank's WANTED readable for a while
                 while late := [rank for rank in silent() if rank in come]:
                     patience.step(doing, late)
             mine = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
@@ -693,7 +701,7 @@ def reunite(
         return [rank for rank in left if result(rank) < 0 and rank not in lost]
 
     def again() -> bool:
-        """Whether others have seen why this attempt failed, and try again."""
+        """Return whether the others have seen why this attempt failed and have begun the next one."""
         return any(roll.said(rank, ATTEMPT) > attempt for rank in left)
 
     def await_all(missing: Callable[[], list[int]]) -> None:

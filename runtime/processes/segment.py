@@ -1,20 +1,20 @@
-"""Shared memory segments: one memfd each, sealed, allocated before it is mapped, without a name.
+"""Shared memory segments. Each is one memfd: sealed, allocated before it is mapped, without a name.
 
 =====================  ===========================================================================
-memfd                  no name in /dev/shm: nothing is left behind after SIGKILL, and nothing
-                       stale can be found by the next job
-posix_fallocate        pages exist before they are mapped; a full memory is an error here, not a
-                       SIGBUS at some later store
-F_SEAL_SHRINK, _GROW   no process can truncate the file under the others (that would be SIGBUS too)
-header page            magic, layout version, nonce, rank, world size, size; checked by everyone who
-                       maps the segment, before first use
+memfd                  has no name in /dev/shm: SIGKILL leaves nothing behind, and the next job finds
+                       nothing stale
+posix_fallocate        pages are allocated before they are mapped; a full memory is an error here, not
+                       a SIGBUS at a later store
+F_SEAL_SHRINK, _GROW   no process can truncate the file under the others (also a SIGBUS)
+header page            magic, layout version, nonce, rank, world size, size; every process that maps the
+                       segment checks them before first use
 =====================  ===========================================================================
 
-The first page is the header; the data starts at the second page.
+The first page is the header. The data starts at the second page.
 
-``mmap.mmap`` is not used: it keeps a duplicate of the descriptor per mapping (until Python 3.13),
-and its ``close`` unmaps under a tensor that was made by ``torch.frombuffer``. A :class:`Mapping`
-is unmapped when the last array or tensor over it is gone, and not before.
+``mmap.mmap`` is not used: until Python 3.13 it keeps a duplicate of the descriptor per mapping, and its
+``close`` unmaps under a tensor that was made by ``torch.frombuffer``. A :class:`Mapping` is unmapped when
+the last array or tensor over it is gone, and not before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HEADER = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQ")
 HEADER_BYTES = _HEADER.size
 
 _PIECE = 64 << 20
-# By controllers (version 2, 1): files of limit and use, what is dropped when memory is short, folder.
+# By cgroup version (2, 1): the files with limit and use, the statistic of droppable memory, the folder.
 _GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file", ""),
     "memory": (
@@ -74,7 +74,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Identity:
-    """A segment's header: facts about itself. ``nbytes`` excludes the header page."""
+    """The contents of a segment's header. ``nbytes`` excludes the header page."""
 
     nonce: bytes
     rank: int
@@ -83,7 +83,7 @@ class Identity:
 
     @classmethod
     def unpack(cls, header: bytes) -> Identity:
-        """The identity in a header, or in a message that announces it."""
+        """Parse the identity in a header, or in a message that announces it."""
         if len(header) < _HEADER.size:
             raise InterlaceError(f"{len(header)} bytes are no header of shared memory")
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
@@ -94,7 +94,7 @@ class Identity:
         )
 
     def check(self, header: bytes, what: str) -> None:
-        """Raise unless ``header`` says the same; names the first field that differs."""
+        """Raise unless ``header`` has the same contents; the error names the first field that differs."""
         if header[: len(MAGIC)] != MAGIC:
             raise InterlaceError(
                 f"{what}: not memory of interlace (magic {header[: len(MAGIC)]!r}, not {MAGIC!r})"
@@ -106,7 +106,7 @@ class Identity:
 def compare(
     what: str, names: Iterable[str], found: Iterable[object], expected: Iterable[object]
 ) -> None:
-    """Raise InterlaceError that names the first field in which they differ."""
+    """Raise InterlaceError that names the first differing field."""
     for name, has, wants in zip(names, found, expected, strict=True):
         if has != wants:
             has, wants = (v.hex() if isinstance(v, bytes) else v for v in (has, wants))
@@ -114,7 +114,8 @@ def compare(
 
 
 def agreed_identities(answers: Sequence[bytes], names: Sequence[int]) -> list[Identity]:
-    """The headers that ranks, by ``names``, have sent, each with why not; raises if sizes differ."""
+    """Parse the headers that ranks, by ``names``, have sent, each with an error text. Raises if a rank had
+    an error or if sizes differ."""
     identities = [Identity.unpack(answer) for answer in answers]
     first = identities[0].nbytes
     for name, other in zip(names, identities, strict=True):
@@ -129,7 +130,7 @@ def agreed_identities(answers: Sequence[bytes], names: Sequence[int]) -> list[Id
 
 
 class Mapping:
-    """A shared mapping of a whole file; the address range lives as long as any view of it."""
+    """A shared mapping of a whole file. The address range stays mapped while a view of it exists."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         address = _libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, descriptor, 0)
@@ -138,8 +139,7 @@ class Mapping:
             raise InterlaceError(f"cannot map {nbytes} bytes: {os.strerror(code)}")
         self.address: int = address
         self.nbytes = nbytes
-        # Not at interpreter exit: other exit handlers and daemon threads may still touch the
-        # memory.
+        # Not at interpreter exit: other exit handlers and daemon threads may still touch the memory.
         weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
 
     @property
@@ -152,7 +152,7 @@ class Mapping:
         }
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes behind the header page; the array (and views of it) keep the mapping alive."""
+        """Return the bytes after the header page. The array and its views keep the mapping alive."""
         whole: npt.NDArray[np.uint8] = np.asarray(self)
         return whole[PAGE:]
 
@@ -165,9 +165,9 @@ class Mapping:
 
 
 class SharedSegment:
-    """A segment that this process has made, and its descriptor, to hand to peers, until it is closed.
+    """A segment that this process has created, and its descriptor for the peers, until it is closed.
 
-    The memory of its last ``later`` bytes is not there before it is reserved.
+    The memory of its last ``later`` bytes is allocated only when :meth:`reserve` is called.
     """
 
     def __init__(self, identity: Identity, later: int = 0) -> None:
@@ -181,13 +181,13 @@ class SharedSegment:
             raise
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate ``nbytes`` of the data at ``offset``; InterlaceError if memory is short."""
+        """Allocate ``nbytes`` of the data at ``offset``. InterlaceError if memory is short."""
         with _allocating(nbytes):
             _allocate(self.descriptor, PAGE + offset, nbytes)
 
 
 def create_segment(identity: Identity, later: int = 0) -> int:
-    """A zeroed, sealed memfd with its header written; the caller owns the descriptor."""
+    """Create a zeroed, sealed memfd and write its header. The caller owns the descriptor."""
     nbytes = PAGE + identity.nbytes
     try:
         descriptor = os.memfd_create("interlace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -209,8 +209,8 @@ def create_segment(identity: Identity, later: int = 0) -> int:
 def _allocate(descriptor: int, start: int, nbytes: int) -> None:
     for offset in range(0, nbytes, _PIECE):
         piece = min(_PIECE, nbytes - offset)
-        # A memfd has no quota: the kernel would not refuse, its OOM killer would pick a victim.
-        # All ranks allocate at once, so what is left is looked up again before every piece.
+        # A memfd has no quota: the kernel would not refuse, and its OOM killer would kill some process.
+        # All ranks allocate at once, so the free memory is read again before every piece.
         left = available_memory()
         if nbytes - offset > left:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {left} bytes left")
@@ -219,7 +219,7 @@ def _allocate(descriptor: int, start: int, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def _allocating(nbytes: int) -> Iterator[None]:
-    """Within it an OSError of memory that is short becomes an InterlaceError."""
+    """Turn an OSError for lack of memory into an InterlaceError."""
     try:
         yield
     except OSError as error:
@@ -231,7 +231,7 @@ def _allocating(nbytes: int) -> Iterator[None]:
 
 
 def map_segment(descriptor: int, identity: Identity) -> Mapping:
-    """Map a segment, perhaps made by a peer, after checking that it is the right one."""
+    """Map a segment, which a peer may have created, after checking that it is the right one."""
     what = f"shared segment of rank {identity.rank}"
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -240,7 +240,7 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     if seals & needed != needed:
         raise InterlaceError(f"{what}: not sealed (seals {seals:#x}); its size could change")
-    # The header first, from the file: mapping a file of the wrong size would end in SIGBUS.
+    # Read the header from the file first: mapping a file of the wrong size would end in SIGBUS.
     identity.check(os.pread(descriptor, _HEADER.size, 0).ljust(_HEADER.size, b"\0"), what)
     size = os.fstat(descriptor).st_size
     if size != PAGE + identity.nbytes:
@@ -249,7 +249,8 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now, as the kernel and this process's control groups see it."""
+    """Return the bytes that can be allocated now, as the kernel and this process's control groups
+    report."""
     amounts = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -259,29 +260,29 @@ def available_memory() -> int:
 
 
 def left_in_groups(groups: str, top: Path) -> Iterator[int]:
-    """Bytes left in each of these control groups, as the kernel lists them, and in those around them.
+    """Yield the bytes left in each of these control groups, as the kernel lists them, and in their parents.
 
-    Files that were read and are not in use count as left: the kernel drops them when memory is short.
+    Cached files that are not in use count as free: the kernel drops them when memory is short.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):  # version 2 has one hierarchy, without a name
+        if controllers not in ("", "memory"):  # version 2 has one hierarchy, which has no name
             continue
         limit, used, cache, name = _GROUP_FILES[controllers]
         for folder in (top / name / path.lstrip("/") / "x").parents:
             if folder.is_relative_to(top / name):
-                with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
+                with contextlib.suppress(OSError, ValueError):  # the group does not exist, or "max"
                     left = int((folder / limit).read_text()) - int((folder / used).read_text())
                     stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
                     yield left + int(stat.get(cache, 0))
 
 
 class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
-    """The caller's arrays that a group shares, numbered alike on all ranks, while this rank has its own.
+    """The arrays of callers that a group shares, with the same number on all ranks while they exist here.
 
-    ``interlace.symmetric_memory`` shares them. A collective on a tensor that lies in one needs no staging:
-    the others read it where it is. Of each: address and bytes of the own array, which must not live here,
-    and all others.
+    ``interlace.symmetric_memory`` shares them. A collective on a tensor inside one needs no staging,
+    because the peers read it in place. An entry has the address and size of this rank's array, which must
+    not be kept alive here, and the arrays of all other ranks.
     """
 
     def __init__(self, rank: int) -> None:
@@ -290,7 +291,7 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
         self._count = 0
 
     def add(self, arrays: Sequence[Array]) -> None:
-        """One array per rank, of equal sizes. Called in the same order on all ranks."""
+        """Add one array per rank, of equal sizes. Called in the same order on all ranks."""
         self._count = number = self._count + 1
         own = arrays[self._rank]
         if own.nbytes:
@@ -299,12 +300,13 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
             weakref.finalize(own, self.pop, number, None)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int]:
-        """The number of the range that holds these bytes and where in it; number 0 if none does."""
+        """Return the number of the range that holds these bytes, and their offset; number 0 if none
+        does."""
         for number, (start, size, _) in list(self.items()):
             if start <= address and address + nbytes <= start + size:
                 return number, address - start
         return 0, 0
 
     def array(self, number: int, rank: int) -> Array:
-        """Another rank's array of range ``number``."""
+        """Return another rank's array of range ``number``."""
         return self[number][2][rank - (rank > self._rank)]

@@ -1,9 +1,9 @@
-"""A store whose values only the processes of one job can write: each carries a keyed digest.
+"""A store whose values only the processes of one job can write: each value has a keyed digest.
 
-Whoever reaches the port of torch's TCPStore can read and write everything in it. The *secret* of the job,
-which these processes have from whoever started them, decides what is believed: a value with another
-digest counts as missing where that is asked for, and is an error where it is needed. Key and value are
-digested together, so that a value cannot be moved to another key.
+Any process that reaches the port of torch's TCPStore can read and write all of it. The processes of a job
+get a *secret* from their launcher, and accept only values whose digest was made with it. A value with
+another digest counts as missing where a missing value is allowed, and is an error elsewhere. Key and value
+are digested together, so that a value cannot be moved to another key.
 """
 
 import hmac
@@ -18,20 +18,20 @@ from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 SECRET, TRUST = "INTERLACE_SECRET", "INTERLACE_TRUST_NETWORK"
 DIGEST_BYTES = 32
 STORE_POLL_SECONDS = 2e-3
-_NOTHING = "nothing"  # which is no value that any rank writes
+_NOTHING = "nothing"  # no rank writes this value
 
 
 class StoreGoneError(InterlaceError):
-    """Nobody serves the store any more."""
+    """Raised when no process serves the store any more."""
 
 
 def job_secret() -> bytes:
-    """The secret that the job's launcher has put into the environment; empty if there is none."""
+    """Return the secret that the job's launcher has put into the environment, or b"" if there is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def need_secret(rank: int) -> None:
-    """Raise PlaceUnavailableError where ranks of several hosts could not tell each other from strangers."""
+    """Raise PlaceUnavailableError if ranks of several hosts could not tell each other from strangers."""
     if not job_secret() and os.environ.get(TRUST, "") != "1":
         raise PlaceUnavailableError(
             f"rank {rank}: a group on several hosts needs a secret of the job in {SECRET}, the same for "
@@ -40,7 +40,7 @@ def need_secret(rank: int) -> None:
 
 
 def digest(secret: bytes, *parts: bytes) -> bytes:
-    """The digest that only who knows ``secret`` can make of ``parts``."""
+    """Return a digest of ``parts`` that needs ``secret`` to compute."""
     return hmac.digest(secret, b"".join(b"%d:%b" % (len(part), part) for part in parts), "sha256")
 
 
@@ -56,7 +56,7 @@ class SignedStore(Store):
         self.underlying_store.set(key, digest(self._secret, key.encode(), data) + data)  # type: ignore[arg-type]
 
     def valid(self, key: str, found: bytes) -> bytes | None:
-        """The data of what was ``found`` in the underlying store; None if it is not signed."""
+        """Return the data of a value ``found`` in the underlying store, or None if it is not signed."""
         said, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
         valid = hmac.compare_digest(said, digest(self._secret, key.encode(), data))
         return data if valid else None
@@ -82,8 +82,8 @@ class SignedStore(Store):
 class PolledStore(Store):
     """A prefix of ``underlying_store`` for C++ code that waits in it, in a thread of its own.
 
-    Others can use the store meanwhile, which TCPStore lets nobody while it waits itself. Waits end when
-    ``over()``. Keep a reference to it while C++ code uses it.
+    Other threads can use the store meanwhile; a TCPStore blocks them while it waits itself. Waits end when
+    ``over()`` returns True. Keep a reference to it while C++ code uses it.
     """
 
     def __init__(self, underlying_store: Store, prefix: str, over: Callable[[], bool]) -> None:
@@ -107,12 +107,12 @@ class PolledStore(Store):
 
 
 def glance(store: Store, key: str) -> bytes | None:
-    """The value of ``key``, None if there is none to believe. ``get`` would wait for one, unbounded."""
+    """Return the value of ``key``, or None if no valid one exists. ``get`` would wait without a bound."""
     if isinstance(store, SignedStore):
         found = glance(store.underlying_store, key)
         return None if found is None else store.valid(key, found)
     try:
-        found = store.compare_set(key, _NOTHING, _NOTHING)  # which changes nothing
+        found = store.compare_set(key, _NOTHING, _NOTHING)  # changes nothing
     except RuntimeError as error:
         raise StoreGoneError(
             f"the store does not answer ({error}): the process that serves it has ended, which is that of "

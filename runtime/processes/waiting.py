@@ -1,17 +1,17 @@
-"""Waits of one process for others: polite, bounded, and never for somebody who is gone.
+"""Waits of one process for others: they yield the core, are bounded, and never wait for an ended process.
 
-A wait is a loop of the caller's own polls with one :meth:`Patience.step` after each that failed::
+A wait is a loop of the caller's own polls, with one :meth:`Patience.step` after each failed poll::
 
-    polls 1-20        nothing: the answer is usually there within microseconds
-    up to 1 ms        give the core away after each poll: with more ranks than cores the one that is
-                      waited for may need it (a barrier on 2 cores is 4 times faster with it); not while
-                      others of the host want the cores, who keep one that they are given for milliseconds
-    later             sleep until a peer rings the bell (``control.py``), at most 1 ms; where nobody
-                      would ring it, 1/20 of the time waited so far
-    every 1 ms        look for the reasons why the wait could never end
+    polls 1-20        nothing: the answer usually arrives within microseconds
+    up to 1 ms        yield the core after each poll: with more ranks than cores, the awaited rank may need
+                      it (a barrier on 2 cores is 4 times faster with it). Not while other processes of the
+                      host want the cores, because they keep a yielded core for milliseconds
+    later             sleep until a peer rings the bell (``control.py``), at most 1 ms; if no peer would
+                      ring it, sleep for 1/20 of the time waited so far
+    every 1 ms        look for reasons why the wait could never end
 
-A reason must be found twice with a poll in between: a peer may publish what is waited for and then
-exit, and that is no failure.
+A reason must be found twice with a poll in between: a peer may publish the awaited value and then exit,
+which is not a failure.
 """
 
 import ctypes
@@ -27,21 +27,21 @@ from interlace.runtime.processes.deadlock import LastingWait
 CHECK_SECONDS = 1e-3
 YIELD_SECONDS = 1e-3
 SPINS = 20
-LONG_YIELD = 500_000  # ns: somebody took a whole turn
-CROWDED = 10  # times as long as that turn this process gives no core away; who sleeps is woken before them
+LONG_YIELD = 500_000  # ns: another process took a whole time slice
+CROWDED = 10  # for this many such slices this process yields no core; a sleeping one is woken before others
 
-# os.sched_yield keeps the GIL before Python 3.12, and so would starve the process's other threads.
+# os.sched_yield keeps the GIL before Python 3.12 and would starve the process's other threads.
 _yield_core = ctypes.CDLL(None).sched_yield
 
 crowded_until = ctypes.c_int64()
-"""In ns of the monotonic clock, of this process; machine code looks at it, and sets it, too."""
+"""In ns of the monotonic clock, for this process. Machine code reads and sets it, too."""
 CROWD = LONG_YIELD, CROWDED, ctypes.addressof(crowded_until)
 
 Interruption = Callable[[str, Sequence[int]], InterlaceError | None]
 
 
 def give_core_away() -> None:
-    """To whoever waits for one, and take note if that was somebody who kept it."""
+    """Yield the core, and note it if another process kept the core for long."""
     before = time.monotonic_ns()
     _yield_core()
     after = time.monotonic_ns()
@@ -54,9 +54,9 @@ def usable_cores() -> int:
 
 
 def ended_processes(pidfds: Mapping[int, int], seconds: float = 0.0) -> list[int]:
-    """The ranks whose process has ended, or the first within ``seconds``.
+    """Return the ranks whose process has ended; wait at most ``seconds`` for the first one.
 
-    Threads cannot share a poll object, so it has one of its own.
+    Threads cannot share a poll object, so each call makes its own.
     """
     poll = select.poll()
     ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
@@ -68,7 +68,7 @@ def ended_processes(pidfds: Mapping[int, int], seconds: float = 0.0) -> list[int
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process has ended that had this number a moment ago."""
+    """Return whether the process that had this number a moment ago has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
@@ -80,10 +80,10 @@ def has_ended(pid: int) -> bool:
 
 
 class Patience:
-    """The state of one wait. ``interruption`` finds why it can never end; ``timeout`` bounds it.
+    """The state of one wait. ``interruption`` finds out why it can never end; ``timeout`` bounds it.
 
-    ``judge`` knows who is to blame, and is told what it ends with. ``since``: when what it waits for began,
-    by the monotonic clock, if the bound counts from there.
+    ``judge`` finds out who is to blame, and is called with the error that ends the wait. ``since`` is the
+    start of the awaited event, by the monotonic clock, if the timeout counts from there.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class Patience:
     def step(
         self, doing: str, waited_for: Sequence[int], ready: Callable[[], bool] | None = None
     ) -> None:
-        """Spend time after a failed poll; raise if hopeless. ``ready``: the poll, if peers ring for it."""
+        """Spend time after a failed poll; raise if hopeless. ``ready`` is the poll, if peers ring for
+        it."""
         self._steps += 1
         if self._steps < 0:
             return
@@ -131,13 +132,13 @@ class Patience:
             time.sleep(min(LONGEST_SLEEP, waited / 20))
 
     def due(self, now: float) -> bool:
-        """Whether to :meth:`check` by now."""
+        """Return whether :meth:`check` is due."""
         if not self._next_check:
             self._next_check = now + CHECK_SECONDS
         return now >= self._next_check
 
     def check(self, doing: str, waited_for: Sequence[int], now: float) -> bool:
-        """Raise if hopeless. True: poll before anything else."""
+        """Raise if hopeless. Return True if the caller must poll first."""
         self._next_check = now + CHECK_SECONDS
         problem = self._interruption(doing, waited_for)
         if problem is not None:

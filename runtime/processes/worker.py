@@ -1,8 +1,9 @@
-"""Threads of interlace's own; one runs functions in the order of submission: async ops of a CPU place.
+"""Interlace's own threads. One kind runs functions in the order of submission: async ops of a CPU place.
 
-They end before Python does. One that came back from torch into an interpreter that is gone would abort the
-process: Python before 3.14 ends such a thread by unwinding it, and torch's functions let nothing through.
-So a process begins its end by leaving all groups, which ends what waits in threads; then they are joined.
+They must end before Python does. A thread that returned from torch into a finalized interpreter would abort
+the process: Python before 3.14 ends such a thread by unwinding it, and torch's functions do not let an
+exception through. Therefore a process first leaves all groups, which ends the waits in threads, and then
+joins the threads.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ import torch
 from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.processes import dump as record
 
-END_SECONDS = 3.0  # for what leaves, and for functions in threads, when the process ends
-JOIN_SECONDS = 2.0  # for the threads then
+END_SECONDS = 3.0  # for members to leave and functions to end when the process ends
+JOIN_SECONDS = 2.0  # for the threads to end afterwards
 
 T = TypeVar("T")
 
 
 class Helper(threading.Thread):
-    """A thread that calls no op of its own accord, nor what may call one while ``at_work`` is false.
+    """A thread that calls no op by itself, and no code that may call one while ``at_work`` is false.
 
-    One that is ``endless`` does nothing but wait, and is not joined.
+    An ``endless`` one only waits, and is not joined.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Helper(threading.Thread):
 
 
 def apart(name: str, function: Callable[[], T], step: Callable[[], None]) -> T:
-    """What ``function`` returns, which a thread runs. ``step`` is called meanwhile; if it raises, so does
-    this, and the thread is left to itself."""
+    """Run ``function`` in a thread and return its result. Call ``step`` meanwhile; if ``step`` raises,
+    raise the same error and leave the thread alone."""
     worker = OrderedWorker(name)
     try:
         future = worker.submit(function)
@@ -66,11 +67,11 @@ def apart(name: str, function: Callable[[], T], step: Callable[[], None]) -> T:
 
 
 class OrderedWorker:
-    """Runs functions one after another in a daemon thread, which starts with the first of them.
+    """Runs functions one after another in a daemon thread, which starts with the first function.
 
-    A function sees the context variables and the inference mode of the thread that submitted it.
-    ``unfinished`` counts what was submitted and has not finished; once it is 0, what that wrote is visible.
-    The thread ends, too, when nobody has the worker any more and what was submitted has finished.
+    A function has the context variables and the inference mode of the thread that submitted it.
+    ``unfinished`` counts the submitted functions that have not finished; when it is 0, their writes are
+    visible. The thread also ends when no reference to the worker is left and all functions have finished.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,21 +88,21 @@ class OrderedWorker:
         return threading.current_thread() is self._thread
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Queue ``function``; the future has its result or exception."""
+        """Queue ``function``. The future receives its result or exception."""
         future: Future[T] = Future()
         context = contextvars.copy_context()
-        if torch.is_inference_mode_enabled():  # whose tensors nobody outside may write
+        if torch.is_inference_mode_enabled():  # others must not write tensors of this mode
             function = torch.inference_mode()(function)
         with self._lock:
             if self._closed:
                 raise AbortedError(f"{self._name} is closed")
-            if self._thread is None:  # started first: without it nothing is queued
+            if self._thread is None:  # start it first: without a thread nothing is queued
                 own = weakref.ref(self)
                 at_work = lambda: (worker := own()) is not None and worker.unfinished  # noqa: E731
                 self._thread = Helper(self._name, _run, (self._items,), at_work)
                 try:
                     self._thread.start()
-                except RuntimeError:  # there can be no more threads
+                except RuntimeError:  # no more threads can be started
                     self._thread = None
                     raise
             self.unfinished += 1
@@ -109,13 +110,14 @@ class OrderedWorker:
         return future
 
     def drain(self) -> None:
-        """Block until everything submitted has finished; at once in the worker itself."""
+        """Block until all submitted functions have finished. Return at once in the worker's own thread."""
         if self._thread is not None and not self.inside:
             with self._lock:
                 self._lock.wait_for(lambda: self.unfinished == 0)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the thread, whether it has. What has not started fails; what runs has ``timeout`` seconds."""
+        """End the thread and return whether it has ended. Functions that have not started fail; a running
+        one has ``timeout`` seconds."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -128,7 +130,7 @@ class OrderedWorker:
     def _perform(
         self, future: Future[T], function: Callable[[], T], context: contextvars.Context
     ) -> None:
-        """Run what was submitted, in the thread."""
+        """Run a submitted function, in the thread."""
         try:
             if self._closed:
                 raise AbortedError(f"{self._name} was closed before this op started")
@@ -141,15 +143,15 @@ class OrderedWorker:
             future.set_result(result)
 
     def _one_finished(self) -> None:
-        """Before the future is set: who has waited for the future finds the worker idle."""
+        """Count down before the future is set: a caller that waits for the future finds the worker idle."""
         with self._lock:
             self.unfinished -= 1
             self._lock.notify_all()
 
 
 def _run(items: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """The thread of a worker. While it waits, it keeps neither the worker nor an op's tensors alive."""
-    # A tensor may come to require grad while its op is queued: the result of a functional op does.
+    """Run the thread of a worker. While it waits, it keeps neither the worker nor an op's tensors alive."""
+    # A tensor may begin to require grad while its op is queued, as the result of a functional op does.
     torch.set_grad_enabled(False)
     while (item := items.get()) is not None:
         item()
@@ -157,10 +159,10 @@ def _run(items: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Member(Protocol):
-    """What takes part in a group until it is closed."""
+    """An object that takes part in a group until it is closed."""
 
     def abort(self, reason: str) -> None:
-        """Tell the others why this rank ends."""
+        """Tell the other ranks why this rank ends."""
 
     def close(self) -> None:
         """Leave the group in good order. Idempotent."""
@@ -174,14 +176,14 @@ _ends = 0.0
 
 
 def ends() -> float:
-    """When threads must have ended, by the monotonic clock; 0 while the process does not end."""
+    """Return when threads must have ended, by the monotonic clock; 0 unless the process is ending."""
     return _ends
 
 
 def close_at_exit(member: Member, instead_of: Member | None = None) -> None:
-    """Have ``member`` closed when the process ends, before those that were named earlier.
+    """Close ``member`` when the process ends, before the members that were registered earlier.
 
-    It closes what it is there ``instead_of``, if anything.
+    ``member`` closes ``instead_of`` itself, if that is given.
     """
     for number, other in list(_members.items()):
         if other is instead_of:
@@ -190,7 +192,7 @@ def close_at_exit(member: Member, instead_of: Member | None = None) -> None:
 
 
 def _at_exit() -> None:
-    """Leave in good order, so that peers still at work do not take this process for a dead one."""
+    """Leave all groups in good order, so that working peers do not report this process as dead."""
     global _ends
     _ends = time.monotonic() + END_SECONDS
     uncaught = getattr(sys, "last_value", None)
@@ -200,7 +202,9 @@ def _at_exit() -> None:
         record.dump_last(why)
         for member in members:
             member.abort(why)
-    with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are closed
+    with (
+        contextlib.ExitStack() as stack
+    ):  # if closing one raises, the others are closed all the same
         for member in members:
             stack.callback(member.close)
     for thread in threading.enumerate():
@@ -208,5 +212,5 @@ def _at_exit() -> None:
             thread.join(max(0.0, _ends + JOIN_SECONDS - time.monotonic()))
 
 
-os.register_at_fork(after_in_child=_members.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_members.clear)  # they belong to the parent
 atexit.register(_at_exit)
