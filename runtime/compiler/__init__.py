@@ -1,1 +1,1 @@
-"""Kernels compiled for a GPU that need not be here: catalogue, worker processes, artifacts, reports."""
+"""Kernels compiled for a GPU that may be absent: catalogue, worker processes, artifacts, reports."""

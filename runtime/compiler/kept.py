@@ -1,9 +1,10 @@
-"""PTX to run that another process had compiled: no compiling process is started for it.
+"""A cache of PTX to run on a CPU, so that no compiling process has to be started.
 
-Files are in the folder in which Triton keeps what it has compiled of the kernel's file. Each is named by a
-digest of the request, of Triton, of what compiles here, and of the kernel: the texts and values of all that
-its code names. The compiling process writes it by what it has loaded itself, and another one asks for it by
-what that has loaded: where the two differ, as when a test has set a constant anew, nothing is found.
+The files are in the folder in which Triton caches the compilations of the kernel's file. A file's name is a
+digest of the request, of Triton, of this compiler package, and of the kernel: the texts and values of all
+names that its code uses. The compiling process computes the digest from what it has loaded, and the reading
+process from what it has loaded. If the two differ, as after a test has changed a constant, nothing is
+found.
 """
 
 import contextlib
@@ -26,10 +27,10 @@ _COMPILER = ("worker.py", "../compat/triton_launcher.py", "../core/launch.py")
 
 
 def folder(path: str) -> pathlib.Path:
-    """Where to keep what is compiled of the file ``path``.
+    """Return the folder of the cache for the kernels of file ``path``.
 
-    Files, and copies of this package, are kept apart: Triton's cache goes by text, not by place. It would
-    give a kernel the lines of another file, which may be gone.
+    Each file, and each copy of this package, has a folder of its own: Triton's cache is keyed by text, not
+    by place, and would report lines of another file, which may no longer exist.
     """
     root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
     place = os.path.realpath(path or __file__)
@@ -38,9 +39,9 @@ def folder(path: str) -> pathlib.Path:
 
 
 def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None:
-    """Where to keep what is made of ``request``; None where something that counts is told by address."""
+    """Return the cache file of ``request``, or None if something relevant is known only by its address."""
     told = [_compiler(), version_and_settings(), repr(sorted(vars(request).items()))]
-    with contextlib.suppress(OSError):  # of a function without a file
+    with contextlib.suppress(OSError):  # raised for a function without a file
         told += map(_told, named(kernel, _NOT_OURS))
         if not any(" at 0x" in each for each in told[2:]):
             digest = hashlib.blake2b("\0".join(told).encode(), digest_size=16).hexdigest()
@@ -49,7 +50,7 @@ def file_of(request: Compilation, kernel: KernelFunction) -> pathlib.Path | None
 
 
 def read(file: pathlib.Path) -> Measurement | None:
-    """What was kept, if the file is there and whole."""
+    """Return the cached measurement, or None if the file is missing or damaged."""
     with contextlib.suppress(OSError, LookupError, ValueError, TypeError):
         values = json.loads(file.read_bytes())
         found = Measurement(**{**values, "descriptors": tuple(values["descriptors"])})
@@ -59,7 +60,7 @@ def read(file: pathlib.Path) -> Measurement | None:
 
 
 def write(file: pathlib.Path, made: Measurement) -> None:
-    """Keep it, whoever reads it or writes the same meanwhile."""
+    """Write the file, safely while other processes read or write it."""
     values = {name: getattr(made, name) for name in ("ptx", "shared", "scratch", "descriptors")}
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +76,10 @@ def _compiler() -> str:
 
 
 def _told(part: object) -> str:
-    """What a compiler may know of ``part``."""
+    """Return all that a compiler may know about ``part``."""
     text = None
     while hasattr(part, "fn"):
-        text, part = getattr(part, "raw_src", None), part.fn  # as it was when it was loaded
+        text, part = getattr(part, "raw_src", None), part.fn  # the text at the time of loading
     if isinstance(part, types.ModuleType):
         return os.path.realpath(getattr(part, "__file__", None) or part.__name__)
     if not isinstance(part, (type, types.FunctionType)):

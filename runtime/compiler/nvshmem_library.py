@@ -1,9 +1,10 @@
-"""The path of NVSHMEM's device code: the bitcode that kernels which put are linked with.
+"""The path of NVSHMEM's device code, the bitcode with which kernels that put are linked.
 
-It must be of the version whose host library the process loads, which is torch's: torch's wheels for CUDA
-bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, and that is looked for first. Releases up to 3.5
-have one file for all architectures, later ones (3.7 with torch 2.15) a file each for some, of which that of
-the nearest older architecture serves; Triton 3.6 cannot read the later ones.
+Its version must equal that of the host library that the process loads, which is torch's. Torch's wheels for
+CUDA bring the package ``nvidia-nvshmem-cu12`` or ``-cu13``, so this file looks there first. Releases up to
+3.5 have one bitcode file for all architectures. Later ones (3.7 with torch 2.15) have one file for each of
+some architectures, and the nearest older architecture's file is used. Triton 3.6 cannot read the later
+ones.
 """
 
 import importlib.metadata
@@ -19,12 +20,13 @@ from interlace.runtime.core.errors import PlaceUnavailableError
 PACKAGES = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 FOLDER = "nvidia/nvshmem/lib"
 NUMBERED = f"{LIBRARY}_sm_[0-9]*.bc"
-VARIABLE = "NVSHMEM_LIB_DIR"  # torch looks at it too
+VARIABLE = "NVSHMEM_LIB_DIR"  # torch reads it, too
 SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
 
 def device_library(arch: int, folder: str | None = None) -> str:
-    """The path of the bitcode for ``arch`` (90 is 9.0), or PlaceUnavailableError with where it looked."""
+    """Return the path of the bitcode for ``arch`` (90 is 9.0). PlaceUnavailableError names where it
+    looked."""
     looked = []
     for place in [pathlib.Path(folder)] if folder else _places():
         if (place / f"{LIBRARY}.bc").is_file():

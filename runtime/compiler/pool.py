@@ -1,9 +1,9 @@
-"""Compile kernels in another process, for one that may interpret them.
+"""Compile kernels in another process, for a process that may interpret them.
 
-In a process that interprets kernels, ``@triton.jit`` has already made interpreted functions of them, so
-others compile: ``server.py``, without ``TRITON_INTERPRET``, and forks of it. They end with the call, also
-when it is interrupted; should this process be killed, they end when they find their input closed. But what
-kernels are run by is compiled one at a time, by a server that stays for the next.
+In a process that interprets kernels, ``@triton.jit`` has already turned them into interpreted functions.
+Therefore ``server.py`` compiles them, without ``TRITON_INTERPRET``, in forks of itself. These processes end
+with the call, even if it is interrupted; if this process is killed, they end when their input is closed.
+Kernels that are about to run are compiled one at a time, by a server that stays for the next ones.
 """
 
 import atexit
@@ -30,15 +30,15 @@ def compile_all(
     workers: int | None = None,
     on_result: Callable[[int, Measurement], None] = lambda index, measurement: None,
 ) -> list[Measurement]:
-    """Compile and measure ``requests``; results in the same order.
+    """Compile and measure ``requests``. Return the results in the same order.
 
-    ``workers``: how many at a time, one per core by default. ``on_result`` is called with the number of
-    each request as it is done, in the caller's thread.
+    ``workers``: the number of parallel compilations, one per core by default. ``on_result`` is called with
+    the index of each finished request, in the caller's thread.
     """
     _refuse_reentry()
     results: dict[int, Measurement] = {}
     count = min(len(requests), workers or os.cpu_count() or 1)
-    while len(results) < len(requests):  # a file that ends the server is one result
+    while len(results) < len(requests):  # a file that ends the server counts as one result
         left = [index for index in range(len(requests)) if index not in results]
         with contextlib.closing(_Server(count)) as server:
             for place, measurement in server.compiled([requests[index] for index in left]):
@@ -48,12 +48,12 @@ def compile_all(
 
 
 def compile_one(request: Compilation) -> Measurement:
-    """The same of one request, by the server that stays while nothing changes that it has loaded."""
+    """Compile one request, in the server that stays until a file that it has loaded changes."""
     global _staying
     _refuse_reentry()
     path = os.path.realpath(request.path)
-    # a forked process must not read what another one's server answers
-    places = tuple(dict.fromkeys(sys.path))  # a folder that is named again changes nothing
+    # a forked process must not read the answers of its parent's server
+    places = tuple(dict.fromkeys(sys.path))  # naming a folder twice makes no difference
     fits = os.getpid(), os.getcwd(), places, repr(request.stand_ins)
     read_at = os.stat(path).st_mtime_ns
     if _staying is None or _staying.fits != fits or _staying.files.get(path, read_at) != read_at:
@@ -62,7 +62,7 @@ def compile_one(request: Compilation) -> Measurement:
     _staying.files[path] = read_at
     try:
         ((_, measurement),) = _staying.compiled([request])
-    except BaseException:  # an interrupt: an answer is to come that nobody would ask for
+    except BaseException:  # an interrupt: otherwise an unread answer would be left over
         _end_staying()
         raise
     if _staying.process.poll() is not None:
@@ -88,7 +88,8 @@ def _refuse_reentry() -> None:
 class _Server:
     """A compiling process.
 
-    Of one that stays, ``fits``: what it was started for; ``files``: when what it loaded was changed last.
+    For one that stays, ``fits`` is the state it was started for, and ``files`` are the times at which its
+    loaded files were last changed.
     """
 
     def __init__(self, count: int, fits: tuple[object, ...] = ()) -> None:
@@ -107,11 +108,12 @@ class _Server:
             stdout=subprocess.PIPE,
             stderr=self._said,
             env={**os.environ, **settings},
-            start_new_session=True,  # to be ended together with its forks
+            start_new_session=True,  # so that it can be ended together with its forks
         )
 
     def compiled(self, requests: Sequence[Compilation]) -> Iterator[tuple[int, Measurement]]:
-        """What it makes of ``requests``, until it has ended by itself: then that of the last file."""
+        """Yield the results of ``requests``. If the server ends by itself, the last result is its file's
+        error."""
         server = self.process
         assert server.stdin and server.stdout
         done, loading = 0, 0
@@ -131,7 +133,7 @@ class _Server:
             yield loading, Measurement(error=ended_with(server.wait(), words))
 
     def close(self) -> None:
-        """End it, and its forks."""
+        """End the server and its forks."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError), self.process:

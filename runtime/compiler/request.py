@@ -1,8 +1,8 @@
-"""A compilation and its result, as they travel to a worker process and back.
+"""A compilation and its result, in the form in which they are sent to a worker process and back.
 
-A :class:`Compilation` names its kernel by module and file, because a function cannot be sent: here it
-may be an interpreted one. The checks of a user's arguments are here too, so that a mistake is said before
-anything is compiled.
+A :class:`Compilation` names its kernel by module and file: a function cannot be sent, and in this process
+it may be an interpreted one. The checks of a user's arguments are in this file, too, so that errors are
+raised before anything is compiled.
 """
 
 import inspect
@@ -25,24 +25,24 @@ _TYPE = re.compile(
 )
 
 STOOD_FOR: list[str] = []
-"""Packages that modules of this process stand for, as the shims of ``verify`` do."""
+"""Packages for which this process has stand-in modules, such as the shims of ``verify``."""
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One compilation, as a launch would specialise it.
+    """One compilation, specialised as a launch would specialise it.
 
-    ``module`` and ``kernel`` name the function, ``path`` its file: the file is loaded where the module
-    cannot be imported in a new process, or is another one there. ``types`` are Triton's names by
-    argument ("*bf16", "i32"), of tuples by field in order ("input.stride", ``launch.py``);
-    "constexpr" stands for what is fixed at compile time, with the values in ``constants``.
-    ``divisible`` are the arguments that are multiples of 16 (pointers: 16-byte aligned).
-    ``ignore`` names rules that do not apply. With ``artifacts``, the SASS and how to launch it are
-    left in files of that name (``worker.py``). ``libraries`` are paths of bitcode by name; what
-    is linked is not looked at for faults, because most of it is not the kernel's. ``max_registers`` per
-    thread; 0 leaves it to ptxas. ``to_run``: only PTX is wanted, to be run on a CPU. ``stand_ins``:
-    modules that stand for others when the file is imported (``compat/stand_ins.py``). ``absent`` are
-    packages that it may import and that are not there: those for which something stands in this process.
+    ``module`` and ``kernel`` name the function, and ``path`` its file. The file itself is loaded if the
+    module cannot be imported in a new process or is a different one there. ``types`` are Triton's names
+    ("*bf16", "i32") by argument, and by field for tuples ("input.stride", ``launch.py``), in order;
+    "constexpr" marks compile-time constants, whose values are in ``constants``. ``divisible`` are the
+    arguments that are multiples of 16 (pointers: 16-byte aligned). ``ignore`` names lint rules that do not
+    apply. With ``artifacts``, the SASS and the launch facts are written to files of that name
+    (``worker.py``). ``libraries`` are paths of bitcode by name. Linked code is not searched for faults,
+    because most of it is not the kernel's. ``max_registers`` is per thread; 0 leaves it to ptxas.
+    ``to_run``: only PTX is needed, to be run on a CPU. ``stand_ins``: modules that replace others when the
+    file is imported (``compat/stand_ins.py``). ``absent`` are packages that are not installed and that the
+    file may import all the same, because this process has stand-ins for them.
     """
 
     module: str
@@ -65,7 +65,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Entry(Compilation):
-    """A variant for an architecture; not ``default``: by an override only, or where TMA cannot be."""
+    """A variant for an architecture. Not ``default``: chosen by an override, or where TMA is impossible."""
 
     variant: str = ""
     default: bool = True
@@ -76,18 +76,18 @@ class Entry(Compilation):
 
     @property
     def fixed(self) -> dict[str, object]:
-        """``constants`` by the names that they have outside: ``BLOCK_M``."""
+        """Return ``constants`` by their public names, such as ``BLOCK_M``."""
         return outside(self.constants)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured figures of a compiled request. ``tensor_cores`` is None if the kernel has no use for them.
+    """The measured figures of a compiled request. ``tensor_cores`` is None if the kernel cannot use them.
 
-    ``shared`` and ``stack`` are bytes, per program and per thread; ``spills`` and ``tensor_cores`` count
-    instructions. ``error`` is set if it did not compile, and then only ``where`` and ``seconds`` with it.
-    Of what is to be run there is only ``ptx``, with ``scratch`` bytes of global memory for each program,
-    and, where ``descriptors`` are arguments, what Triton says of the tensor maps to be made of them.
+    ``shared`` (per program) and ``stack`` (per thread) are bytes. ``spills`` and ``tensor_cores`` count
+    instructions. If the kernel did not compile, only ``error``, ``where`` and ``seconds`` are set. A
+    request ``to_run`` has only ``ptx``, the ``scratch`` bytes of global memory for each program, and, if
+    there are ``descriptors`` among its arguments, Triton's description of the tensor maps to make for them.
     """
 
     registers: int = 0
@@ -106,7 +106,7 @@ class Measurement:
 
 
 def definition(path: str, name: str) -> SourceText:
-    """The line of a file in which a function of it is defined, its first one if that is not found."""
+    """Return the line of a file that defines a function, or the file's first line if it is not found."""
     text = pathlib.Path(path).read_text("utf-8")
     defined = re.search(rf"^(async )?def {name}\b", text, re.MULTILINE)
     line = text[: defined.start()].count("\n") + 1 if defined else 1
@@ -114,7 +114,7 @@ def definition(path: str, name: str) -> SourceText:
 
 
 def jitted_function(kernel: object) -> Any:
-    """The Python function under ``@triton.jit``, and under what may be around that."""
+    """Return the Python function inside ``@triton.jit`` and inside any wrapper of that."""
     function = kernel
     while hasattr(function, "fn"):
         function = function.fn
@@ -131,7 +131,7 @@ def jitted_function(kernel: object) -> Any:
 def specialised_arguments(
     function: FunctionType, signature: Mapping[str, object], constexprs: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object]]:
-    """Types and constants: every argument has a type, which is "constexpr" for constants."""
+    """Return types and constants: every argument has a type, which is "constexpr" for constants."""
     name, parameters = function.__name__, inspect.signature(function).parameters
     signature, constexprs = leaves(signature), leaves(constexprs)
     for argument in (*signature, *constexprs):
@@ -164,7 +164,7 @@ def specialised_arguments(
 def _by_field(
     parameters: Mapping[str, inspect.Parameter], given: Iterable[str]
 ) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Every parameter in order; for one of which fields are given, its fields."""
+    """Yield every parameter in order, or its fields if fields are named."""
     by_name: dict[str, list[str]] = {}
     for argument in given:
         by_name.setdefault(argument.partition(".")[0], []).append(argument)
@@ -181,7 +181,7 @@ def _type(name: str, argument: str, kind: object) -> str:
 
 
 def _constant(name: str, argument: str, value: object) -> object:
-    """``value`` as it can be sent to another process."""
+    """Return ``value`` in a form that can be sent to another process."""
     import triton.language as tl
 
     if isinstance(value, tl.constexpr):

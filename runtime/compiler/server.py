@@ -1,8 +1,8 @@
-"""The compiling process: it loads files of kernels, once, and compiles each kernel in a fork of itself.
+"""The compiling process: it loads each file of kernels once, and compiles each kernel in a fork of itself.
 
-A user's file often imports torch, which takes seconds, and Triton has to read itself before it compiles
-anything. Forks have all that. One that crashes, as compilers do, is the kernel's result; a file that ends
-this process is the result of the kernel that it was loaded for, and the caller starts another.
+A user's file often imports torch, which takes seconds, and Triton hashes its own sources before the first
+compilation. The forks inherit both. If a fork crashes, as compilers do, that is the kernel's result. If a
+file ends this process, that is the result of its kernel, and the caller starts another process.
 """
 
 import os
@@ -24,7 +24,8 @@ from interlace.runtime.compiler.request import Compilation, Measurement
 
 @dataclass
 class Fork:
-    """A process that compiles the request of that ``index``: its answer, and what it and its tools say."""
+    """A process that compiles request ``index``: its answer, and the output of the process and its
+    tools."""
 
     index: int
     pid: int
@@ -32,7 +33,7 @@ class Fork:
     said: IO[bytes]
 
     def end(self) -> Measurement:
-        """Its measurement, once it has one, or the error that it has ended without."""
+        """Return its measurement, once it has one, or the error if it ended without."""
         data = self.answer.read()
         self.answer.close()
         _, status = os.waitpid(self.pid, 0)
@@ -49,12 +50,12 @@ class Fork:
 
 
 def ended_with(code: int, said: str) -> str:
-    """The error of a process that has ended without an answer."""
+    """Return the error of a process that ended without an answer."""
     return f"the compiler ended with code {code}: {' '.join(said.strip().splitlines()[-3:])}"
 
 
 def _diagnostics(said: str) -> list[str]:
-    """The compiler's own complaints, of all that it prints: a pass that fails prints the module."""
+    """Return the compiler's error lines out of all its output: a failing pass prints the whole module."""
     lines = [line.strip() for line in said.splitlines() if " error: " in line]
     return [line for line in lines if "Failures have been detected" not in line][:3]
 
@@ -76,9 +77,9 @@ def _fork(index: int, request: Compilation, begin: float) -> Fork:
 
 
 def serve(asked: BufferedReader, answers: IO[bytes], count: int) -> None:
-    """Answer a list of requests with (index, measurement), ``count`` at a time, in the order of their ends.
+    """Answer a list of requests with (index, measurement), ``count`` at a time, in the order of completion.
 
-    Before a file is loaded there is (index, None). Nobody waits any more once ``asked`` is closed.
+    (index, None) is sent before a file is loaded. Stops once ``asked`` is closed.
     """
 
     def answer(*what: object) -> None:
@@ -113,8 +114,8 @@ def serve(asked: BufferedReader, answers: IO[bytes], count: int) -> None:
 
 
 def main() -> None:
-    """Serve stdin and stdout. Whatever files and compilers print must not get between the answers."""
-    # A file of kernels may well set TRITON_INTERPRET itself; what is set here goes before that.
+    """Serve stdin and stdout. The output of files and compilers must not appear between the answers."""
+    # A file of kernels may set TRITON_INTERPRET itself; the value set here takes precedence.
     knobs.runtime.interpret = False
     answers_fd = os.dup(1)
     os.dup2(2, 1)

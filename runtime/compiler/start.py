@@ -1,8 +1,8 @@
-"""The program of a compiling process, which starts without what only communication needs.
+"""The program of a compiling process, which starts without the modules that only communication needs.
 
-Compiling needs Triton and some files of this package. ``import interlace`` brings torch along and takes ten
-times as long, so here the package is there at once and is filled when something asks for more of it than
-its folders, which a file of kernels may well do.
+Compiling needs Triton and a few files of this package. ``import interlace`` also imports torch, which takes
+ten times as long. So the package is an empty module at first. It is filled when a file of kernels uses more
+of it than its folders.
 """
 
 import sys
@@ -23,8 +23,8 @@ class Unfilled(ModuleType):
 
 
 if __name__ == "__main__":
-    if not getattr(sys.flags, "safe_path", False):  # else PYTHONSAFEPATH has left it out
-        del sys.path[0]  # this folder, whose files are not to be found by their bare names
+    if not getattr(sys.flags, "safe_path", False):  # PYTHONSAFEPATH leaves the folder out
+        del sys.path[0]  # this folder: its files must not be found by their bare names
     spec = find_spec("interlace")
     assert spec is not None
     package = sys.modules["interlace"] = module_from_spec(spec)

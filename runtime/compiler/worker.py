@@ -1,16 +1,17 @@
-"""Compile one kernel for a GPU that need not be here, and measure what came out.
+"""Compile one kernel for a GPU that may be absent, and measure the result.
 
-This is what the processes of ``server.py`` do: they run without ``TRITON_INTERPRET``, whatever
-the caller does, and make a :class:`Measurement` of each :class:`Compilation`. Triton's cache, which
-keeps disassemblies too, makes the second time of an unchanged kernel a matter of milliseconds.
+The processes of ``server.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
+setting is, and turn each :class:`Compilation` into a :class:`Measurement`. With Triton's cache, which keeps
+disassemblies, too, compiling an unchanged kernel again takes milliseconds.
 
-Artifacts of a compiled kernel for launches without Triton: cubin, PTX, and how to call it.
+This file also writes the artifacts with which a kernel is launched without Triton: cubin, PTX and a
+description of the launch.
 
-A compiling process writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The facts in the last one
-are of this very compilation: Triton's signature and metadata, and what the PTX declares. A cubin takes
-the arguments that are no constants, in order, and after them what Triton's own launcher would add:
-pointers to scratch memory. How many those are is counted, and anything else that a launch would have to
-do (clusters, profiling, tensor maps) is refused here and not found out on a GPU.
+A compiling process writes ``<stem>.cubin``, ``<stem>.ptx`` and ``<stem>.json``. The last one describes this
+very compilation: Triton's signature and metadata, and the declarations of the PTX. A cubin takes the
+non-constant arguments in order, followed by what Triton's own launcher would add: pointers to scratch
+memory. Their number is counted. Anything else that a launch would have to do (clusters, profiling, tensor
+maps) is refused here, before a GPU is involved.
 """
 
 import gzip
@@ -48,7 +49,7 @@ from interlace.runtime.compiler.request import Compilation, Measurement
 from interlace.runtime.core.errors import PlaceUnavailableError, RankError, SourceText
 from interlace.runtime.core.launch import joined, leaves, outside_name
 
-# What Triton's launcher passes after the arguments of the signature, in this order.
+# The values that Triton's launcher passes after the arguments of the signature, in this order.
 SCRATCH = ("global_scratch", "profile_scratch")
 
 
@@ -57,7 +58,7 @@ class ArtifactError(RuntimeError):
 
 
 def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> None:
-    """The three files of one compilation. ``usage`` is named as ``cuobjdump -res-usage`` does."""
+    """Write the three files of one compilation. ``usage`` has the names of ``cuobjdump -res-usage``."""
     path = pathlib.Path(stem)
     found = facts(compiled, usage=usage, spills=spills)
     path.with_name(path.name + ".cubin").write_bytes(compiled.asm["cubin"])
@@ -66,7 +67,7 @@ def write(compiled: Any, stem: str, *, usage: dict[str, int], spills: int) -> No
 
 
 def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, object]:
-    """Facts to launch ``compiled`` with, and what a program of it takes of a multiprocessor."""
+    """Return what a launch of ``compiled`` needs, and what one program of it uses of a multiprocessor."""
     metadata, source, ptx = compiled.metadata, compiled.src, compiled.asm["ptx"]
     for name, allowed in (("num_ctas", 1), ("profile_scratch_size", 0), ("launch_pdl", False)):
         if (value := getattr(metadata, name)) != allowed:
@@ -96,7 +97,7 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, obj
 
 
 def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
-    """Every parameter of the cubin, in order: of the signature, then scratch."""
+    """Return every parameter of the cubin in order: those of the signature, then scratch."""
     declared = _parameters(symbol, ptx)
     divisible = {_path(source, place) for place, given in source.attrs.items() if _by_16(given)}
     arguments: list[dict[str, Any]] = [
@@ -131,7 +132,7 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
 
 
 def _path(source: Any, place: tuple[int, ...]) -> str:
-    """The name of an argument, or of a field of one, that Triton calls by its place."""
+    """Return the name of an argument, or of its field, which Triton identifies by position."""
     name = source.fn.arg_names[place[0]]
     return ".".join((name, *(source.signature[name]._fields[each] for each in place[1:])))
 
@@ -149,7 +150,7 @@ def _by_16(attributes: Any) -> bool:
 
 
 def _parameters(symbol: str, ptx: str) -> list[tuple[int, bool]]:
-    """(bytes, whether the kernel reads it) of every parameter that the PTX declares."""
+    """Return (bytes, whether the kernel reads it) of every parameter that the PTX declares."""
     found = re.findall(rf"\.param \.[usbf](\d+)[^\n]*? {symbol}_param_(\d+)", ptx)
     assert [int(index) for _, index in found] == list(range(len(found))), found
     return [
@@ -163,16 +164,17 @@ def _only(pattern: str, ptx: str) -> str:
     return str(found)
 
 
-# Set in compiling processes. A script that compiles at its top level would otherwise start another.
+# Set in compiling processes: otherwise a script that compiles at its top level would start another one.
 COMPILING = "INTERLACE_COMPILING"
 
 
 class ReenteredError(BaseException):
-    """A file that is being loaded for its kernel wants to compile; the kernel may be there already."""
+    """Raised when a file that is being loaded for its kernel starts a compilation; its kernel may exist
+    already."""
 
 
 def load(request: Compilation) -> Any:
-    """The kernel of ``request``, compiled where ``@triton.jit`` compiles."""
+    """Load the kernel of ``request``, in a process in which ``@triton.jit`` compiles."""
     sys.meta_path.append(finder := Absent(request.absent))
     try:
         module = _imported(request.module, request.path) or _loaded(request.path, request.kernel)
@@ -180,12 +182,13 @@ def load(request: Compilation) -> Any:
         sys.meta_path.remove(finder)
     kernel = getattr(module, request.kernel)
     while not hasattr(kernel, "raw_src") and hasattr(kernel, "fn"):
-        kernel = kernel.fn  # under an autotuner or heuristics
+        kernel = kernel.fn  # inside an autotuner or heuristics
     return kernel
 
 
 class Nothing(ModuleType):
-    """What there is in a package that is not there: a file that imports it for its host side is loaded."""
+    """A stand-in module for a package that is not installed, so that a file that imports it can be
+    loaded."""
 
     def __getattr__(self, name: str) -> "Nothing":
         if name.startswith("__"):
@@ -202,7 +205,7 @@ class Nothing(ModuleType):
 
 
 class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds ``packages`` where nobody else does, with nothing in them."""
+    """Finds ``packages`` that no other finder knows, and returns empty modules for them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
@@ -244,7 +247,7 @@ def _loaded(path: str, kernel: str) -> ModuleType:
     try:
         loader.exec_module(module)
     except BaseException as error:
-        # of a script that runs ranks at its top level it may be the error of one, or that none can be run
+        # a script that runs ranks at its top level may raise the error of a rank
         raised = error.original if isinstance(error, RankError) else error
         wanted_ranks = isinstance(raised, (ReenteredError, PlaceUnavailableError))
         if not wanted_ranks or not hasattr(module, kernel):
@@ -254,7 +257,7 @@ def _loaded(path: str, kernel: str) -> ModuleType:
 
 
 def compile_kernel(request: Compilation) -> Any:
-    """Triton's compiled kernel. Only where ``@triton.jit`` compiles."""
+    """Return Triton's compiled kernel. Only in a process in which ``@triton.jit`` compiles."""
     knobs.cache.dir = str(kept.folder(request.path))
     with driver_of(request.arch):
         return _compiled(load(request), request)
@@ -272,14 +275,14 @@ def _compiled(kernel: Any, request: Compilation) -> Any:
         **({"maxnreg": request.max_registers} if request.max_registers else {}),
     }
     if request.to_run:
-        options["sanitize_overflow"] = False  # conditions of its own at every operation
+        options["sanitize_overflow"] = False  # it would add conditions at every operation
     if request.libraries:
         options["extern_libs"] = request.libraries
     return compiled(kernel, _specialised(names, request), request.arch, options)
 
 
 def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
-    """``request`` in Triton's words. A tuple of nothing but constants is one constant."""
+    """Return ``request`` in Triton's terms. A tuple of constants only is one constant."""
     signature, constants = joined(request.types), joined(request.constants)
     places: dict[str, tuple[int, ...]] = {}
     for index, name in enumerate(names):
@@ -301,7 +304,8 @@ def _specialised(names: list[str], request: Compilation) -> dict[str, object]:
 
 def _to_run(request: Compilation) -> Measurement:
     with to_be_run(), installed(request.stand_ins):
-        file = kept.file_of(request, load(request))  # before Triton's folder is this kernel's
+        # This comes before Triton's folder is set to this kernel's.
+        file = kept.file_of(request, load(request))
         kernel = compile_kernel(request)
     metadata = kernel.metadata
     if metadata.num_ctas != 1:
@@ -343,7 +347,8 @@ def measure(request: Compilation) -> Measurement:
 
 
 def _disassembly(cubin: bytes, file_name: str) -> str:
-    """SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s for the smallest kernel."""
+    """Return SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s even for a small
+    kernel."""
     version = tool("nvdisasm").version
     digest = hashlib.blake2b(cubin, key=f"nvdisasm -g {version}".encode(), digest_size=32)
     manager, name = cached(digest.hexdigest()), "disassembly.sass.gz"
@@ -361,12 +366,12 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """One line for a compiler's error, which may be thousands long."""
+    """Describe a compiler's error, which may have thousands of lines, in one line."""
     causes: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
         lines = [line.strip() for line in str(cause).splitlines()]
-        # ptxas' own words come before the command to run it again
+        # ptxas' own messages come before the command to run it again
         last = [line for line in lines if line and not line.startswith("Repro command")]
         first = [line.partition("; ")[2] for line in lines if "; error " in line]  # ptxas'
         causes.append(f"{type(cause).__name__}: {(first or last[-1:] or [''])[0]}")
@@ -375,7 +380,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _refused(request: Compilation, error: BaseException) -> SourceText:
-    """The line of the kernel that Triton's front end refused, if that is where it failed."""
+    """Return the line of the kernel that Triton's front end refused, if it failed there."""
     line = getattr(getattr(error, "node", None), "lineno", None)
     if line is None:
         return NOWHERE
@@ -388,7 +393,7 @@ def _refused(request: Compilation, error: BaseException) -> SourceText:
 
 
 def refused_file(request: Compilation) -> Measurement | None:
-    """Load the file of ``request``; what came of it if it cannot be."""
+    """Load the file of ``request``. Return the error's measurement if that fails, else None."""
     try:
         with installed(request.stand_ins):
             load(request)
@@ -398,7 +403,7 @@ def refused_file(request: Compilation) -> Measurement | None:
 
 
 def measured(request: Compilation) -> Measurement:
-    """:func:`measure`, or the error that it is."""
+    """Return :func:`measure`'s result, or its error as a measurement."""
     try:
         return measure(request)
     except (Exception, ReenteredError) as error:

@@ -1,8 +1,8 @@
-"""Control flow of a list of instructions: what can run after what.
+"""Control flow of a list of instructions: the successors of each, and the order between them.
 
-A pure graph over indices; ``ptx.py`` makes one of text. "Reaches" means along some path. "Before" means
-along some path within one round of every loop: back edges are left out, so a load in a loop is not
-before the wait at the top of it, but a load in front of the loop is.
+A graph over indices; ``ptx.py`` builds one from text. "Reaches" means along some path. "Before" means along
+some path within one round of every loop, without back edges. So a load inside a loop is not before the wait
+at the loop's top, but a load in front of the loop is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ class Flow:
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self._next = successors
         back, order = _depth_first(successors)
-        self.order = order[::-1]  # each before what follows, but for what comes by a back edge
+        self.order = order[::-1]  # each before its successors, except along back edges
         self._later = [0] * len(successors)  # bit sets of instructions
         for index in order:
             for after in successors[index]:
@@ -23,15 +23,15 @@ class Flow:
         self.loops = self._natural_loops(back)  # by the first instruction, inner loops included
 
     def following(self, index: int) -> Sequence[int]:
-        """What may run directly after ``index``."""
+        """Return the instructions that may run directly after ``index``."""
         return self._next[index]
 
     def before(self, first: int, second: int) -> bool:
-        """Whether ``second`` may run after ``first`` in the same round of every loop."""
+        """Return whether ``second`` may run after ``first`` in the same round of every loop."""
         return bool(self._later[first] >> second & 1)
 
     def reach(self, starts: Iterable[int], stop: Callable[[int], bool]) -> set[int]:
-        """Indices of what may run after any of ``starts``, up to and without those where ``stop`` holds."""
+        """Return the indices that may run after any of ``starts``, up to but not including a ``stop``."""
         todo = [after for start in starts for after in self._next[start]]
         seen: set[int] = set()
         while todo:
@@ -42,14 +42,14 @@ class Flow:
         return seen
 
     def loop(self, index: int) -> set[int]:
-        """The instructions of the innermost loop around ``index``; empty outside of loops."""
+        """Return the instructions of the innermost loop around ``index``; empty outside loops."""
         return min((body for body in self.loops.values() if index in body), key=len, default=set())
 
     def exits(self, loop: set[int]) -> list[int]:
         return sorted(i for i in loop if any(after not in loop for after in self._next[i]))
 
     def last(self, first: int) -> int:
-        """The last instruction that goes back to ``first``, with which a loop begins."""
+        """Return the last instruction that jumps back to ``first``, the beginning of a loop."""
         return max(i for i in self.loops[first] if first in self._next[i])
 
     def _natural_loops(self, back: set[tuple[int, int]]) -> dict[int, set[int]]:
@@ -70,12 +70,12 @@ class Flow:
 
 
 def _depth_first(successors: Sequence[Sequence[int]]) -> tuple[set[tuple[int, int]], list[int]]:
-    """Edges back to what is on the path from the entry, and all indices, each after its followers."""
+    """Return the back edges, and all indices in postorder (each after its successors)."""
     back: set[tuple[int, int]] = set()
     order: list[int] = []
     on_path: set[int] = set()
     seen: set[int] = set()
-    path = [(-1, iter(range(len(successors))))]  # from outside, where all are roots
+    path = [(-1, iter(range(len(successors))))]  # a virtual entry, from which all are roots
     while path:
         index, rest = path[-1]
         follower = next(rest, None)

@@ -1,12 +1,12 @@
-"""The rules for compiled kernels by name, a fault as data, and the source lines that it is at.
+"""The rules for compiled kernels by name, the class of a fault, and its source lines.
 
-Rules read text that the compiler leaves behind, Triton's IR, PTX and SASS, so they need no GPU. They
-are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``; this table is what users see and name in
-``ignore``. Names stay as they are: they stand in users' test suites.
+The rules read text that the compiler leaves behind (Triton's IR, PTX and SASS), so they need no GPU. They
+are in ``ptx_rules.py``, ``triton_ir.py`` and ``sass.py``. Users see this table and use its names in
+``ignore``, so the names do not change.
 
-An instruction of an inlined function has a *chain* of frames, innermost first: the line in the
-function, the line that called it, and so on to the kernel. Order in the source is the order of the
-lines in the outermost function in which two chains differ.
+An instruction of an inlined function has a *chain* of frames, innermost first: the line in the function,
+the line that called it, and so on up to the kernel. Source order is the order of the lines in the outermost
+function in which two chains differ.
 """
 
 import ast
@@ -21,7 +21,7 @@ from interlace.runtime.core.errors import SourceText
 
 @dataclass(frozen=True)
 class Frame:
-    """A position in a file. Columns tell calls on one line apart."""
+    """A position in a file. The column distinguishes calls on one line."""
 
     path: str
     line: int
@@ -32,7 +32,7 @@ FrameChain = tuple[Frame, ...]
 
 
 def later(chain: FrameChain, other: FrameChain) -> bool:
-    """Whether ``chain`` stands after ``other`` in the source; False where the order is unknown."""
+    """Return whether ``chain`` is after ``other`` in the source; False if the order is unknown."""
     for frame, against in zip(reversed(chain), reversed(other), strict=False):
         if frame != against:
             known = frame.line and against.line and frame.path == against.path
@@ -41,7 +41,8 @@ def later(chain: FrameChain, other: FrameChain) -> bool:
 
 
 def describe(chain: FrameChain) -> SourceText:
-    """The innermost line and the kernel's: "a.py:69 in f, called at b.py:9"; no ``f`` if a file is gone."""
+    """Return the innermost line and the kernel's: "a.py:69 in f, called at b.py:9". Without ``in f`` if the
+    file is missing."""
     if not chain or not chain[0].line:
         return SourceText("")
     text = place(chain[0], name_function=len(chain) > 1)
@@ -51,7 +52,7 @@ def describe(chain: FrameChain) -> SourceText:
 
 
 def place(frame: Frame, name_function: bool = True) -> str:
-    """One frame: "signal.py:69 in publish"."""
+    """Return the text of one frame: "signal.py:69 in publish"."""
     statement = _statements(frame.path).get(frame.line)
     line, function = statement or (frame.line, "")
     place = f"{os.path.basename(frame.path)}:{line}"
@@ -60,7 +61,7 @@ def place(frame: Frame, name_function: bool = True) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _statements(path: str) -> dict[int, tuple[int, str]]:
-    """By line: the first line of its statement (calls are placed at their last), and the function."""
+    """Return, by line, the first line of its statement (calls have their last line) and its function."""
     try:
         with tokenize.open(path) as file:
             tree = ast.parse(file.read())
@@ -70,7 +71,7 @@ def _statements(path: str) -> dict[int, tuple[int, str]]:
 
 
 def _spans(node: ast.AST, function: str) -> Iterator[tuple[int, tuple[int, str]]]:
-    """The lines of every statement: outer ones first, so that a dictionary keeps the innermost."""
+    """Yield the lines of every statement, outer ones first, so that a dictionary keeps the innermost."""
     for child in ast.iter_child_nodes(node):
         inside = function
         if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
@@ -88,18 +89,18 @@ RULES = {
         " own stores are ordered. Call tl.debug_barrier() directly before the atomic."
     ),
     "narrow scope": (
-        "An acquire, a release or a fence next to a signal, of gpu or cta scope; other ranks need not see"
-        ' it. Atomics of tl have scope "gpu" and sem "acq_rel" unless told otherwise. Right for a counter'
-        " that only this GPU uses: then ignore it."
+        "An acquire, a release or a fence next to a signal has gpu or cta scope; other ranks may not see"
+        ' it. Atomics of tl have scope "gpu" and sem "acq_rel" by default. For a counter that only this'
+        " GPU uses, that is correct: then ignore it."
     ),
     "weak poll": (
-        "A loop polls a signal with a volatile, relaxed or plain load, and loads follow. What was published"
-        " before the signal need not be visible to them. Poll with an atomic that acquires. Right where"
-        " they need nothing of it: then ignore it."
+        "A loop polls a signal with a volatile, relaxed or plain load, and loads follow. The data published"
+        " before the signal may not be visible to them. Poll with an atomic that acquires. If they need"
+        " none of that data, the code is correct: then ignore it."
     ),
     "dropped wait": (
         "The source waits, or acquires, and the SASS does not: the compiler removes a plain"
-        " load that only ends its loop, and an acquire whose value nothing uses."
+        " load whose only use is to end its loop, and an acquire whose value is unused."
     ),
     "published descriptor store": (
         "A descriptor (TMA) store reaches a release without cp.async.bulk.wait_group 0. Triton waits"
@@ -107,24 +108,24 @@ RULES = {
     ),
     "unfenced descriptor load": (
         "A wait reaches a descriptor (TMA) load without fence.proxy.async. TMA reads through another"
-        " proxy, which the wait does not order. Right where no peer writes what is loaded: then"
-        " ignore it."
+        " proxy, which the wait does not order. If no peer writes the loaded memory, the code is correct:"
+        " then ignore it."
     ),
     "early load": (
-        "A load that stands after a wait in the source comes before it in the SASS: the"
-        " pipeliner has moved it up. Use the value waited for in the load's address, or wait outside"
-        " of the loop that is pipelined. Right where no peer writes what is loaded: then ignore it."
+        "A load that is after a wait in the source comes before it in the SASS: the"
+        " pipeliner has moved it up. Use the awaited value in the load's address, or wait outside"
+        " the pipelined loop. If no peer writes the loaded memory, the code is correct: then ignore it."
     ),
     "weakened by ptxas": (
         "A system-scope acquire or release of the PTX left no instruction of that strength in SASS."
     ),
     "spills": (
-        "Registers do not suffice: values live on the stack. Judged on sm_90 and sm_100, which have"
+        "There are too few registers: values are on the stack. Checked on sm_90 and sm_100, which have"
         " wgmma, TMA and tensor memory to save registers."
     ),
     "shared memory": (
-        "A program wants more shared memory than an SM gives to one: 163 KiB on sm_80, 227 KiB on sm_90"
-        " and sm_100. The launch would be refused. Take fewer stages or smaller tiles."
+        "A program needs more shared memory than an SM gives to one: 163 KiB on sm_80, 227 KiB on sm_90"
+        " and sm_100. The launch would fail. Use fewer stages or smaller tiles."
     ),
     "no tensor cores": (
         "A dot, other than of fp32 in ieee precision or of fp64, was compiled to ordinary"
@@ -141,8 +142,8 @@ NOWHERE = SourceText("")
 class Fault:
     """One broken rule.
 
-    ``rule`` is a name in :data:`RULES`, ``where`` the line of the kernel's source, or empty if the
-    compiler left none: ``signal.py:69 in publish, called at transfer.py:124 in push_chunks``.
+    ``rule`` is a name in :data:`RULES`. ``where`` is the line of the kernel's source, or empty if the
+    compiler kept none: ``signal.py:69 in publish, called at transfer.py:124 in push_chunks``.
     """
 
     rule: str
@@ -153,7 +154,7 @@ class Fault:
         return f"{self.where}: {self.rule}: {self.message}" if self.where else self.short()
 
     def short(self) -> str:
-        """The rule and the message, without the place."""
+        """Return the rule and the message, without the place."""
         return f"{self.rule}: {self.message}"
 
 

@@ -1,20 +1,21 @@
 """PTX as a list of instructions with source lines and control flow.
 
-Takes what Triton emits and what kernels write as inline assembly: several statements in a line, scopes
-with labels of their own, predicates on anything.
+Parses the output of Triton and inline assembly that people write: several statements in a line, scopes with
+labels of their own, predicates on any instruction.
 
-Line information, with the calls that an instruction was inlined through, is in ``.loc`` directives. The
-chain of inlined calls is a comment behind them, up to Triton 3.7; later they name the call, which has a
-``.loc`` of its own before, and count the lines of a text of inline assembly as if they were the kernel's::
+``.loc`` directives have the source line of an instruction. Up to Triton 3.7, the chain of inlined calls is
+in a comment after the directive. Later releases name the call, which has an earlier ``.loc`` of its own.
+They also count the lines of an inline assembly text as if they were lines of the kernel::
 
     .loc  2 73 29   // signal.py:73:29 @[ transfer.py:108:71 @[ kernels/matmul/all_gather_matmul.py:105:12 ]
     ]
     .loc  2 73 29, function_name $L__info_string0, inlined_at 3 108 71    // signal.py:73:29
 
-The later form is ambiguous. Where A calls B at two lines, and B calls C, C's instructions say which line of
-B they are from, and not which B; that line has a ``.loc`` once for each, not at each block of C. Blocks
-are not in the order of the source, so the last ``.loc`` may be of the other B. What ran before tells them
-apart: of the chains that are possible an instruction has that which shares most calls with the one before.
+The later form is ambiguous. If A calls B at two lines and B calls C, C's instructions name their line of B,
+but not the call of B. That line has one ``.loc`` per call, but not one at each block of C, and blocks are
+not in source order, so the last ``.loc`` may belong to the other call. The preceding instructions decide:
+of the possible chains, an instruction has the one that shares the most calls with the instruction before
+it.
 """
 
 import functools
@@ -31,11 +32,11 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)[^/]*(?://(.*))?")
 _CALL = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
 
 _Chains = dict[FrameChain, None]
-"""Chains that a line may have, the one that was named last at the end."""
+"""The possible chains of a line; the last one is the chain that was named last."""
 
 
 class Places:
-    """The chains of instructions, told of directives and instructions as they follow in the text."""
+    """The chains of instructions, built from directives and instructions in the order of the text."""
 
     def __init__(self, ptx: str) -> None:
         self._paths = {int(number): path for number, path in _FILE.findall(ptx)}
@@ -48,7 +49,7 @@ class Places:
         self._of_instructions: list[tuple[FrameChain, ...]] = []
 
     def read(self, directive: str) -> None:
-        """A ``.loc``."""
+        """Read a ``.loc`` directive."""
         found = _LOC.match(directive)
         if not found:
             self._now = {(): None}
@@ -72,16 +73,16 @@ class Places:
         self._fresh = {}
 
     def along(self, flow: Flow) -> list[FrameChain]:
-        """The chain of each instruction, given what may run after what."""
+        """Return the chain of each instruction, given the control flow."""
         chains: list[FrameChain] = [()] * len(self._of_instructions)
         before: list[set[FrameChain]] = [set() for _ in chains]
-        for index in flow.order:  # so what comes by a jump back is not known yet
+        for index in flow.order:  # the chain after a backward jump is not known yet
             others = before[index]
             chains[index] = chain = max(
-                reversed(self._of_instructions[index]),  # of those that share as much the last
+                reversed(self._of_instructions[index]),  # of equally good ones, the last
                 key=lambda one: max((_shared(one, other) for other in others), default=0),
             )
-            # The compiler gives some instructions no line; then what was before them counts.
+            # The compiler gives some instructions no line. They get the chain of the ones before them.
             told = {chain} if chain and chain[0].line else others
             for after in flow.following(index):
                 before[after] |= told
@@ -100,7 +101,7 @@ class Places:
 
 
 def _shared(one: FrameChain, other: FrameChain) -> int:
-    """How many calls two chains have in common, from the kernel on."""
+    """Return how many calls two chains have in common, counted from the kernel."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -110,12 +111,12 @@ _LABEL = re.compile(r"([$%\w]+):(?!:)\s*")
 _PREDICATE = re.compile(r"@(!?[%$\w]+)\s+")
 _TARGETS = re.compile(r"\.branchtargets\b(.*)")
 _NAME = re.compile(r"[%$]?\w+")
-_REGISTER = re.compile(r"%?[A-Za-z_$][\w$]*")  # inline assembly need not use the "%"
+_REGISTER = re.compile(r"%?[A-Za-z_$][\w$]*")  # inline assembly may omit the "%"
 
 
 @dataclass(frozen=True)
 class PtxInstruction:
-    """One instruction. ``operation`` is "atom.global.sys.release.exch.b64", ``operands`` the rest."""
+    """One instruction. ``operation`` is "atom.global.sys.release.exch.b64", ``operands`` is the rest."""
 
     operation: str
     operands: str
@@ -125,7 +126,7 @@ class PtxInstruction:
 
     @functools.cached_property
     def parts(self) -> frozenset[str]:
-        """The words of the operation: a scope, a state space, an ordering."""
+        """Return the words of the operation: a scope, a state space, an ordering."""
         return frozenset(self.operation.split("."))
 
     @functools.cached_property
@@ -134,18 +135,20 @@ class PtxInstruction:
 
     @functools.cached_property
     def is_global(self) -> bool:
-        """Whether memory is accessed that other programs can see, as opposed to shared or local."""
+        """Return whether it accesses memory that other programs can see, not shared or local memory."""
         spaces = {part.split("::")[0] for part in self.parts}
         return spaces.isdisjoint(("shared", "local", "param", "const"))
 
     @functools.cached_property
     def registers(self) -> tuple[str, ...]:
-        """All registers of the operands; of a load or an arithmetic operation the results first."""
+        """Return all registers of the operands; the result of a load or arithmetic operation comes
+        first."""
         return tuple(_REGISTER.findall(self.operands))
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
-        """The registers that a load, an atomic or an arithmetic operation writes: its first operand."""
+        """Return the registers that a load, an atomic or an arithmetic operation writes: its first
+        operand."""
         first = self.operands.lstrip()
         if first.startswith("["):
             return ()
@@ -154,7 +157,7 @@ class PtxInstruction:
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
-        """The registers that it reads, as far as the results are known."""
+        """Return the registers that it reads, as far as the results are known."""
         read = self.registers[len(self.results) :]
         return (*read, self.predicate.lstrip("!")) if self.predicate else read
 
@@ -175,7 +178,7 @@ class PtxModule:
         after = [self._successors(i) for i in range(len(self.instructions))]
         dispatches = list(self._dispatches())
         heads = {head for head, _ in dispatches}
-        # Back at the dispatch a warp is through: it never takes the part of another.
+        # A warp that returns to the dispatch has finished: it never runs the part of another warp.
         self.flow = Flow([[i for i in each if i not in heads] for each in after])
         for part in [first for _, jump in dispatches for first in after[jump]]:
             self._count_warps({part, *self.flow.reach([part], lambda i: False)})
@@ -185,13 +188,13 @@ class PtxModule:
         ]
 
     def _dispatches(self) -> Iterator[tuple[int, int]]:
-        """Where ``warp_specialize`` has the warps that it adds meet, and jump to a part of their own."""
+        """Yield where the warps that ``warp_specialize`` adds meet and where each jumps to its own part."""
         meetings = self.where(lambda one: one.operation == "barrier.sync")
         for jump in self.where(lambda one: one.kind == "brx"):
             yield from [(i, jump) for i in meetings if 0 < jump - i < 9][-1:]
 
     def _count_warps(self, part: set[int]) -> None:
-        """Make ``bar.warp.sync`` a ``bar.sync`` in a part without any: one warp is all its threads."""
+        """Replace ``bar.warp.sync`` by ``bar.sync`` in a part without any: one warp is all its threads."""
         if not any(self.instructions[i].operation == "bar.sync" for i in part):
             for i in part:
                 if self.instructions[i].operation == "bar.warp.sync":
@@ -224,7 +227,7 @@ class PtxModule:
                     self._labels.setdefault(label, []).append(len(self.instructions))
                     statement = statement[found.end() :]
                 if not statement.endswith(";"):
-                    # Triton writes a label per line.
+                    # Triton writes one label per line.
                     pending = statement if re.match(r"[a-z@]|\.branch", statement) else ""
                 elif targets := _TARGETS.match(statement):
                     self._tables[label] = _NAME.findall(targets.group(1))
@@ -248,14 +251,14 @@ class PtxModule:
         return sorted({*targets, *following})
 
     def _near(self, label: str, index: int) -> Iterator[int]:
-        """The instruction at ``label``; of several scopes that use the name, the nearest."""
+        """Yield the instruction at ``label``. If several scopes use the name, the nearest one."""
         places = [at for at in self._labels.get(label, []) if at < len(self.instructions)]
         if places:
             yield min(places, key=lambda at: abs(at - index))
 
 
 def _statements(text: str) -> Iterator[str]:
-    """The statements of a line, scopes' braces removed; what is not finished comes last."""
+    """Yield the statements of a line without the braces of scopes. An unfinished one comes last."""
     *whole, rest = text.split(";")
     for statement in whole:
         yield _open(statement) + ";"
@@ -264,7 +267,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _open(statement: str) -> str:
-    """Without the braces that open or close scopes in front."""
+    """Return the statement without leading braces that open or close scopes."""
     return statement.strip().lstrip("{} \t").strip()
 
 

@@ -1,9 +1,9 @@
-"""The ordering rules, each a function from a PTX program to faults. Empty is good.
+"""The ordering rules. Each is a function from a PTX program to faults; an empty list is good.
 
-They follow the branches of the PTX and know nothing of the kernel: not which memory is remote, nor
-which wait belongs to which data. What a rule cannot know it assumes to be remote; ``RULES`` says
-when to ignore it. Instructions are recognised by the words of their operation, because Triton writes
-``ld.global.sys.acquire.b64`` where a person writes ``ld.acquire.sys.global.b64``.
+The rules follow the branches of the PTX. They do not know which memory is remote, nor which wait belongs to
+which data. Memory of unknown kind counts as remote; ``RULES`` says when to ignore a rule. Instructions are
+recognised by the words of their operation, because Triton writes ``ld.global.sys.acquire.b64`` where people
+write ``ld.acquire.sys.global.b64``.
 """
 
 from collections.abc import Callable
@@ -18,24 +18,25 @@ _ORDERED = {"acquire", "release", "acq_rel", "sc"}
 
 
 def is_release(one: PtxInstruction) -> bool:
-    """An atomic or a store that publishes."""
+    """Return whether it is an atomic or a store that publishes."""
     ordered = not one.parts.isdisjoint({"release", "acq_rel"})
     return ordered and one.kind in ("atom", "red", "st", "multimem") and one.is_global
 
 
 def is_acquire(one: PtxInstruction) -> bool:
-    """A load or an atomic that waits. ``acq_rel`` too: a counter may elect who goes on."""
+    """Return whether it is a load or an atomic that waits. ``acq_rel`` counts: a counter may elect a
+    program."""
     ordered = not one.parts.isdisjoint({"acquire", "acq_rel"})
     return ordered and one.kind in ("ld", "atom", "multimem") and one.is_global
 
 
 def _is_descriptor_load(one: PtxInstruction) -> bool:
-    """A TMA copy into shared memory."""
+    """Return whether it is a TMA copy into shared memory."""
     return _bulk_spaces(one) == ["shared", "global"]
 
 
 def _is_descriptor_store(one: PtxInstruction) -> bool:
-    """A TMA copy, or reduction, out of shared memory."""
+    """Return whether it is a TMA copy, or reduction, out of shared memory."""
     return _bulk_spaces(one) == ["global", "shared"]
 
 
@@ -68,19 +69,19 @@ def _is_data(one: PtxInstruction) -> bool:
 
 
 def _is_signal(one: PtxInstruction) -> bool:
-    """An access that fences make an acquire or a release of."""
+    """Return whether it is an access that fences turn into an acquire or a release."""
     strong = one.kind in ("atom", "red") or not one.parts.isdisjoint({"relaxed", "volatile"})
     return strong and one.is_global
 
 
 def _is_fence(one: PtxInstruction) -> bool:
-    """A fence between generic accesses, which threads do for themselves."""
+    """Return whether it is a fence between generic accesses, which every thread executes for itself."""
     kind, _, rest = one.operation.partition(".")
     return kind == "membar" or (kind == "fence" and rest.split(".")[0] in _ORDERED)
 
 
 def _waits(program: PtxModule) -> list[int]:
-    """Acquires; those that release as well only if something uses the value."""
+    """Return the acquires. One that also releases counts only if its value is used."""
     used = program.read_registers
     return program.where(
         lambda one: is_acquire(one) and ("acquire" in one.parts or not used.isdisjoint(one.results))
@@ -94,7 +95,7 @@ def _reaching(
     stop: Callable[[PtxInstruction], bool],
     wrong: Callable[[PtxInstruction], bool],
 ) -> Rule:
-    """Faults of the ``wrong`` instructions that one of ``starts`` reaches without a ``stop``."""
+    """Return a fault for each ``wrong`` instruction that one of ``starts`` reaches without a ``stop``."""
 
     def check(program: PtxModule) -> list[Fault]:
         code = program.instructions
@@ -132,10 +133,10 @@ unfenced_descriptor_load = _reaching(
 
 
 def narrow_scope(program: PtxModule) -> list[Fault]:
-    """Acquires, releases and fences that other ranks need not see.
+    """Find acquires, releases and fences that other ranks may not see.
 
-    A fence orders for others only together with a signal, before it to acquire and after it to release:
-    between loads of data nobody can tell its scope.
+    A fence orders for others only together with a signal: before it to acquire, after it to release. The
+    scope of a fence between loads of data cannot be observed.
     """
     code, reach = program.instructions, program.flow.reach
     accesses = program.where(lambda one: _is_signal(one) or _is_data(one))
@@ -160,10 +161,10 @@ def narrow_scope(program: PtxModule) -> list[Fault]:
 
 
 def early_load(program: PtxModule) -> list[Fault]:
-    """Loads that follow a wait in the source and precede its first instruction in the PTX.
+    """Find loads that follow a wait in the source and precede its first instruction in the PTX.
 
-    The first: in an unrolled or pipelined loop the load of one round may well come before the wait of
-    the next.
+    Only its first instruction counts, because in an unrolled or pipelined loop a load of one round may
+    correctly come before the wait of the next.
     """
     waits: dict[FrameChain, list[int]] = {}
     for i in _waits(program):
@@ -184,9 +185,9 @@ def early_load(program: PtxModule) -> list[Fault]:
 
 
 def weak_poll(program: PtxModule) -> list[Fault]:
-    """Loads without acquire that decide whether their loop ends, if loads follow before any acquire.
+    """Find loads without acquire that decide whether their loop ends, if loads follow before any acquire.
 
-    What a later kernel loads is behind the end of this one, which orders it.
+    Loads of a later kernel do not count: the end of this kernel orders them.
     """
     found, code = polls(program), program.instructions
 
@@ -205,7 +206,7 @@ def weak_poll(program: PtxModule) -> list[Fault]:
 
 
 def polls(program: PtxModule) -> list[int]:
-    """Loads without acquire that decide whether their loop ends."""
+    """Return the loads without acquire that decide whether their loop ends."""
     return [i for i in program.where(_may_poll) if _decides(program, i)]
 
 
@@ -215,10 +216,10 @@ def _may_poll(one: PtxInstruction) -> bool:
 
 
 def _decides(program: PtxModule, poll: int) -> bool:
-    """Whether the loop around a load of one address is left depending on what it loads.
+    """Return whether the loop around a load of one address is left depending on the loaded value.
 
-    The value may pass through shared memory, by which one thread tells the others. A plain load may
-    also be a bound that a counter is compared with; nobody waits for that.
+    The value may pass through shared memory, by which one thread tells the others. A plain load may also be
+    the bound of a counter; such a loop does not wait for it.
     """
     loop = program.flow.loop(poll)
     code = program.instructions

@@ -1,17 +1,17 @@
 """SASS: its instructions, its loops, the rules over it, and all faults of a kernel's IR, PTX and SASS.
 
-Pure functions over text, so that each rule is tested on text that it must flag. The rules of memory
-ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` asks all of them.
+All functions here are pure functions over text, so each rule is tested on text that it must flag. The rules
+of memory ordering are in ``ptx_rules.py`` and ``triton_ir.py``; :func:`faults` applies all rules.
 
-Why the order of loads and waits is judged in the PTX and not in the SASS: ptxas keeps loads behind an
-acquire, and of inlined calls only the innermost line is left in the SASS.
+The order of loads and waits is checked in the PTX, not in the SASS: ptxas keeps loads after an acquire, and
+the SASS has only the innermost line of inlined calls.
 
-Instructions are read from the text of ``nvdisasm -g``. Threads that part meet again right behind a BSYNC. A
-CALL of one of the kernel's own labels is a far jump, as sm_80 has them, and does not return; any other is
-of a function.
+Instructions are read from the text of ``nvdisasm -g``. Threads that diverged meet again directly after a
+BSYNC. A CALL of one of the kernel's own labels is a far jump, as sm_80 has them, and does not return; any
+other CALL calls a function.
 
-Loops, the instructions of one round of each, tell what limits a loop before any GPU has run it: one that
-waits for each load as soon as it is issued is bound by latency, one that makes tensor maps in every round
+The instructions in one round of a loop show what limits the loop before any GPU has run it. A loop that
+waits for each load right after issuing it is bound by latency. A loop that makes tensor maps in every round
 pays for them every time.
 """
 
@@ -47,7 +47,7 @@ class Operation(NamedTuple):
 
 
 def operations(sass: str) -> tuple[list[Operation], dict[str, int]]:
-    """The instructions in order, and by label the first behind it."""
+    """Return the instructions in order, and by label the index of the first instruction after it."""
     code: list[Operation] = []
     labels: dict[str, int] = {}
     frame = Frame("", 0)
@@ -64,14 +64,14 @@ def operations(sass: str) -> tuple[list[Operation], dict[str, int]]:
 
 
 def control_flow(code: list[Operation], labels: dict[str, int]) -> Flow:
-    """The control flow: which instruction may run after which."""
+    """Return the control flow: which instruction may run after which."""
 
     def successors(index: int) -> list[int]:
         one, following = code[index], [index + 1][: len(code) - index - 1]
         target = _TARGET.match(one.operands)
         if one.name in ("EXIT", "RET") or (target and one.name in ("BRA", "CALL")):
             following = following if one.predicate else []
-        elif one.name == "BRA":  # "BRA.U UP0, `(.L_x_3)": its condition is among the operands
+        elif one.name == "BRA":  # "BRA.U UP0, `(.L_x_3)": the condition is among the operands
             target = _TARGET.search(one.operands)
         else:
             target = None  # where threads meet again
@@ -81,22 +81,22 @@ def control_flow(code: list[Operation], labels: dict[str, int]) -> Flow:
 
 
 _REGISTER = re.compile(r"\bR(\d+)")
-_SIZES = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes; else 4
-_KEPT = re.compile(r"SB0, (0x[0-9a-f]+)")  # how many groups of copies may stay behind a wait
-_ROUNDS = 16  # more than stay behind
+_SIZES = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes; default 4
+_KEPT = re.compile(r"SB0, (0x[0-9a-f]+)")  # how many groups of copies may be in flight after a wait
+_ROUNDS = 16  # more than can be in flight
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of the SASS, or what stands outside of all, which has no name and depth 0.
+    """One loop of the SASS, or the code outside all loops, which has no name and depth 0.
 
-    ``where`` is the line of the branch back. What follows counts what is in this loop and in none inside
-    it: ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each a wait
-    until all stores so far have arrived; ``loads_in_flight``, the most loads of global memory, by thread or
-    by descriptor, that nothing has waited for, in the order in which they stand; ``bytes_in_flight`` and
-    ``loaded_bytes``, of one thread without a descriptor, on their way at once and in the whole round. Of
-    loads by descriptor those between two waits count, which is one stage of a pipeline. Polls of signals
-    are no loads.
+    ``where`` is the line of the branch back. The counts are of this loop without the loops inside it:
+    ``tensor_maps`` made; ``barriers`` of a program's threads; ``fences`` of system scope, each of which
+    waits until all earlier stores have arrived; ``loads_in_flight``, the largest number of global loads, by
+    thread or by descriptor, that nothing has waited for, in program order; ``bytes_in_flight`` and
+    ``loaded_bytes`` of one thread, without descriptors, in flight at once and in the whole round. For loads
+    by descriptor, those between two waits count, which is one stage of a pipeline. Polls of signals do not
+    count as loads.
     """
 
     where: str
@@ -112,14 +112,14 @@ class Loop:
 
 
 def loops(sass: str) -> tuple[Loop, ...]:
-    """The loops of ``nvdisasm -g``'s text in the order of the code; first, what is outside of all."""
+    """Return the loops of ``nvdisasm -g``'s text in code order, after the code outside all loops."""
     code, labels = operations(sass)
     flow = control_flow(code, labels)
     found = [_counted("", 0, [one for i, one in enumerate(code) if not flow.loop(i)], 1)]
     for first, body in sorted(flow.loops.items()):
         own = [code[i] for i in sorted(body) if flow.loop(i) is body]
         depth = sum(first in other for other in flow.loops.values())
-        if len(body) > 1:  # else a jump to itself behind the end, which nothing reaches
+        if len(body) > 1:  # otherwise a jump to itself after the end, which is never reached
             found.append(_counted(place(code[flow.last(first)].frame), depth, own, _ROUNDS))
     return tuple(found)
 
@@ -128,7 +128,7 @@ def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop
     def count(name: str, modifier: str = "") -> int:
         return sum(one.name == name and modifier in one.modifiers for one in code)
 
-    # A tensor map is written as any memory is, and then made visible to what reads maps.
+    # A tensor map is written like any memory, and then made visible to the unit that reads maps.
     counts = (
         count("UTMACCTL", "IV"),
         count("BAR"),
@@ -147,8 +147,9 @@ def _bytes(one: Operation) -> int:
 
 
 def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
-    """The most loads that are on their way at once, and the most bytes of one thread."""
-    registers: list[tuple[set[int], int]] = []  # of loads that nothing has used yet; their bytes
+    """Return the largest number of loads in flight at once, and the largest number of bytes of one
+    thread."""
+    registers: list[tuple[set[int], int]] = []  # of loads that are not used yet; their bytes
     groups: list[list[int]] = [[]]  # bytes of copies into shared memory by group, the last one open
     most = most_bytes = 0
     waits = any(one.name == "DEPBAR" and _KEPT.match(one.operands) for one in code)
@@ -174,19 +175,19 @@ def _in_flight(code: list[Operation], rounds: int) -> tuple[int, int]:
     return most, most_bytes
 
 
-# On these no default may spill; older chips have no tensor memory, TMA or wgmma to save registers.
+# No default may spill on these; older chips have no tensor memory, TMA or wgmma to save registers.
 STRICT_ARCHES = (90, 100)
 
 _FP8 = {9: "QGMMA", 10: "UTCQMMA"}
 
 
 def instruction_counts(sass: str) -> Counter[str]:
-    """Counts of each instruction in the disassembly, modifiers left out: {"HGMMA": 4}."""
+    """Count each instruction of the disassembly, without modifiers: {"HGMMA": 4}."""
     return Counter(one.name for one in operations(sass)[0])
 
 
 def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool = False) -> int:
-    """HGMMA on 9.0, UTC*MMA on 10.x; ``any_kind``: older ones too, which small tiles are compiled to."""
+    """Count HGMMA on 9.0 and UTC*MMA on 10.x. ``any_kind``: also older ones, which small tiles use."""
     older = r"[HIQD]?MMA"
     kinds = {9: r"[HIQ]GMMA", 10: r"UTC\w*MMA"}
     kind = kinds.get(arch // 10, older)
@@ -195,12 +196,12 @@ def tensor_core_instructions(counts: Counter[str], arch: int, *, any_kind: bool 
 
 
 def spills(counts: Counter[str]) -> int:
-    """Accesses to local memory: registers that did not fit, or arrays that were indexed."""
+    """Count the accesses to local memory: spilled registers, or arrays that are indexed."""
     return counts["LDL"] + counts["STL"]
 
 
 def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
-    """A fault where an architecture that should need no stack uses it."""
+    """Return a fault if an architecture that should need no stack uses it."""
     if arch not in STRICT_ARCHES or not (stack or spill_instructions):
         return []
     message = f"{stack} bytes of stack, {spill_instructions} spill instructions"
@@ -208,7 +209,7 @@ def spilled(arch: int, stack: int, spill_instructions: int) -> list[Fault]:
 
 
 def too_much_shared(arch: int, shared: int) -> list[Fault]:
-    """A fault where a program wants more shared memory than there is: the launch would be refused."""
+    """Return a fault if a program needs more shared memory than there is: the launch would fail."""
     most = shared_bytes(arch)
     if shared <= most:
         return []
@@ -218,7 +219,7 @@ def too_much_shared(arch: int, shared: int) -> list[Fault]:
 def without_tensor_cores(
     dots: Sequence[Dot], counts: Counter[str], arch: int, num_warps: int
 ) -> list[Fault]:
-    """Matmuls that became ordinary instructions, or large ones those of older chips or wider operands."""
+    """Find matmuls compiled to ordinary instructions, and large ones to older or wider instructions."""
     wanted = [dot for dot in dots if not dot.exact]
     large = [dot for dot in wanted if _fits(dot, num_warps)]
     narrow = [dot for dot in large if dot.dtype.startswith("f8")]
@@ -234,17 +235,17 @@ def without_tensor_cores(
 
 
 def _fits(dot: Dot, num_warps: int) -> bool:
-    """Whether the instructions of 9.0 and 10.x, by groups of 4 warps and 64 rows, are certainly for it."""
+    """Return whether the matmul certainly fits the instructions of 9.0 and 10.x (4 warps, 64 rows)."""
     whole = len(dot.shape) == 2 and dot.shape[0] % 64 == 0 and dot.shape[1] % 16 == 0
     return whole and dot.dtype in ("bf16", "f16", "f8E4M3FN", "f8E5M2") and num_warps in (4, 8)
 
 
 def weakened(program: PtxModule, sass: str) -> list[Fault]:
-    """System-scope acquires and releases whose line, where the SASS (``nvdisasm -g``) has it, has none.
+    """Find system-scope acquires and releases whose source line has no such instruction in the SASS.
 
-    Of an acquire whose value nothing uses the load goes, and the CCTL.IVALL stays that keeps later loads
-    from what was cached before: it orders them after whatever was read. Of a release the barrier may be
-    of the line before: it is of the next access, too.
+    ``sass`` is the text of ``nvdisasm -g``. If the value of an acquire is unused, its load is removed, but
+    the CCTL.IVALL stays, which keeps later loads from older cached values and so orders them. The barrier
+    of a release may have the line before it, because it also belongs to the next access.
     """
     strength: dict[tuple[str, int], set[str]] = {}
     behind_barrier = False
@@ -278,7 +279,8 @@ def weakened(program: PtxModule, sass: str) -> list[Fault]:
 
 
 def faults(ir: TritonIR, ptx: str, sass: str, arch: int, num_warps: int) -> list[Fault]:
-    """All that the rules say, but of registers, of the first IR, PTX, and SASS with line information."""
+    """Apply all rules but those on registers to the first IR, the PTX, and the SASS with line
+    information."""
     program = PtxModule(ptx)
     found = [fault for rule in PTX_RULES for fault in rule(program)]
     found += ir.dropped_waits(program)

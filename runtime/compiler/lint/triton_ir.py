@@ -1,7 +1,7 @@
 """Triton's IR of a kernel as text, before the compiler has removed anything from it.
 
-Two things are lost further down: which matmuls there were, and waits that the compiler thinks nobody
-needs. So the dots are read from the first IR, and every acquire in it must be found in the PTX.
+Later stages lose two things: the matmuls of the source, and waits that the compiler considers unused.
+So the dots are read from the first IR, and every acquire in it must exist in the PTX.
 """
 
 import re
@@ -29,7 +29,7 @@ _STRONGER = re.compile(r"isVolatile|atomic|inline_asm|extern")
 class Dot:
     """One matmul of tiles, or of a batch of them: extents of the result, type of the first operand.
 
-    ``exact`` if no tensor core computes it as exactly as it was asked for.
+    ``exact`` if no tensor core computes it as exactly as requested.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TritonIR:
         self._aliases = dict(_ALIAS.findall(text))
 
     def chain(self, name: str) -> FrameChain:
-        """The source lines of a location such as "#loc12", innermost first."""
+        """Return the source lines of a location such as "#loc12", innermost first."""
         text = self._aliases.get(name, "")
         if found := _CALL.match(text):
             return self.chain(found.group(1)) + self.chain(found.group(2))
@@ -68,14 +68,14 @@ class TritonIR:
         for found, chain in self._located(_DOT):
             operand, *_, result = _TENSOR.findall(found.group(0))
             shape = tuple(int(extent) for extent in result[0].split("x") if extent)
-            # Dots of fp32 that may round their operands, to TF32 or in parts, say so.
+            # fp32 dots that may round their operands, to TF32 or in parts, are marked.
             rounds = "inputPrecision" in found.group(0)
             exact = operand[1] == "f64" or (operand[1] == "f32" and not rounds)
             dots.append(Dot(shape, operand[1], exact, chain))
         return dots
 
     def dropped_waits(self, program: PtxModule) -> list[Fault]:
-        """Waits that are not in ``program``, the PTX of this module."""
+        """Find waits that are not in ``program``, the PTX of this module."""
         kept = {one.chain[0] for one in program.instructions if one.chain and is_acquire(one)}
         lines = {(frame.path, frame.line) for frame in kept}
         unplaced = any(frame.line == 0 for frame in kept)
@@ -91,9 +91,9 @@ class TritonIR:
         return found
 
     def _plain_polls(self, start: int, kept: set[tuple[str, int]]) -> Iterator[Fault]:
-        """Plain loads of one address on which it depends whether the loop at ``start`` goes on.
+        """Find plain loads of one address that decide whether the loop at ``start`` continues.
 
-        Unless they still end a loop, at one of the lines ``kept``: such a poll is merely weak.
+        Loads that still end a loop, at one of the lines ``kept``, do not count: they are merely weak polls.
         """
         body = self._body(start)
         carried = re.findall(r"(%[\w$.-]+) = %", body[0].partition("scf.while")[2])
@@ -108,17 +108,18 @@ class TritonIR:
                     yield Fault("dropped wait", message, describe(chain))
 
     def _loads(self, line: str) -> bool:
-        """Whether ``line`` is a plain load, or calls a function that does nothing stronger."""
+        """Return whether ``line`` is a plain load, or calls a function that does nothing stronger."""
         text = self._with_callee(line)
         return " = tt.load " in text and not _STRONGER.search(text)
 
     def _accesses(self, line: str) -> bool:
-        """Whether ``line`` reads memory: what it gives is not made of what it is given, an address."""
+        """Return whether ``line`` reads memory, so that its result is not computed from an address
+        alone."""
         text = self._with_callee(line)
         return " = tt.load " in text or _STRONGER.search(text) is not None
 
     def _with_callee(self, line: str) -> str:
-        """``line``, or the body of the function that it calls."""
+        """Return ``line``, or the body of the function that it calls."""
         if call := re.search(r"= tt\.call @([^(]+)\(", line):
             called = f"@{call.group(1)}("
             starts = (
@@ -128,7 +129,7 @@ class TritonIR:
         return line
 
     def _body(self, start: int) -> list[str]:
-        """The lines of the loop or function that begins at ``start``."""
+        """Return the lines of the loop or function that begins at ``start``."""
         if start >= len(self._lines):
             return []
         indent = len(self._lines[start]) - len(self._lines[start].lstrip())
@@ -139,9 +140,10 @@ class TritonIR:
         return self._lines[start:]
 
     def _decides(self, body: list[str], load: str, carried: list[str]) -> bool:
-        """Whether the loop ends by what ``load`` gives, now or a round later; a counter's bound is none."""
+        """Return whether the loop ends depending on ``load``, now or a round later, other than as a
+        bound."""
         known, counters = _results(load), set(carried)
-        for line in body[1:]:  # what every round reads anew is waited for, not its bound
+        for line in body[1:]:  # a loop waits for a value that it reads anew each round
             if _STRONGER.search(self._with_callee(line)):
                 counters |= _results(line)
         while True:
@@ -166,13 +168,14 @@ class TritonIR:
 
 
 def _polled(program: PtxModule) -> set[tuple[str, int]]:
-    """The lines of all loads that end a loop, and of the calls that led there."""
+    """Return the lines of all loads that end a loop, and of the calls that lead to them."""
     frames = (frame for i in polls(program) for frame in program.instructions[i].chain)
     return {(frame.path, frame.line) for frame in frames}
 
 
 def _varying(body: list[str]) -> set[str]:
-    """What may differ from round to round of a loop; what a plain load gives counts as what it was."""
+    """Return the names that may change from round to round of a loop; results of plain loads do not
+    count."""
     varying = set(_VALUE.findall("".join(line for line in body if "^bb" in line)))
     for line in body:
         changes = re.search(r"\bscf\.|tt\.call|atomic|inline_asm", line)
