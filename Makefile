@@ -68,7 +68,7 @@ clients: .venv-clients/made  ## programs that others wrote, on gloo and on inter
 	PYTHONPATH=tests .venv-clients/bin/python -m clients.$(if $(PHYSICSNEMO),physicsnemo_tests \
 		$(PHYSICSNEMO),run $(CLIENTS))
 
-faults: $(VENV)/test  ## provoke every fault that docs/reliability.md is about, and write its table; ten minutes
+faults: $(VENV)/test  ## provoke every fault that docs/explanation/reliability.md is about, and write its table; ten minutes
 	PYTHONPATH=tests $(PY) -m faults --minutes $(or $(MINUTES),2)
 
 verify: $(VENV)/test  ## races, schedules, lint and protocols of everything that is shipped; minutes

@@ -8,9 +8,9 @@ a word of a stream         whether ``cuStreamWriteValue64`` passes while all SMs
 streams at once            how many kernels of one warp, each in a stream of its own, run together
 =========================  =========================================================================
 
-docs/gpu.md says what each answer changes. One line per question, JSON at the end; nothing waits for more
-than ``LIMIT_NS``. Kernels are CUDA C through CuPy, so a fault of interlace or of Triton cannot be in the
-way. ``--dry-run`` names the questions and asks none.
+docs/how-to/gpu/first-run.md says what each answer changes. One line per question, JSON at the end; nothing
+waits for more than ``LIMIT_NS``. Kernels are CUDA C through CuPy, so a fault of interlace or of Triton
+cannot be in the way. ``--dry-run`` names the questions and asks none.
 """
 
 import argparse

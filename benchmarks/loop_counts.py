@@ -1,4 +1,4 @@
-"""Counts of the loops that matter, from SASS, for the table in docs/performance.md; no GPU needed.
+"""Counts of the loops that matter, from SASS, for a table in docs/explanation/performance.md; needs no GPU.
 
     python benchmarks/loop_counts.py benchmarks/results/loops.json --before benchmarks/results/loops.json
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
+FOLDER = "reference/commands"
 EXIT_CODES = {
     0: "all is well",
     1: "it ran, and something is wrong: a result, a kernel, a place",
@@ -38,7 +39,7 @@ def page(name: str, parser: argparse.ArgumentParser) -> str:
         text = f"\n:   {_escaped(formatter._expand_help(action))}" if action.help else ""
         parts.append(f"`{', '.join(shown)}`{text}")
     parts += [f"```text\n{parser.epilog}\n```"] if parser.epilog else []
-    used = [f"[{title}](../{file})" for file, title in _pages_with(name)]
+    used = [f"[{title}](../../{file})" for file, title in _pages_with(name)]
     parts += [f"In use: {', '.join(used)}."] if used else []
     return "\n\n".join(parts) + "\n"
 
@@ -50,10 +51,12 @@ def _escaped(text: str | None) -> str:
 def _pages_with(name: str) -> list[tuple[str, str]]:
     """(file, title) of the pages that run the command."""
     found = []
-    for file in sorted(DOCS.glob("*.md")):
+    for file in sorted(DOCS.rglob("*.md")):
         text = file.read_text()
         if re.search(rf"^(?:\$ )?(?:\w+=\S+ )*python -m interlace {name}\b", text, re.MULTILINE):
-            found.append((file.name, text.partition("# ")[2].partition("\n")[0]))
+            found.append(
+                (file.relative_to(DOCS).as_posix(), text.partition("# ")[2].partition("\n")[0])
+            )
     return found
 
 
@@ -80,10 +83,10 @@ def overview(every: dict[str, argparse.ArgumentParser]) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """The section of the navigation, before that of the reference."""
-    at = next(n for n, each in enumerate(config.nav) if "Reference" in each)
-    pages = ["commands/index.md", *({name: f"commands/{name}.md"} for name in commands())]
-    config.nav.insert(at, {"Command line": pages})
+    """Put the pages at the end of the section "Reference" of the navigation."""
+    section = next(each["Reference"] for each in config.nav if "Reference" in each)
+    pages = [f"{FOLDER}/index.md", *({name: f"{FOLDER}/{name}.md"} for name in commands())]
+    section.append({"Commands": pages})
     return config
 
 
@@ -94,5 +97,8 @@ def on_files(files: Any, config: Any) -> Any:
     every = commands()
     texts = {"index": overview(every)} | {name: page(name, each) for name, each in every.items()}
     for name, text in texts.items():
-        files.append(File.generated(config, f"commands/{name}.md", content=text))
+        files.append(File.generated(config, f"{FOLDER}/{name}.md", content=text))
     return files
+
+
+on_files.mkdocs_priority = 50  # before that of the plugin of redirects, which looks for the pages

@@ -229,7 +229,7 @@ def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
 def update(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """One step on ``tokens``; its loss. Gradients are complete after backward, see docs/layers.md."""
+    """One step on ``tokens``; its loss. Gradients are complete then: docs/how-to/train/layers.md."""
     optimizer.zero_grad()
     loss = model(tokens[:-1], tokens[1:])
     loss.backward()

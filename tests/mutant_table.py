@@ -1,8 +1,8 @@
 """Mutants, and the checks that catch them: ``python tests/mutant_table.py [--write]``; some minutes.
 
 Runs every check on every mutant of ``protocol_mutants.py``. With ``--write`` the table goes into
-docs/checks/suite.md, between two comments; without, what differs from the document is printed and the exit
-code says whether anything does. It is 1, too, if a mutant is caught by nothing.
+docs/explanation/checks.md, between two comments; without, what differs from the document is printed and the
+exit code says whether anything does. It is 1, too, if a mutant is caught by nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from interlace_verify.schedule_check.parallel import map_seeds
 from mutants.mutant_checks import CHECKS, caught
 from mutants.protocol_mutants import CASES
 
-DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "checks" / "suite.md"
+DOCUMENT = pathlib.Path(__file__).parents[1] / "docs/explanation/checks.md"
 BEGIN = "<!-- mutants: python tests/mutant_table.py --write -->"
 END = "<!-- end of mutants -->"
 EFFORT = 3
@@ -129,7 +129,7 @@ def main() -> int:
         changes = difflib.unified_diff(
             old.splitlines(),
             new.splitlines(),
-            "docs/checks/suite.md",
+            "docs/explanation/checks.md",
             "found now",
             lineterm="",
             n=0,

@@ -26,7 +26,7 @@ A comment in the source, in a line of its own before a block, changes that::
 The first three are for all lines of a block, or, with ``; in: TEXT`` at their end, for those that have
 TEXT; of several marks of one kind the last counts.
 
-``python tests/pages.py docs/verify.md`` writes what is printed now into a page.
+``python tests/pages.py docs/tutorials/first-race.md`` writes what is printed now into a page.
 """
 
 import itertools

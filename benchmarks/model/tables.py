@@ -1,4 +1,7 @@
-"""The tables that ``predict.py`` prints and ``docs/model.md`` shows. Everything predicted is called so."""
+"""The tables that ``predict.py`` prints and ``docs/explanation/model.md`` shows.
+
+Everything predicted is called so.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How long until all ranks know of a fault: the table of docs/reliability.md as a picture."""
+"""How long until all ranks know of a fault: the table of docs/explanation/reliability.md as a picture."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drawings.svg import Drawing
 
-PAGE = Path(__file__).resolve().parents[1] / "reliability.md"
+PAGE = Path(__file__).resolve().parents[1] / "explanation/reliability.md"
 ROW = re.compile(
     r"^\| (.+?) \| (shm|hosts) \| \d+ \| \d+ \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|", re.M
 )

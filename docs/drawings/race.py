@@ -14,7 +14,7 @@ LEFT, TOP, LANE = 70, 30, 84
 
 
 def finding() -> verify.Finding:
-    """What the check finds in docs/verify.md's ``wrong.py``."""
+    """What the check finds in docs/tutorials/first-race.md's ``wrong.py``."""
     before, _, after = RECIPE.read_text().rpartition(MEETING)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "wrong.py"

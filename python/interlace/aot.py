@@ -8,7 +8,7 @@ interlace nor Triton nor torch.
 >>> bundle = aot.load("all_gather_matmul_bundle")           # doctest: +SKIP
 >>> bundle.run(values, arguments, stream=stream)            # doctest: +SKIP
 
-docs/aot.md has a whole program.
+docs/how-to/compile/aot.md has a whole program.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
 class Bundle:
     """One op for one architecture: ``kernels`` by name, to be launched in the order of ``sequence``.
 
-    ``manifest`` is all that the build has written down; docs/aot.md explains its fields.
+    ``manifest`` is the content of manifest.json; docs/reference/bundle-manifest.md explains its fields.
     """
 
     def __init__(self, path: pathlib.Path, manifest: dict[str, Any], arch: str) -> None:

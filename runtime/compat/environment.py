@@ -1,6 +1,6 @@
 """The variables of the environment that interlace reads. A typo of one is an error, any other a warning.
 
-docs/operations.md has this table.
+docs/reference/environment.md has this table.
 """
 
 import difflib
@@ -11,14 +11,14 @@ import warnings
 
 LEVELS = ("warning", "info", "debug")
 VARIABLES = {
-    "INTERLACE_DEBUG": "`info`, `debug` (or `warning`): the log on stderr, see [the log](#the-log)",
-    "INTERLACE_SECRET": "the secret of a job, see [security](security.md)",
-    "INTERLACE_TRUST_NETWORK": "`1`: several hosts need no secret, see [security](security.md)",
-    "INTERLACE_TUNE_CACHE": "the file of tuned configurations, or `off`, see [tuning](tune.md)",
-    "INTERLACE_CALIBRATION": "the file of this machine's figures, or `off`, see [tensors](tensor.md)",
-    "INTERLACE_RECORD": "the folder of what failed ranks did last, or `off`, see [records](record.md)",
+    "INTERLACE_DEBUG": "`info`, `debug` (or `warning`): the log on stderr, see the log",
+    "INTERLACE_SECRET": "the secret of a job, see security",
+    "INTERLACE_TRUST_NETWORK": "`1`: several hosts need no secret, see security",
+    "INTERLACE_TUNE_CACHE": "the file of tuned configurations, or `off`, see tuning",
+    "INTERLACE_CALIBRATION": "the file of this machine's figures, or `off`, see tensors",
+    "INTERLACE_RECORD": "the folder of what failed ranks did last, or `off`, see records",
     "INTERLACE_MACHINE_CODE": "`0`: collectives on a CPU are done by Python and torch alone",
-    "INTERLACE_SYMM_MEM": "`1`: torch's fused ops run on interlace, see [torch.compile](compile.md)",
+    "INTERLACE_SYMM_MEM": "`1`: torch's fused ops run on interlace, see torch.compile",
     "INTERLACE_TRACEBACK": "not empty: errors of `python -m interlace` come with a traceback",
     "INTERLACE_WITHOUT_NVSHMEM": "`1`: tests that need NVSHMEM's device library are skipped",
     "INTERLACE_UNTRIED": "set by interlace: the warning of untried releases was given",
@@ -56,7 +56,7 @@ def check_environment() -> None:
         ]
         warnings.warn(
             f"interlace ignores {', '.join(named)} in the environment; "
-            "docs/operations.md lists the variables that it reads",
+            "docs/reference/environment.md lists the variables that it reads",
             stacklevel=3,
         )
 

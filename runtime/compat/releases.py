@@ -24,7 +24,7 @@ TRIED: dict[str, tuple[Release, Release]] = {
     "torch": ((2, 11), (2, 15)),
     "Triton": ((3, 6), (3, 9)),
 }
-"""The oldest and the newest, which ``make matrix`` and docs/compatibility.md are about."""
+"""The oldest and the newest, which ``make matrix`` and docs/reference/compatibility.md are about."""
 
 FREE_THREADED = " free-threaded"
 """After the version of a Python that can do without its lock, with which no place was tried."""

@@ -17,7 +17,7 @@ published  by somebody else, named
 assumed    a choice; what can be said for it is said
 
 Rows of a machine of your own are not for this file: ``python -m interlace tune`` writes them into a cache,
-which comes first (``tuning.py`` has the order). ``docs/tune.md`` explains the columns.
+which comes first (``tuning.py`` has the order). ``docs/how-to/gpu/tune.md`` explains the columns.
 """
 
 from dataclasses import dataclass
@@ -251,8 +251,8 @@ ATTENTION = tuple(
 SENDING = {"copiers": 8, "chunks": 4, "copy_rows": 16, "copy_columns": 512}
 SENDING_FP32 = {**SENDING, "copy_columns": 256}
 
-_MODEL = "model: h100x8, table 'recommended' of docs/model.md"
-_THIN = "model: h100x8, table 'recommended' of docs/model.md, which is kind to fusing, and says no"
+_MODEL = "model: h100x8, table 'recommended' of docs/explanation/model.md"
+_THIN = f"{_MODEL}, which is kind to fusing, and says no"
 _WHOLE = {"copiers": 0, "chunks": 1}    # whole shards by the copy engine
 _HALVES = {"copiers": 0, "chunks": 2}
 

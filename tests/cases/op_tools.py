@@ -1,4 +1,4 @@
-"""The tools that each public op has, verify, bench, tune and bundles, or why not: a table of docs/ops.md.
+"""The tools that each public op has (verify, bench, tune, bundles) or why not: for docs/reference/ops.md.
 
 ``python tests/cases/op_tools.py`` prints the table. The ops are found in the code: all public functions
 that take a group or an algorithm. A new one has its tools under its own name, or an entry here.

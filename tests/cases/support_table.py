@@ -1,4 +1,4 @@
-"""The table of collectives and what they serve: the data of docs/collectives.md, and of its tests.
+"""The table of collectives and what they serve: the data of docs/reference/collectives.md and its tests.
 
 ``python tests/cases/support_table.py`` prints the tables.
 """

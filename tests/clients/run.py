@@ -1,6 +1,6 @@
 """Real programs on interlace and on gloo: the same steps of training, their losses and their time.
 
-    make clients                                  all of them, and the table of docs/clients.md
+    make clients                                  all of them, and the table of docs/reference/clients.md
     make clients CLIENTS="ray_train --ranks 4"    these; what is known of the others stays
 
 A client is a file of this folder: ``TRAINS``, what it does, ``TOLD``, how a user of it names the backend,
@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "benchmarks/results/clients.json"
-PAGE = ROOT / "docs/clients.md"
+PAGE = ROOT / "docs/reference/clients.md"
 BACKENDS = ("gloo", "interlace")
 ROUNDS = 2
 WARM_UP = 3  # steps

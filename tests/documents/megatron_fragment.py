@@ -1,4 +1,6 @@
-"""Runs a fragment of docs/megatron.md: ``model`` is the page's own GPT, ``megatron`` interlace's module.
+"""Runs a fragment of docs/how-to/train/megatron.md.
+
+``model`` is the page's own GPT, ``megatron`` interlace's module.
 
 ``python megatron_fragment.py FILE``: two ranks run FILE; what rank 0 prints is printed.
 """
@@ -22,7 +24,7 @@ import pages
 
 def gpt() -> dict[str, Any]:
     """The names of the page's ``gpt.py``."""
-    every = pages.blocks((pages.ROOT / "docs/megatron.md").read_text())
+    every = pages.blocks((pages.ROOT / "docs/how-to/train/megatron.md").read_text())
     (text,) = (block.text for block in every if block.file == "gpt.py")
     names: dict[str, Any] = {"__name__": "gpt"}
     exec(compile(text, "gpt.py", "exec"), names)

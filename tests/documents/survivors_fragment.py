@@ -1,4 +1,6 @@
-"""Runs a fragment of docs/places.md: ``train()`` calls ops until rank 1, by the page's story, has died.
+"""Runs a fragment of docs/tutorials/from-sim-to-torchrun.md.
+
+``train()`` calls ops until rank 1, by the page's story, has died.
 
 ``python survivors_fragment.py FILE``: three ranks run FILE; what rank 0 prints is printed.
 """

@@ -46,11 +46,11 @@ RESULTS = {
 }
 # What needs a bundle and CuPy, Megatron-core, or Ray has its example on a page, whose code is run as well.
 ON_PAGES = {
-    "interlace.aot.load": "aot.md",
-    "interlace.integrations.megatron.patch": "megatron.md",
-    "interlace.integrations.ray.join": "launching.md",
-    "interlace.integrations.ray.meeting": "launching.md",
-    "interlace.integrations.ray.run": "launching.md",
+    "interlace.aot.load": "how-to/compile/aot.md",
+    "interlace.integrations.megatron.patch": "how-to/train/megatron.md",
+    "interlace.integrations.ray.join": "how-to/run/launching.md",
+    "interlace.integrations.ray.meeting": "how-to/run/launching.md",
+    "interlace.integrations.ray.run": "how-to/run/launching.md",
 }
 # Methods that have the docstring of what they override, or the class's.
 OVERRIDES = {"forward", "extra_repr"}
@@ -119,9 +119,9 @@ class Public:
 
 
 def names() -> list[str]:
-    """What docs/reference shows, modules replaced by what is public in them."""
+    """What docs/reference/api shows, modules replaced by what is public in them."""
     found: list[str] = []
-    for page in sorted((pages.ROOT / "docs/reference").glob("*.md")):
+    for page in sorted((pages.ROOT / "docs/reference/api").glob("*.md")):
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
             value = of(name)
             if inspect.ismodule(value):

@@ -7,7 +7,7 @@ import pytest
 from cases import op_tools
 from cases.op_tools import NAMES, NO_OPS, SAME, TOOLS, WHY_NOT, names_of, public_ops, stood_for
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/ops.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/reference/ops.md"
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -16,13 +16,19 @@ LINES = [
     for line in block.lines
 ]
 LONG = {
-    f"docs/{name}.md"
-    for name in (
-        "checks/lint", "checks/races", "checks/schedules", "checks/tests-and-ci",
-        "aot", "attention", "bench", "experts", "kernels", "layers", "megatron", "model", "norms",
-        "operations", "peers", "places", "ptx", "record", "start", "tensor", "torchtitan", "tune", "verify",
-    )
-}  # fmt: skip
+    f"docs/{folder}/{name}.md"
+    for folder, names in {
+        "tutorials": "first-race from-sim-to-torchrun fused-kernel start",
+        "how-to/check": "peers ptx races schedules tests-and-ci",
+        "how-to/compile": "aot",
+        "how-to/gpu": "bench tune",
+        "how-to/run": "hangs record",
+        "how-to/train": "attention experts layers megatron norms tensor torchtitan",
+        "reference": "lint",
+        "explanation": "model",
+    }.items()
+    for name in names.split()
+}
 NOT_RUN = [
     pytest.param(line, id=f"{said} needs {line.needs}")
     for said, _, line in LINES
@@ -93,8 +99,12 @@ def test_what_is_run_elsewhere_is(name: str, line: pages.Line) -> None:
             "x = 1\ny = 2",
             "tests/repository/test_makefile.py has no 'README.md'",
         ),
-        ("docs/start.md", "pip install .", "docs/start.md does not run 'pip install .'"),
-        ("docs/layers.md", "ls", "docs/layers.md does not run 'ls'"),
+        (
+            "docs/tutorials/start.md",
+            "pip install .",
+            "docs/tutorials/start.md does not run 'pip install .'",
+        ),
+        ("docs/how-to/train/layers.md", "ls", "docs/how-to/train/layers.md does not run 'ls'"),
         ("docs/none.md", "ls", "there is no docs/none.md"),
     ],
 )

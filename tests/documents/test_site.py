@@ -21,7 +21,7 @@ from interlace.cli.main import COMMANDS
 from tiers import thorough
 
 ROOT = pages.ROOT
-# Whose names have to be on pages below docs/reference.
+# Whose names have to be on pages below docs/reference/api.
 PUBLIC = (
     "interlace",
     "interlace.experts",
@@ -79,6 +79,22 @@ def test_what_pages_say_proves_something_is_there() -> None:
     ) == ["tests/documents/test_site.py::test_none", "tests/gone.py::"]
 
 
+def redirects() -> dict[str, str]:
+    """The new page of every old one, from mkdocs.yml."""
+    _, _, maps = (ROOT / "mkdocs.yml").read_text().partition("redirect_maps:\n")
+    return dict(re.findall(r"^ +([\w/-]+\.md): ([\w/-]+\.md)$", maps, re.MULTILINE))
+
+
+def test_old_addresses_lead_to_pages() -> None:
+    commands = {f"reference/commands/{name}.md" for name in ("index", *COMMANDS)}
+    old = redirects()
+    assert len(old) > 50 and commands < set(old.values())
+    assert not [page for page in old if (ROOT / "docs" / page).exists()]
+    assert not [
+        page for page in set(old.values()) - commands if not (ROOT / "docs" / page).exists()
+    ]
+
+
 @thorough
 def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     here = ("-o", ".venv/docs", f"PY={sys.executable}", f"SITE={tmp_path}")  # and no .venv
@@ -88,7 +104,8 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
         assert (f"{name}/index.html" if name != "index" else "index.html") in built, name
-    assert {f"commands/{name}/index.html" for name in COMMANDS} < built
+    assert {f"reference/commands/{name}/index.html" for name in COMMANDS} < built
+    assert {f"{old.removesuffix('.md')}/index.html" for old in redirects()} < built
     foreign = re.compile(FOREIGN)
     for name in built:
         assert not foreign.search((tmp_path / name).read_text()), (
@@ -96,10 +113,10 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
         )
     samples = {"fused": "interlace.all_gather_matmul", "nn": "interlace.nn.RMSNorm"}
     for page, name in samples.items():
-        page_text = (tmp_path / f"reference/{page}/index.html").read_text()
+        page_text = (tmp_path / f"reference/api/{page}/index.html").read_text()
         assert f'id="{name}"' in page_text, name
-    assert "Any strides." in (tmp_path / "reference/fused/index.html").read_text()
-    collectives = (tmp_path / "reference/collectives/index.html").read_text()
+    assert "Any strides." in (tmp_path / "reference/api/fused/index.html").read_text()
+    collectives = (tmp_path / "reference/api/collectives/index.html").read_text()
     assert "NOT_GIVEN" not in collectives and "<code>async_op</code>" in collectives
 
 
@@ -117,7 +134,7 @@ def test_a_link_to_nowhere_is_seen(tmp_path: pathlib.Path) -> None:
 
 
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:
-    text = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    text = "\n".join(page.read_text() for page in (ROOT / "docs/reference/api").glob("*.md"))
     there = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     wanted = {
         f"{module}.{name}"
@@ -158,8 +175,8 @@ def test_every_argument_of_every_command_is_on_a_page() -> None:
         for action in parser._actions[1:]:
             for word in action.option_strings or [action.metavar or action.dest]:
                 assert re.search(rf"^`.*{re.escape(word)}.*`$", page, re.MULTILINE), (name, word)
-    assert "](../bench.md)" in module.page("bench", every["bench"])
-    assert "](../bench.md)" not in module.page("doctor", every["doctor"])
+    assert "](../../how-to/gpu/bench.md)" in module.page("bench", every["bench"])
+    assert "](../../how-to/gpu/bench.md)" not in module.page("doctor", every["doctor"])
 
 
 def loaded(file: str) -> Any:
@@ -182,7 +199,7 @@ def unknown(text: str) -> list[str]:
 
 
 def test_names_that_stand_for_those_of_other_libraries_are_there() -> None:
-    page = (ROOT / "docs/migrating.md").read_text()
+    page = (ROOT / "docs/how-to/migrate/libraries.md").read_text()
     assert page.count("`interlace.") > 50 and unknown(page) == []
     assert unknown("`interlace.all_gather`, `interlace.nn.gone`") == ["interlace.nn.gone"]
 
@@ -252,7 +269,7 @@ def test_docstrings_are_put_into_a_form_that_renders() -> None:
 
 @thorough
 def test_every_parameter_has_a_row() -> None:
-    page = (ROOT / "docs/reference/collectives.md").read_text()
+    page = (ROOT / "docs/reference/api/collectives.md").read_text()
     names = [
         f"interlace.{name}"
         for name in re.findall(r"^::: interlace\.([a-z_]+)$", page, re.MULTILINE)

@@ -38,7 +38,7 @@ def unsaid(errors: list[str], every: set[str]) -> list[str]:
 
 
 def test_every_error_on_the_page_can_be_printed() -> None:
-    rows = ROW.findall((pages.ROOT / "docs/troubleshooting.md").read_text())
+    rows = ROW.findall((pages.ROOT / "docs/how-to/run/troubleshooting.md").read_text())
     errors = [error for error, _, _ in rows]
     every = texts()
     assert len(errors) == len(set(errors)) > 35

@@ -1,6 +1,6 @@
 """Provoke every fault that interlace promises something about, and say in a table what came of each.
 
-    make faults                               all of it, and the table of docs/reliability.md
+    make faults                               all of it, and the table of docs/explanation/reliability.md
     make faults MINUTES=10                    with a longer soak
     PYTHONPATH=tests python -m faults --short               a little of each, without the page
     PYTHONPATH=tests python -m faults --only soak killed    rows whose names have one of these words;
@@ -30,7 +30,7 @@ import torch
 from faults import ends, garbage, limits, mismatches, pending, recovery, soak, strangers
 from faults.rows import Result, Row, ran, table
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/explanation/reliability.md"
 BEGIN, END = "<!-- faults: make faults -->", "<!-- end of faults -->"
 PRELOADED = ["interlace", "torch.distributed", "faults.crew", "warmed_up"]
 FAMILIES = (mismatches, ends, pending, limits, strangers, garbage, recovery, soak)

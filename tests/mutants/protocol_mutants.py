@@ -1,6 +1,6 @@
 """The mutants that ``interlace.verify`` must catch: one fault each, in our own protocols.
 
-The table in docs/checks/suite.md shows all checks that catch them (``python tests/mutant_table.py`` makes it).
+The table in docs/explanation/checks.md shows all checks that catch them (``python tests/mutant_table.py`` makes it).
 Here are those of publish and wait, of kernels that use it plainly, and of kernels of users; those of the
 other algorithms are in ``algorithm_mutants.py``, those of experts in ``expert_mutants.py``, those of
 attention in ``attention_mutants.py``, those of norms in ``norm_mutants.py``.

@@ -3,7 +3,7 @@
     make matrix                            every corner in a .venv of its own, then the table
     python tests/repository/corner.py              all parts
     python tests/repository/corner.py sim build    these parts; what is known of the others stays
-    python tests/repository/corner.py --table      the table of docs/compatibility.md, of all results
+    python tests/repository/corner.py --table      docs/reference/compatibility.md's table of all results
 
 What a part came to is written to benchmarks/results/corner-torch-X.Y.json when it ends. Its tests are those
 of ``make test``, with those that are marked thorough left out.
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/compatibility.md"
+PAGE = ROOT / "docs/reference/compatibility.md"
 PARTS = {
     "sim": ("tests/sim",),
     "multi": (

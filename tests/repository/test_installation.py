@@ -61,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         "Makefile",
         ".ci/run",
         "setup.py",
-        "docs/layers.md",
+        "docs/how-to/train/layers.md",
         "examples/tiny_gpt.py",
         "tests/support.py",
     ):
@@ -101,7 +101,7 @@ def test_the_wheel_has_every_file_and_no_other(
     home = re.search(r"^Project-URL: Homepage, (.*)$", head, re.MULTILINE)
     assert home is not None
     links = re.findall(r"\]\((.*?)\)", description)
-    assert f"{home[1]}/blob/main/docs/start.md" in links
+    assert f"{home[1]}/blob/main/docs/tutorials/start.md" in links
     assert all(link.startswith("https://") for link in links)
 
 

@@ -2,7 +2,7 @@
 
 ``dispatch`` and ``combine``, their low-latency forms, and what goes with them. The fused ops for whole
 layers are :func:`interlace.all_to_all_grouped_matmul` and :func:`interlace.grouped_matmul_combine`. See
-docs/experts.md.
+docs/how-to/train/experts.md.
 
 >>> def on_rank():
 ...     tokens = torch.full((1, 2), 1.0 + interlace.get_rank())

@@ -311,7 +311,7 @@ def init(
         if missing := [name for name in names if name not in os.environ]:
             raise InterlaceError(
                 f"interlace.init: {', '.join(missing)} not set; start the script with torchrun, or set "
-                "them: docs/launching.md"
+                "them: docs/how-to/run/launching.md"
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it

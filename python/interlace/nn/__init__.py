@@ -2,7 +2,7 @@
 
 Megatron-style tensor and sequence parallelism: linear layers split over a group, and what stands between
 them. Weights, initialisation and checkpoints are those of the unsharded layers of ``torch.nn``, for any
-number of ranks. See docs/layers.md.
+number of ranks. See docs/how-to/train/layers.md.
 """
 
 from interlace.nn import functional as functional

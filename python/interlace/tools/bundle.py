@@ -2,7 +2,7 @@
 
 ::
 
-    manifest.json                          see docs/aot.md; written last
+    manifest.json                          see docs/reference/bundle-manifest.md; written last
     load.py                                the loader, which needs no interlace
     <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
 

@@ -30,7 +30,9 @@ from interlace.kernels import bundle_formulas, launch_formulas
 from stand_ins import cupy_stand_in
 from tiers import thorough
 
-DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/aot.md"
+ROOT = pathlib.Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs/how-to/compile/aot.md"
+MANIFEST_PAGE = ROOT / "docs/reference/bundle-manifest.md"
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def python_of_document() -> str:
 def test_document_launches_without_triton(
     bundles: dict[str, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """The program of docs/aot.md in a process of its own, beside a copy of the loader."""
+    """The program of docs/how-to/compile/aot.md in a process of its own, beside a copy of the loader."""
     (tmp_path / "bundle").symlink_to(bundles["all_gather_matmul"])
     shutil.copy(cupy_stand_in.__file__, tmp_path / "cupy.py")
     shutil.copy(tmp_path / "bundle" / "load.py", tmp_path)
@@ -434,7 +436,7 @@ def missing(shown: Any, real: Any, where: str) -> list[str]:
 
 def test_document_shows_the_manifest(bundles: dict[str, pathlib.Path]) -> None:
     manifest = manifest_of(bundles["all_gather_matmul"])
-    text = DOCUMENT.read_text()
+    text = MANIFEST_PAGE.read_text()
     examples = re.findall(r"`([\w.]+)`[^`]*```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [path for path, _ in examples] == ["arches.90.kernels.all_gather_matmul_kernel"]
     for path, example in examples:

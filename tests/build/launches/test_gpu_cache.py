@@ -13,7 +13,7 @@ import pytest
 from tiers import thorough
 
 ROOT = Path(__file__).parents[3]
-COMMAND = "make gpu-cache PYTHON=python3.12"  # as docs/gpu.md has it
+COMMAND = "make gpu-cache PYTHON=python3.12"  # as docs/how-to/gpu/first-run.md has it
 WITH_PATHS = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "benchmarks")])}
 CASE = "broadcast, low_latency, 2 ranks"
 

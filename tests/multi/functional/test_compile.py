@@ -220,14 +220,16 @@ def test_a_wrong_option_of_the_backend() -> None:
 
 @thorough
 def test_the_graphs_in_the_docs() -> None:
-    """docs/compile.md shows what docs/examples/fusion.py prints."""
+    """docs/how-to/compile/torch-compile.md shows what docs/examples/fusion.py prints."""
     root = Path(__file__).parents[3]
     command = [sys.executable, str(root / "docs/examples/fusion.py")]
     environment = {**os.environ, "PYTHONPATH": str(root / "python")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     shown = [
-        block for block in (root / "docs/compile.md").read_text().split("```") if "arg0_1" in block
+        block
+        for block in (root / "docs/how-to/compile/torch-compile.md").read_text().split("```")
+        if "arg0_1" in block
     ]
     assert len(shown) == 2
     for graph, block in zip(done.stdout.split("def forward")[1:], shown, strict=True):

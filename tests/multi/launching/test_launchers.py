@@ -1,4 +1,4 @@
-"""The commands of docs/launching.md: torchrun, srun, sbatch, mpirun and Ray start its programs."""
+"""The commands of docs/how-to/run/launching.md: torchrun, srun, sbatch, mpirun, Ray start its programs."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ from interlace.runtime.places import uncaught
 from support import free_port
 from tiers import few, thorough
 
-PAGE = (pages.ROOT / "docs/launching.md").read_text()
+PAGE = (pages.ROOT / "docs/how-to/run/launching.md").read_text()
 STAND_IN = pages.ROOT / "tests/stand_ins/launchers.py"
 AGENT = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:29500 job.py"
 COMMANDS = {

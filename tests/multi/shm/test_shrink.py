@@ -1,4 +1,4 @@
-"""Going on without ranks that have died, wherever the end comes: what docs/places.md says."""
+"""Going on without ranks that have died, as docs/tutorials/from-sim-to-torchrun.md says."""
 
 import itertools
 import os

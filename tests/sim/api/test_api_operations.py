@@ -14,7 +14,7 @@ from interlace.runtime.core.memory import bytes_of, contiguous
 from ranks import ranks
 from tiers import few
 
-DOCUMENT = pathlib.Path(__file__).parents[3] / "docs" / "collectives.md"
+DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/reference/collectives.md"
 MOVING = [each.name for each in support_table.OPERATIONS if each.payload == ANY]
 REDUCING = [each.name for each in support_table.OPERATIONS if each.payload == REDUCED]
 OTHERS = [name for name in REDUCING if name not in ("reduce_scatter", "all_reduce_coalesced")]

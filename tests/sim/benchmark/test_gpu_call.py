@@ -14,7 +14,7 @@ from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_call.sh"
-COMMANDS = {  # as docs/gpu.md has them
+COMMANDS = {  # as docs/how-to/gpu/first-run.md has them
     "1": "bash benchmarks/gpu_call.sh 1",
     "2": "bash benchmarks/gpu_call.sh 2",
     "3": "bash benchmarks/gpu_call.sh 3",

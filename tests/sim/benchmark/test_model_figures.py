@@ -1,4 +1,4 @@
-"""The model of the fused ops against figures: published ones, measured ones, and docs/model.md."""
+"""The model of the fused ops against published figures, measured ones and docs/explanation/model.md."""
 
 import json
 import sys

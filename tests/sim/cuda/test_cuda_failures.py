@@ -37,7 +37,7 @@ from stand_ins.fake_host import gpu_ranks, look, own_place
 from stand_ins.replaced import Replacement, replaced
 
 pytestmark = pytest.mark.usefixtures("connections")
-DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/gpu.md"
+DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/how-to/gpu/first-run.md"
 
 
 def warm_up() -> None:
@@ -97,7 +97,7 @@ def test_a_wait_of_a_stream_is_bounded_and_named() -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["fast polls", "slow polls"])
 def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
-    """Between the factors that docs/gpu.md says, of its estimate of a poll; here of 100 us."""
+    """Between the factors of docs/how-to/gpu/first-run.md times its estimate of a poll; here 100 us."""
     text = " ".join(DOCUMENT.read_text().split())
     said = re.search(
         r"([\d.]+) to ([\d.]+) microseconds .*? ten minutes are (\d+) to (\d+)\.", text

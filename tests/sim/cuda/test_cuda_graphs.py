@@ -175,7 +175,7 @@ def test_replays_of_virtual_ranks(op: Any) -> None:
 
 
 def test_virtual_ranks_replay_in_queues_of_their_own() -> None:
-    """A graph goes to the GPU whole, and not in step: the limit that docs/gpu.md tells of."""
+    """A graph goes to the GPU whole, and not in step: a limit in docs/how-to/gpu/first-run.md."""
     gpu = FakeGpu(5, connections=1)
     with pytest.raises(DeviceHang):
         run_virtual(replaying(gpu, fused_gather, 1), 2, gpu)

@@ -171,7 +171,7 @@ def test_other_processors_give_the_same_bits(variables: str) -> None:
 @pytest.mark.parametrize("variables", OTHER_PROCESSORS[:2])
 def test_promises_hold_on_other_processors(variables: str) -> None:
     """Every test that the page on promises names for equal bits."""
-    page = (ROOT / "docs/promises.md").read_text()
+    page = (ROOT / "docs/reference/promises.md").read_text()
     section = page.partition("## Equal bits")[2].partition("\n## ")[0]
     tests = sorted({*re.findall(r"`(tests/\S+::\w+)`", section), *DETERMINISM})
     chosen = [test for test in tests if not test.endswith("_on_other_processors")]

@@ -46,7 +46,7 @@ def unfounded(source: str) -> str:
         files = re.findall(r"benchmarks/results/\S+\.json", text)
         if not files or not all((ROOT / file).is_file() for file in files):
             return f"{source!r} names no result file that is there"
-    if kind == "model" and "docs/model.md" not in text and "cost model" not in text:
+    if kind == "model" and "docs/explanation/model.md" not in text and "cost model" not in text:
         return f"{source!r} does not say which model"
     return ""
 
@@ -115,7 +115,7 @@ def test_every_matmul_has_a_tile() -> None:
 
 
 def test_defaults_are_what_they_were() -> None:
-    """Of the chip that most figures of docs/model.md are about, spelled out."""
+    """Of the chip that most figures of docs/explanation/model.md are about, spelled out."""
     many = gpu_default(90, torch.bfloat16, 4096)
     assert many == Configuration(
         block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, copiers=8, chunks=4,

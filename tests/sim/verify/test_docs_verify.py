@@ -17,9 +17,9 @@ from interlace_verify.suite.jobs import PROTOCOLS, load_function
 from mutants.protocol_mutants import CASES
 
 ROOT = pathlib.Path(__file__).parents[3]
-START = ROOT / "docs" / "verify.md"
-PAGES = [START, *sorted((ROOT / "docs" / "checks").glob("*.md"))]
-LINT, SUITE = ROOT / "docs" / "checks" / "lint.md", ROOT / "docs" / "checks" / "suite.md"
+START = ROOT / "docs/tutorials/first-race.md"
+LINT, SUITE = ROOT / "docs/reference/lint.md", ROOT / "docs/explanation/checks.md"
+PAGES = [START, LINT, SUITE, *sorted((ROOT / "docs/how-to/check").glob("*.md"))]
 COMMAND = re.compile(r"python -m interlace ([^`#\n]+)")
 RULES_BEGIN, RULES_END = "<!-- rules -->\n", "<!-- end of rules -->"
 
@@ -35,7 +35,7 @@ def mutant_rows() -> dict[str, list[str]]:
     return {name: cells.split(" | ") for name, cells in rows}
 
 
-@pytest.mark.parametrize("document", ["docs/verify.md", "README.md"])
+@pytest.mark.parametrize("document", ["docs/tutorials/first-race.md", "README.md"])
 def test_commands_parse_and_name_what_is_there(document: str) -> None:
     commands = COMMAND.findall((ROOT / document).read_text())
     assert any(command.startswith("verify ") for command in commands)

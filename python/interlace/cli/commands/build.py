@@ -30,9 +30,9 @@ class BuildOptions(CommandOptions):
 
     One variant of each, for sm_90, in a minute; --full builds all, for --arch, in many.
 
-    With --op one op ahead of time: cubin, PTX and a manifest for launches without Triton (docs/aot.md). The
-    options from --out on are for that. Tiles are chosen for the given extents; columns and inner that are
-    multiples of 16 have to be so at every launch.
+    With --op one op ahead of time: cubin, PTX and a manifest for launches without Triton
+    (docs/how-to/compile/aot.md). The options from --out on are for that. Tiles are chosen for the given
+    extents; columns and inner that are multiples of 16 have to be so at every launch.
     """
 
     arch: tuple[int, ...] | None = option(
