@@ -1,12 +1,8 @@
-"""Norms of rows by torch, in fp32 (of float64 in float64), and their gradients.
+"""Norms of rows by torch, in fp32 (float64 in float64), and their gradients; activations by name.
 
-Rows are matrices ``[rows, N]``; a weight and a bias are ``[N]`` or None. What the kernels do in registers
-the algorithms that multiply with torch do with these, and autograd.
-
-Activations of the fused ops by name: what torch calls them, and how they enter an error bound.
-
-The kernels have their own (``kernels/epilogue.py``); algorithms that multiply with torch, and autograd,
-take torch's.
+Rows are matrices ``[rows, N]``; a weight and a bias are ``[N]`` or None. The algorithms that multiply with
+torch, and autograd, use these functions for what the kernels do in registers. The kernels have activations
+of their own (``kernels/epilogue.py``).
 """
 
 from collections.abc import Callable
@@ -22,14 +18,14 @@ from interlace.kernels.epilogue import ACTIVATIONS as NAMES
 KINDS = ("rms", "layer")
 QUANTIZED = torch.float8_e4m3fn
 LARGEST = torch.finfo(QUANTIZED).max
-SMALLEST_SCALE = 1e-12  # a row of zeros has one that can be divided by
+SMALLEST_SCALE = 1e-12  # so that a row of zeros has a nonzero scale
 BY_ROW = "fp8"
 QUANTIZE = (BY_ROW, "fp8_static")
-"""With a scale for every row; with one that is known before, by which the norm's weight is divided."""
+"""With a scale for every row; with one scale known in advance, by which the norm's weight is divided."""
 
 
 class RowNorm(NamedTuple):
-    """``kind``: "rms", ``torch.nn.functional.rms_norm``, or "layer", its ``layer_norm``, of whole rows."""
+    """``kind``: "rms" (``torch.nn.functional.rms_norm``) or "layer" (``layer_norm``), over whole rows."""
 
     kind: str
     eps: float
@@ -38,12 +34,12 @@ class RowNorm(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms of ``dtype`` are computed."""
+    """Return the dtype in which norms of ``dtype`` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
-    """The normed rows, in fp32 or float64."""
+    """Return the normed rows, in fp32 or float64."""
     made = wide(rows.dtype)
     weight = None if norm.weight is None else norm.weight.to(made)
     bias = None if norm.bias is None else norm.bias.to(made)
@@ -53,20 +49,20 @@ def unrounded(rows: torch.Tensor, norm: RowNorm) -> torch.Tensor:
 
 
 def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 of ``rows``, and their scales ``[rows, 1]`` in fp32: ``rows`` are fp8 times scale."""
+    """Return ``rows`` as fp8 and their scales ``[rows, 1]`` in fp32: ``rows`` are fp8 times scale."""
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     scale = scale.to(torch.float32).clamp(min=SMALLEST_SCALE)
-    # a quotient may be rounded up to more than the largest, and torch's cast does not saturate
+    # a quotient may round to more than the largest value, and torch's cast does not saturate
     return (rows / scale).clamp(-LARGEST, LARGEST).to(QUANTIZED), scale
 
 
 @dataclass
 class NormTail:
-    """What becomes of the rows of a sum: ``residual`` is added, and they are normed.
+    """The end of a reduction: ``residual`` is added to the rows of a sum, and they are normed.
 
-    ``normed`` and ``scale`` are filled; with a scale, ``[rows, 1]``, ``normed`` is fp8, without one it may
-    be. All are matrices with a row for each of the sum. ``format``: a ``BlockFormat`` of
-    ``ops/matmul/formats.py``, in which ``normed`` has packed rows.
+    ``normed`` and ``scale`` are filled. With a scale, ``[rows, 1]``, ``normed`` is fp8; without one it may
+    be. All are matrices with one row for each of the sum. ``format`` is a ``BlockFormat`` of
+    ``ops/matmul/formats.py``; then ``normed`` has packed rows.
     """
 
     norm: RowNorm
@@ -76,14 +72,14 @@ class NormTail:
     format: Any = None
 
     def part(self, first: int, count: int) -> "NormTail":
-        """For ``count`` rows from ``first`` on."""
+        """Return the tail for ``count`` rows from ``first`` on."""
         names = "residual", "normed", "scale"
         whole = {name: getattr(self, name) for name in names}
         parts: Any = {n: None if t is None else t[first : first + count] for n, t in whole.items()}
         return replace(self, **parts)
 
     def finish(self, rows: torch.Tensor) -> None:
-        """Norm ``rows``, which have the residual."""
+        """Norm ``rows``, to which the residual was added."""
         if self.format is not None:
             self.normed.copy_(self.format.packed_rows(unrounded(rows, self.norm)))
             return
@@ -93,7 +89,7 @@ class NormTail:
             return
         y = unrounded(rows, self.norm)
         if self.scale is None:
-            # of a scale that was known before; torch's cast does not saturate
+            # the scale was known in advance; torch's cast does not saturate
             static = self.normed.dtype == QUANTIZED
             self.normed.copy_(y.clamp(-LARGEST, LARGEST) if static else y)
         else:
@@ -105,7 +101,7 @@ class NormTail:
 def backward(
     rows: torch.Tensor, norm: RowNorm, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of rows, weight and bias, in fp32 or float64, of ``grad`` of the normed rows."""
+    """Return the gradients of rows, weight and bias, in fp32 or float64; ``grad`` is of the normed rows."""
     x, grad = rows.to(wide(rows.dtype)), grad.to(wide(rows.dtype))
     if norm.kind == "layer":
         x = x - x.mean(-1, keepdim=True)
@@ -128,10 +124,10 @@ _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 assert tuple(_FUNCTIONS) == ("", *NAMES), "kernels/epilogue.py has others"
 
-# The steepest slope of each; of gelu 1.1290, of its approximation 1.1290, of silu 1.0999.
+# The steepest slope of each: gelu 1.1290, its approximation 1.1290, silu 1.0999.
 SLOPES = {"": 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The activation ``name`` of ``x``, by torch; "" is none."""
+    """Apply the activation ``name`` to ``x`` with torch; "" returns ``x``."""
     return _FUNCTIONS[name](x)

@@ -14,17 +14,18 @@ bool           all                              sum, max, bor: or. product, min,
                                                 the truncated mean). bxor: xor
 ============== ================================ ======================================================
 
-Always from left to right, and in min and max NaN wins, as in torch. Equal ranges of equal parts give
-equal bits. Where an element lies in the range may decide the sign of a zero that min or max finds among
-zeros of both signs, and the last bit of a complex product, because torch's loop over whole registers and
-its loop over the rest differ there. So ranks that each reduce the same data must cut it alike.
+The order is always from left to right, and in min and max NaN wins, as in torch. Equal ranges of equal
+parts give equal bits. The position of an element in its range may decide the sign of a zero that min or max
+finds among zeros of both signs, and the last bit of a complex product, because torch's loop over whole
+registers and its loop over the rest differ there. So ranks that each reduce the same data must cut it
+alike.
 
 All is computed in the usual floating-point mode: to the nearest, with denormal numbers. Ranks that each sum
-the same data for themselves get the same bits in the same mode only, and a user may set another on one of
-them (``torch.set_flush_denormal``, C's ``fesetround``). torch's threads have modes of their own, so the
-calling thread alone computes what every rank does for itself, which is little.
+the same data get the same bits only in the same mode, and a user may set another mode on one of them
+(``torch.set_flush_denormal``, C's ``fesetround``). torch's threads have modes of their own. Therefore only
+the calling thread computes what every rank computes for itself, which is little.
 
-Two parts are the common case, and most dtypes have one torch operator that does them. Several parts go
+Two parts are the common case, and most dtypes have one torch operator for them. Several parts are reduced
 in pieces that stay in the cache, so memory is read and written once.
 """
 
@@ -36,9 +37,9 @@ from typing import Any
 import torch
 
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-PIECE = 1 << 17  # elements, per thread; smaller ones cost more in calls than they save in misses
+PIECE = 1 << 17  # elements per thread; smaller ones cost more calls than they save misses
 ALONE = 1 << 14  # elements; with twice as many, torch uses several threads
-EVERYWHERE = 256 << 10  # bytes of what every rank computes for itself, at most
+EVERYWHERE = 256 << 10  # bytes, at most, that every rank computes for itself
 DEVICE_PIECE = 1 << 24  # where a launch costs more than a pass through memory
 
 Fold = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
@@ -54,7 +55,7 @@ _FP8 = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-NARROW_FLOATS = (*_HALVES, *_FP8)  # whose sums and products are in fp32
+NARROW_FLOATS = (*_HALVES, *_FP8)  # their sums and products are in fp32
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _AS_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -70,9 +71,9 @@ _c: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def is_usual() -> bool:
-    """Whether the mode of this thread is the usual one.
+    """Return whether the mode of this thread is the usual one.
 
-    Asking C costs 1 us, as much as to add two small tensors. Four sums of Python's tell in 0.1 us (Zen 4,
+    Asking C costs 1 us, as much as adding two small tensors. Four sums in Python show it in 0.1 us (Zen 4,
     Python 3.11, November 2026).
     """
     return (
@@ -84,7 +85,7 @@ def is_usual() -> bool:
 
 
 class UsualMode:
-    """A context in which this thread computes in the usual mode; afterwards it has the one from before."""
+    """A context in which this thread computes in the usual mode. Afterwards it has its previous mode."""
 
     __slots__ = ("_before",)
 
@@ -106,7 +107,7 @@ class UsualMode:
 def _pieces(
     parts: Sequence[torch.Tensor], output: torch.Tensor
 ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-    """Equal ranges of all tensors, small enough for the cache."""
+    """Yield equal ranges of all tensors, small enough for the cache."""
     threads = 1 if output.is_cuda else torch.get_num_threads()
     size = DEVICE_PIECE if output.is_cuda else PIECE * threads
     if threads > 1 and output.nbytes <= EVERYWHERE:
@@ -136,7 +137,7 @@ def _divide_whole(total: torch.Tensor, count: int) -> None:
 def _divide_unsigned(total: torch.Tensor, count: int) -> None:
     """Divide int64 that stands for uint64: torch has no such kernel.
 
-    Half of the number is never negative. Twice its quotient is the quotient or one too few.
+    Half of the number is never negative. Twice its quotient is the quotient or one too small.
     """
     half = (total >> 1).bitwise_and_((1 << 63) - 1)
     quotient = torch.div(half, count, rounding_mode="trunc").mul_(2)
@@ -145,7 +146,7 @@ def _divide_unsigned(total: torch.Tensor, count: int) -> None:
 
 
 def _direct(binary: Binary, finish: Finish = _nothing) -> Fold:
-    """In the dtype itself, in the output's memory."""
+    """Fold in the dtype itself, in the output's memory."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         address = output.data_ptr()
@@ -172,7 +173,7 @@ def _wide(
     finish: Finish = _nothing,
     load: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Fold:
-    """In a wider dtype, to which ``load`` or torch's operators bring the parts; the output may be of it."""
+    """Fold in a wider dtype, to which ``load`` or torch converts the parts; the output may have it."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         scratch = None
@@ -195,7 +196,8 @@ def _wide(
 
 
 def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
-    """min and max of unsigned numbers, seen as signed: with the top bit turned they order alike."""
+    """Fold min and max of unsigned numbers as signed: with the top bit inverted they have the same
+    order."""
     top = torch.iinfo(dtype).min
 
     def load(scratch: torch.Tensor, part: torch.Tensor) -> None:
@@ -205,7 +207,7 @@ def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
 
 
 def _viewed(view: Callable[[torch.Tensor], torch.Tensor], inner: Fold) -> Fold:
-    """A fold that calls ``inner`` on the same memory, seen as another dtype."""
+    """Return a fold that calls ``inner`` on the same memory, viewed as another dtype."""
 
     def fold(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         inner([view(part) for part in parts], view(output))
@@ -230,7 +232,7 @@ _OF_BOOL: dict[str, Binary] = {
 
 _FOLDS: dict[tuple[str, torch.dtype], Fold] = {}
 _PAIRS: dict[tuple[str, torch.dtype], Binary] = {}
-"""What folds two parts in one call of torch, with the bits that ``_FOLDS`` gives."""
+"""Functions that fold two parts in one call of torch, with the same bits as ``_FOLDS``."""
 
 
 def _in_dtype(dtype: torch.dtype, binaries: dict[str, Binary]) -> None:
@@ -247,10 +249,10 @@ def _fill() -> None:
         for op, binary in _ARITHMETIC.items():
             _FOLDS[op, dtype] = _wide(torch.float32, binary)
         _FOLDS["avg", dtype] = _wide(torch.float32, torch.add, _divide)
-        # fp32 has more than twice the bits and two, so an operator on two halves, which torch computes
-        # in fp32, gives the right rounding however it gets there
+        # fp32 has more than twice the bits and two. So an operator on two halves, which torch computes in
+        # fp32, rounds correctly whatever its steps are.
         _PAIRS.update({(op, dtype): binary for op, binary in _ARITHMETIC.items()})
-        _in_dtype(dtype, _ORDER)  # picks, never rounds
+        _in_dtype(dtype, _ORDER)  # selects, never rounds
     for dtype in _FP8:
         for op, binary in {**_ARITHMETIC, **_ORDER}.items():
             _FOLDS[op, dtype] = _wide(torch.float32, binary, load=_copy)
@@ -261,7 +263,7 @@ def _fill() -> None:
     _FOLDS["product", torch.complex32] = _wide(torch.complex64, torch.mul)
     for dtype in _COMPLEX:
         _in_dtype(dtype, _ARITHMETIC)
-        # torch divides complex numbers by complex numbers, with more roundings
+        # torch divides complex numbers by complex numbers, which rounds more often
         _FOLDS["avg", dtype] = _viewed(torch.view_as_real, _direct(torch.add, _divide))
 
     for dtype in (torch.uint8, *_SIGNED):
@@ -286,7 +288,7 @@ def _fill() -> None:
 _fill()
 
 DTYPES = tuple(dict.fromkeys(dtype for _, dtype in _FOLDS))
-"""Every dtype that can be reduced by some op."""
+"""Every dtype that some op can reduce."""
 
 
 def check(op: str, dtype: torch.dtype) -> None:
@@ -299,13 +301,14 @@ def check(op: str, dtype: torch.dtype) -> None:
 
 
 def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """``output = parts[0] op parts[1] op ...``, elementwise, from left to right.
+    """Compute ``output = parts[0] op parts[1] op ...``, elementwise, from left to right.
 
-    All of one shape, dtype and device, detached; ``op`` defined for the dtype. ``output`` may be the
-    same memory as one of the parts, but not overlap one partly. One part is its own reduction.
+    All tensors have one shape, dtype and device and are detached; ``op`` is defined for the dtype.
+    ``output`` may be the same memory as one of the parts, but not overlap one partly. One part is its own
+    reduction.
     """
     if output.is_inference() and not torch.is_inference_mode_enabled():
-        with torch.inference_mode():  # torch's operators write such a tensor nowhere else
+        with torch.inference_mode():  # torch's operators write such a tensor only in this mode
             fold(op, parts, output)
         return
     binary = _PAIRS.get((op, output.dtype)) if len(parts) == 2 else None
@@ -321,7 +324,7 @@ def fold(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """:func:`fold`; of sum or avg also into the accumulation dtype, before the one rounding."""
+    """Like :func:`fold`; sum and avg may also go to the accumulation dtype, before the one rounding."""
     if len(parts) == 1:
         if parts[0].data_ptr() != output.data_ptr():
             output.copy_(parts[0])
@@ -331,7 +334,7 @@ def fold_unrounded(op: str, parts: Sequence[torch.Tensor], output: torch.Tensor)
 
 
 def divide(total: torch.Tensor, count: int) -> None:
-    """The last step of avg, in place, for who has summed in the accumulation dtype: ``total / count``."""
+    """Divide ``total / count`` in place: the last step of avg after a sum in the accumulation dtype."""
     if total.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             divide(total, count)

@@ -1,10 +1,9 @@
-"""MeasuredMesh times of collectives on this machine: lines over bytes, by mesh, dimension and op.
+"""Measured times of collectives on this machine, as lines over bytes, by mesh, dimension and op.
 
-``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and
-``interlace.tensor``'s costs read them. One file per machine: ``INTERLACE_CALIBRATION`` names it, or is
-"off"; else it is ``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, with a digest of the
-machine's name.
-JSON::
+``python -m interlace calibrate`` writes them. ``tuning.py``, ``interlace.compile.calibrated`` and the costs
+of ``interlace.tensor`` read them. There is one file per machine. ``INTERLACE_CALIBRATION`` names it, or is
+"off". The default is ``interlace/calibration-XXXXXXXX.json`` in the user's cache folder, where XXXXXXXX is
+a digest of the machine's name. JSON::
 
     {"format": "interlace calibration", "version": 1, "device": "Intel(R) Xeon(R) Processor, 2 cores",
      "meshes": [{"backend": "interlace", "mesh": [2], "date": "2026-11-22", "torch": "2.13.0",
@@ -13,8 +12,8 @@ JSON::
                         {"from_bytes": 0, "latency_us": 31.0, "gb_per_s": 1.9},
                         {"from_bytes": 262144, "latency_us": 60.0, "gb_per_s": 4.2}]}, ...]}]}
 
-Bytes are those of the whole tensor: gathered, before it is scattered, reduced, or all that a rank sends.
-``files.py`` says how the file is read and written.
+Bytes are those of the whole tensor: after a gather, before a scatter, the reduced tensor, or all that a
+rank sends. ``files.py`` reads and writes the file.
 """
 
 import functools
@@ -33,14 +32,15 @@ from interlace.runtime.tuning.files import MeasuredFile, NotOursError, is_count,
 FORMAT, VERSION = "interlace calibration", 1
 VARIABLE = "INTERLACE_CALIBRATION"
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-LEAST_RATE = 1e-9  # GB/s, a byte per second: times of less are no numbers
-OWN = "interlace"  # the backend's name where ranks need no process group of torch
+LEAST_RATE = 1e-9  # GB/s, which is one byte per second; smaller values are invalid
+OWN = "interlace"  # the backend's name if the ranks need no process group of torch
 
 
 @plain.record
 @dataclass(frozen=True)
 class LinkProtocol:
-    """A straight line: ``latency_us`` and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes`` on."""
+    """A straight line: ``latency_us``, and bytes at ``gb_per_s`` (10**9 bytes/s), from ``from_bytes``
+    on."""
 
     from_bytes: int
     latency_us: float
@@ -53,7 +53,7 @@ class LinkProtocol:
 @plain.record
 @dataclass(frozen=True)
 class Link:
-    """One op along dimension ``dim`` of a mesh, among its ``ranks`` ranks; ``protocols`` by size.
+    """One op along dimension ``dim`` of a mesh, among its ``ranks`` ranks, with one line per size range.
 
     >>> link = Link(0, 2, "all_gather", (LinkProtocol(0, 10.0, 1.0), LinkProtocol(65536, 30.0, 4.0)))
     >>> link.us(1000.0), link.us(4e6)
@@ -66,19 +66,19 @@ class Link:
     protocols: tuple[LinkProtocol, ...]
 
     def us(self, size: float) -> float:
-        """Of ``size`` bytes, by the last protocol that begins at or below."""
+        """Return the time for ``size`` bytes, by the last protocol that begins at or below that size."""
         fitting = [each for each in self.protocols if each.from_bytes <= size]
         return (fitting or self.protocols)[-1 if fitting else 0].us(size)
 
     @property
     def received_gbs(self) -> float:
-        """GB/s that a rank receives of large messages: all of the whole but its own part."""
+        """Return the GB/s that a rank receives in large messages: the whole tensor without its own part."""
         return self.protocols[-1].gb_per_s * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True)
 class MeasuredMesh:
-    """A mesh of ``mesh`` ranks per dimension, on ``backend``, whose ranks were ``processes``."""
+    """A mesh with ``mesh`` ranks per dimension, on ``backend``. ``processes`` is the place of its ranks."""
 
     backend: str
     mesh: tuple[int, ...]
@@ -89,7 +89,7 @@ class MeasuredMesh:
     links: tuple[Link, ...]
 
     def link(self, dim: int, op: str) -> Link:
-        """Of ``op`` along ``dim``; KeyError if there is none."""
+        """Return the link of ``op`` along ``dim``. KeyError if there is none."""
         for each in self.links:
             if (each.dim, each.op) == (dim, op):
                 return each
@@ -97,12 +97,12 @@ class MeasuredMesh:
 
 
 def device_name(device_type: str) -> str:
-    """The name of the machine on whose devices of ``device_type`` the ranks have their tensors."""
+    """Return the name of the machine whose devices of ``device_type`` hold the ranks' tensors."""
     return files.machine("", torch.device(device_type)).device
 
 
 def file_of(device_type: str) -> MeasuredFile[list[MeasuredMesh]]:
-    """This machine's; another's is none of ours."""
+    """Return this machine's file. A file of another machine raises NotOursError."""
 
     def parsed(whole: dict[str, Any]) -> list[MeasuredMesh]:
         meshes, here = [_measured(each) for each in whole["meshes"]], device_name(device_type)
@@ -114,7 +114,7 @@ def file_of(device_type: str) -> MeasuredFile[list[MeasuredMesh]]:
 
 
 def path(device_type: str = "cpu") -> pathlib.Path | None:
-    """This machine's file; None if the user wants none."""
+    """Return the path of this machine's file, or None if calibration is off."""
 
     def usual() -> str:
         digest = hashlib.sha256(device_name(device_type).encode()).hexdigest()
@@ -124,7 +124,7 @@ def path(device_type: str = "cpu") -> pathlib.Path | None:
 
 
 def _measured(facts: dict[str, Any]) -> MeasuredMesh:
-    """Checked in every field. Raises TypeError, ValueError or KeyError."""
+    """Check every field. Raises TypeError, ValueError or KeyError."""
     links = []
     for each in facts["links"]:
         protocols = tuple(LinkProtocol(**one) for one in each["protocols"])
@@ -154,7 +154,7 @@ def _read(file: pathlib.Path, device_type: str, changed: int) -> tuple[MeasuredM
 
 
 def read(device_type: str = "cpu", file: pathlib.Path | None = None) -> tuple[MeasuredMesh, ...]:
-    """The meshes in this machine's file; () if there is none, with a warning if it cannot be used."""
+    """Return the meshes in this machine's file. If there is none, (); if it is invalid, also a warning."""
     file = path(device_type) if file is None else file
     if file is None:
         return ()
@@ -171,7 +171,8 @@ def find(meshes: Sequence[MeasuredMesh], backend: str, mesh: Sequence[int]) -> M
 
 
 def add(measured: MeasuredMesh, file: pathlib.Path, device_type: str = "cpu") -> None:
-    """Put ``measured`` into ``file``, over one of the same mesh and backend. Raises as ``change``."""
+    """Put ``measured`` into ``file``, in place of one of the same mesh and backend. Raises like
+    ``change``."""
 
     def changed(content: list[MeasuredMesh] | None) -> dict[str, object]:
         key = measured.backend, measured.mesh

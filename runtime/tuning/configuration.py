@@ -1,12 +1,12 @@
-"""Block sizes and launch options: their meaning, their defaults, values of the user's own, and limits.
+"""Block sizes and launch options: their meaning, their defaults, the user's own values, and limits.
 
-The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, by measured rows
-and the cost model; plain collectives and offline builds take :func:`choose` and :func:`gpu_default`,
-attention :func:`choose_attention`.
+The defaults are rows of ``table.py``. ``tuning.py`` chooses for the fused ops of a group, from measured
+rows and the cost model. Plain collectives and offline builds use :func:`choose` and :func:`gpu_default`;
+attention uses :func:`choose_attention`.
 
-What a GPU can run is decided by arithmetic alone, on the safe side: what :func:`why_not` passes fits; what
-it refuses might have fitted after all. Registers are bounded for the accumulator only, so a configuration
-that passes may still spill, which its time shows.
+Arithmetic alone decides what a GPU can run, and it errs on the safe side: a configuration that
+:func:`why_not` passes fits, and one that it refuses might fit after all. Only the registers of the
+accumulator are counted, so a configuration that passes may still spill, which its measured time shows.
 """
 
 import functools
@@ -22,11 +22,11 @@ from interlace.runtime.core.limits import shared_bytes
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning import table
 
-MOST_ACCUMULATORS = 128  # fp32 numbers of a thread: half of the registers that it can have
+MOST_ACCUMULATORS = 128  # fp32 numbers per thread: half of the registers that it can have
 WARP = 32
 MOST_STAGES = 6
-OUTPUT_BYTES = 2  # of a number; parts of fp32 leave without descriptors
-BARRIERS = 16  # bytes of a stage, at most
+OUTPUT_BYTES = 2  # per number; fp32 parts are stored without descriptors
+BARRIERS = 16  # bytes per stage, at most
 METHODS = ("all_gather", "ring", "ulysses")
 LARGEST_HEAD = 256
 
@@ -35,24 +35,25 @@ LARGEST_HEAD = 256
 class Configuration:
     """A way to build and launch the kernels of one call.
 
-    ``copiers`` programs push chunks inside the all-gather kernel; 0 leaves that to the copy engine.
-    ``chunks`` is how many chunks a shard is sent in. ``programs`` bounds a persistent grid (0: as
-    many as the place keeps resident). ``descriptors`` allows the TMA path where shapes permit it.
+    ``copiers`` programs push chunks inside the all-gather kernel; with 0 the copy engine sends them.
+    ``chunks`` is the number of chunks in which a shard is sent. ``programs`` bounds a persistent grid (0:
+    as many as the place keeps resident). ``descriptors`` allows the TMA path where shapes permit it.
 
-    ``epilogue_subtile`` is in how many parts a tile is stored, ``output_descriptors`` whether by TMA
-    where nobody publishes it. ``flatten`` makes one loop of tiles and their k loops, so that the loads of
-    a tile overlap with the end of the one before it; ``warp_specialize`` gives loads and products warps
-    of their own. Without TMA none of the last three applies.
+    ``epilogue_subtile`` is the number of parts in which a tile is stored. ``output_descriptors``: store by
+    TMA if the store publishes nothing. ``flatten`` joins the loop over tiles and their k loops into one, so
+    that a tile's loads overlap with the end of the previous tile. ``warp_specialize`` gives loads and
+    products warps of their own. Without TMA, the last three have no effect.
 
-    ``warp_roles`` (9.x): each warp of a fused matmul loads, multiplies or stores, so nothing drains at a
-    chunk or an owner (``kernels/matmul/warp_roles.py``). Where products leave by TMA, operands and output
-    have 16 bits, and there are no scales; in all-gather + matmul, where the copy engine sends, and there is
-    no bias. Never run on a GPU.
+    ``warp_roles`` (9.x): each warp of a fused matmul loads, multiplies or stores, so that the pipeline does
+    not drain at a chunk or an owner (``kernels/matmul/warp_roles.py``). It applies if products are stored
+    by TMA, operands and output have 16 bits, and there are no scales. For all-gather + matmul it also needs
+    the copy engine as sender, and no bias. Never run on a GPU.
 
-    ``multimem`` lets copiers send once for all ranks where the memory has a multicast address.
+    ``multimem`` lets copiers send once for all ranks if the memory has a multicast address.
 
-    ``native_values``, ``native_scales``: whether a GPU has instructions for fp8 of block-scaled operands,
-    and tensor cores that multiply by 8-bit scales; without, integers convert operands to bfloat16.
+    ``native_values``, ``native_scales``: whether a GPU has instructions for fp8 values of block-scaled
+    operands, and tensor cores that multiply by 8-bit scales. Without them, integer instructions convert the
+    operands to bfloat16.
     """
 
     block_m: int = 128
@@ -79,18 +80,19 @@ class Configuration:
 
     @functools.cached_property
     def pointer_block_k(self) -> int:
-        """``block_k`` without TMA; ranks need not agree on it.
+        """``block_k`` without TMA. Ranks may differ in it.
 
-        Every element of B's tile has an address of its own: at 32 the addresses
-        of a 256 wide tile spill on 9.0 (24 bytes), at 16 they do not. Not measured on a GPU.
+        Every element of B's tile has its own address. With 32, the addresses of a 256 wide tile spill on
+        9.0 (24 bytes); with 16 they do not. Not measured on a GPU.
         """
         return min(self.block_k, 16) if self.block_n >= 256 else self.block_k
 
     @functools.cached_property
     def stored_parts(self) -> int:
-        """``epilogue_subtile``, or fewer where parts of a narrow tile were less than TMA stores.
+        """``epilogue_subtile``, or fewer if parts of a narrow tile would be smaller than a TMA store.
 
-        With ``warp_roles`` two at least, as there is room for two: while one leaves the next is made.
+        With ``warp_roles`` at least two, because there is room for two: one is stored while the next is
+        made.
         """
         parts = max(self.epilogue_subtile, 2 if self.warp_roles else 1)
         return min(parts, max(1, self.block_n // SMALLEST_DOT))
@@ -99,7 +101,8 @@ class Configuration:
     def activated_parts(self) -> int:
         """``stored_parts`` of a tile with an activation: a thread has at most 32 numbers of a part.
 
-        gelu of all 128 of a 128 x 256 tile spills 503 times on 9.0, of 64 29 times, of 32 it does not.
+        gelu of all 128 numbers of a 128 x 256 tile spills 503 times on 9.0, of 64 numbers 29 times, of 32
+        never.
         """
         numbers = self.block_m * self.block_n // (32 * self.num_warps)
         return max(self.stored_parts, min(4, numbers // 32, self.block_n // SMALLEST_DOT))
@@ -109,7 +112,7 @@ _KINDS = {each.name: type(each.default) for each in fields(Configuration)}
 
 
 SMALLEST_DOT = 16
-"""The smallest extent of a block that ``tl.dot`` takes, and of columns that TMA stores."""
+"""The smallest extent of a block that ``tl.dot`` accepts, and of columns that TMA stores."""
 
 
 def _powers(least: int, most: int) -> tuple[Sequence[int], str]:
@@ -126,8 +129,8 @@ def _from(least: int, meaning: str = "") -> tuple[Sequence[int], str]:
     return range(least, most + 1), f"within {least}..{most}{meaning}"
 
 
-# The values that a field can have where it is no bool: powers of two because of tl.arange. 2**20 numbers is
-# as large as Triton lets a block be; extents of tiles go up to the square root of that.
+# The allowed values of the fields that are not bools. Powers of two, because of tl.arange. Triton allows
+# blocks of up to 2**20 numbers, so the extents of tiles go up to the square root of that.
 _ALLOWED: dict[str, tuple[Sequence[int], str]] = {
     "block_m": _powers(SMALLEST_DOT, 1024),
     "block_n": _powers(SMALLEST_DOT, 1024),
@@ -146,7 +149,7 @@ _ALLOWED: dict[str, tuple[Sequence[int], str]] = {
 
 
 def check_values(values: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError, naming the field, unless all are fields, with values they can have.
+    """Raise TypeError or ValueError with the field's name unless all are fields with allowed values.
 
     >>> check_values({"block_m": 48})
     Traceback (most recent call last):
@@ -167,11 +170,11 @@ def check_values(values: Mapping[str, object]) -> None:
 
 @contextmanager
 def override(**values: int | bool) -> Iterator[None]:
-    """Within the block, every configuration has these values; ``interlace.configured``.
+    """Within the block, every configuration has these values. Public name: ``interlace.configured``.
 
-    They win over everything that is tuned or predicted, in fused ops and collectives. All ranks of a group
-    have to give the same ones, else fused ops raise ValueError. A name or a value that :func:`check_values`
-    refuses is a TypeError or ValueError on entering the block.
+    They take precedence over all tuned and predicted values, in fused ops and collectives. All ranks of a
+    group must pass the same values; otherwise fused ops raise ValueError. An unknown name or an invalid
+    value raises TypeError or ValueError when the block is entered.
 
     >>> def on_rank():
     ...     with interlace.configured(block_m=64, chunks=1):
@@ -185,7 +188,7 @@ def override(**values: int | bool) -> Iterator[None]:
 
 
 def with_overrides(base: Configuration, values: Overrides = ()) -> Configuration:
-    """``base`` with ``values``, and with the values of :func:`override`, which win over them."""
+    """Return ``base`` with ``values``. The values of :func:`override` take precedence over both."""
     return replace(base, **{**dict(values), **dict(current().overrides)})  # type: ignore[arg-type]
 
 
@@ -210,10 +213,11 @@ def gpu_default(
     fast_accum: bool = True,
     grouped: bool = False,
 ) -> Configuration:
-    """The first row of the table's ``TILES`` that fits a GPU of compute ``capability`` (90 is 9.0).
+    """Return the first row of the table's ``TILES`` that fits a GPU of compute ``capability`` (90 is 9.0).
 
-    ``interlace build`` shows that no default spills. Ranks must agree on what they signal: ``block_m``
-    depends on ``rows`` alone (those of the longest shard), ``block_n`` not on ``inner``, which may differ.
+    ``interlace build`` shows that no default spills. Ranks must agree on the units that they signal:
+    ``block_m`` depends on ``rows`` alone (those of the longest shard), and ``block_n`` does not depend on
+    ``inner``, which may differ between ranks.
     """
     extents = extents_class(columns, inner)
     fitting = table.tiles(capability, dtype_class(dtype, fast_accum=fast_accum), extents)
@@ -225,7 +229,7 @@ def gpu_default(
 
 
 def _interpreted(**extents: int) -> Configuration:
-    """For the interpreter, which few, large tiles suit: powers of two over the extents, within bounds."""
+    """Return few, large tiles for the interpreter: powers of two over the extents, within bounds."""
     blocks = dict(table.INTERPRETED_VALUES)
     for name, extent in extents.items():
         smallest, largest = table.INTERPRETED[name]
@@ -234,12 +238,12 @@ def _interpreted(**extents: int) -> Configuration:
 
 
 def interpreted_default(rows: int, columns: int, inner: int) -> Configuration:
-    """Few, large tiles, for the interpreter."""
+    """Return few, large tiles for the interpreter."""
     return _interpreted(block_m=rows, block_n=columns, block_k=inner, copy_columns=inner)
 
 
 def capability_of(place: Place) -> int | None:
-    """The compute capability of a rank's GPU: 90 is 9.0; None for the interpreter."""
+    """Return the compute capability of a rank's GPU (90 is 9.0), or None for the interpreter."""
     if place.interpreted:
         return None
     major, minor = torch.cuda.get_device_capability(place.device)
@@ -249,7 +253,8 @@ def capability_of(place: Place) -> int | None:
 def choose(
     place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int, *, grouped: bool = False
 ) -> Configuration:
-    """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
+    """Return the default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with
+    overrides."""
     capability, extents = capability_of(place), (rows, columns, inner)
     if capability is None:
         chosen = interpreted_default(*extents)
@@ -261,7 +266,7 @@ def choose(
 def gpu_attention(
     capability: int, dtype: torch.dtype, head_dim: int, *, backward: bool
 ) -> Configuration:
-    """The first row of the table's ``ATTENTION`` that fits a GPU of compute ``capability``."""
+    """Return the first row of the table's ``ATTENTION`` that fits a GPU of compute ``capability``."""
     wide = dtype == torch.float32
     kind = "fp32" if wide else "16 bit"
     way = "backward" if backward else "forward"
@@ -282,7 +287,7 @@ def gpu_attention(
 
 
 def for_decoding(chosen: Configuration, dtype: torch.dtype) -> Configuration:
-    """Rows are the few heads that share keys; of fp32, whose products registers hold, few keys, too."""
+    """Adapt tiles to decoding: rows are the few heads that share keys; fp32 products need few keys, too."""
     keys = 16 if dtype == torch.float32 else chosen.block_n
     return replace(chosen, block_m=16, block_n=keys, num_warps=4)
 
@@ -297,7 +302,7 @@ def choose_attention(
     backward: bool = False,
     decode: bool = False,
 ) -> Configuration:
-    """The default for shards of ``rows`` queries and ``keys``, by default as many, with overrides."""
+    """Return the default for shards of ``rows`` queries and ``keys`` (default: as many), with overrides."""
     capability = capability_of(place)
     if capability is None:
         chosen = _interpreted(
@@ -316,9 +321,9 @@ def choose_attention(
 
 
 def shared_needed(configuration: Configuration, itemsize: int, capability: int = 90) -> int:
-    """Bytes for the operands of all stages, and for the part of a tile that is stored at once.
+    """Return the bytes for the operands of all stages and for the part of a tile that is stored at once.
 
-    On 10.x the tile loop, flattened, has room for two parts.
+    On 10.x the flattened tile loop has room for two parts.
 
     >>> shared_needed(Configuration(block_m=128, block_n=256, block_k=64, num_stages=4), 2) >> 10
     256
@@ -331,7 +336,7 @@ def shared_needed(configuration: Configuration, itemsize: int, capability: int =
 
 
 def why_not(configuration: Configuration, capability: int, itemsize: int) -> str:
-    """Why a GPU of ``capability`` cannot run a matmul with it; "" if it can.
+    """Return why a GPU of ``capability`` cannot run a matmul with this configuration, or "" if it can.
 
     >>> why_not(Configuration(block_m=256, block_n=256, num_stages=6, num_warps=16), 90, 2)
     '524384 bytes of shared memory, sm_90 has 232448'
@@ -353,7 +358,7 @@ def why_not(configuration: Configuration, capability: int, itemsize: int) -> str
 
 
 def without_effect(configuration: Configuration, capability: int) -> str:
-    """A text: the option that changes nothing on a GPU of ``capability``, and why; "" if all do something.
+    """Return which option has no effect on a GPU of ``capability``, and why; "" if all have one.
 
     >>> without_effect(Configuration(warp_specialize=True), 90)
     'warp_specialize does nothing on sm_90 with 8 warps: Triton takes 4 there'
@@ -372,7 +377,8 @@ def without_effect(configuration: Configuration, capability: int) -> str:
 def tile_candidates(
     default: Configuration, capability: int, itemsize: int
 ) -> Iterator[Configuration]:
-    """``default``, and it with other tiles and warps, with as many stages as fit, or one less."""
+    """Yield ``default``, and variants with other tiles and warps and the largest number of stages, or
+    one less."""
     yield default
     sizes = (64, 128, 256)
     inner = {4: (32, 64), 2: (64, 128)}.get(itemsize, sizes)
@@ -390,6 +396,6 @@ def tile_candidates(
 
 
 def sending_candidates(configuration: Configuration) -> Iterator[Configuration]:
-    """Candidates with the same tiles, and shards in more and fewer chunks, by copy engine or programs."""
+    """Yield candidates with the same tiles: more and fewer chunks, sent by copy engine or programs."""
     for copiers, chunks in itertools.product((0, 8, 16, 32), (1, 2, 4, 8)):
         yield replace(configuration, copiers=copiers, chunks=chunks)

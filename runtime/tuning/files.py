@@ -1,21 +1,20 @@
-"""Files of what was measured on this machine, as JSON: found, read, and replaced under a lock.
+"""Files of measurements on this machine, as JSON: found, read, and replaced under a lock.
 
-Reading never fails: a file that is damaged, or that this version did not write, is left alone, with one
-warning that names it. Writing replaces the file at once, under a lock (``FILE.lock``, which stays), and
-keeps what others have written meanwhile; a file that cannot be read is then an error, and stays.
+Reading never fails: a file that is damaged, or that another version wrote, is left alone, with one warning
+that names it. Writing replaces the whole file under a lock (``FILE.lock``, which stays), and keeps what
+other processes have written meanwhile. Writing over an unreadable file is an error, and the file stays.
 
-The file that ``interlace tune`` writes and the fused ops read: measured rows, by machine.
+This file also defines the tuning cache, which ``interlace tune`` writes and the fused ops read: measured
+rows, by machine.
 
-``INTERLACE_TUNE_CACHE`` names the file, or is "off"; else it is ``interlace/tune.json`` in the user's cache
-folder. JSON::
+``INTERLACE_TUNE_CACHE`` names the cache, or is "off"; the default is ``interlace/tune.json`` in the user's
+cache folder. JSON::
 
     {"format": "interlace tuning", "version": 1, "machines": [
         {"device": "NVIDIA H100 80GB HBM3", "place": "cuda", "triton": "3.7.1", "interlace": "0.1.0",
          "rows": [{"op": "all_gather_matmul", "dtype": "bfloat16", "extents": "even", "world": 8,
                    "rows": 1024, "columns": 4096, "inner": 8192, "algorithm": "fused",
                    "values": {"fused": {"block_m": 128, ...}}, "microseconds": {...}, ...}]}]}
-
-``files.py`` says how it is read and written.
 """
 
 import contextlib
@@ -47,11 +46,11 @@ Content = TypeVar("Content")
 
 
 class NotOursError(ValueError):
-    """A file that this version of interlace has not written. The message says why, and names it."""
+    """A file that this version of interlace has not written. The message names it and says why."""
 
 
 def require(name: str, value: object, right: bool) -> None:
-    """Raise ValueError, which says name and value, unless it is ``right``."""
+    """Raise ValueError with name and value unless ``right``."""
     if not right:
         raise ValueError(f"{name} is {str(value)[:100]!r}")
 
@@ -68,8 +67,8 @@ def is_figure(value: Any) -> bool:
 class MeasuredFile(Generic[Content]):
     """The file that ``interlace COMMAND`` writes; ``title`` is its name in warnings.
 
-    ``variable`` of the environment names it, or is "off". ``parse`` makes its content of the JSON: it
-    raises NotOursError for what is not of this machine, any other error for what is damaged.
+    The environment's ``variable`` names it, or is "off". ``parse`` turns the JSON into the content. It
+    raises NotOursError for a file of another machine, and any other error for a damaged one.
     """
 
     command: str
@@ -80,18 +79,18 @@ class MeasuredFile(Generic[Content]):
     parse: Callable[[dict[str, object]], Content]
 
     def path(self, usual: Callable[[], str]) -> pathlib.Path | None:
-        """The file, by default ``usual()`` in the user's cache folder; None if the user wants none."""
+        """Return the path, by default ``usual()`` in the user's cache folder; None if it is off."""
         named = os.environ.get(self.variable)
         if named is None:
             return _cache_folder() / "interlace" / usual()
         if named.strip().lower() in OFF:
             return None
-        return pathlib.Path(os.path.expanduser(named))  # as it is, where there is no such user
+        return pathlib.Path(os.path.expanduser(named))  # unchanged if there is no such user
 
     def content(self, file: pathlib.Path) -> Content:
-        """The file's content. Raises NotOursError, FileNotFoundError and other OSErrors."""
+        """Return the file's content. Raises NotOursError, FileNotFoundError and other OSErrors."""
         try:
-            about = file.stat()  # before it is opened: that of a pipe may never end
+            about = file.stat()  # before it is opened: reading a pipe may never end
             if not stat.S_ISREG(about.st_mode):
                 raise NotOursError("is no regular file")
             if about.st_size > MOST_BYTES:
@@ -112,7 +111,7 @@ class MeasuredFile(Generic[Content]):
             raise NotOursError(f"{file}: is damaged: {type(error).__name__}: {error}") from None
 
     def read(self, file: pathlib.Path) -> Content | None:
-        """The file's content; None if there is none, or with a warning if it cannot be used."""
+        """Return the file's content. If there is none, None; if it is invalid, None and a warning."""
         try:
             return self.content(file)
         except FileNotFoundError:
@@ -123,7 +122,7 @@ class MeasuredFile(Generic[Content]):
             return None
 
     def _to_change(self, file: pathlib.Path) -> Content | None:
-        """None if there is nothing. Raises NotOursError for anything else, which would be lost."""
+        """Return the content to change, None if there is no file. NotOursError if it would be lost."""
         try:
             return self.content(file)
         except FileNotFoundError:
@@ -134,7 +133,7 @@ class MeasuredFile(Generic[Content]):
             ) from None
 
     def refuse_unwritable(self, file: pathlib.Path) -> None:
-        """Make the folder; raise NotOursError or OSError if :meth:`change` would."""
+        """Make the folder. Raise NotOursError or OSError if :meth:`change` would."""
         self._to_change(file)
         target = _target(file)
         try:
@@ -150,17 +149,17 @@ class MeasuredFile(Generic[Content]):
     def change(
         self, file: pathlib.Path, changed: Callable[[Content | None], dict[str, object]]
     ) -> None:
-        """Put ``changed(content)`` into the file, where None is the content of none.
+        """Replace the file's content by ``changed(content)``; ``content`` is None if there is no file.
 
-        Several processes may do so at once: each waits for the others, and none loses what another wrote.
-        Raises NotOursError if there is something else, and OSError.
+        Safe for several processes at once: each waits for the others, and no change is lost. Raises
+        NotOursError if the file is something else, and OSError.
         """
         target = _target(file)
         with _locked(target):
             whole = {"format": self.format, "version": self.version}
             whole.update(changed(self._to_change(file)))
             text = json.dumps(whole, indent=1)
-            # all of it or nothing: a reader sees the old file or the new one
+            # atomic: a reader sees the old file or the new one
             handle, name = _new_file(target)
             try:
                 with os.fdopen(handle, "w", encoding="utf-8") as out:
@@ -175,7 +174,7 @@ class MeasuredFile(Generic[Content]):
 
 
 def _cache_folder() -> pathlib.Path:
-    """The user's, by the conventions of the system; without platformdirs, which torch does not bring."""
+    """Return the user's cache folder by the system's conventions. Torch does not depend on platformdirs."""
     if os.environ.get("XDG_CACHE_HOME"):
         return pathlib.Path(os.environ["XDG_CACHE_HOME"])
     home = pathlib.Path(os.path.expanduser("~"))
@@ -187,16 +186,16 @@ def _cache_folder() -> pathlib.Path:
 
 
 def _target(file: pathlib.Path) -> pathlib.Path:
-    """Where links lead, so that the link stays and all its names share a lock."""
+    """Follow links, so that a link stays and all names of the file share a lock."""
     return pathlib.Path(os.path.realpath(file))
 
 
 @contextlib.contextmanager
 def _locked(target: pathlib.Path) -> Iterator[None]:
-    """One process at a time. The lock ends with its holder, so nobody waits for one that died.
+    """Hold the lock. It ends with its holder, so no process waits for one that has died.
 
-    The lock's file is opened where it is, never through a link, and nothing is written into it: somebody
-    else's link there must not have another file emptied.
+    The lock's file is never opened through a link, and nothing is written into it: another user's link must
+    not cause a different file to be emptied.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -209,7 +208,7 @@ def _locked(target: pathlib.Path) -> Iterator[None]:
 
 
 def _new_file(target: pathlib.Path) -> tuple[int, str]:
-    """Beside it, open for writing; its mode is that of ``target``, or what the umask leaves of 0o666."""
+    """Open a new file beside ``target`` for writing, with its mode, or 0o666 less the umask."""
     name = f"{target.parent}/.{target.name}.{os.getpid()}-{secrets.token_hex(4)}"
     handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     with contextlib.suppress(FileNotFoundError):
@@ -227,12 +226,12 @@ BY_OP = {
     **{f"context_parallel_attention{way}": (*_BY_METHOD, "unfused") for way in ("", "_backward")},
     "distributed_decode": ("fused", "unfused"),
 }
-"""Where others can be chosen than those."""
+"""The algorithms that can be chosen besides those."""
 
 
 @dataclass(frozen=True)
 class TunedMachine:
-    """The machine that rows were measured on; they hold nowhere else."""
+    """The machine on which rows were measured. They are valid only there."""
 
     device: str
     place: str
@@ -245,8 +244,8 @@ class TunedMachine:
 class CacheRow:
     """One measurement. ``rows``, ``columns``, ``inner`` and ``world`` are powers of two, see ``tuning.py``.
 
-    ``algorithm``: the fastest. ``values``: by algorithm, fields of the configuration. ``microseconds``: by
-    algorithm, its best. ``shape``: m, n, k as measured; ``ranks``: as measured.
+    ``algorithm`` is the fastest. ``values`` are fields of the configuration, and ``microseconds`` the best
+    time, both by algorithm. ``shape`` (m, n, k) and ``ranks`` are those of the measurement.
     """
 
     op: str
@@ -266,7 +265,7 @@ class CacheRow:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A row's place in the cache: of rows with the same key the last one counts."""
+        """Return the row's key in the cache. Of rows with the same key, the last one counts."""
         return self.op, self.dtype, self.extents, self.world, self.rows, self.columns, self.inner
 
 
@@ -274,7 +273,7 @@ CacheRows = dict[TunedMachine, list[CacheRow]]
 
 
 def machine(place: str, device: torch.device) -> TunedMachine:
-    """The one that ``device`` is of."""
+    """Return the machine of ``device``."""
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -291,7 +290,7 @@ def _cpu_name() -> str:
 
 
 def _parsed(whole: dict[str, Any]) -> CacheRows:
-    """All rows, by machine."""
+    """Parse all rows, by machine."""
     found: CacheRows = {}
     for each in whole["machines"]:
         rows = [_row(row) for row in each["rows"]]
@@ -306,12 +305,12 @@ FILE = MeasuredFile("tune", "tuning cache", FORMAT, VERSION, VARIABLE, _parsed)
 
 
 def path() -> pathlib.Path | None:
-    """The file; None if the user wants none."""
+    """Return the cache's path, or None if it is off."""
     return FILE.path(lambda: "tune.json")
 
 
 def _row(facts: dict[str, Any]) -> CacheRow:
-    """Checked in every field. Raises TypeError or ValueError."""
+    """Parse a row and check every field. Raises TypeError or ValueError."""
     row = CacheRow(**{**facts, "shape": tuple(facts.get("shape", ()))})
     for name in ("op", "dtype", "extents", "algorithm", "date"):
         require(name, getattr(row, name), isinstance(getattr(row, name), str))
@@ -332,7 +331,7 @@ def _row(facts: dict[str, Any]) -> CacheRow:
 
 
 def rows_for(about: TunedMachine, file: pathlib.Path | None) -> tuple[CacheRow, ...]:
-    """The rows of ``file`` that were measured on this machine; () and a warning if it cannot be used."""
+    """Return the rows of ``file`` for this machine. If it cannot be used, () and a warning."""
     found = None if file is None else FILE.read(file)
     if found is None:
         return ()
@@ -352,7 +351,7 @@ def rows_for(about: TunedMachine, file: pathlib.Path | None) -> tuple[CacheRow, 
 
 
 def digest(rows: Sequence[CacheRow]) -> str:
-    """Equal for equal rows, whatever their order; "" for none."""
+    """Return a digest that is equal for equal rows in any order; "" for no rows."""
     if not rows:
         return ""
     lines = sorted(json.dumps(asdict(row), sort_keys=True) for row in rows)
@@ -360,7 +359,8 @@ def digest(rows: Sequence[CacheRow]) -> str:
 
 
 def add(about: TunedMachine, rows: Sequence[CacheRow], file: pathlib.Path) -> None:
-    """Merge ``rows`` into ``file``, over those of the same key and machine. Raises as ``change``."""
+    """Merge ``rows`` into ``file``, in place of rows with the same key and machine. Raises like
+    ``change``."""
 
     def merged(content: CacheRows | None) -> dict[str, object]:
         found = content or {}

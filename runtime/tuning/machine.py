@@ -1,20 +1,20 @@
-"""One model of a machine, from which all predictions of times are made.
+"""One model of a machine, which makes all predictions of times.
 
-A machine has links, as ``calibration.py`` has measured them or as data sheets have it, and a speed; a known
+A machine has links, with figures measured by ``calibration.py`` or from data sheets, and a speed. A known
 GPU has the figures of its chip. :class:`Machine` predicts whole ops for the fusion pass
-(``interlace/compile/fusion.py``), :func:`fused_us` fused ops by configuration, and
-:func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` asks the measured lines.
+(``interlace/compile/fusion.py``), :func:`fused_us` predicts fused ops by configuration, and
+:func:`measured_gather` gives both the links of this machine. ``interlace.tensor`` uses the measured lines.
 
-Closed forms of what ``benchmarks/predict.py`` simulates event by event::
+These are closed forms of what ``benchmarks/predict.py`` simulates event by event::
 
-    matmul  = max(waves of tiles * time of a tile + chunks of a program * what one costs,
+    matmul  = max(waves of tiles * time of a tile + chunks of a program * cost of a chunk,
                   bytes read / memory bandwidth)
-    gather  = bytes received / bandwidth of who sends, and some time per chunk
-    fused   = max(matmul, gather + what is left to multiply when the last chunks have come)
+    gather  = bytes received / bandwidth of the sender, and some time per chunk
+    fused   = max(matmul, gather + what remains to be multiplied when the last chunks have arrived)
 
-They rank configurations and are good for nothing else: their figures are predictions from data sheets and
-guesses (``table.py``), held against no measurement. Only sums, products and quotients, so that every rank
-of a group computes the same bits.
+Use them only to rank configurations. The figures are predictions from data sheets and assumptions
+(``table.py``) and were not compared with measurements. They use only sums, products and quotients, so that
+every rank of a group computes the same bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,9 +29,9 @@ from interlace.runtime.tuning.configuration import Configuration
 from interlace.runtime.tuning.table import Chip
 
 LARGE_TILE = 128 * 256
-HOST_US = 150.0  # assumed: a call that is not planned
-SEND_US = 12.0  # published: 5-7 us for each of a copy and its signal (arXiv 2602.21548)
-WORTH_IT = 1.05  # predicted gain that another configuration than the default takes
+HOST_US = 150.0  # assumed: a call without a plan
+SEND_US = 12.0  # published: 5-7 us each for a copy and its signal (arXiv 2602.21548)
+WORTH_IT = 1.05  # the predicted gain from which another configuration replaces the default
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Machine:
 
     ``bandwidth``: of a collective, in bytes received by one rank. ``fused_bandwidth``: the same inside a
     fused op. ``latency``: of a collective without data. ``fused_host``: what a fused op costs beyond its
-    parts. ``overlap``: of the shorter of its two parts, how much a fused op hides.
+    parts. ``overlap``: the fraction of the shorter of its two parts that a fused op hides.
 
     >>> import dataclasses
     >>> dataclasses.replace(CPU, name="mine", bandwidth=4e9).bandwidth
@@ -68,10 +68,10 @@ def machine_for(device: torch.device) -> Machine:
 
 
 def calibrated(size: int, device_type: str = "cpu") -> Machine:
-    """The machine with links as ``interlace calibrate`` has measured them among ``size`` ranks.
+    """Return the machine with the links that ``interlace calibrate`` has measured among ``size`` ranks.
 
-    The same line of all_gather by which ``algorithm="auto"`` goes. Pass it on all ranks or on none. Raises
-    LookupError if there is no measurement of a mesh of ``size`` ranks here.
+    The line of all_gather is the one that ``algorithm="auto"`` uses. Pass the result on all ranks or on
+    none. Raises LookupError if a mesh of ``size`` ranks was not measured here.
 
     >>> calibrated(1000)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -96,14 +96,14 @@ def calibrated(size: int, device_type: str = "cpu") -> Machine:
 @plain.record
 @dataclass(frozen=True)
 class GatherTime:
-    """The time of an all_gather among some ranks of this machine, and when that was measured."""
+    """The time of an all_gather among some ranks of this machine, and the date of its measurement."""
 
     link: calibration.Link
     date: str
 
 
 def measured_gather(size: int, device_type: str) -> GatherTime | None:
-    """The gather among ``size`` ranks, if ``interlace calibrate`` has measured it here."""
+    """Return the gather among ``size`` ranks, if ``interlace calibrate`` has measured it here."""
     found = calibration.find(calibration.read(device_type), calibration.OWN, (size,))
     return None if found is None else GatherTime(found.link(0, "all_gather"), found.date)
 
@@ -112,9 +112,9 @@ def measured_gather(size: int, device_type: str) -> GatherTime | None:
 class Problem:
     """A fused op as a rank sees it, the same on all ranks.
 
-    ``rows``: of the longest shard, of all rows for an op that shards none. ``columns``, ``inner``: of the
-    widest weight and the longest contraction of all ranks. ``extents``: "even", "odd N" or "odd K", if it
-    does not follow from them.
+    ``rows``: of the longest shard, or all rows if the op does not shard them. ``columns``, ``inner``: of
+    the widest weight and the longest contraction of all ranks. ``extents``: "even", "odd N" or "odd K", if
+    it does not follow from them.
     """
 
     op: str
@@ -128,17 +128,17 @@ class Problem:
 
     @property
     def product(self) -> str:
-        """The op without a norm in its tail: its products are the same."""
+        """The op without the norm in its tail; its products are the same."""
         return self.op.removesuffix("_norm")
 
     @property
     def whole(self) -> int:
-        """Shards that a rank multiplies."""
+        """The number of shards that a rank multiplies."""
         return 1 if self.product == "matmul_all_reduce" else self.world_size
 
 
 def tile_rate(chip: Chip, configuration: Configuration) -> float:
-    """The part of the tensor cores' rate that such tiles get: smaller ones load more per product."""
+    """Return the fraction of the tensor cores' rate for such tiles. Smaller ones load more per product."""
     rate, area = 1.0, configuration.block_m * configuration.block_n
     while area < LARGE_TILE:
         rate *= chip.small_tile_rate
@@ -147,7 +147,7 @@ def tile_rate(chip: Chip, configuration: Configuration) -> float:
 
 
 def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks: int = 1) -> float:
-    """The persistent matmul alone, the rows of others in ``chunks`` per shard, on SMs that copy nothing."""
+    """Return the time of the persistent matmul alone; peers' shards arrive in ``chunks``; no SM copies."""
     c, p = configuration, problem
     itemsize = p.dtype.itemsize
     if itemsize not in chip.tflops:
@@ -162,13 +162,13 @@ def matmul_us(chip: Chip, problem: Problem, configuration: Configuration, chunks
     if weight > chip.l2_mb * 1e6 / 2:
         bands = p.whole * chunks * ceil_div(ceil_div(p.rows, c.block_m * chunks), c.group_m)
     reads = p.whole * p.rows * p.inner * itemsize + bands * weight
-    # one for each tile at most, as a program passes over chunks of which it has none
+    # at most one for each tile, because a program skips chunks without tiles of its own
     visited = min(waves, 1 + (p.whole - 1) * chunks)
     return max(waves * tile + visited * chip.chunk_us, reads / (chip.memory_gbs * 1e3))
 
 
 def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> float:
-    """The whole op by its fused kernel."""
+    """Return the time of the whole op by its fused kernel."""
     c, p = configuration, problem
     others, itemsize = p.world_size - 1, p.dtype.itemsize
     if p.op == "all_gather_matmul":
@@ -178,10 +178,10 @@ def fused_us(chip: Chip, problem: Problem, configuration: Configuration) -> floa
         sending = others * p.rows * p.inner * itemsize / (by * 1e3)
         sending += 0.0 if c.copiers else others * chunks * chip.copy_us
         matmul = matmul_us(chip, p, c, chunks)
-        # copiers send a chunk each, all at once, so as many are the last to come; an engine one by one
+        # each copier sends one chunk, all at once, so as many chunks are last; an engine sends one by one
         last = min(p.rows * others, size * max(1, c.copiers))
         fused = max(matmul, sending + matmul * last / max(1, p.rows * p.world_size))
-        # sends by copy engine are not planned (cuda/plans.py): the host issues each of them anew
+        # sends by copy engine are not planned (cuda/plans.py): the host issues each of them again
         host = 0.0 if c.copiers else HOST_US + others * chunks * SEND_US
         return max(fused, host)
     pushed = others * p.rows * p.columns * itemsize / (chip.link_gbs * 1e3)
@@ -195,7 +195,8 @@ def best(
     candidates: Iterable[Configuration],
     predicted: Callable[[Chip, Problem, Configuration], float] = fused_us,
 ) -> tuple[Configuration, float]:
-    """The candidate ``predicted`` to be fastest, if by ``WORTH_IT``, else ``default``; and its gain."""
+    """Return the candidate that is predicted fastest, if it gains ``WORTH_IT``, else ``default``; and its
+    gain."""
     times = {each: predicted(chip, problem, each) for each in (default, *candidates)}
     chosen = min(times, key=lambda each: times[each])
     base, least = times[default], times[chosen]

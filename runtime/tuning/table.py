@@ -1,23 +1,23 @@
-"""The table: what runs where nobody has measured. To change a default, change a row; to add one, add a row.
+"""The table of defaults without a measurement. To change a default, change a row; to add one, add a row.
 
-Limits and speeds of GPUs, and five parts of plain rows whose last entry says where the row comes from:
+It has limits and speeds of GPUs, and five parts of plain rows. A row's last entry names its source:
 
-TILES       how a matmul is cut up, by architecture, dtype and extents. The first that fits is the default;
-            all that fit are what the cost model chooses from.
-SHAPES      what one op does with matmuls of about one shape on about so many ranks
-ATTENTION   rows of queries and keys that a program has at a time, by head size
-THRESHOLDS  sizes from which on another way is taken
-INTERPRETED tiles in the interpreter, which wants few and large ones
+TILES       the tiles of a matmul, by architecture, dtype and extents. The first that fits is the default;
+            the cost model chooses among all that fit.
+SHAPES      how one op treats matmuls of about one shape on about so many ranks
+ATTENTION   how many queries and keys a program has at a time, by head size
+THRESHOLDS  the sizes from which another algorithm is chosen
+INTERPRETED tiles in the interpreter, which needs few and large ones
 
-A source begins with one of these words, and ``tests/sim/tuning/test_tuning_table.py`` holds it to them:
+A source begins with one of these words, which ``tests/sim/tuning/test_tuning_table.py`` checks:
 
 measured   in a file of ``benchmarks/results``, which is named
-model      predicted by ``benchmarks/predict.py``; no measurement
-published  by somebody else, named
-assumed    a choice; what can be said for it is said
+model      predicted by ``benchmarks/predict.py``; not a measurement
+published  by another project, which is named
+assumed    a choice, with its reasons
 
-Rows of a machine of your own are not for this file: ``python -m interlace tune`` writes them into a cache,
-which comes first (``tuning.py`` has the order). ``docs/how-to/gpu/tune.md`` explains the columns.
+Do not add rows of your own machine to this file: ``python -m interlace tune`` writes them into a cache,
+which takes precedence (``tuning.py`` has the order). ``docs/how-to/gpu/tune.md`` explains the columns.
 """
 
 from dataclasses import dataclass
@@ -31,20 +31,20 @@ Values = dict[str, Any]
 ANY = ""
 
 
-# Speeds are data sheets times a guess of what can be had (0.85 of the matmul rate, 0.9 of memory, 0.83 of
-# NVLink); nothing here was measured by this project.
+# Speeds are data sheets times an assumed fraction that can be reached (0.85 of the matmul rate, 0.9 of
+# memory, 0.83 of NVLink). Nothing here was measured by this project.
 BUILDABLE = tuple(sorted(arch for arch in SHARED_KIB if arch >= 80))
-"""What kernels are compiled for: older ones have no bfloat16."""
+"""The architectures for which kernels are compiled. Older ones have no bfloat16."""
 
 
 @dataclass(frozen=True)
 class Chip:
     """Round figures of an architecture with NVLink; ``tflops`` by bytes per element, 4 without TF32.
 
-    ``copy_gbs``: of one SM that copies to a peer. ``small_tile_rate``: of a tile half as large as
-    128 x 256, relative to that. ``tile_us``: of a tile, what does not overlap. ``chunk_us``: of a chunk
-    that a program has tiles of: the wait, and a pipeline that runs empty and fills again. ``copy_us``:
-    before each copy of a copy engine, with its signal.
+    ``copy_gbs``: of one SM that copies to a peer. ``small_tile_rate``: the rate of a tile half as large as
+    128 x 256, relative to that tile. ``tile_us``: the part of a tile's time that does not overlap.
+    ``chunk_us``: the cost of a chunk in which a program has tiles: the wait, and a pipeline that drains and
+    fills again. ``copy_us``: the time before each copy of a copy engine, with its signal.
     """
 
     name: str
@@ -65,11 +65,12 @@ CHIPS = {
     90: Chip("H100", 132, {4: 57.0, 2: 750.0, 1: 1500.0}, 3000.0, 375.0, 50.0),
     100: Chip("B200", 148, {4: 64.0, 2: 1900.0, 1: 3800.0}, 7200.0, 750.0, 126.0),
 }
-"""Of 8.6, 8.9 and 12.x there are chips of all sizes, mostly without NVLink: nothing is predicted there."""
+"""Chips of 8.6, 8.9 and 12.x have all sizes, mostly without NVLink, so there are no predictions for
+them."""
 
 
 def chip_of(capability: int) -> Chip | None:
-    """Its figures, if there are any.
+    """Return the figures of a chip, if they are known.
 
     >>> chip_of(90).name, chip_of(120)
     ('H100', None)
@@ -78,12 +79,13 @@ def chip_of(capability: int) -> Chip | None:
 
 
 class Tile(NamedTuple):
-    """``arch``: compute capability, 9 for all of 9.x, "" for any. ``dtype``: of the operands: "fp32",
+    """``arch``: compute capability, 9 for all of 9.x, "" for any. ``dtype`` of the operands: "fp32",
     "16 bit", "fp8 exact" (sums exact to fp32), "fp8 fast", "fp8" for both. ``extents``: "even" if columns
     and inner are multiples of 16, else "odd N" or "odd K". ``rows``: "few", up to 64 of a rank, or "many".
 
-    ``flags``: flatten, out (the product by descriptor). From 9.0 on operands come by descriptor (TMA),
-    but of fp32, and gathers send once for all ranks where the memory has a multicast address.
+    ``flags``: flatten, out (the product is stored by descriptor). From 9.0 on, operands are loaded by
+    descriptor (TMA), except fp32, and gathers send once for all ranks if the memory has a multicast
+    address.
     """
 
     arch: int | str
@@ -116,9 +118,9 @@ class Tile(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """``rows`` of the longest shard, ``columns`` and ``inner`` of a rank's matmul, each a power of two that
-    stands for all above half of it; ``world``: ranks, likewise. ``algorithm``: what "auto" is, "" leaves
-    that to the thresholds. ``values`` change the default of the architecture.
+    """``rows`` of the longest shard, ``columns`` and ``inner`` of a rank's matmul, and ``world``, the
+    number of ranks. Each is a power of two that stands for all sizes above half of it. ``algorithm``: the
+    choice for "auto"; "" leaves it to the thresholds. ``values`` change the default of the architecture.
     """
 
     op: str
@@ -134,10 +136,10 @@ class Shape(NamedTuple):
 
 
 class AttentionTile(NamedTuple):
-    """``head_dim``: the largest head for which the row is; ``way``: "forward" or "backward".
+    """``head_dim``: the largest head size of the row; ``way``: "forward" or "backward".
 
-    Of a backward a program keeps ``block_m`` rows, of queries or of keys; ``block_n`` come by at a time.
-    From 9.0 on keys come by descriptor (TMA), but of fp32.
+    In a backward, a program keeps ``block_m`` rows, of queries or of keys, and reads ``block_n`` of the
+    other at a time. From 9.0 on, keys are loaded by descriptor (TMA), except fp32.
     """
 
     arch: int | str
@@ -190,17 +192,17 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     ((9, 10),        "16 bit",    "odd K", "few",   64, 256,  16,  8,    3,    1,   "",            _ODD),
     ((8, 12),        "fp8",       ANY,     "many", 128, 128, 128,  8,    2,    4,   "flatten out", _BOTH),
     ((8, 12),        "fp8",       ANY,     "few",   64, 128, 128,  8,    2,    4,   "flatten out", _BOTH),
-    # exact sums are kept beside the tensor cores' own, which takes registers
+    # exact sums are kept beside the tensor cores' own sums, which needs registers
     ((9,),           "fp8 exact", ANY,     "many", 128, 128, 128,  8,    4,    4,   "flatten out", _FILLS),
     ((9,),           "fp8 fast",  ANY,     "many", 128, 256, 128,  8,    4,    4,   "flatten out", _FILLS),
     ((10,),          "fp8",       ANY,     "many", 128, 256, 128,  8,    4,    4,   "flatten out", _FILLS),
     ((9, 10),        "fp8",       ANY,     "few",   64, 128, 128,  8,    4,    4,   "flatten out", _FILLS),
-    # block-scaled operands, by pointers: what they are converted to takes registers
+    # block-scaled operands are loaded by pointers; their converted values need registers
     ((8, 12, ANY),   "packed",    ANY,     ANY,     64,  64, 128,  4,    2,    1,   "",            _PACKED),
     ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    4,   "values",      _PACKED),
     ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    4,   _NATIVE,       _PACKED),
     ((10,),          "packed fast",  ANY,  ANY,    128, 256, 128,  8,    3,    1,   _NATIVE,       _PACKED),
-    # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
+    # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every GPU has
     ((ANY,),         "16 bit",    "even",  ANY,     64, 128,  32,  8,    2,    1,   "",            _OLD),
     ((ANY,),         ANY,         ANY,     ANY,     64,  64,  32,  8,    2,    1,   "",            _OLD),
 )
@@ -208,7 +210,7 @@ TILES = tuple(Tile(arch, *row) for archs, *row in _TILES for arch in archs)
 
 FEW_ROWS = 64
 
-# What a grouped matmul changes of its tile, by dtype and extents: it has more addresses alive, and else
+# The changes of a tile for a grouped matmul, by dtype and extents. More addresses are alive, and otherwise
 # ptxas of Triton 3.6 spills on 10.0.
 GROUPED: dict[tuple[str, str], Values] = {
     ("16 bit", "odd N"): {"epilogue_subtile": 2},
@@ -230,7 +232,7 @@ _ATTENTION: tuple[tuple[Any, ...], ...] = (
     ((ANY,), "16 bit", "backward",   64,  64,  64,  8,    2),
     ((ANY,), "16 bit", "backward",  128,  64,  32,  8,    3),
     ((ANY,), "16 bit", "backward",  256,  32,  32,  8,    1),
-    # without tensor cores operands need registers too
+    # without tensor cores operands need registers, too
     ((ANY,), "fp32",   "forward",    64,  16,  32,  4,    1),
     ((9,),   "fp32",   "forward",   128,  16,  16,  4,    1),
     ((ANY,), "fp32",   "forward",   128,  16,  32,  8,    1),
@@ -247,7 +249,7 @@ ATTENTION = tuple(
     for arch in archs
 )
 
-# Who sends the chunks of an all-gather, and how: where SHAPES and the cost model say nothing.
+# The sender of an all-gather's chunks and its options, where SHAPES and the cost model say nothing.
 SENDING = {"copiers": 8, "chunks": 4, "copy_rows": 16, "copy_columns": 512}
 SENDING_FP32 = {**SENDING, "copy_columns": 256}
 
@@ -277,36 +279,39 @@ SHAPES = (
 
 THRESHOLDS = (
     #         name                        place  value
-    # all rows; below, fusing loses to the plain sequence
+    # all rows; with fewer, fusing loses to the plain sequence
     Threshold("smallest_fused_rows",      "gpu", 512,
               "published: up to 512 rows fused ops lose or tie (Kraken #2, #19, pytorch #179770)"),
-    # received by a rank before its matmul; below, pipelined all-gather + matmul loses to unfused
+    # bytes that a rank receives before its matmul; with fewer, pipelined all-gather + matmul loses to
+    # unfused
     Threshold("smallest_pipelined_bytes", "cpu", 4 << 20,
               "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
-    # of a shard's way to a rank, if that was calibrated: then instead of the bytes. Unfused less torch.mm
-    # alone, by peers: pipelined lost or tied at 2500 and 2690, won at 5670 and 6960; the middle of the gap
+    # time of a shard's transfer, if it was calibrated; used instead of the bytes. Unfused less torch.mm
+    # alone, by peers: pipelined lost or tied at 2500 and 2690, won at 5670 and 6960; this is the middle of
+    # the gap
     Threshold("smallest_pipelined_shard_us", "cpu", 3900,
               "measured: benchmarks/results/cpu-2026-11-20-ba592b65.json"),
-    # of the output; beyond, matmul + all-reduce is reduce-scatter and all-gather
+    # bytes of the output; with more, matmul + all-reduce becomes reduce-scatter and all-gather
     Threshold("one_shot_bytes",           ANY,   256 << 10, "assumed: as torch's symmetric memory"),
-    # of a rank's message: up to here it goes in words that carry their flag
+    # bytes of a rank's message; up to this size it is sent in words that carry their flag
     Threshold("largest_low_latency_bytes", ANY,  32 << 10,
               "assumed: no measurement; words with flags move twice the bytes"),
-    # of the gathered input, of the product: up to here a CPU's engine moves them, beyond peers' memory
+    # bytes of the gathered input, of the product; a CPU's engine moves up to so many, peers' memory more
     Threshold("engine_gather_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
-    # of all ranks' keys and values: beyond, a ring with room for two ranks' is taken
+    # bytes of all ranks' keys and values; with more, a ring with room for two ranks' is chosen
     Threshold("ring_attention_bytes",     "gpu", 2 << 30, "assumed: gathered keys beside a model's memory"),
     Threshold("engine_reduce_bytes",      "cpu", 1 << 20, "assumed: the run was not kept"),
 )
 
-# The smallest and the largest block; the power of two between them that covers the extent is taken.
+# The smallest and the largest block. The chosen block is the power of two between them that covers the
+# extent.
 INTERPRETED = {"block_m": (16, 128), "block_n": (16, 128), "block_k": (16, 256), "copy_columns": (16, 1024)}
 INTERPRETED_VALUES = {"copy_rows": 64, "programs": 3}
 # fmt: on
 
 
 def threshold(name: str) -> int:
-    """The value of the row ``name``.
+    """Return the value of the row ``name``.
 
     >>> threshold("smallest_fused_rows")
     512
@@ -315,7 +320,7 @@ def threshold(name: str) -> int:
 
 
 def tiles(capability: int, dtype: str, extents: str) -> list[Tile]:
-    """All that fit a GPU of ``capability`` (90 is 9.0): its own, or those for any if it has none.
+    """Return all rows for a GPU of ``capability`` (90 is 9.0): its own, or those for any if it has none.
 
     >>> [(tile.block_m, tile.block_n, tile.rows) for tile in tiles(90, "16 bit", "even")]
     [(128, 256, 'many'), (128, 128, 'many'), (64, 256, 'few')]

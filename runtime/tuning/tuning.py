@@ -1,41 +1,40 @@
 """The choice of algorithm and configuration for a fused op: looked up, predicted, or the default.
 
-The first of these that answers::
+The first source with an answer decides::
 
-    explicit   ``configuration.override`` of the caller: the values that it names, over all below
-    exact      a row for the bucket of the problem: of the cache of ``interlace tune``, then of the table
-    nearest    a row of the same op, dtype and kind of extents whose bucket is near: cache, then table
-    model      of the tiles that the table has for this chip, what the cost model predicts to be fastest,
-               with links as fast as ``interlace calibrate`` has measured a gather among so many ranks, if
-               it has; on CPUs whether all-gather + matmul is pipelined, if it has
-    default    the table's tiles for the architecture; of an unknown one those that run on any
+    explicit   ``configuration.override`` of the caller: its values take precedence over all below
+    exact      a row for the bucket of the problem: from the cache of ``interlace tune``, then the table
+    nearest    a row of the same op, dtype and kind of extents with a near bucket: cache, then table
+    model      the fastest by the cost model of the table's tiles for this chip. It uses the links that
+               ``interlace calibrate`` has measured for a gather among as many ranks, if it has. On CPUs
+               with such a calibration: whether all-gather + matmul is pipelined
+    default    the table's tiles for the architecture; for an unknown one, tiles that run on any
 
-A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two are near if they
-are at most ``NEAR`` doublings apart, where one of the world size counts twice.
+A *bucket* is rows, columns, inner and world size, each rounded up to a power of two. Two buckets are near
+if they are at most ``NEAR`` doublings apart; a doubling of the world size counts twice.
 
-All ranks must choose the same. The problem is agreed on before, the arithmetic is exact, the table is part
-of the package. What may differ is exchanged once per group: the chip (if ranks have several kinds, all take
-what runs on any) and a digest of the rows that the cache has for this machine. If digests differ, rank 0 is
-asked once per problem, and its row counts on all ranks, with a warning; so a file that was lost or written
-meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
+All ranks must choose the same. They agree on the problem before; the arithmetic is exact; the table is part
+of the package. Things that may differ are exchanged once per group: the chip (if ranks have several kinds,
+all use tiles that run on any) and a digest of the cache's rows for this machine. If digests differ, rank 0
+is asked once per problem, and its row counts on all ranks, with a warning. So a file that is deleted or
+written meanwhile does no harm. Calibrations are exchanged whole, and rank 0's counts.
 
 The simulator reads a cache only if ``INTERLACE_TUNE_CACHE`` names one: otherwise a seed is the same
 schedule on every machine.
 
-The algorithm that ``algorithm="auto"`` stands for: by thresholds, not by the cost model.
-
-The sizes are rows of ``table.py``; a row for the shape of a call (``tuning.py``) comes before them. ``sim``
-exists to run the kernels, so there it is the kernel. On GPUs fusing loses to the plain sequence where an
-output has too few rows to overlap anything.
+Thresholds, not the cost model, decide which algorithm ``algorithm="auto"`` stands for. They are rows of
+``table.py``; a row for the shape of a call comes before them. In ``sim`` it is always the kernel, because
+``sim`` exists to run kernels. On GPUs, fusing loses to the plain sequence if an output has too few rows to
+overlap anything.
 
 On CPUs, measured by ``benchmarks/run.py`` with 2 and 4 ranks on 2 cores (2026-11-20, float32): pipelined
-all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on and up to 23 % slower
-below 4 MiB; matmul + reduce-scatter is unfused up to 21 % faster and at most 2 % slower at all sizes,
+all-gather + matmul is 2-3 % faster than unfused from 8 MiB received per rank on, and up to 23 % slower
+below 4 MiB. Unfused matmul + reduce-scatter is up to 21 % faster and at most 2 % slower at all sizes,
 because one large torch.mm beats one per owner.
 
-Plain collectives of few bytes go in words that carry their own flags: no signal and no credit is waited
-for, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends near
-the same size; here it was not measured.
+Plain collectives of few bytes are sent in words that carry their own flags: they wait for no signal and no
+credit, but every byte is sent as two, and to all ranks at once. NCCL's protocol of that kind ("LL") ends
+near the same size. It was not measured here.
 """
 
 import functools
@@ -60,13 +59,13 @@ from interlace.runtime.tuning.table import threshold
 
 NEAR = 2
 MOST_CHOICES = 1024
-MIXED = 0  # no chip's capability: what fits any
+MIXED = 0  # not a chip's capability: tiles that run on any
 SMALLEST_PIPELINED_SHARD_US = table.threshold("smallest_pipelined_shard_us")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``algorithm``: what "auto" is; "" leaves it open. ``source``: who says so."""
+    """``algorithm``: the choice for "auto", "" if it is open. ``source``: the rule that decided."""
 
     configuration: Configuration
     algorithm: str
@@ -77,7 +76,7 @@ Bucket = tuple[int, int, int, int]  # world, rows, columns, inner
 
 
 def power(value: int) -> int:
-    """The exponent of the smallest power of two that is not below ``value``.
+    """Return the exponent of the smallest power of two that is not below ``value``.
 
     >>> power(1), power(4096), power(4097)
     (0, 12, 13)
@@ -86,7 +85,8 @@ def power(value: int) -> int:
 
 
 def bucket_of(problem: Problem) -> Bucket:
-    """
+    """Return the bucket of a problem.
+
     >>> bucket_of(Problem("all_gather_matmul", torch.bfloat16, 1000, 3584, 8192, 6))
     (8, 1024, 4096, 8192)
     """
@@ -96,13 +96,13 @@ def bucket_of(problem: Problem) -> Bucket:
 
 
 def distance(a: Bucket, b: Bucket) -> int:
-    """In doublings; one of the world size is two."""
+    """Return the distance in doublings. One doubling of the world size counts as two."""
     steps = [abs(power(x) - power(y)) for x, y in zip(a, b, strict=True)]
     return sum(steps) + steps[0]
 
 
 def dtype_name(problem: Problem) -> str:
-    """The dtype's name in cache files: torch's, followed by "exact" for fp8 without ``fast_accum``."""
+    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``."""
     name = str(problem.dtype).removeprefix("torch.")
     exact = problem.dtype.itemsize == 1 and not problem.fast_accum
     return f"{name} exact" if exact else name
@@ -118,7 +118,7 @@ AnyRow = TypeVar("AnyRow", files.CacheRow, table.Shape)
 
 
 def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None:
-    """The row whose bucket is nearest and near, and how far it is; of several the first by bucket."""
+    """Return the nearest row, if it is near, and its distance. Of equally near ones the first by bucket."""
 
     def rank(row: AnyRow) -> tuple[int, Bucket]:
         at = (row.world, row.rows, row.columns, row.inner)
@@ -131,7 +131,8 @@ def nearest(rows: Iterable[AnyRow], bucket: Bucket) -> tuple[AnyRow, int] | None
 
 
 def cached(rows: Sequence[files.CacheRow], problem: Problem) -> tuple[files.CacheRow, int] | None:
-    """The nearest row of a cache. An op with a norm that has none takes that of the op without."""
+    """Return the nearest row of a cache. An op with a norm and without a row uses the row of the op
+    without."""
     kind = dtype_name(problem), extents_of(problem)
     for op in dict.fromkeys((problem.op, problem.product)):
         own = [row for row in rows if (row.op, row.dtype, row.extents) == (op, *kind)]
@@ -141,7 +142,7 @@ def cached(rows: Sequence[files.CacheRow], problem: Problem) -> tuple[files.Cach
 
 
 def table_rows(capability: int, problem: Problem) -> list[table.Shape]:
-    """Likewise; the table's rows are all for extents that are multiples of 16."""
+    """Return the table's rows for the problem, all for extents that are multiples of 16."""
     dtype = configuration.dtype_class(problem.dtype, fast_accum=problem.fast_accum)
     kind = (problem.product, capability, dtype)
     rows = table.SHAPES if extents_of(problem) == "even" else ()
@@ -152,7 +153,7 @@ def table_rows(capability: int, problem: Problem) -> list[table.Shape]:
 
 
 def default(capability: int | None, problem: Problem) -> Configuration:
-    """The table's configuration for ``problem``; ``capability`` None is the interpreter."""
+    """Return the table's configuration for ``problem``. ``capability`` None is the interpreter."""
     p = problem
     if capability is None:
         return configuration.interpreted_default(p.rows, p.columns, p.inner)
@@ -170,10 +171,10 @@ def decide(
     one_node: bool = True,
     gather: GatherTime | None = None,
 ) -> Choice:
-    """The choice without overrides; ``cached`` is the nearest row of the cache, and how far it is.
+    """Return the choice without overrides. ``cached`` is the nearest row of the cache and its distance.
 
-    ``algorithm``: what the caller asked for, whose measured values then count. ``gather``: how fast the
-    links between the ranks are, where that was measured.
+    ``algorithm`` is the caller's; its measured values then count. ``gather`` is the measured speed of the
+    links between the ranks, if there is one.
     """
     base = default(capability, problem)
     if problem.world_size == 1:
@@ -181,7 +182,7 @@ def decide(
     shape, chip = None, table.chip_of(capability or MIXED) if one_node else None
     if capability and one_node:
         shape = nearest(table_rows(capability, problem), bucket_of(problem))
-    near: list[tuple[str, Choice]] = []  # the cache's before the table's
+    near: list[tuple[str, Choice]] = []  # those of the cache before those of the table
     if cached is not None:
         row, steps = cached
         values = row.values.get(row.algorithm if algorithm == "auto" else algorithm, {})
@@ -195,7 +196,7 @@ def decide(
         row_of_table, steps = shape
         source = f"{_how(steps)} row of the table ({row_of_table.source})"
         made = replace(base, **row_of_table.values)
-        if capability and chip:  # the row is for a bucket of shapes, the last wave is that of one
+        if capability and chip:  # the row is for a bucket; the last wave depends on the very shape
             tiles = [
                 replace(each, **row_of_table.values) for each in _tiles(capability, problem, base)
             ]
@@ -231,7 +232,7 @@ def _tiles(capability: int, problem: Problem, base: Configuration) -> list[Confi
 def _alternatives(
     capability: int, problem: Problem, base: Configuration
 ) -> Iterable[Configuration]:
-    """The cost model's choices: the table's tiles, and for a gather who sends how much at once."""
+    """Return the cost model's candidates: the table's tiles and, for a gather, ways of sending."""
     for made in _tiles(capability, problem, base):
         yield made
         if problem.op == "all_gather_matmul":
@@ -248,7 +249,7 @@ def gather_problem(
     *,
     fast_accum: bool = True,
 ) -> Problem:
-    """The problem of an all-gather + matmul; ``columns`` are those of all weights of all ranks."""
+    """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
     kinds = {configuration.extents_class(each, inner) for each in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)
@@ -259,14 +260,14 @@ def gather_problem(
 
 
 def own_gather(place: Place) -> GatherTime | None:
-    """The gather in this rank's calibration, where it counts: among processes of one node."""
+    """Return the gather of this rank's calibration, where it applies: among processes of one node."""
     if place.simulated or place.nodes is not None or place.virtual:
         return None
     return measured_gather(place.world_size, place.device.type)
 
 
 def by_calibration(problem: Problem, gather: GatherTime) -> tuple[str, str]:
-    """ "pipelined" or "unfused" for all-gather + matmul, and why."""
+    """Return "pipelined" or "unfused" for all-gather + matmul, and the reason."""
     whole = problem.world_size * problem.rows * problem.inner * problem.dtype.itemsize
     shard_us = gather.link.us(whole) / (problem.world_size - 1)
     algorithm = "pipelined" if shard_us >= SMALLEST_PIPELINED_SHARD_US else "unfused"
@@ -277,12 +278,12 @@ def by_calibration(problem: Problem, gather: GatherTime) -> tuple[str, str]:
 class _Agreed:
     capability: int | None
     rows: tuple[files.CacheRow, ...]
-    asks: bool  # rank 0, because caches differ
+    asks: bool  # rank 0 is asked, because caches differ
     gather: GatherTime | None = None
     chosen: dict[object, Any] = field(default_factory=dict)
 
     def keep(self, key: object, choice: object) -> None:
-        if len(self.chosen) >= MOST_CHOICES:  # on all ranks at once
+        if len(self.chosen) >= MOST_CHOICES:  # true on all ranks at the same call
             self.chosen.clear()
         self.chosen[key] = choice
 
@@ -291,7 +292,7 @@ _groups: WeakKeyDictionary[Communicator, _Agreed] = WeakKeyDictionary()
 
 
 def own_rows(place: Place) -> tuple[files.CacheRow, ...]:
-    """The rows of this rank's cache for its machine; read once per process and file."""
+    """Return the rows of this rank's cache for its machine. Read once per process and file."""
     if place.nodes is not None or (place.simulated and files.VARIABLE not in os.environ):
         return ()
     return _read(place.name, place.device, files.path())
@@ -305,23 +306,23 @@ def _read(
 
 
 def forget() -> None:
-    """Read the cache anew at the next call of each group, which all ranks of it have to do."""
+    """Read the cache again at the next call of each group. All ranks of a group must do so."""
     _read.cache_clear()
     _groups.clear()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the cache for an op that is no matmul: the fastest algorithm, and values for its kernel.
+    """A row of the cache for an op that is not a matmul: the fastest algorithm, and its kernel's values.
 
-    Both empty where there is no row.
+    Both are empty if there is no row.
     """
 
     algorithm: str = ""
     values: Overrides = ()
 
     def over(self, base: Configuration) -> Configuration:
-        """``base``, which has the overrides already, with these values behind them."""
+        """Return ``base``, which has the overrides already, with these values at lower precedence."""
         return configuration.with_overrides(base, self.values)
 
 
@@ -329,9 +330,9 @@ UNMEASURED = Measured()
 
 
 def measured(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Measured:
-    """As :func:`choose`, for an op whose own default is taken where there is no row; collective likewise.
+    """Like :func:`choose`, for an op that uses its own default if there is no row. Collective likewise.
 
-    The simulator runs kernels, whatever is faster.
+    The simulator always runs kernels, even if another algorithm is faster.
     """
     agreed = _agreed(communicator, problem)
     key = ("measured", problem, algorithm)
@@ -357,7 +358,7 @@ def _agreed(communicator: Communicator, problem: Problem) -> _Agreed:
 def _found(
     communicator: Communicator, agreed: _Agreed, problem: Problem
 ) -> tuple[files.CacheRow, int] | None:
-    """The nearest row, the same on all ranks."""
+    """Return the nearest row, the same on all ranks."""
     found = cached(agreed.rows, problem)
     if agreed.asks:
         found = _told(communicator, problem.op, found)[0]
@@ -365,7 +366,8 @@ def _found(
 
 
 def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto") -> Choice:
-    """For ``problem`` by ``algorithm``, the same on every rank. Collective at the first call of a kind."""
+    """Choose for ``problem`` by ``algorithm``, alike on every rank. Collective at the first call of a
+    kind."""
     agreed = _agreed(communicator, problem)
     explicit = current().overrides
     key = (problem, algorithm, explicit)
@@ -388,7 +390,8 @@ def choose(communicator: Communicator, problem: Problem, algorithm: str = "auto"
 
 
 def _told(communicator: Communicator, op: str, mine: object) -> list[Any]:
-    """Every rank's ``mine``; raises where one refuses the op. No plan has it, as it is told but once."""
+    """Return every rank's ``mine``. Raises if a rank refuses the op. It is exchanged once, outside any
+    plan."""
     place = communicator.place
     call = Call(op, part=mine)
     return communicator.parts(call, lambda call: place.exchange(call.message, call.op))
@@ -398,7 +401,7 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
     place = communicator.place
     capability = configuration.capability_of(place)
     rows = own_rows(place)
-    if place.simulated or place.world_size == 1:  # one process, so one cache
+    if place.simulated or place.world_size == 1:  # one process has one cache
         return _Agreed(capability, rows, asks=False)
     gather = own_gather(place)
     mine = (capability, files.digest(rows), len(rows), str(files.path()), gather)
@@ -425,11 +428,12 @@ FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALLEST_FUSED_ROWS = threshold("smallest_fused_rows")
 SMALLEST_PIPELINED_BYTES = threshold("smallest_pipelined_bytes")
 LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
-"""Of a rank's message: what all_reduce and broadcast take, and one shard of all_gather."""
+"""Bytes of a rank's message: the operand of all_reduce and broadcast, one shard of all_gather."""
 
 
 def choose_scaled_algorithm(place: Place, rows: int, *, empty: bool) -> str:
-    """For fp8, "fused" or "unfused": chips from 8.9 on have it, no kernel moves scales between nodes."""
+    """Return "fused" or "unfused" for fp8. Chips from 8.9 on have fp8; no kernel sends scales between
+    nodes."""
     if empty or not place.all_mapped:
         return "unfused"
     if place.simulated:
@@ -447,12 +451,12 @@ def choose_algorithm(
     empty: bool,
     tuned: str = "",
 ) -> str:
-    """ "fused", "pipelined" or "unfused" for ``rows`` gathered or scattered rows.
+    """Return "fused", "pipelined" or "unfused" for ``rows`` gathered or scattered rows.
 
-    ``bytes_gathered`` is what a rank receives before its matmul, 0 if its collective comes after;
-    ``empty`` marks an op without any arithmetic. ``tuned`` is what a row for the shape says.
+    ``bytes_gathered`` are the bytes that a rank receives before its matmul, 0 if its collective comes
+    after. ``empty`` marks an op without any arithmetic. ``tuned`` is the answer of a row for the shape.
     """
-    multiplied = (*FUSED_DTYPES, torch.uint8)  # the latter are packed rows of block-scaled operands
+    multiplied = (*FUSED_DTYPES, torch.uint8)  # uint8: packed rows of block-scaled operands
     if empty or dtype not in multiplied or not place.mapped:
         return "unfused"
     if place.simulated:
@@ -467,10 +471,10 @@ def choose_algorithm(
 def choose_collective(
     place: Place, small: int | None, *, kernel: bool, multicast: Callable[[], bool] = lambda: False
 ) -> str:
-    """ "low_latency", "multimem", "kernel" or "copy" for a plain collective of at least one element.
+    """Return "low_latency", "multimem", "kernel" or "copy" for a plain collective of at least one element.
 
-    ``small``: bytes of the message, None if no low-latency kernel does the op. ``kernel``: whether one
-    that pushes does. ``multicast()``: whether one store reaches all ranks, and bits stay the same with it.
+    ``small``: bytes of the message, None if there is no low-latency kernel for the op. ``kernel``: whether
+    there is one that pushes. ``multicast()``: whether one store reaches all ranks with the same bits.
     """
     if place.direct_access:
         return "copy"
