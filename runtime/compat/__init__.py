@@ -1,1 +1,1 @@
-"""Internals of torch and Triton: what is taken from each, and what differs by release."""
+"""Internals of torch and Triton that interlace uses, and their differences between releases."""

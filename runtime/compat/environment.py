@@ -1,4 +1,4 @@
-"""The variables of the environment that interlace reads. A typo of one is an error, any other a warning.
+"""The environment variables that interlace reads. A typo of one raises an error, an unknown one a warning.
 
 docs/reference/environment.md has this table.
 """
@@ -27,14 +27,14 @@ VARIABLES = {
     "INTERLACE_RESTARTED": "set by interlace: the command has started itself anew",
 }
 SWITCHES = [name for name, text in VARIABLES.items() if text.startswith(("`0`:", "`1`:"))]
-_TYPO, _LIKE = 0.8, 0.6  # difflib's likeness: RECORDS is a typo of RECORD, CACHE is like TUNE_CACHE
-_OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # which it sets for a service named interlace
+_TYPO, _LIKE = 0.8, 0.6  # difflib's ratio: RECORDS is a typo of RECORD, CACHE is like TUNE_CACHE
+_OF_KUBERNETES = re.compile(r"_(SERVICE|PORT)(_|$)")  # set for a service named interlace
 
 
 def check_environment() -> None:
     """Raise ValueError for a typo of a variable's name, and for a switch that is neither 0 nor 1.
 
-    Any other ``INTERLACE_*`` may be a variable of the user's job: one warning names all of these, from the
+    Any other ``INTERLACE_*`` may be a variable of the user's job. One warning names all of these, from the
     process that imports interlace first.
     """
     for name in SWITCHES:
@@ -46,7 +46,7 @@ def check_environment() -> None:
     for name in unknown:
         if meant := _nearest(name, _TYPO):
             raise ValueError(
-                f"{name} in the environment is no variable of interlace; did you mean {meant}?"
+                f"{name} is not an environment variable of interlace; did you mean {meant}?"
             )
     if unknown and first:
         os.environ["INTERLACE_UNKNOWN"] = "1"
@@ -62,7 +62,7 @@ def check_environment() -> None:
 
 
 def _nearest(name: str, likeness: float) -> str:
-    """The variable whose name is nearest, or "" if none is that near."""
+    """Return the variable with the nearest name, or "" if none is that near."""
     for_users = [
         each for each, text in VARIABLES.items() if not text.startswith("set by interlace")
     ]
@@ -72,14 +72,14 @@ def _nearest(name: str, likeness: float) -> str:
 
 
 def debugging() -> bool:
-    """Whether somebody looks for a fault of interlace, and wants to see all of it."""
+    """Return whether the user is debugging interlace itself and wants full tracebacks."""
     return os.environ.get("INTERLACE_DEBUG", "").lower() == "debug"
 
 
 def write_log() -> None:
-    """Let the logger ``interlace`` write to stderr, if ``INTERLACE_DEBUG`` asks for it.
+    """Make the logger ``interlace`` write to stderr, if ``INTERLACE_DEBUG`` is set.
 
-    Raises ValueError if that is no level.
+    Raises ValueError if its value is not a level.
     """
     value, log = os.environ.get("INTERLACE_DEBUG", ""), logging.getLogger("interlace")
     if (level := value.lower()) not in ("", *LEVELS):

@@ -1,4 +1,4 @@
-"""The variables by which launchers tell a process which rank it is: torchrun's, and others' for them.
+"""The environment variables by which launchers tell a process its rank: torchrun's and other launchers'.
 
 ====================  ===========================  =================  ==================================
 torchrun              Open MPI                     MPICH, Intel MPI   SLURM, of a step (``srun``)
@@ -11,9 +11,10 @@ MASTER_ADDR           first of SLURM_JOB_NODELIST  as SLURM           first of S
 MASTER_PORT           of PMIX_NAMESPACE            as SLURM           of SLURM_JOB_ID and SLURM_STEP_ID
 ====================  ===========================  =================  ==================================
 
-The first column with a rank and a world size counts: an mpirun inside of a SLURM step has its own. Ranks on
-one host meet at 127.0.0.1. Where to meet has to be the same on all of them: Open MPI starts its ranks on
-other hosts by a step of SLURM, those on its own without, so variables of the step are not for them.
+The first column with a rank and a world size is used: an mpirun inside a SLURM step has its own ranks.
+Ranks on one host meet at 127.0.0.1. All ranks must derive the same address. Open MPI starts its ranks on
+other hosts by a SLURM step, but those on its own host without one, so the step's variables are not used for
+them.
 """
 
 import os
@@ -33,12 +34,12 @@ HOSTS = ("SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST")
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 JOBS = (("PMIX_NAMESPACE",), _STEP, _STEP)
 NAMES = (*VARIABLES, "MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT, PORTS = 20000, 10000  # below those that the system gives out
+FIRST_PORT, PORTS = 20000, 10000  # below the ephemeral ports of the system
 LAST_PORT = 65535
 
 
 class Said(NamedTuple):
-    """What the environment says of one of torchrun's variables, and in which of its own."""
+    """The value of one of torchrun's variables, and the environment variable that it comes from."""
 
     by: str
     value: str
@@ -48,17 +49,17 @@ class Said(NamedTuple):
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process as a rank, by torchrun's variables or others'.
+    """Return whether a launcher has started this process as a rank, by torchrun's or other variables.
 
-    Of SLURM, Open MPI, MPICH and Intel MPI sets those of torchrun that are unset, as they are for
-    torch: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
-    The address is known of jobs on one host and of SLURM, the port where the launcher numbers its jobs; set
-    both yourself elsewhere. If ``RANK`` and ``WORLD_SIZE`` are set, and make this another rank than the
-    launcher does, as under ``srun torchrun``, nothing is. :func:`interlace.init` and what calls it need no
-    call of this.
+    For SLURM, Open MPI, MPICH and Intel MPI it also sets those of torchrun's variables that are unset, as
+    torch needs them: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``. The address is known for jobs on one host and for SLURM, the port if the launcher
+    numbers its jobs; otherwise set both yourself. If ``RANK`` and ``WORLD_SIZE`` are set and disagree with
+    the launcher, as under ``srun torchrun``, only torchrun's variables are used and none is set.
+    :func:`interlace.init` and functions that call it do not need this call.
 
-    Raises ValueError that names the variable if one is empty, no number or out of range, and if only one of
-    ``RANK`` and ``WORLD_SIZE`` is set, unless the launcher says the same.
+    Raises ValueError that names the variable if one is empty, not a number or out of range. It also raises
+    if only one of ``RANK`` and ``WORLD_SIZE`` is set, unless it matches the launcher's value.
 
     >>> interlace.launched()
     False
@@ -69,13 +70,13 @@ def launched() -> bool:
 
 
 def local_rank() -> int | None:
-    """``LOCAL_RANK``; None if it is unset. Raises ValueError as :func:`launched` does."""
+    """Return ``LOCAL_RANK``, or None if it is unset. Raises ValueError like :func:`launched`."""
     text = os.environ.get("LOCAL_RANK")
     return None if text is None else _number(Said("LOCAL_RANK", text))
 
 
 def variables(given: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for a process that has ``given``; none if no launcher has made it a rank.
+    """Return torchrun's variables for a process with the variables ``given``; {} if it is not a rank.
 
     >>> variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}
@@ -101,13 +102,13 @@ def variables(given: Mapping[str, str]) -> dict[str, str]:
     if (by := _on_one_host(found)) is not None:
         found.setdefault("MASTER_ADDR", Said(by, "127.0.0.1"))
     if found["WORLD_SIZE"].value == "1":
-        found.setdefault("MASTER_PORT", Said(found["WORLD_SIZE"].by, "0"))  # whichever is free
+        found.setdefault("MASTER_PORT", Said(found["WORLD_SIZE"].by, "0"))  # any free port
     _check(found)
     return {name: said.value for name, said in found.items()}
 
 
 def _on_one_host(found: Mapping[str, Said]) -> str | None:
-    """The variable that says that all ranks are on one host, if one does."""
+    """Return the variable which shows that all ranks are on one host, or None."""
     ranks = found["WORLD_SIZE"]
     here = ranks if ranks.value == "1" else found.get("LOCAL_WORLD_SIZE")
     return here.by if here is not None and here.value == ranks.value else None
@@ -128,7 +129,7 @@ def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
             continue
         if not found:
             hosts, job = HOSTS[column], JOBS[column]
-        found = {**said, **found}  # srun may set PMI's, too, which lack the local rank
+        found = {**said, **found}  # srun may set PMI's variables, too, without the local rank
     if not found:
         return found
     if given.get("SLURM_STEP_NUM_NODES") == "1":
@@ -143,7 +144,7 @@ def _of_other_launchers(given: Mapping[str, str]) -> dict[str, Said]:
 
 
 def _check(found: Mapping[str, Said]) -> None:
-    """Raise ValueError naming the variable that says what cannot be."""
+    """Raise ValueError with the name of a variable whose value is impossible."""
     numbers = {
         name: _number(said, least=1 if name.endswith("SIZE") else 0)
         for name, said in found.items()
@@ -154,13 +155,13 @@ def _check(found: Mapping[str, Said]) -> None:
         raise ValueError(
             f"{found['RANK']} in the environment must be less than {found['WORLD_SIZE']}"
         )
-    first = 0 if ranks == 1 else 1  # where nobody comes, any free one will do
+    first = 0 if ranks == 1 else 1  # a single rank may use any free port
     if not first <= numbers.get("MASTER_PORT", first) <= LAST_PORT:
         raise ValueError(
             f"{found['MASTER_PORT']} in the environment must be within {first}..{LAST_PORT}"
         )
     if "MASTER_ADDR" in found and not found["MASTER_ADDR"].value.strip():
-        raise ValueError(f"{found['MASTER_ADDR']} in the environment names no host")
+        raise ValueError(f"{found['MASTER_ADDR']} in the environment is not the name of a host")
 
 
 def _number(said: Said, least: int = 0) -> int:
@@ -174,7 +175,7 @@ def _number(said: Said, least: int = 0) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """The first of SLURM's list of hosts.
+    """Return the first host of SLURM's list of hosts.
 
     >>> first_host("gpu[03-07,12],login"), first_host("n1.site,n2.site")
     ('gpu03', 'n1.site')

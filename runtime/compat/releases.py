@@ -1,7 +1,8 @@
-"""This release, those of Python, torch and Triton that it was tried with, and what it says of others.
+"""This release, the releases of Python, torch and Triton it was tried with, and warnings about others.
 
-The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it;
-if it lacks an internal that is needed, the import of that says so, and which releases have it.
+The metadata of the package has no upper bounds. A newer release is tried, with one warning that names it.
+If it lacks an internal that interlace needs, the import error names the internal and the releases that have
+it.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 
 INTERLACE_VERSION = "0.1.0"
-"""Of interlace, as pyproject.toml says it."""
+"""The release of interlace, equal to the one in pyproject.toml."""
 
 Release = tuple[int, int]
 
@@ -24,18 +25,18 @@ TRIED: dict[str, tuple[Release, Release]] = {
     "torch": ((2, 11), (2, 15)),
     "Triton": ((3, 6), (3, 9)),
 }
-"""The oldest and the newest, which ``make matrix`` and docs/reference/compatibility.md are about."""
+"""The oldest and the newest tried release; see ``make matrix`` and docs/reference/compatibility.md."""
 
 FREE_THREADED = " free-threaded"
-"""After the version of a Python that can do without its lock, with which no place was tried."""
+"""This follows the version of a free-threaded Python. No place was tried with one."""
 
 SAID = "INTERLACE_UNTRIED"
-"""Set once the warning was given, which child processes need not give again."""
+"""Set once the warning was given, so that child processes do not repeat it."""
 
 
 @functools.cache
 def installed(name: str) -> str:
-    """The release of Python, torch or Triton. Imports that one only: who compiles does without torch."""
+    """Return the release of Python, torch or Triton. Imports only that one: compilers run without torch."""
     if name == "Python":
         free = sysconfig.get_config_var("Py_GIL_DISABLED")
         return platform.python_version() + FREE_THREADED * bool(free)
@@ -43,13 +44,13 @@ def installed(name: str) -> str:
 
 
 def release(version: str) -> Release:
-    """Its first two numbers: (2, 13) of "2.13.0+cpu"."""
+    """Return its first two numbers: (2, 13) for "2.13.0+cpu"."""
     first, second = [*re.findall(r"\d+", version), 0, 0][:2]
     return int(first), int(second)
 
 
 def untried() -> str:
-    """What is installed and was not tried, nor what is older and newer, in words; "" if nothing is."""
+    """Return the installed releases outside the tried range, in words; "" if there are none."""
     found = [
         f"{name} {installed(name)} (tried: {_words(name)})"
         for name in TRIED
@@ -64,12 +65,12 @@ def _words(name: str) -> str:
 
 
 def warn_of_untried() -> None:
-    """One warning, from the process that imports interlace first, which names all that is newer."""
+    """Warn once, in the process that imports interlace first, and name all newer releases."""
     first = SAID not in os.environ and os.environ.get("RANK", "0") == "0"
     if first and (found := untried()):
         os.environ[SAID] = "1"
         warnings.warn(
-            f"interlace was not tried with {found}. What hangs on internals may fail there; "
+            f"interlace was not tried with {found}. Features that depend on internals may fail; "
             "`interlace doctor` tries each place",
             stacklevel=3,
         )
@@ -82,7 +83,7 @@ def was_tried(name: str) -> bool:
 
 @contextlib.contextmanager
 def needed(name: str, what: str) -> Iterator[None]:
-    """Around imports of internals of ``name``: what is missing is an ImportError that says who has it."""
+    """Wrap imports of internals of ``name``: an ImportError says what is missing and who has it."""
     try:
         yield
     except (ImportError, AttributeError) as error:

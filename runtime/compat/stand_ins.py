@@ -1,4 +1,4 @@
-"""Modules and attributes that are replaced for as long as something is imported or runs."""
+"""Modules and attributes that are replaced while something is imported or runs."""
 
 import contextlib
 import functools
@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 now: dict[str, str] = {}
-"""What stands for what at present, by name: also for processes that import the same files."""
+"""The present stand-ins by the name that they replace; also for processes that import the same files."""
 
 
 on_simulated_ranks: list[Callable[[], tuple[dict[str, object], Mapping[str, object]]]] = []
-"""What has which names replaced while simulated ranks run, in one thread by turns."""
+"""Functions that return the objects and names replaced while ranks are simulated in turns in one thread."""
 
 
 _ABSENT = object()
-# what was set where, and what was there before
+# where a value was set, its name, and its previous value
 _entries: list[tuple[dict[str, object], str, object]] = []
 
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Within, ranks are simulated."""
+    """Mark that ranks are simulated within the block."""
     with contextlib.ExitStack() as leaving:
         for names, values in (each() for each in on_simulated_ranks):
             for name, value in values.items():
@@ -33,12 +33,12 @@ def simulated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def installed(modules: Mapping[str, str]) -> Iterator[None]:
-    """Let ``import`` find others by these names within: parents first, "" for an empty module.
+    """Within the block, make ``import`` find stand-ins by these names: parents first, "" for an empty
+    module.
 
-    "module:name" is the function of that name, in both.
-    An empty module and a package without a parent stand for a package: modules of it for which nothing
-    stands are those of the real package, if there is one. They are imported anew within, and are gone
-    afterwards, as they refer to what stands for the others.
+    "module:name" names the function ``name``, in both. An empty module and a package without a parent stand
+    for a package: its modules without a stand-in are those of the real package, if there is one. They are
+    imported again within the block and are dropped afterwards, because they refer to the stand-ins.
     """
     with contextlib.ExitStack() as leaving:
         _forget(leaving, {name for name in modules if "." not in name})
@@ -56,8 +56,8 @@ def installed(modules: Mapping[str, str]) -> Iterator[None]:
             elif not name:
                 module.__spec__ = importlib.machinery.ModuleSpec(real, None)
             put(leaving, sys.modules, real, module)
-            # `import a.b as c` takes the attribute of a, not the entry of sys.modules; but a function of
-            # that name, as `triton_dist.jit` is one in a module of the same name, is the attribute
+            # `import a.b as c` takes the attribute of a, not the entry of sys.modules. But the attribute
+            # may be a function of the same name, as `triton_dist.jit` is in a module of the same name.
             if parent:
                 names = vars(importlib.import_module(parent))
                 if not isinstance(names.get(last), types.FunctionType):
@@ -67,7 +67,7 @@ def installed(modules: Mapping[str, str]) -> Iterator[None]:
 
 
 def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
-    """Let nothing of ``packages`` be imported until ``leaving`` is left, nor what is imported till then."""
+    """Remove ``packages`` from the imported modules, and again when ``leaving`` is left."""
 
     def known() -> dict[str, types.ModuleType]:
         return {name: m for name, m in sys.modules.items() if name.partition(".")[0] in packages}
@@ -84,7 +84,7 @@ def _forget(leaving: contextlib.ExitStack, packages: set[str]) -> None:
 
 
 def _package(real: str, module: types.ModuleType) -> types.ModuleType:
-    """What ``module`` has, as the package ``real``: of its name, by which ``from`` looks for modules."""
+    """Return ``module``'s contents as the package ``real``, under whose name ``from`` looks for modules."""
     made = types.ModuleType(real, module.__doc__)
     names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     vars(made).update(names, __path__=_FoldersOfPackage(real))
@@ -93,7 +93,7 @@ def _package(real: str, module: types.ModuleType) -> types.ModuleType:
 
 
 class _FoldersOfPackage(list[str]):
-    """The folders of the real package: looked up when they are needed, as ``sys.path`` changes."""
+    """The folders of the real package, looked up when they are needed, because ``sys.path`` changes."""
 
     def __init__(self, package: str) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ Replacement = tuple[Any, str, Any]
 
 @contextlib.contextmanager
 def replaced(*replacements: Replacement) -> Iterator[None]:
-    """Set own attributes in order; afterwards put back, or remove, exactly what was there."""
+    """Set the objects' own attributes in order; afterwards restore or remove exactly what was there."""
     before = []
     try:
         for target, name, value in replacements:
@@ -150,7 +150,7 @@ def _set(where: dict[str, object], key: str, value: object) -> None:
 
 @contextlib.contextmanager
 def _nothing_stands_in() -> Iterator[None]:
-    """Within, every entry that was set is as it was before."""
+    """Within the block, every replaced entry has its original value."""
     entries = list(_entries)
     values = []
     for where, key, before in reversed(entries):
@@ -165,9 +165,10 @@ def _nothing_stands_in() -> Iterator[None]:
 
 @contextlib.contextmanager
 def imported_as_it_is(package: str, then: Callable[[types.ModuleType], None]) -> Iterator[None]:
-    """Within, modules of ``package`` see what is real while they are imported. ``then`` gets each of them.
+    """Within the block, modules of ``package`` see the real objects while they are imported.
 
-    So they can be imported whatever stands for something, and keep nothing of it.
+    So they can be imported while stand-ins are installed, and keep no reference to them. ``then`` is called
+    with each such module.
     """
 
     class Finder:

@@ -1,17 +1,17 @@
-"""torch's process groups, as far as interlace reaches into them. Tried with torch 2.11, 2.13, 2.14, 2.15.
+"""Torch's process groups and symmetric memory, as far as interlace uses their internals.
 
-A group in Python (``process_group/group.py``) overrides methods of ``ProcessGroup``. What differs::
+Tried with torch 2.11, 2.13, 2.14 and 2.15. A group in Python (``process_group/group.py``) overrides methods
+of ``ProcessGroup``. The releases differ::
 
     names      2.13 calls ``_allgather_base`` and others ``all_gather_single`` and so on, and keeps the old
-               names; before, there are the old ones only: :func:`torchs_own`, :func:`renamed`
-    recorder   2.15 attaches its flight recorder to a new group, by a C++ backend that ours does not have,
-               and would see nothing there: :func:`leave_unrecorded`
-    gather     2.14 has ``gather_single``, of one tensor, which dispatches an op of its own
+               names; older releases have only the old names: :func:`torchs_own`, :func:`renamed`
+    recorder   2.15 attaches its flight recorder to a new group by a C++ backend that our groups do not
+               have, so it would record nothing: :func:`leave_unrecorded`
+    gather     2.14 has ``gather_single``, for one tensor, which dispatches an op of its own
 
-torch's symmetric memory, as far as interlace reaches into it. Tried with torch 2.11, 2.13, 2.14, 2.15.
-
-All of these have the names. Nothing was allocated with them: that was tried on machines without a GPU.
-NVSHMEM's are there in builds for CUDA only, so they are asked for when used.
+All of these releases have the names of symmetric memory. Nothing was allocated with them, because they were
+tried on machines without a GPU. NVSHMEM's functions exist only in builds for CUDA, so they are looked up
+when they are used.
 """
 
 import functools
@@ -52,7 +52,7 @@ with needed("torch", "torch's process groups"):
     default_store: Any = dist.distributed_c10d._get_default_store
 
 c10d: Any = _c10d
-"""The module, for its options, and for what not every build has, such as ``ProcessGroupGloo``."""
+"""The module, for its options and for classes that not every build has, such as ``ProcessGroupGloo``."""
 
 __all__ = [
     "HashStore",
@@ -74,17 +74,18 @@ _synchronous = {inspect.unwrap(function).__code__ for function in (dist.send, di
 
 
 def is_synchronous(frame: FrameType) -> bool:
-    """Whether it is that of an op of torch's which waits at once, and hands out no Work."""
+    """Return whether the frame is of a torch op that waits before it returns and returns no Work."""
     return frame.f_code in _synchronous
 
 
-ProcessGroup: Any = dist.ProcessGroup  # torch calls it otherwise than its overloads say
+ProcessGroup: Any = dist.ProcessGroup  # torch does not call it as its overloads say
 
 
 def of_members(
     store: object, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
 ) -> ProcessGroup:
-    """torch's group of backend "interlace" of these global ranks, as ``new_group`` makes one of all."""
+    """Return torch's group of backend "interlace" of these global ranks, like ``new_group`` for all
+    ranks."""
     c10d: Any = dist.distributed_c10d
     about = len(ranks), rank, list(ranks), dist.Backend("interlace"), store, name
     made, _ = c10d._new_process_group_helper(*about, timeout=timeout)
@@ -93,15 +94,15 @@ def of_members(
 
 
 def leave_unrecorded(name: str) -> None:
-    """Keep torch's flight recorder off groups of backend ``name``, as off those that record themselves."""
+    """Keep torch's flight recorder off groups of backend ``name``, as for groups that record themselves."""
     known: Any = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     known.add(name)
 
 
 def keep_outside_compilation(group_class: type) -> None:
-    """Keep Dynamo out of a class's methods and all they call.
+    """Keep Dynamo out of a class's methods and all functions that they call.
 
-    Dynamo would trace into the method of an opaque object and fail.
+    Otherwise Dynamo would trace into the method of an opaque object and fail.
     """
     for method in vars(group_class).values():
         if isinstance(method, FunctionType):
@@ -119,10 +120,10 @@ OLD_NAMES = {
 
 @functools.cache
 def torchs_own(name: str) -> Any:
-    """torch's method, called from a function that is called as the method is.
+    """Return torch's own method, for a call from a function with the same name as the method.
 
-    pybind11 knows a call of the base class by the name of the calling function, and otherwise calls the
-    override again, without end.
+    pybind11 recognises a call of the base class by the name of the calling function. With another name it
+    would call the override again, in an endless recursion.
     """
     known = name if hasattr(ProcessGroup, name) else OLD_NAMES[name]
     method = getattr(ProcessGroup, known)
@@ -135,10 +136,11 @@ def torchs_own(name: str) -> Any:
 
 
 def renamed(new: str) -> property:
-    """A method under its old name; but torch's own while the group calls that (``_above``).
+    """Return a property: our method under its old name, but torch's own while the group calls it
+    (``_above``).
 
-    torch looks for an override under the old name last, and would take ours for the end of its search
-    when it runs its own method. Before 2.13 it knows the old name only, and must go on to find ours there.
+    torch looks for an override under the old name last. It would find ours when it runs its own method, and
+    end its search there. Before 2.13 it knows only the old name and must find ours under it.
     """
     old = getattr(ProcessGroup, OLD_NAMES[new])
     has_both = hasattr(ProcessGroup, new)
@@ -162,14 +164,15 @@ with needed("torch", "torch's symmetric memory"):
 
 
 def register_bare_group(name: str, store: object, rank: int, world_size: int) -> Any:
-    """A group without a backend under ``name``, which is all that a rendezvous asks for. Keep the store."""
+    """Register a group without a backend under ``name``, which suffices for a rendezvous. Keep the
+    store."""
     group = c10d.ProcessGroup(store, rank, world_size)
     c10d._register_process_group(name, group)
     return group
 
 
 def registered(name: str) -> Any:
-    """torch's process group of that name, None if there is none."""
+    """Return torch's process group of that name, or None."""
     try:
         return c10d._resolve_process_group(name)
     except RuntimeError:
@@ -177,7 +180,7 @@ def registered(name: str) -> Any:
 
 
 def empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Symmetric memory of this rank, as bytes."""
+    """Allocate symmetric memory of this rank, as bytes."""
     made: torch.Tensor = c10d._SymmetricMemory.empty_strided_p2p(
         (nbytes,), (1,), torch.uint8, device
     )
@@ -185,12 +188,13 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor at ``address``, which owns nothing; ``device``'s streams copy a peer's memory, too."""
+    """Return a uint8 tensor at ``address`` that owns nothing. ``device``'s streams copy peers' memory,
+    too."""
     storage = _storage_at(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
 def nvshmem_available() -> bool | None:
-    """Whether torch finds NVSHMEM's host library; None of a torch that was built without NVSHMEM."""
+    """Return whether torch finds NVSHMEM's host library; None if torch was built without NVSHMEM."""
     ask = getattr(c10d, "_is_nvshmem_available", None)
     return None if ask is None else bool(ask())

@@ -1,12 +1,10 @@
-"""Dispatch modes of torch, plain tensors, profiles, functions as Dynamo takes them, pickles of every dtype.
+"""Dispatch modes of torch, plain tensors, profiles, marks for Dynamo, pickles, and direct calls of ops.
 
-Tried with torch 2.13.
+Tried with torch 2.13. Direct calls are for ops whose code is Python; they do not go through C++.
 
-Ops whose code is Python, called without C++. Tried with torch 2.13.
-
-A call of an op goes through pybind11, which keeps the calls of a thread on a stack. Simulated ranks share
-a thread: one that waits within its op leaves the stack to the others, who do not come back from theirs in
-the order in which they went in, and pybind11 ends the process.
+A normal call of an op goes through pybind11, which keeps the calls of a thread on a stack. Simulated ranks
+share a thread. A rank that waits within its op leaves the stack to other ranks, which do not return from
+their ops in the order in which they entered them. pybind11 then aborts the process.
 """
 
 import functools
@@ -28,23 +26,23 @@ from interlace.runtime.compat.stand_ins import replaced
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""The number of active dispatch modes, without those above autograd."""
+"""Return the number of active dispatch modes, without those above autograd."""
 above_autograd: Callable[[], bool] = functools.partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 )
-"""Whether a mode sees ops before autograd does, as in ``make_fx(..., pre_dispatch=True)``."""
+"""Return whether a mode sees ops before autograd, as in ``make_fx(..., pre_dispatch=True)``."""
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether the caller is in a transform of ``torch.func``."""
+"""Return whether the caller is in a transform of ``torch.func``."""
 
 
 def is_traced() -> bool:
-    """Whether ``make_fx`` or ``torch.export`` records the present ops."""
+    """Return whether ``make_fx`` or ``torch.export`` records the present ops."""
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracer is not None and tracer.get_proxy_mode() is not None
 
 
 def when_profiled(change: Callable[[bool], None]) -> None:
-    """Call ``change(True)`` when torch starts to take a profile, ``change(False)`` when it ends."""
+    """Call ``change(True)`` when torch starts a profile, ``change(False)`` when the profile ends."""
 
     def changed(torchs_own: Callable[[], None], starts: bool) -> None:
         torchs_own()
@@ -55,14 +53,14 @@ def when_profiled(change: Callable[[bool], None]) -> None:
 
 
 def returned_by_traces(kind: type[torch.Tensor], plain: Callable[[Any], torch.Tensor]) -> None:
-    """Let the graph of ``make_fx`` and ``torch.export`` return ``plain(tensor)`` for a ``kind``.
+    """Make graphs of ``make_fx`` and ``torch.export`` return ``plain(tensor)`` for a ``kind``.
 
-    torch's tracer takes a subclass that it knows no node of for a constant: every run of the graph would
-    return what tracing computed.
+    torch's tracer treats an unknown subclass as a constant: every run of the graph would return the value
+    that tracing computed.
     """
     from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_slot
 
-    # PythonKeyTracer's own is looked up before the first trace runs what it traces
+    # PythonKeyTracer looks up its own method before the first trace runs
     stock = torch.fx.Tracer.create_arg
 
     def create_arg(self: torch.fx.Tracer, value: object) -> Any:
@@ -74,10 +72,10 @@ def returned_by_traces(kind: type[torch.Tensor], plain: Callable[[Any], torch.Te
     torch.fx.Tracer.create_arg = create_arg  # type: ignore[assignment, method-assign]
 
 
-# -- what Dynamo does with a function -----------------------------------------------------------------
+# -- marks for Dynamo ----------------------------------------------------------------------------------
 #
-# As torch.compiler's functions of these names say. Those import Dynamo, and with it sympy, Inductor and
-# FSDP, which takes longer than all that a process of interlace imports otherwise.
+# They do what torch.compiler's functions of these names do. Those import Dynamo, and with it sympy,
+# Inductor and FSDP, which takes longer than all other imports of a process of interlace.
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -89,9 +87,9 @@ def assume_constant_result(function: _Function) -> _Function:
 
 
 def allow_in_graph(function: _Function) -> _Function:
-    """``function``, whose calls Dynamo leaves to the next tracer.
+    """Return ``function``; Dynamo leaves its calls to the next tracer.
 
-    Dynamo has a list of such functions, and no mark: ``function`` is put there when a call is traced.
+    Dynamo has a list of such functions instead of a mark. ``function`` is added when a call is traced.
     """
 
     @assume_constant_result
@@ -108,11 +106,11 @@ def allow_in_graph(function: _Function) -> _Function:
 
 
 def disable(function: _Function) -> _Function:
-    """Keep Dynamo out of a function in Python and all that it calls.
+    """Keep Dynamo out of a Python function and all functions that it calls.
 
-    ``torch.compiler.disable`` wraps, which costs every call 0.5 us (torch 2.13, Xeon, November 2026); a
-    mark on the function itself (not inlined) and on its code (nor compiled when called, nor what it calls)
-    costs nothing.
+    ``torch.compiler.disable`` wraps the function, which costs every call 0.5 us (torch 2.13, Xeon, November
+    2026). A mark on the function itself (not inlined) and on its code (neither compiled when called, nor
+    what it calls) costs nothing.
     """
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -127,7 +125,7 @@ _TorchDispatchMode: Any = TorchDispatchMode
 
 
 class DispatchMode(_TorchDispatchMode):  # type: ignore[misc]
-    """A mode of which Dynamo keeps out, as of torch's own class, whose first dispatch imports Dynamo."""
+    """A mode that Dynamo ignores. The first dispatch of torch's own class imports Dynamo."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -135,7 +133,7 @@ class DispatchMode(_TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # in torch's words: it wraps nothing
+        return False  # torch's term: the mode wraps nothing
 
 
 # -- pickles ---------------------------------------------------------------------------------------
@@ -154,7 +152,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: object) -> bytes:
-    """``pickle.dumps(value)``, of which torch would not load fp8 or uint16 again."""
+    """Return ``pickle.dumps(value)`` in a form from which torch can load fp8 and uint16, too."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()
@@ -162,15 +160,15 @@ def pickled(value: object) -> bytes:
 
 _C: Any = torch._C
 _ops: Any = torch._ops
-_DEVICES = ("cuda", "cpu", None)  # of torch.library.custom_op; None: of all
-_KEYS = ("CUDA", "CPU", "CompositeExplicitAutograd")  # of torch.library.Library
+_DEVICES = ("cuda", "cpu", None)  # torch.library.custom_op; None: all devices
+_KEYS = ("CUDA", "CPU", "CompositeExplicitAutograd")  # torch.library.Library
 
 _of_libraries: defaultdict[str, dict[str, object]] = defaultdict(dict)
 
 
 @contextmanager
 def of_libraries() -> Iterator[None]:
-    """Within, functions that a ``torch.library.Library`` is given for its ops are remembered."""
+    """Within the block, remember the functions that are registered with a ``torch.library.Library``."""
     stock: Any = torch.library.Library.impl
 
     @functools.wraps(stock)
@@ -186,12 +184,12 @@ def of_libraries() -> Iterator[None]:
 
 @contextmanager
 def called_directly(when: Callable[[], bool]) -> Iterator[None]:
-    """Within, a call of such an op is a call of its function, with its autograd, if ``when()``."""
-    from torch._library.custom_ops import OPDEFS  # few need it
+    """Within the block, call the op's Python function directly, with its autograd, if ``when()``."""
+    from torch._library.custom_ops import OPDEFS  # rarely needed
 
     @functools.cache
     def direct_of(op: object, name: str) -> Callable[..., object] | None:
-        if name.startswith("prims::"):  # of torch: their code on meta tensors calls them again
+        if name.startswith("prims::"):  # torch's own: their code on meta tensors calls them again
             return None
         known = OPDEFS.get(name) or _of_libraries.get(name)
         return _direct(getattr(op, "default", op), known) if known else None
@@ -215,7 +213,8 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
 
 
 def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
-    """All arguments by position, in ``named`` left those by keyword only; None if one is missing."""
+    """Return all arguments by position, and leave keyword-only ones in ``named``. None if one is
+    missing."""
     found = list(args)
     for argument in [each for each in schema.arguments if not each.kwarg_only][len(args) :]:
         if argument.name not in named and not argument.has_default_value():
@@ -225,7 +224,7 @@ def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None
 
 
 def _direct(op: object, known: Any) -> Callable[..., object] | None:
-    """As torch calls it behind its dispatcher: with the autograd that was registered, or with none."""
+    """Return the function as torch calls it after dispatch: with the registered autograd, if any."""
     from torch._library.autograd import Info, make_autograd_impl
 
     if isinstance(known, dict):

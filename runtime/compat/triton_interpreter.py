@@ -1,13 +1,13 @@
-"""Triton's interpreter, as far as interlace reaches into it. Tried with Triton 3.6, 3.7, 3.8 and 3.9.
+"""Triton's interpreter, as far as interlace uses its internals. Tried with Triton 3.6, 3.7, 3.8 and 3.9.
 
-Sessions (``interpreter/session.py``) replace attributes of ``builder`` and of the module itself, so what
-they replace is looked up there at every use. What differs by release::
+Sessions (``interpreter/session.py``) replace attributes of ``builder`` and of the module itself, so these
+are looked up at every use. The releases differ::
 
-    loads, stores    3.6 to 3.8 are told a cache modifier and an eviction policy, 3.9 one policy made of
-                     both: hooks hand on what comes, and :data:`NO_POLICY` is what to give
+    loads, stores    3.6 to 3.8 pass a cache modifier and an eviction policy, 3.9 one policy that combines
+                     both: hooks pass on what they receive, and :data:`NO_POLICY` is the default
     masks            of descriptors' accesses are arrays in 3.6 to 3.8, handles in 3.9: :func:`bare`
-    block pointers   are there in 3.6 and 3.7: what overrides them is left out where they are not
-    atomic loads     and stores and polls are there in 3.9
+    block pointers   exist in 3.6 and 3.7; their overrides are left out in later releases
+    atomic loads     and stores and polls exist in 3.9
 """
 
 import functools
@@ -65,12 +65,12 @@ __all__ = [
 
 
 def bare(mask: Any) -> Any:
-    """The array of a mask, which may be a handle."""
+    """Return the array of a mask, which may be a handle."""
     return mask if isinstance(mask, np.ndarray) else mask.data
 
 
 def unchecked(data: object, dtype: object) -> Any:
-    """A handle of ``data`` that is known to be of ``dtype``."""
+    """Return a handle of ``data``, which is known to have ``dtype``."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     return handle
@@ -78,7 +78,7 @@ def unchecked(data: object, dtype: object) -> Any:
 
 @functools.cache
 def everywhere(shape: tuple[int, ...]) -> Any:
-    """The mask of all elements, which nobody may write to."""
+    """Return the mask of all elements, which must not be written."""
     every = np.ones(shape, np.bool_)
     every.flags.writeable = False
     return unchecked(every, tl.int1)

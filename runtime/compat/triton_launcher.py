@@ -1,13 +1,13 @@
-"""Triton's compiler, launcher and driver, as far as interlace reaches into them; with Triton 3.6 to 3.9.
+"""Triton's compiler, launcher and driver, as far as interlace uses their internals; Triton 3.6 to 3.9.
 
-What differs by release, and how it is used::
+The releases differ::
 
-    launcher   3.6 wants the arguments of a launch one by one, tuples as tuples; 3.7 to 3.9 a list, and the
-               kinds of single values beside it: :func:`direct`. Releases not tried take the long way
-    unloading  3.8 unloads a kernel's module when the kernel goes; that of a jitted function stays, as its
-               own cache keeps it
+    launcher   3.6 takes the arguments of a launch one by one, tuples as tuples; 3.7 to 3.9 take a list, and
+               the kinds of single values beside it: :func:`direct`. Untried releases use ``kernel.run``
+    unloading  3.8 unloads a kernel's module when the kernel is freed; a jitted function's stays, because
+               its own cache keeps it
 
-Names in the code of a kernel and of what it calls: the values that they stand for.
+This file also finds the names in the code of a kernel and of its callees, and their values.
 """
 
 import dis
@@ -27,7 +27,7 @@ from interlace.runtime.compat.releases import installed, needed, release, was_tr
 from interlace.runtime.compat.stand_ins import replaced
 
 FUSED = {"enable_fp_fusion": True}
-"""What all releases do by default; 3.9 warns that the next will not."""
+"""The default of all these releases. 3.9 warns that the next release changes it."""
 
 with needed("Triton", "Triton's compiler"):
     import triton
@@ -49,13 +49,13 @@ DirectLaunch = Callable[
 
 
 PROGRAMS = 8
-"""That may wait for each other, each on an SM of its own."""
+"""The number of programs that may wait for each other, each on an SM of its own."""
 
 
 class StandIn:
-    """A driver of a GPU that need not be here, for code that asks ``triton.runtime.driver.active``.
+    """A driver of a GPU that may be absent, for code that asks ``triton.runtime.driver.active``.
 
-    Host code asks it, and the compiler of ``tl.target_info``; its ``utils`` too.
+    Host code, its ``utils``, and the compiler of ``tl.target_info`` ask it.
     """
 
     def __init__(self, arch: int) -> None:
@@ -65,7 +65,7 @@ class StandIn:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_active_torch_device(self) -> Any:
-        import torch  # compiling processes have none
+        import torch  # compiling processes run without it
 
         on_gpu = torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -94,7 +94,7 @@ def driver_of(arch: int) -> Iterator[None]:
 
 
 def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str, object]) -> Any:
-    """Triton's compiled kernel for a GPU that need not be here; ``arguments`` of Triton's ``ASTSource``."""
+    """Return Triton's compiled kernel for a GPU that may be absent; ``arguments`` of its ``ASTSource``."""
     from triton.compiler import ASTSource
 
     kind = ASTSource
@@ -108,12 +108,12 @@ def compiled(fn: Any, arguments: Mapping[str, Any], arch: int, options: dict[str
 
 @functools.cache
 def ready_to_compile() -> None:
-    """What Triton does once, before it compiles: imports, a digest of itself, versions of its tools."""
+    """Do what Triton does once before it compiles: imports, its own digest, versions of its tools."""
     from triton.compiler import make_backend
 
     make_backend(GPUTarget("cuda", 80, 32)).hash()
     _ = tool("nvdisasm").version
-    with suppress(ImportError):  # of a release that has it elsewhere: then every fork does it
+    with suppress(ImportError):  # another release has it elsewhere: then every fork does it
         from triton.runtime.cache import triton_key
 
         triton_key()
@@ -121,15 +121,15 @@ def ready_to_compile() -> None:
 
 @functools.cache
 def version_and_settings() -> str:
-    """What Triton's own cache tells apart, but for the code of Triton itself: its version and size."""
+    """Return what Triton's cache distinguishes; Triton's own code only by its version and size."""
     settings = dict(libtriton.get_cache_invalidating_env_vars())
-    settings.pop("TRITON_DISABLE_LINE_INFO", None)  # a compiling process has a setting of its own
+    settings.pop("TRITON_DISABLE_LINE_INFO", None)  # compiling processes have their own setting
     size = os.path.getsize(libtriton.__file__)
     return f"{triton.__version__} {size} {sorted(settings.items())}"
 
 
 def unknown_options(names: Iterable[str]) -> list[str]:
-    """Which of a launch's keywords no GPU's compiler of Triton takes."""
+    """Return the keywords of a launch that no GPU compiler of Triton accepts."""
     return sorted({*names} - _options())
 
 
@@ -143,17 +143,17 @@ def _options() -> frozenset[str]:
 
 @contextmanager
 def to_be_run() -> Iterator[None]:
-    """Within the block compiling ends with PTX that is run on a CPU, and what is called need be nowhere.
+    """Within the block, compiling ends with PTX that is run on a CPU; called functions need not exist.
 
-    Conditions that a kernel states are instructions ``check`` there (``ptx/waits.py``). Unlike Triton's own
-    code for an assertion those bring no barrier, which would hide that one is missing.
+    A kernel's assertions are ``check`` instructions there (``ptx/waits.py``). Triton's own code for an
+    assertion contains a barrier, which would hide a missing barrier; theirs does not.
     """
     from triton.language import core as tl
     from triton.language.semantic import TritonSemantic
 
     def change(backend: object = None, stages: Any = None, *rest: object) -> Any:
         if stages is None:
-            return "checked ptx", "checked ptx"  # what Triton's cache is to tell apart
+            return "checked ptx", "checked ptx"  # distinguishes them in Triton's cache
         stages["cubin"] = lambda ptx, metadata: b""
         return None
 
@@ -189,7 +189,8 @@ def cached(digest: str) -> Any:
 
 
 def tool(name: str) -> Any:
-    """A tool of NVIDIA's in Triton's wheel, ``nvdisasm`` or ``cuobjdump``: its ``path`` and ``version``."""
+    """Return a tool of NVIDIA's in Triton's wheel, ``nvdisasm`` or ``cuobjdump``, with ``path`` and
+    ``version``."""
     return getattr(knobs.nvidia, name)
 
 
@@ -199,24 +200,25 @@ def _merge_known(finder: Any, called: Any, merge: Any = DependenciesFinder._upda
 
 
 DependenciesFinder._update_hash = _merge_known
-"""Keys in Triton's cache are the same whatever the process has compiled before.
+"""Make keys in Triton's cache independent of what the process has compiled before.
 
-By itself Triton adds the constants of a function that is called to the key of its caller only if its own
-key is known already. A kernel's hash is its key, so this is for the whole process, from the first import.
+By itself, Triton adds the constants of a called function to the key of its caller only if that function's
+key is known already. A kernel's hash is its key, so this applies to the whole process from the first
+import.
 """
 
 
 def warmed_up(kernel: Any, arguments: Mapping[str, Any], **options: object) -> Any:
-    """``kernel`` compiled for these arguments and loaded, not run: Triton's ``CompiledKernel``."""
+    """Compile ``kernel`` for these arguments and load it without running it: a ``CompiledKernel``."""
     made = kernel.warmup(**arguments, **{**FUSED, **options})
-    if hasattr(made, "result"):  # compiled in the background
+    if hasattr(made, "result"):  # it is compiled in the background
         made = made.result()
     made._init_handles()
     return made
 
 
 def hooks() -> tuple[object, object]:
-    """What is to be called around a launch; None where Triton's chain is empty: that costs less."""
+    """Return the functions to call around a launch; None, which is cheaper, if Triton's chain is empty."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return enter if getattr(enter, "calls", True) else None, (
         leave if getattr(leave, "calls", True) else None
@@ -225,7 +227,7 @@ def hooks() -> tuple[object, object]:
 
 @contextmanager
 def scratch_from(memory: object) -> Iterator[None]:
-    """Within the block launches have ``memory``, a tensor, for scratch memory; None: as Triton has it."""
+    """Within the block, launches use the tensor ``memory`` as scratch memory; None: Triton's default."""
     if memory is None:
         yield
         return
@@ -239,10 +241,10 @@ def scratch_from(memory: object) -> Iterator[None]:
 def direct(
     kernel: Any, kinds: Callable[[Any], object], nested: Callable[[list[Any]], list[Any]]
 ) -> DirectLaunch | None:
-    """A way around the Python half of Triton's launcher of ``kernel``, which only finds scratch memory.
+    """Return a way around the Python half of ``kernel``'s launcher, which only finds scratch memory.
 
-    ``kinds``: of a signature, one by one; ``nested``: of values, those of a tuple as a tuple. None for a
-    launcher of a kind that is not known, or one that does more: then ``kernel.run`` is the way.
+    ``kinds`` returns those of a signature one by one; ``nested`` returns values with tuples as tuples. None
+    for an unknown kind of launcher or one that does more: then use ``kernel.run``.
     """
     run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
     launch = getattr(run, "launch", None)
@@ -269,16 +271,17 @@ def _launcher_class() -> Any:
 
 
 def named(value: object, beyond: re.Pattern[str]) -> Iterator[object]:
-    """Constants, values, modules, classes, functions, jitted ones as they are: each before what it names.
+    """Yield constants, values, modules, classes and functions, jitted ones unchanged, each before its
+    names.
 
-    Of modules that ``beyond`` matches a function or a class is among them, if it is named by itself.
+    A function or a class of a module that matches ``beyond`` is included if it is named by itself.
     """
     return _named(value, beyond, set())
 
 
 def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[object]:
     found = value
-    while hasattr(value, "fn"):  # under triton.jit, an autotuner, heuristics
+    while hasattr(value, "fn"):  # inside triton.jit, an autotuner, heuristics
         found, value = value, value.fn
     if not isinstance(value, type) and hasattr(value, "value"):  # a constant
         yield from _named(value.value, beyond, seen)
@@ -300,7 +303,7 @@ def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[o
 
 
 def _of_class(value: type) -> Iterator[object]:
-    if hasattr(value, "hash_attrs"):  # an aggregate of Triton's, made of the class that was written
+    if hasattr(value, "hash_attrs"):  # a Triton aggregate, made of a class in the source
         value = inspect.getclosurevars(value.__new__).nonlocals["cls"]
     for member in vars(value).values():
         plain = isinstance(member, (types.FunctionType, int, float, str))
@@ -309,7 +312,7 @@ def _of_class(value: type) -> Iterator[object]:
 
 
 def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Iterator[object]:
-    """What its code names: constants, and what is around it or in modules there; and its defaults."""
+    """Yield what its code names: constants, names of enclosing scopes and modules; and its defaults."""
     yield from (function.__defaults__, function.__kwdefaults__)
     around = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     codes = [function.__code__]
@@ -338,7 +341,7 @@ def _of_function(function: types.FunctionType, beyond: re.Pattern[str]) -> Itera
 
 
 def wrap_with_statements(wrapper: Callable[[object], object]) -> None:
-    """Let ``wrapper`` stand around what Triton's compiler does with a ``with`` statement, from now on."""
-    from triton.compiler.code_generator import CodeGenerator  # few need it
+    """From now on, call ``wrapper`` around the compilation of each ``with`` statement in Triton."""
+    from triton.compiler.code_generator import CodeGenerator  # rarely needed
 
     CodeGenerator.visit_With = wrapper(CodeGenerator.visit_With)
