@@ -1,1 +1,1 @@
-"""The place ``shm``: one process per rank on one host, and its engine on shared memory."""
+"""The place ``shm``: one process per rank on one host, with an engine on shared memory."""

@@ -1,19 +1,19 @@
-"""Boxes of shared memory, through which messages go from one rank to another, and what moves their bytes.
+"""Boxes of shared memory, through which messages go from one rank to another, and the code that moves them.
 
-A rank has two rings for every other, of which the counters are in its control segment::
+A rank has two rings for every other rank. Their counters are in its control segment::
 
       0 PUT      int64, released by the owner: bytes of records that it has put into this ring
-     64 TAKEN    int64, released by the owner: bytes that it has taken from the other's ring for it
-    128 SENT, 192 RECEIVED    the same of the second ring, in pieces
+     64 TAKEN    int64, released by the owner: bytes that it has taken from the other rank's ring for it
+    128 SENT, 192 RECEIVED    the same for the second ring, in pieces
 
-The first has records: bytes of the record, tag, bytes of the message, number of its dtype, shift (int64),
-and the data if it is short. A record does not go on at the ring's beginning: a negative length says how
-much of the ring's end is left out. Larger messages go through the second, in pieces of equal size. The
-memory of each is allocated when it is used first. A :class:`Pipe` is one direction of the second, as one of
-its ends sees it; machine code (``machine_code.ll``) moves pieces, or Python.
+The first ring has records: bytes of the record, tag, bytes of the message, number of its dtype, shift
+(int64), and the data if it is short. A record does not wrap around at the ring's end: a negative length
+says how much of the ring's end is skipped. Longer messages go through the second ring, in pieces of equal
+size. The memory of each ring is allocated at its first use. A :class:`Pipe` is one direction of the second
+ring, as one of its ends sees it. Machine code (``machine_code.ll``) or Python moves the pieces.
 
-A rank that sleeps until one of its boxes changes says so in words of its own (``Control.mail_bell``): it
-may sleep in an op at the same time.
+A rank that sleeps until one of its boxes changes says so in separate words (``Control.mail_bell``), because
+it may sleep in an op at the same time.
 """
 
 import ctypes
@@ -49,12 +49,11 @@ _MOVE = {
     )
     for number, name in enumerate(names.split())
 }
-"""Words of the terms of a move: bytes of a piece, pieces of a ring; polls, turns given away, ns without
-progress; as in ``machine_code.py``; the address of the own word ASLEEP, or 0 not to sleep. And of a
-pipe: addresses of the counters of pieces that this end and the other have done; this end's count, and
-how many slots further on in the ring piece 0 would be; the ring, the message's memory, its bytes, those
-moved; whether
-this end puts or takes pieces, and whether past the caches; the other end's word ASLEEP."""
+"""Words of the terms of a move: bytes of a piece, pieces of a ring; polls, yields, ns without progress, as
+in ``machine_code.py``; the address of this rank's word ASLEEP, or 0 not to sleep. Words of a pipe:
+addresses of the counters of pieces done by this end and by the other; this end's count; by how many slots
+piece 0 is shifted in the ring; the ring, the message's memory, its bytes, the bytes moved; whether this end
+puts or takes pieces; whether past the caches; the other end's word ASLEEP."""
 _SPINS, _IDLE = _MOVE["SPINS"], _MOVE["IDLE"]
 _DONE, _SHIFT, _RING, _MEMORY, _TOTAL, _MOVED, _PUTS, _PAST = range(
     _MOVE["DONE"], _MOVE["PAST"] + 1
@@ -63,16 +62,16 @@ _PIPE = 11  # words
 _RECORD = struct.Struct("<5q")
 _SLOTS = 4  # pieces of a ring, at least
 _MOST = 2 << 20  # bytes of both rings
-_SHORT = 8 << 10  # what is kept until it is asked for is copied twice
+_SHORT = 8 << 10  # data that is kept until a receive asks for it is copied twice
 _PIECE = 64 << 10  # bytes, at most
 
-# That of ctypes gives the GIL up for every few bytes.
+# ctypes.memmove would release the GIL for every few bytes.
 copy = ctypes.PyDLL(None).memmove
 copy.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Record(NamedTuple):
-    """What begins a message. ``data`` is the address of its bytes, None if they come in pieces.
+    """The beginning of a message. ``data`` is the address of its bytes, None if they come in pieces.
 
     ``shift``: of the slots of its pieces, see ``Pipe``.
     """
@@ -82,11 +81,11 @@ class Record(NamedTuple):
     dtype: int
     shift: int
     data: int | None
-    end: int  # of the bytes of records that have been taken with this one
+    end: int  # the count of bytes of all records up to and including this one
 
 
 class Pipe:
-    """One end of the ring of pieces from one rank to another. One message at a time is on its way."""
+    """One end of the ring of pieces from one rank to another. It moves one message at a time."""
 
     def __init__(self, control: Control, boxes: "Boxes", own: int, peer: int, puts: bool) -> None:
         ours, theirs = (_SENT, _RECEIVED) if puts else (_RECEIVED, _SENT)
@@ -103,21 +102,22 @@ class Pipe:
         self._ring = functools.partial(control.ring_for, peer)
 
     def shift(self) -> int:
-        """The shift of the message that is announced next: if the ring is empty it begins at slot 0."""
+        """The shift for the message that is announced next: it begins at slot 0 of an empty ring."""
         words, (theirs, index) = self.words, self._theirs
         if self.finished and theirs.acquired(index) == words[_DONE]:
             words[_SHIFT] = -words[_DONE] % self._slots
         return words[_SHIFT]
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """A message, to or from ``address``; 0 lets its bytes go. ``past`` the caches or through them."""
+        """Begin a message to or from ``address``; 0 drops its bytes. ``past`` the caches or through
+        them."""
         words = self.words
         words[_SHIFT] = shift
         words[_MEMORY], words[_TOTAL] = address, nbytes
         words[_MOVED], words[_PAST] = 0, past
 
     def let_go(self) -> None:
-        """The rest of the message goes nowhere."""
+        """Drop the rest of the message."""
         self.words[_MEMORY] = 0
 
     @property
@@ -125,7 +125,7 @@ class Pipe:
         return self.words[_MOVED] >= self.words[_TOTAL]
 
     def move(self) -> bool:
-        """Move the next piece, by Python, if it can be; whether it was."""
+        """Move the next piece in Python, if possible. Return whether it was moved."""
         words = self.words
         done, moved = words[_DONE], words[_MOVED]
         (theirs, index), (ours, own_index) = self._theirs, self._ours
@@ -158,7 +158,7 @@ def _machine_code() -> Callable[..., int] | None:
 
 
 class Boxes:
-    """All boxes of a group, as one rank sees them. Not for several threads at once, but for ``wanted``."""
+    """All boxes of a group, as one rank sees them. For one thread at a time, except ``wanted``."""
 
     def __init__(self, group: HostGroup) -> None:
         size, self._rank, control = group.world_size, group.rank, group.control
@@ -170,11 +170,11 @@ class Boxes:
         self.inline = min(_SHORT, self._bytes // _SLOTS - _RECORD.size & ~63)  # most in a record
         self.piece = min(_PIECE, (self._both - self._bytes) // _SLOTS & ~63)
         self.slots = (self._both - self._bytes) // self.piece
-        self.outputs = Thresholds.of(own_caches(), size).outputs  # from so much on past the caches
+        self.outputs = Thresholds.of(own_caches(), size).outputs  # larger ones go past the caches
         self._put, self._taken = [0] * size, [0] * size
         self._pipes: dict[tuple[int, bool], Pipe] = {}
         self._allocated: set[tuple[int, bool]] = set()
-        self._wanted = ctypes.c_int64()  # how many threads want to use this
+        self._wanted = ctypes.c_int64()  # the number of threads that want to use this object
         self._watched = (ctypes.c_int64 * (2 * (1 + 2 * size)))()
         self._watched[0] = ctypes.addressof(self._wanted)
         for at, peer in enumerate(control.peers, 1):
@@ -183,7 +183,7 @@ class Boxes:
         self._puts = [(peer, control.views[peer], own) for peer in control.peers]
         self._at = {peer: 2 * at + 1 for at, peer in enumerate(control.peers, 1)}
         self._move = _machine_code()
-        # With more ranks than cores a turn is better slept through than given away again and again.
+        # With more ranks than cores, sleeping is better than yielding again and again.
         self._spins, yields = (machine_code.PAUSES, machine_code.TURNS) if group.spins else (1, 0)
         self._terms = [
             (ctypes.c_int64 * 9)(self.piece, self.slots, 0, yields, 0, *CROWD, asleep)
@@ -191,15 +191,15 @@ class Boxes:
         ]
 
     def word(self, other: int) -> int:
-        """The index of the first word of anybody's box for ``other``."""
+        """Return the index of the first word of any rank's box for ``other``."""
         return BOXES + other * BOX_BYTES >> 3
 
     def ring(self, other: int, *, pieces: bool) -> int:
-        """Where anybody's ring of pieces, or of records, for ``other`` is in its segment."""
+        """Return the offset of any rank's ring of pieces, or of records, for ``other`` in its segment."""
         return RINGS + other * self._both + (self._bytes if pieces else 0)
 
     def prepare(self, peer: int, *, pieces: bool) -> None:
-        """See that there is memory of the own ring for ``peer``. Raises InterlaceError if it is short."""
+        """Allocate this rank's ring for ``peer``. Raises InterlaceError if memory is short."""
         if (peer, pieces) not in self._allocated:
             assert self._group.segment is not None
             nbytes = self._both - self._bytes if pieces else self._bytes
@@ -209,7 +209,7 @@ class Boxes:
     # -- records -------------------------------------------------------------------------------
 
     def put(self, peer: int, tag: int, nbytes: int, dtype: int, data: int, shift: int) -> bool:
-        """Put a record, with data that is short, into the box for ``peer``; False if there is no room."""
+        """Put a record, with short data, into the box for ``peer``. Return False if there is no room."""
         words, base = self._control.words[self._rank], self.word(peer)
         ring = self.ring(peer, pieces=False)
         short = nbytes <= self.inline
@@ -233,20 +233,20 @@ class Boxes:
         return True
 
     def begun(self, peer: int) -> bool:
-        """Whether a part of the record that is put next has left: here records leave whole."""
+        """Return whether a part of the next record has left. Here records leave whole, so it is False."""
         return False
 
     def _room(self, peer: int) -> int:
-        """Bytes of the own records that ``peer`` has taken."""
+        """Return the bytes of this rank's records that ``peer`` has taken."""
         return self._control.words[peer].acquired(self.word(self._rank) + _TAKEN)
 
     def arrived(self) -> list[int]:
-        """The peers in whose boxes there is something new."""
+        """Return the peers whose boxes have something new."""
         taken = self._taken
         return [peer for peer, view, index in self._puts if view[index] > taken[peer]]
 
     def peek(self, peer: int) -> Record | None:
-        """The next record in ``peer``'s box, if there is one. It stays there until it is taken."""
+        """Return the next record in ``peer``'s box, or None. It stays there until it is taken."""
         words, base, taken = self._control.words[peer], self.word(self._rank), self._taken[peer]
         ring = self.ring(self._rank, pieces=False)
         put = words.acquired(base + _PUT)
@@ -267,7 +267,7 @@ class Boxes:
         return None
 
     def take(self, peer: int, record: Record) -> None:
-        """``record`` is needed no more. Who waits for room is woken: there was little then."""
+        """Free ``record``. Wakes a rank that waits for room, if there was little."""
         before, index = self._taken[peer], self.word(self._rank) + _PUT
         self._taken[peer] = self._watched[self._at[peer]] = record.end
         self._control.words[self._rank].release(self.word(peer) + _TAKEN, record.end)
@@ -277,14 +277,14 @@ class Boxes:
     # -- pieces --------------------------------------------------------------------------------
 
     def pipe(self, peer: int, *, puts: bool) -> Pipe:
-        """This rank's end of the ring to ``peer``, or from it."""
+        """Return this rank's end of the ring to ``peer``, or from it."""
         found = self._pipes.get((peer, puts))
         if found is None:
             found = self._pipes[peer, puts] = Pipe(self._control, self, self._rank, peer, puts)
         return found
 
     def start(self, pipe: Pipe) -> None:
-        """Move what can be moved now, once around the ring at most: its caller may have more to do."""
+        """Move the available pieces, at most once around the ring: the caller may have more to do."""
         words, total = pipe.words, pipe.words[_TOTAL]
         words[_TOTAL] = min(total, self.slots * self.piece)
         self.move([pipe], (), 0.0, sleep=False)
@@ -294,10 +294,10 @@ class Boxes:
         self, pipes: Sequence[Pipe], blocked: Sequence[int], seconds: float, *, sleep: bool,
         peers: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """Move pieces until a message has gone whole, a record came, or one for ``blocked`` has room.
+        """Move pieces until a message is complete, a record arrives, or one for ``blocked`` has room.
 
-        Or until somebody wants this (:meth:`want`): True. False if for ``seconds`` nothing has moved.
-        For whom the caller waits, ``peers``, makes no difference here.
+        Also returns when another thread wants this object (:meth:`want`). Returns True then, and False if
+        nothing moved for ``seconds``. ``peers``, for whom the caller waits, are not used here.
         """
         watched, count = self._watched, 1 + len(self._at)
         for peer in blocked:
@@ -335,7 +335,8 @@ class Boxes:
                 give_core_away()
 
     def want(self, threads: int) -> None:
-        """So many other threads want to use this: end the :meth:`move` of the one that does."""
+        """Announce that so many other threads want to use this object, which ends a running
+        :meth:`move`."""
         self._wanted.value = threads
         if threads:
             wake(self._control.mail_asleep(self._rank))

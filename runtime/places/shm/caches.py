@@ -1,34 +1,34 @@
-"""Thresholds of collectives, and the bytes of slots: they follow from the caches of the machine.
+"""Thresholds of collectives and the size of slots, derived from the caches of the machine.
 
-What an op writes should still be in a cache when it is read, and what will have left all caches before
-anybody wants it need not pass through them. So with a second-level cache of 1 MiB, a last-level cache of
+Data that an op writes should still be in a cache when it is read. Data that will have left all caches
+before it is read need not pass through them. So with a second-level cache of 1 MiB, a last-level cache of
 32 MiB and 4 ranks::
 
-    medium   256 KiB  a quarter of the second level: data beside messages, of which its places are in turn
-    reduced    1 MiB  the second level: what one rank reads to reduce everything itself
+    medium   256 KiB  a quarter of the second level: data beside messages, whose places are used in turn
+    reduced    1 MiB  the second level: data that one rank reads to reduce everything itself
     slot       1 MiB  the same: a slot is read from there, and few ops need several
-    outputs    2 MiB  a quarter of a rank's share of the last level: outputs from here on are written past
-                      the caches. Inputs, rings and outputs of all ranks want the rest
-    in_place   4 MiB  half of that share: the same for tensors that are input and output
+    outputs    2 MiB  a quarter of a rank's share of the last level: larger outputs are written past the
+                      caches, because inputs, rings and outputs of all ranks need the rest
+    in_place   4 MiB  half of that share: the same for tensors that are both input and output
 
-With slots of half as much, in which ops of 1 MiB have two rounds, these took 1.1 to 2.1 times as long on 2
-ranks (fastest tenth of blocks, on a busy machine; medians 1.0 to 1.1; but broadcast 0.8 and 0.6 times), and
-ops of 4 MiB 0.8 to 1.3 times on 4 ranks. With
-outputs of 4 MiB through the caches an all_gather of 4 ranks took 1.7 times as long (EPYC of 2 cores with
-these caches, torch 2.13, November 2026).
+With slots of half that size, ops of 1 MiB need two rounds. They took 1.1 to 2.1 times as long on 2 ranks
+(fastest tenth of blocks, on a busy machine; medians 1.0 to 1.1; but broadcast 0.8 and 0.6 times). Ops of
+4 MiB took 0.8 to 1.3 times as long on 4 ranks. With outputs of 4 MiB through the caches, an all_gather of 4
+ranks took 1.7 times as long (EPYC of 2 cores with these caches, torch 2.13, November 2026).
 
-Of slots and data beside messages all ranks must think alike: they take the last rank's sizes.
+All ranks must have the same sizes of slots and of data beside messages: they use the last rank's sizes.
 
-Rings are written through the caches or past them, whichever was faster when tried (:class:`RingWrites`).
-Where ranks share a cache, what one writes is read there by the others, and memory is crossed once on the
-way in and once on the way out. But where they have caches of their own (other core complexes or sockets),
-a line that one has written and another reads goes from cache to cache, one message for each, and so it
-does when it is written again: then memory, which lines written past the caches go to, is several times as
-fast. Which of the two it is depends on where the ranks run, which only measuring tells (2 ranks, broadcast
-of 64 MiB, through and past: 3.7 and 5.2 ms under one shared cache, 30 and 3.7 ms without; November 2026).
+Rings are written through the caches or past them, whichever was measured to be faster
+(:class:`RingWrites`). If ranks share a cache, the others read there what one writes, and data crosses
+memory once on the way in and once on the way out. If they have separate caches (other core complexes or
+sockets), a line that one has written and another reads goes from cache to cache, one message per line, and
+again when it is overwritten. Then memory, to which lines written past the caches go, is several times as
+fast. Which case applies depends on where the ranks run, and only measuring tells (2 ranks, broadcast of 64
+MiB, through and past: 3.7 and 5.2 ms under one shared cache, 30 and 3.7 ms without; November 2026).
 
-All ranks write alike, for what one gains depends on the others: the last rank measures and decides, the
-others look its decision up. A look that comes too early or late is one op in another way, no error.
+All ranks write in the same way, because one rank's gain depends on the others. The last rank measures and
+decides, and the others read its decision. If one reads it too early or too late, one op is done in the
+other way, which is not an error.
 """
 
 import functools
@@ -44,13 +44,13 @@ from statistics import median
 from typing import NamedTuple
 
 CORES = Path("/sys/devices/system/cpu")
-UNKNOWN = 512 << 10, 8 << 20  # where a machine does not say: those of a small one
+UNKNOWN = 512 << 10, 8 << 20  # a small machine's sizes, for machines that do not report theirs
 PAGE = 4096
 _PACKED = struct.Struct("<2q")
 
 
 class Caches(NamedTuple):
-    """Bytes of the smallest second-level cache of some cores, and of their last levels together."""
+    """The smallest second-level cache of some cores, and the sum of their last levels, in bytes."""
 
     second: int
     last: int
@@ -64,7 +64,7 @@ class Caches(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """In bytes; see above."""
+    """The thresholds, in bytes; see above."""
 
     medium: int
     reduced: int
@@ -80,12 +80,12 @@ class Thresholds(NamedTuple):
 
 @functools.cache
 def own_caches() -> Caches:
-    """Those of the cores that this process may use."""
+    """Return the caches of the cores that this process may use."""
     return caches(os.sched_getaffinity(0))
 
 
 def caches(cores: Iterable[int], folder: Path = CORES) -> Caches:
-    """Those of ``cores``; UNKNOWN where they do not say. Of those that share a last level one is asked."""
+    """Return the caches of ``cores``, or UNKNOWN. Cores that share a last level count once."""
     second, last, left = [], 0, set(cores)
     while left:
         core = min(left)
@@ -100,7 +100,7 @@ def caches(cores: Iterable[int], folder: Path = CORES) -> Caches:
 
 
 def _of_core(folder: Path) -> list[tuple[int, int, set[int]]]:
-    """Level, bytes and cores of each cache that holds data."""
+    """Return level, bytes and cores of each cache that holds data."""
     found = []
     for each in folder.glob("index*"):
         try:
@@ -116,7 +116,7 @@ def _of_core(folder: Path) -> list[tuple[int, int, set[int]]]:
 
 
 def _bytes(size: str) -> int:
-    """ "1024K" is 1 MiB."""
+    """Parse a size: "1024K" is 1 MiB."""
     match = re.fullmatch(r"(\d+)([KM]?)", size)
     if match is None:
         raise ValueError(f"not the size of a cache: {size!r}")
@@ -124,20 +124,20 @@ def _bytes(size: str) -> int:
 
 
 def _listed(cores: str) -> set[int]:
-    """ "0-2,8" are 0, 1, 2 and 8."""
+    """Parse a list: "0-2,8" are 0, 1, 2 and 8."""
     ends = [part.split("-") for part in cores.split(",") if part]
     return {core for each in ends for core in range(int(each[0]), int(each[-1]) + 1)}
 
 
 # -- writing into rings ------------------------------------------------------------------------
 
-FIRST = False, True, True, False, False, True  # past the caches or not, in the first ops
+FIRST = False, True, True, False, False, True  # whether the first ops write past the caches
 KEPT = 3  # times of each way
-AGAIN = 64  # ops after which the other way is tried again: ranks may have moved
-SOON = 8  # and after so many, if times have changed
-CHANGED = 1.25  # times as long, or as short
+AGAIN = 64  # ops after which the other way is tried again, because ranks may have moved
+SOON = 8  # ops after which it is tried again if times have changed
+CHANGED = 1.25  # the factor by which a time must be longer or shorter
 
-Key = tuple[str, int]  # the op, and the bits of its number of rounds
+Key = tuple[str, int]  # the op, and the bit length of its number of rounds
 
 
 class RingWrites:
@@ -149,11 +149,11 @@ class RingWrites:
         self._choices: dict[Key, WriteChoice] = {}
 
     def past(self, op: str, count: int) -> bool:
-        """Whether an ``op`` of ``count`` rounds writes past the caches."""
+        """Return whether an ``op`` of ``count`` rounds writes past the caches."""
         return self._table[self._place((op, count.bit_length()))] != 0
 
     def took(self, op: str, count: int, past: bool, seconds: float) -> None:
-        """Note how long such an op took in this way, from the meeting of the ranks to its end."""
+        """Note the time of such an op in this way, from the meeting of the ranks to its end."""
         if self._decides:
             key = op, count.bit_length()
             choice = self._choices.get(key)
@@ -163,7 +163,7 @@ class RingWrites:
             self._table[self._place(key)] = choice.past()
 
     def _place(self, key: Key) -> int:
-        """A kind's place in the table, the same on all ranks. Two kinds may share one, and its way."""
+        """Return a kind's place in the table, the same on all ranks. Two kinds may share a place."""
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = zlib.crc32(repr(key).encode()) % len(self._table)
@@ -176,20 +176,20 @@ class WriteChoice:
     def __init__(self) -> None:
         self._ops = 0
         self._times = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
-        self._then = 0.0  # what the better way took when the other was tried last
+        self._then = 0.0  # the time of the better way when the other was tried last
 
     def past(self) -> bool:
-        """Whether the next op writes past the caches."""
+        """Return whether the next op writes past the caches."""
         if self._ops < len(FIRST):
             return FIRST[self._ops]
         best = self._best()
         return best != self._tries(best)
 
     def took(self, past: bool, seconds: float) -> None:
-        """An op done in this way."""
+        """Note an op that was done in this way."""
         tried = self._ops >= len(FIRST) and past != self._best()
         if tried:
-            self._times[past].clear()  # that was long ago
+            self._times[past].clear()  # they are out of date
         self._times[past].append(seconds)
         self._ops += 1
         if tried or self._ops == len(FIRST):
@@ -202,7 +202,7 @@ class WriteChoice:
         return median(self._times[past]) if self._times[past] else math.inf
 
     def _tries(self, best: bool) -> bool:
-        """Whether the other way is tried now."""
+        """Return whether the other way is tried now."""
         if self._ops % SOON:
             return False
         now, then = self._typical(best), self._then

@@ -1,12 +1,12 @@
 """The collectives of processes on one host: shared memory and torch operators, no kernels.
 
-Every op begins with one message of each rank to all: the call, to be compared, and what is small enough
-beside it. So a small op is one release and W - 1 acquires per rank, and nothing has to be waited for at
-its end: see ``one_host/control.py`` why two areas, used in turn, are enough. What is larger goes through
+Every op begins with one message from each rank to all others: the call, to be compared, and any data that
+is small enough to go with it. So a small op is one release and W - 1 acquires per rank, and its end needs
+no wait: ``processes/control.py`` explains why two areas, used in turn, are enough. Larger data goes through
 rings, in rounds: ``rounds.py``. Messages between two ranks: ``mail.py``.
 
-A rank's data is beside its message if its largest part fits there. Every rank says in its message how
-large that is, and so knows of every other where its data is and how many rounds there will be.
+A rank's data goes with its message if its largest part fits. Every rank states in its message how large
+that part is. So every rank knows where the data of each other rank is and how many rounds there will be.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ _memmove = ctypes.memmove
 
 
 class HostEngine(Engine):
-    """One rank's engine. An op that may come again has a key, which says all but its addresses."""
+    """One rank's engine. An op that may come again has a key, which determines all but its addresses."""
 
     def __init__(self, group: HostGroup) -> None:
         self.rank, self.world_size = group.rank, group.world_size
@@ -71,13 +71,13 @@ class HostEngine(Engine):
     # -- data that goes with messages ----------------------------------------------------------
 
     def _data(self, peer: int, nbytes: int) -> Operand:
-        """Where the data of ``peer``, of ``nbytes`` in all, is that goes with the message."""
+        """Return where ``peer``'s data, of ``nbytes`` in all, is, if it goes with the message."""
         if nbytes <= SMALL_DATA:
             return self._steps.control.data(peer), SMALL
         return self._rounds.data(peer), MEDIUM
 
     def _stride(self, extent: int) -> int:
-        """The distance of parts of which the largest has ``extent`` bytes; 0 if they need a ring."""
+        """Return the distance of parts whose largest has ``extent`` bytes; 0 if they need a ring."""
         small = SMALL_DATA // self.world_size & ~63
         if extent <= small:
             return small
@@ -85,19 +85,19 @@ class HostEngine(Engine):
         return medium * (extent <= medium and self._rounds.opened)
 
     def _part(self, peer: int, number: int, stride: int) -> Operand:
-        """Where part ``number`` of the data of ``peer`` is."""
+        """Return where part ``number`` of ``peer``'s data is."""
         return at(self._data(peer, stride * self.world_size), number * stride)
 
     def _parts(self, register: int, tensors: Parts) -> list[RingPart]:
-        """Where the parts are whose addresses, or the one of all, are in registers from ``register`` on."""
+        """Return the parts; their addresses, or the one of all, are in registers from ``register`` on."""
         if isinstance(tensors, torch.Tensor):
             nbytes = tensors.nbytes // self.world_size
             return [((rank * nbytes, register), nbytes) for rank in range(self.world_size)]
         return [((0, number), tensor.nbytes) for number, tensor in enumerate(tensors, register)]
 
     def _key(self, sizes: list[int], known: bool, *key: Any) -> Key | None:
-        """``key`` if what it ends with are the bytes of each, and it is ``known`` that those of other
-        ranks have as many; equal calls alone may say that they differ.
+        """Return ``key`` if its last items are the bytes of each part and the sizes of other ranks are
+        ``known`` to be equal to this rank's. Otherwise only equal calls may say that sizes differ.
         """
         known = known and self.world_size <= MOST_RANKS
         return key if known and sizes.count(key[-1]) == len(sizes) else None
@@ -107,7 +107,7 @@ class HostEngine(Engine):
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> None:
         giver, _, alike = sides
         key: Key | None
-        if alike and giver != ALL:  # lengths are equal
+        if alike and giver != ALL:  # all lengths are equal
             whole: Any = (gives or takes)[0]
             nbytes, addresses, in_place = whole.nbytes, [whole.data_ptr()], False
             extent, key = nbytes if gives else 0, (sides, nbytes)
@@ -130,7 +130,7 @@ class HostEngine(Engine):
                 known = giver != ALL and len(gives) > 0
                 extent = max(sizes[: len(gives)], default=0)
             key = self._key(sizes, known or call.match is not None, "list", sides, in_place, nbytes)
-        if self.world_size == 1:  # nobody to meet
+        if self.world_size == 1:  # there are no other ranks to meet
             if len(addresses) > 1:
                 _memmove(addresses[1], addresses[0], extent)
             return
@@ -151,17 +151,17 @@ class HostEngine(Engine):
         self, alike: bool | None, key: Key | None, addresses: Addresses, extent: int,
         laid_out: PartsAndTargets, direct: int, longest: int, apart: bool,
     ) -> None:  # fmt: skip
-        """The rest of :meth:`exchange` where no steps were kept, or the messages were not ``alike``.
+        """Do the rest of :meth:`exchange` if no steps were kept, or the messages were not ``alike``.
 
-        Parts have at most ``extent`` bytes, those of any rank ``longest`` if there is a key. ``apart``: a
-        rank has a part for each, rather than one for all.
+        This rank's parts have at most ``extent`` bytes, those of any rank ``longest`` if there is a key.
+        ``apart``: a rank has one part for each rank, not one for all.
         """
         rank, steps, rounds, (parts, targets) = self.rank, self._steps, self._rounds, laid_out
         own = parts[rank if apart else 0] if parts else None
         limit = steps.sizes.medium if rounds.opened else SMALL_DATA
 
         def beside_message(peer: int, number: int, longest: int) -> Operand | None:
-            """Where part ``number`` of ``peer`` is, if its parts need no ring."""
+            """Return where part ``number`` of ``peer`` is, if its parts need no ring."""
             if apart:
                 stride = self._stride(longest)
                 return self._part(peer, number, stride) if stride else None
@@ -174,7 +174,7 @@ class HostEngine(Engine):
                     beside(doing, to, address, nbytes)
 
         def collect(doing: Doing, extents: Sequence[int]) -> list[int]:
-            """The extents of what needs a ring; 0 for what was beside its message."""
+            """Return the extents of parts that need a ring, and 0 for parts that came with the message."""
             large = list(extents)
             for peer, target in enumerate(targets):
                 source = beside_message(peer, rank, extents[peer])
@@ -209,7 +209,7 @@ class HostEngine(Engine):
             rounds.move(kept, addresses, parts, targets, large, apart=apart)
 
     def _laid_out(self, gives: Parts, takes: Parts, giver: int, in_place: bool) -> PartsAndTargets:
-        """Parts and targets, whose addresses are in registers: those that it gives, then those it takes."""
+        """Return parts and targets. Registers have the addresses: first those given, then those taken."""
         parts = self._parts(INPUT, gives)
         first = 1 if isinstance(gives, torch.Tensor) else len(parts)
         targets: list[RingTarget] = [*self._parts(INPUT + first, takes)]
@@ -228,7 +228,8 @@ class HostEngine(Engine):
         addresses: Addresses,
         overwritten: RingTarget = None,
     ) -> tuple[int, int]:
-        """Where all parts are in shared memory; range 0 if they are not, or would be written too early."""
+        """Return where all parts are in shared memory; range 0 if they are not or are overwritten too
+        early."""
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 
@@ -263,14 +264,14 @@ class HostEngine(Engine):
                 divide(tensor, self.world_size)
 
     def _reduced_everywhere(self) -> int:
-        """The most bytes that every rank reads of everyone and reduces: they stay in its cache."""
+        """Return the most bytes that every rank reads from all others to reduce them in its own cache."""
         sizes = self._steps.sizes
         return min(sizes.medium, sizes.reduced // self.world_size) * self._rounds.opened
 
     def _reduce_anew(
         self, alike: bool | None, key: Key | None, tensor: torch.Tensor, op: str, here: bool
     ) -> None:
-        """The rest of :meth:`reduce`, as :meth:`_move_anew`. ``here``: the result is wanted."""
+        """Do the rest of :meth:`reduce`, like :meth:`_move_anew`. ``here``: this rank needs the result."""
         nbytes, what = tensor.nbytes, op if key is None else "sum"
 
         def stage(doing: Doing) -> None:
@@ -284,14 +285,14 @@ class HostEngine(Engine):
         addresses = (tensor.data_ptr(),)
         if alike is None:
             alike = self._steps.meet(key, addresses, stage, reduce)
-        if not alike:  # but they fit together, and the data is where it always is
+        if not alike:  # the calls fit together all the same, and the data is where it always is
             reduce(self._steps.at_once(addresses))
 
     def _reduce_large(self, call: Call, tensor: torch.Tensor, op: str, root: int | None) -> None:
         steps, rounds = self._steps, self._rounds
-        # of two, each rank reads as much as if each summed a half, and nobody waits for the other's half
+        # With two ranks, each reads as much as if each summed a half, and does not wait for the other half.
         whole = self.world_size == 2 and root is None and op == "sum" and tensor.dtype in SUMS
-        whole = whole and steps.alike()  # as of before this op, or ranks may not agree
+        whole = whole and steps.alike()  # known before this op; otherwise ranks may not agree
         where = self._direct.find(tensor) if root is None else (0, 0)
         steps.begin(call, tensor.nbytes, where)
         meets = rounds.opened and not where[0]
@@ -307,7 +308,7 @@ class HostEngine(Engine):
             rounds.reduce(tensor, op, root, meets=meets)
 
     def _reduce_scatter(self, call: Call, gives: Parts, output: torch.Tensor, op: str) -> None:
-        """``output`` = the reduction of what all ranks give to this one."""
+        """Compute ``output`` = the reduction of what all ranks give to this one."""
         key: Key | None
         if isinstance(gives, torch.Tensor):
             extent, addresses = output.nbytes, [gives.data_ptr(), output.data_ptr()]
@@ -357,7 +358,7 @@ class HostEngine(Engine):
                 alike = steps.meet(key, addresses, stage, reduce)
                 if alike:
                     steps.end()
-            if not alike:  # but they fit together, and the data is where it always is
+            if not alike:  # the calls fit together all the same, and the data is where it always is
                 reduce(steps.at_once(addresses))
                 steps.end()
             if by_sum and op == "avg":
@@ -371,7 +372,7 @@ class HostEngine(Engine):
 
 
 def _spans(targets: Sequence[RingTarget], addresses: Addresses) -> list[Any]:
-    """The targets with numbers for addresses."""
+    """Return the targets with numbers as addresses."""
     found: list[Any] = []
     for target in targets:
         if target is None or isinstance(target[0], int):

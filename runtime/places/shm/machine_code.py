@@ -1,24 +1,25 @@
 """Steps of a collective, run by machine code: copies, sums, stores and waits on words of shared memory.
 
-An op of a few microseconds is mostly Python's own time, and with more ranks than cores most of that is
-time to get Python's code and data back into the caches after another rank has had the core. So what an op
-does between its first and its last word is written down once, as :class:`Steps`, and done by one call.
+In an op of a few microseconds, most of the time is Python's own. With more ranks than cores, most of that
+is the time to load Python's code and data into the caches again after another rank has had the core. So all
+that an op does between its first and its last word is recorded once, as :class:`Steps`, and then run by one
+call.
 
-Steps stop where only Python can help: a peer does not come (WAIT), or has sent another message (COMPARE).
-:meth:`Steps.run` then returns the number of that step; whoever runs them sees to it, and goes on there.
+Steps stop where they need Python: a peer does not come (WAIT), or has sent another message (COMPARE).
+:meth:`Steps.run` then returns the number of that step. The caller handles it and continues there.
 
-Numbers that differ from run to run are in registers. Not for several threads at once.
+Numbers that differ from run to run are in registers. An object is for one thread at a time.
 
-The code is made of LLVM IR (``machine_code.ll``) by llvmlite: no compiler and no assembler is needed.
-Each sum has a module of its own, so that a process makes the code of no sum that it does not use::
+llvmlite compiles LLVM IR (``machine_code.ll``); no compiler and no assembler is needed. Each sum has a
+module of its own, so that a process compiles only the sums that it uses::
 
     i64 run(i64 *words, i64 first)      the number of the step that stopped it, or -1 at the end
     void sum(i64 *registers, i64 *list, i64 length, i64 target, i64 count)
     i64 move(i64 *terms, i64 **pipes, i64 count, i64 *watched, i64 words)      see ``boxes.py``
 
-llvmlite is imported when code is wanted, not before: that takes as long as making the code does. There
-is none on processors of which nobody has written down what they need (PROCESSORS), without llvmlite,
-and where a hardened kernel refuses to execute fresh memory.
+llvmlite is imported when code is needed, because the import takes as long as compiling. There is no machine
+code without llvmlite, on processors that are not in PROCESSORS, and where a hardened kernel refuses to
+execute new memory.
 """
 
 import array
@@ -41,10 +42,10 @@ import torch
 from interlace.runtime.processes import control
 
 VARIABLE = "INTERLACE_MACHINE_CODE"
-"""Set to 0, no machine code is made, and Python and torch do it all."""
+"""If set to 0, no machine code is made, and Python and torch do everything."""
 
 OLDEST = (20,)
-"""LLVM's release: it knows pointers without types, splats, and intrinsics that nobody has declared."""
+"""A release of LLVM with opaque pointers, splats, and intrinsics that need no declaration."""
 
 PROCESSOR = platform.machine()
 PROCESSORS = {
@@ -53,29 +54,29 @@ PROCESSORS = {
 }
 """The instruction of a failed poll, and the one that orders stores past the caches before a release."""
 
-# Words of a list of steps. What does not change:
+# Words of a list of steps. The constant ones:
 SPINS, YIELDS, PATIENCE, LONG_YIELD, CROWDED, CROWDED_UNTIL, ASLEEP = range(7)
-REGISTERS = 7  # the word of register 0, which is 0 always
+REGISTERS = 7  # the word of register 0, which is always 0
 FIRST = 149  # the word at which the steps begin
-STEP = 9  # words of each: kind, list, length, x, register, y, register, z, register
+STEP = 9  # words of each step: kind, list, length, x, register, y, register, z, register
 END, COPY, RELEASE, RING, WAIT, COMPARE, STREAM, PAST, SUM, STORE, STAMP = range(11)
 _WORDS = {name: value for name, value in globals().items() if type(value) is int}
 _WORDS |= {
     name: getattr(control, name)
     for name in ["ANYONE", "BELL", "EVERYONE", "FUTEX_WAIT", "FUTEX_WAKE"]
 }
-"""By name, with those of who sleeps."""
+"""The kinds of steps by name; some take the words of sleeping ranks."""
 
 Operand = int | tuple[int, int]
 """A number, or a number and the register to add to it."""
 
-PAUSES = 400  # polls before the core is given away, where every rank has a core of its own
-TURNS = 200  # times that it is given away before Python looks why
-PATIENCE_NS = 10_000_000  # of that
+PAUSES = 400  # polls before the core is yielded, if every rank has a core of its own
+TURNS = 200  # yields before Python looks for the reason
+PATIENCE_NS = 10_000_000  # the longest time for these yields
 _never = ctypes.c_int64()
 NO_CROWD = 1 << 62, 0, ctypes.addressof(_never)
 
-_kept: list[object] = []  # code is loaded as long as these live
+_kept: list[object] = []  # code stays loaded as long as these live
 _numbers = itertools.count()
 _one_at_a_time = threading.Lock()
 
@@ -91,7 +92,7 @@ class Element:
 
     @property
     def lanes(self) -> int:
-        """Elements of a block: 1024 bits, which LLVM cuts into what the processor has."""
+        """Elements of a block: 1024 bits, which LLVM divides into the processor's registers."""
         return 1024 // (self.bits if self.type == self.memory else 32)
 
 
@@ -104,8 +105,8 @@ ELEMENTS = (
 )
 SUMS = {getattr(torch, element.name): element for element in ELEMENTS}
 SUMS |= {getattr(torch, f"uint{n}"): SUMS[getattr(torch, f"int{n}")] for n in (8, 16, 32, 64)}
-"""The dtypes that can be summed, with what ``reductions.fold`` gives for "sum", bit for bit: from left to
-right; integers wrap around, 16-bit floats are summed in fp32 and rounded once."""
+"""The dtypes that can be summed, with the same bits as ``reductions.fold`` for "sum": from left to right;
+integers wrap around; 16-bit floats are summed in fp32 and rounded once."""
 
 
 # -- LLVM IR -----------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ right; integers wrap around, 16-bit floats are summed in fp32 and rounded once."
 
 @functools.cache
 def _sections() -> dict[str, string.Template]:
-    """The parts of ``machine_code.ll`` by their names."""
+    """Return the parts of ``machine_code.ll`` by name."""
     text = (resources.files(__package__) / "machine_code.ll").read_text("ascii")
     names = re.split(r"^; === (.+)\n", text, flags=re.MULTILINE)[1:]
     return {name: string.Template(part) for name, part in zip(names[::2], names[1::2], strict=True)}
@@ -124,7 +125,7 @@ def _filled(section: str, **values: object) -> str:
 
 
 def module_ir(function: str, processor: str = PROCESSOR, *, words: Mapping[str, int] = {}) -> str:
-    """The module of ``run`` or ``move`` for one of PROCESSORS; ``words``: more numbers that it names."""
+    """Return the module of ``run`` or ``move`` for one of PROCESSORS; ``words``: more numbers by name."""
     pause, fence = PROCESSORS[processor]
     longest = int(control.LONGEST_SLEEP * 1e9)
     return (
@@ -136,7 +137,7 @@ def module_ir(function: str, processor: str = PROCESSOR, *, words: Mapping[str, 
 
 
 def sum_ir(element: Element, processor: str = PROCESSOR) -> str:
-    """The module of ``sum`` of such elements for one of PROCESSORS."""
+    """Return the module of ``sum`` for such elements for one of PROCESSORS."""
     return _filled(
         "sum",
         lanes=element.lanes,
@@ -148,7 +149,7 @@ def sum_ir(element: Element, processor: str = PROCESSOR) -> str:
 
 
 def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[str, str]) -> str:
-    """Elements of ``span``, ``lanes`` at a time, between the blocks ``around``."""
+    """Return a loop over ``span``, ``lanes`` elements at a time, between the blocks ``around``."""
 
     def of(kind: str) -> str:
         return kind if lanes == 1 else f"<{lanes} x {kind}>"
@@ -189,7 +190,7 @@ def _loop(e: Element, v: str, lanes: int, span: tuple[str, str], around: tuple[s
 
 @functools.cache
 def supported() -> bool:
-    """Whether code for this processor can be made, as far as is known before trying."""
+    """Return whether code for this processor can be made, as far as is known before trying."""
     if os.environ.get(VARIABLE) == "0" or sys.platform != "linux" or PROCESSOR not in PROCESSORS:
         return False
     try:
@@ -199,8 +200,8 @@ def supported() -> bool:
     except (ImportError, OSError):
         return False
     if binding.llvm_version_info < OLDEST:
-        return False  # whoever pins an older llvmlite has ops in Python, not errors
-    # without F16C, numbers of 16 bits would be converted by a library that need not be there
+        return False  # with an older llvmlite, ops run in Python instead of failing
+    # without F16C, a library that may be missing would convert 16-bit numbers
     return PROCESSOR != "x86_64" or bool(binding.get_host_cpu_features().get("f16c"))
 
 
@@ -220,7 +221,8 @@ def _jit() -> Any:
 
 
 def compiled(ir: str, name: str) -> int:
-    """The address of function ``name`` of LLVM IR, which stays loaded; RuntimeError if LLVM refuses."""
+    """Return the address of function ``name`` of LLVM IR, which stays loaded. RuntimeError if LLVM
+    fails."""
     from llvmlite import binding
 
     module = binding.JITLibraryBuilder().add_ir(ir).export_symbol(name).add_current_process()
@@ -250,11 +252,11 @@ def available() -> bool:
 
 
 class Steps:
-    """A list of steps. Add them in order, then :meth:`run` them, as often as you like.
+    """A list of steps. Add them in order, then :meth:`run` them any number of times.
 
-    ``words`` is the memory that they are in, of which ``registers[r]`` is register r; register 0 is 0.
-    ``memory`` are the registers as bytes.
-    Addresses must stay mapped, and lists and their order stay as they were when added.
+    ``words`` is the memory of the list, in which ``registers[r]`` is register r; register 0 is 0.
+    ``memory`` are the registers as bytes. Addresses must stay mapped. Lists must not change after they were
+    added.
     """
 
     __slots__ = ("_code", "_rows", "_words", "kinds", "memory", "notes", "registers", "run")
@@ -277,19 +279,19 @@ class Steps:
         self.kinds.append(kind)
 
     def copy(self, target: Operand, source: Operand, nbytes: Operand) -> None:
-        """``nbytes`` from ``source`` to ``target``, which may overlap."""
+        """Copy ``nbytes`` from ``source`` to ``target``; they may overlap."""
         self._add(COPY, (), 0, target, source, nbytes)
 
     def stream(self, target: Operand, source: Operand, nbytes: Operand, *, past: bool) -> None:
-        """A copy of many bytes, ``past`` the caches or through them; they must not overlap."""
+        """Copy many bytes, ``past`` the caches or through them; they must not overlap."""
         self._add(PAST if past else STREAM, (), 0, target, source, nbytes)
 
     def release(self, address: int, value: Operand) -> None:
-        """Store a word; what was written before comes before it."""
+        """Store a word after all earlier writes."""
         self._add(RELEASE, (), 0, address, value)
 
     def store(self, target: Operand, first: int, nbytes: int) -> None:
-        """``nbytes`` of the registers from ``first`` on to ``target``."""
+        """Store ``nbytes`` of the registers from ``first`` on to ``target``."""
         self._add(STORE, (), 0, target, first, nbytes)
 
     def stamp(self, address: Operand) -> None:
@@ -297,15 +299,15 @@ class Steps:
         self._add(STAMP, (), 0, address)
 
     def ring(self, asleep: Sequence[int], own: int = control.ANYONE) -> None:
-        """Wake those who have put ``own``, or ANYONE, into these words (``processes/control.py``)."""
+        """Wake the ranks that have put ``own``, or ANYONE, into these words (``processes/control.py``)."""
         self._add(RING, asleep, len(asleep), own)
 
     def wait(
         self, addresses: Sequence[int], value: Operand, note: object = None, who: Sequence[int] = ()
     ) -> None:
-        """Until each of these words is at least ``value``; stop if that takes long, with ``note``.
+        """Wait until each of these words is at least ``value``; stop with ``note`` if that takes long.
 
-        ``who`` releases each, as it calls itself in :meth:`ring`.
+        ``who``: the rank that releases each word, as it names itself in :meth:`ring`.
         """
         self.notes[len(self.kinds)] = note
         listed = [*addresses, *(who or [control.ANYONE] * len(addresses))]
@@ -320,18 +322,18 @@ class Steps:
     def sum(
         self, dtype: torch.dtype, target: Operand, sources: Sequence[Operand], count: Operand
     ) -> None:
-        """``target`` = the sum of all sources, ``count`` elements; it may be one of them."""
+        """Compute ``target`` = the sum of all sources, ``count`` elements; ``target`` may be a source."""
         pairs = [word for source in sources for word in _pair(source)]
         self._add(SUM, pairs, len(sources), target, _summing(SUMS[dtype]), count)
 
     def complete(
         self, *, spin: bool, crowd: tuple[int, int, int] = NO_CROWD, asleep: int = 0
     ) -> "Steps":
-        """No more steps. ``spin``: whether every rank has a core of its own. Returns itself.
+        """Finish the list and return it. ``spin``: whether every rank has a core of its own.
 
-        ``crowd``: if to give the core away takes more ns than the first, the word at the address that is
-        the last is set to the time, so many times as long ahead, until which waits sleep instead.
-        ``asleep``: the address of the own word for those who sleep; 0 if nobody would wake this rank.
+        ``crowd``: if a yield takes more ns than the first number, waits sleep instead of yielding for the
+        second number times as long; the word at the third number, an address, is set to the end of that
+        time. ``asleep``: the address of this rank's ASLEEP word; 0 if no rank would wake it.
         """
         self._add(END, (), 0)
         lists = FIRST + STEP * len(self._rows)
@@ -355,7 +357,7 @@ class Steps:
 
     @property
     def nbytes(self) -> int:
-        """The memory of a list that is complete."""
+        """The memory of a finished list."""
         assert self._words is not None
         return ctypes.sizeof(self._words)
 

@@ -1,13 +1,14 @@
-"""Messages from one rank to another: their ends, who waits for them, and who keeps them moving.
+"""Messages from one rank to another: their ends, the waits for them, and the threads that move them.
 
-Nobody has to be in a call for messages to move: who waits for one moves them all (``matching.py``), and
-while messages are under way that nobody waits for, a thread does; one thread at a time. Where a wait spends
-its time nothing changes but counters in shared memory, so that an exception of a signal handler costs
-nothing there. The bound of a message is that of its op, from its beginning on, however often it is waited
-for.
+Messages move even while no rank is in a call. A thread that waits for one moves all of them
+(``matching.py``). While messages are in flight and no thread waits, a thread of interlace moves them. One
+thread moves messages at a time. A wait changes only counters in shared memory while it spends time, so an
+exception of a signal handler does no harm there. The timeout of a message is that of its op, from the op's
+beginning, however often it is waited for.
 
-A send ends when its bytes have left the tensor. If its receiver refuses them it says so in a message back,
-whose tag is negative, and the sender hears of it as ``MessageEnd`` says; what fits costs nothing for this.
+A send ends when its bytes have left the tensor. If its receiver refuses them, it says so in a message back
+with a negative tag, and ``MessageEnd`` describes how the sender learns of it. Accepted messages need no
+answer.
 """
 
 import os
@@ -33,18 +34,18 @@ from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.processes.worker import Helper, ends
 
 _CHECK_SECONDS = 0.02
-_STEP = 5e-3  # between two looks whether a wait can end
-_SOON = 2e-4  # nothing has moved for so long: what nobody has asked for may be in the way
-_NAP, _LONG_NAP = 1e-3, 8e-3  # of the thread, each twice the one before while it is of no use
-_LINGER = 0.05  # so long after the last message the thread ends
+_STEP = 5e-3  # between two checks whether a wait can end
+_SOON = 2e-4  # if nothing moves for so long, a message that no receive asked for may be in the way
+_NAP, _LONG_NAP = 1e-3, 8e-3  # of the thread; each nap is twice the last one while it is idle
+_LINGER = 0.05  # the thread ends so long after the last message
 
 
 class _Moving(MessageEnd):
-    """The end of one transfer, with ``peer`` or, if None, anybody. Waiting for it moves messages."""
+    """The end of one transfer, with ``peer`` or, if None, with any rank. Waiting for it moves messages."""
 
-    number = 0  # in the record
+    number = 0  # of its entry in the record
     suspect = waited = early = followed = False
-    _patience: Patience | None = None  # of waits that the op alone bounds
+    _patience: Patience | None = None  # of waits that only the op's timeout bounds
 
     def __init__(self, mail: "Mail", op: str, peer: int | None, tag: int) -> None:
         self.mail, self.refused = mail, mail.refused
@@ -85,7 +86,8 @@ class _Moving(MessageEnd):
         super().add_done_callback(fn)
 
     def patience(self, group: Any, bounded: bool) -> Patience:
-        """For one wait, which its caller may have ``bounded``. Others together have the bound of the op."""
+        """Return the state of one wait. If its caller has not ``bounded`` it, the op's timeout bounds
+        it."""
         if bounded or self._patience is None:
             kind = Kind.OF_OP if not bounded else Kind.EARLY if self.early else Kind.OF_CALLER
             made: Patience = group.patience(kind=kind, bound=self.bound, since=self.started)
@@ -99,7 +101,7 @@ _mails: "weakref.WeakSet[Mail]" = weakref.WeakSet()
 
 
 class Mail:
-    """The messages of a group, as one rank sees them. ``boxes`` are made with the first of them.
+    """The messages of a group, as one rank sees them. ``boxes`` are made with the first message.
 
     The group is a HostGroup, or ``SpanningGroup`` of ``hosts/mail.py``.
     """
@@ -112,9 +114,9 @@ class Mail:
         self._lock = threading.RLock()
         self.refused: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
-        self._then: Callable[[], object] | None = None  # what closes the group
-        self._begun = self._waits = 0  # so far, messages and waits for them
-        # An exception of a signal handler leaves nothing behind in these: a wait or a beginning is in
+        self._then: Callable[[], object] | None = None  # closes the group
+        self._begun = self._waits = 0  # counts of messages and of waits for them
+        # An exception of a signal handler leaves nothing behind in these sets: a wait or a beginning is in
         # them only while it is within its ``try``.
         self._waiting: set[object] = set()
         self._entering: set[object] = set()
@@ -124,19 +126,19 @@ class Mail:
     # -- what the engine calls -----------------------------------------------------------------
 
     def send(self, call: Call, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Begin to send; done when ``tensor`` may be reused."""
+        """Begin to send. The future is done when ``tensor`` may be reused."""
         future = _Moving(self, call.op, peer, tag)
         self._begin(call, future, Sending(tensor, peer, tag, future))
         return future
 
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Begin to receive from ``peer``, or from anybody if None."""
+        """Begin to receive from ``peer``, or from any rank if None."""
         future = _Moving(self, call.op, peer, tag)
         self._begin(call, future, Receiving(tensor, peer, tag, future))
         return future
 
     def _begin(self, call: Call, future: _Moving, message: Sending | Receiving) -> None:
-        """Let a message begin. Another thread that moves messages makes way meanwhile."""
+        """Begin a message. Another thread that moves messages pauses meanwhile."""
         self._begun += 1
         try:
             self._entering.add(future)
@@ -148,14 +150,14 @@ class Mail:
                 self._group.check_usable()
                 if self._messages is None:
                     self._messages = Messages(self._group, self._new_boxes(), self.refused.append)
-                if not self._group.within:  # a rank with itself stands for any rank in the record
+                if not self._group.within:  # the record's entry with its own rank means any rank
                     other = self._rank if message.peer is None else message.peer
                     future.number = record.began(self._group, call.message, other, message.tag)
                 self._messages.advance(message)
                 if self._thread is None:
                     self._see_to_it(self._messages)
         except BaseException as error:
-            if future in self._futures():  # under way, and nobody will have its handle
+            if future in self._futures():  # in flight, and no caller will have its handle
                 self._group.abort(
                     f"{future.doing} had begun, and then {type(error).__name__}: {error}"
                 )
@@ -166,11 +168,11 @@ class Mail:
     # -- keeping messages moving ---------------------------------------------------------------
 
     def move(self) -> None:
-        """Move what can be moved, unless another thread does so."""
+        """Move messages, unless another thread does so."""
         self._move_for(None, 0.0)
 
     def wait(self, future: _Moving, timeout: float | None) -> None:
-        """Move messages until ``future`` is done; it fails if that is hopeless."""
+        """Move messages until ``future`` is done. It fails if that is hopeless."""
         again, bounded, token = future.waited, timeout is not None, object()
         patience = future.patience(self._group, bounded) if again else None  # else it may be there
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -196,7 +198,7 @@ class Mail:
             self._waiting.discard(token)
 
     def _spread(self) -> None:
-        """Now and then see that ranks share cores evenly: who wakes another draws it to its own core."""
+        """Check now and then that ranks share cores evenly: waking a rank draws it to the waker's core."""
         self._waits += 1
         if not self._waits % LOOK and (control := self._group.control) is not None:
             control.spread.say()
@@ -216,7 +218,7 @@ class Mail:
                 self._mover = before
 
     def _step(self, seconds: float, future: _Moving | None = None) -> None:
-        """See to what has happened; unless ``future`` is done, move until something happens again."""
+        """Handle what has happened. Unless ``future`` is done, move until something happens again."""
         messages = self._messages
         if messages is None or self._group.control is None:
             return
@@ -233,7 +235,7 @@ class Mail:
         messages.advance()
 
     def _senders(self, future: _Moving) -> Sequence[int]:
-        """For whom ``future`` waits: of several that may send, those who have left need not."""
+        """Return the ranks for which ``future`` waits, without possible senders that have left."""
         here = [peer for peer in future.peers if not self._group.has_left(peer)]
         return here or future.peers
 
@@ -241,29 +243,29 @@ class Mail:
         return [] if self._messages is None else cast("list[_Moving]", self._messages.futures())
 
     def _see_to_it(self, messages: Messages) -> None:
-        """Have a thread move what is under way, if there is anything."""
+        """Start the thread that moves messages in flight, if there are any."""
         if self._thread is None and messages.futures():
             self._thread = Helper("interlace mail", self._run, at_work=self._at_work)
             try:
                 self._thread.start()
-            except RuntimeError:  # there can be no more threads
+            except RuntimeError:  # no more threads can be started
                 self._thread = None
                 raise
 
     @property
     def awaited(self) -> bool:
-        """Whether a thread of the caller waits for a message."""
+        """Return whether a thread of the caller waits for a message."""
         return bool(self._waiting)
 
     def at_rest(self, function: Callable[[], object]) -> None:
-        """Do it while nothing is moved."""
+        """Call ``function`` while no messages move."""
         with self._lock:
             function()
 
     def close(self, then: Callable[[], object]) -> None:
-        """Do ``then`` when all has ended that is under way: now, or in the thread.
+        """Call ``then`` when all messages in flight have ended: now, or in the thread.
 
-        At the end of the process only what is to leave is waited for, and not long.
+        When the process ends, only outgoing messages are waited for, and not for long.
         """
         with self._lock:
             if self._messages is not None and self._has_to_end(self._messages):
@@ -273,20 +275,20 @@ class Mail:
         then()
 
     def _has_to_end(self, messages: Messages) -> bool:
-        """Whether something is under way for which the group is kept."""
+        """Return whether a message in flight keeps the group open."""
         if self._group.control is None:
             return False
         return messages.leaving and time.monotonic() < ends() if ends() else bool(self._futures())
 
     def _at_work(self) -> bool:
-        """Whether messages are to go out, or something else follows on an end: that may help a peer."""
+        """Return whether messages are outgoing or an end has followers, which may help a peer."""
         with self._lock:
             leaving = self._messages is not None and self._messages.leaving
             return leaving or any(each.followed for each in self._futures())
 
     def _run(self) -> None:
         try:
-            with suppress(InterlaceError):  # which has ended the group: who waits hears of it
+            with suppress(InterlaceError):  # it has aborted the group, and waits raise it
                 self._keep_moving()
         finally:
             with self._lock:
@@ -294,7 +296,7 @@ class Mail:
                     self._thread = None
 
     def _keep_moving(self) -> None:
-        """What the thread does. It naps first, for who begins something mostly waits for it soon."""
+        """Run the thread. It naps first, because a caller mostly waits soon for what it has begun."""
         last_check = last_use = time.monotonic()
         nap, known = _NAP, self._begun
         while True:
@@ -310,7 +312,7 @@ class Mail:
                 if futures or known != self._begun:
                     last_use, known = now, self._begun
                 if futures and begun == self._begun:
-                    nap = _NAP  # else others are at it
+                    nap = _NAP  # otherwise other threads move the messages
                 messages = self._messages
                 closed = self._then is not None and not (messages and self._has_to_end(messages))
                 if now - last_use > _LINGER or closed:
@@ -326,7 +328,7 @@ class Mail:
     def _check(self, future: _Moving, late: dict[int | None, tuple[int, ...]]) -> None:
         """Fail ``future`` if it can never end. A reason counts when it is found twice.
 
-        ``late``: for whom ranks wait in the end, as far as that was asked, which may take a second each.
+        ``late``: the ranks for which others wait in the end, where that is known; asking may take a second.
         """
         group, peer = self._group, future.peer
         error = group.interruption(future.doing, self._senders(future))
@@ -338,12 +340,12 @@ class Mail:
         if error is not None and future.suspect:
             late_alone = isinstance(error, CollectiveTimeoutError) and not future.waited
             if not late_alone or (self._messages and self._messages.has_begun_to_leave(future)):
-                group.blame.ended(error)  # else nobody waits for it any more, and it ends alone
+                group.blame.ended(error)  # otherwise no thread waits for it, and it ends alone
             self._fail(future, error)
         future.suspect = error is not None or time.monotonic() - future.started > future.bound
 
     def _fail(self, future: _Moving, error: InterlaceError) -> None:
-        """``future`` ends with ``error``, unless it has ended meanwhile, and nobody has seen that yet."""
+        """End ``future`` with ``error``, unless it has ended meanwhile and no thread has seen that."""
         with self._lock:
             if self._messages is not None:
                 self._step(0.0)
@@ -352,7 +354,7 @@ class Mail:
 
 
 def _after_fork_in_child() -> None:
-    """The threads that may have been at work are the parent's, as are the groups, which say so."""
+    """Forget the threads, which are the parent's. The groups are, too, and say so themselves."""
     for mail in list(_mails):
         mail._lock, mail._mover, mail._thread = threading.RLock(), None, None
         mail._waiting.clear()

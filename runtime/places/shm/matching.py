@@ -1,13 +1,14 @@
-"""The messages that are under way between this rank and others, matched with who asks for them.
+"""The messages in flight between this rank and others, matched with the receives that ask for them.
 
-A message begins with a record in a box of shared memory (``boxes.py``), with its data if that is short; the
-data of others follows in pieces. Messages of one sender follow one another. A short one that nobody has
-asked for yet is kept until somebody does, so tags may be received in any order. A larger one stays with its
-sender meanwhile, but is kept, too, if one behind it is asked for, or if who waits here has nothing else to
-do: its sender may wait for its end. Where there is no memory to keep it, it stays where it is.
+A message begins with a record in a box of shared memory (``boxes.py``), which includes short data; longer
+data follows in pieces. Messages of one sender follow one another. A short one that no receive has asked for
+is kept until one does, so tags may be received in any order. A longer one stays with its sender meanwhile.
+It is kept, too, if a later message is asked for, or if a waiting thread here has nothing else to do,
+because its sender may wait for its end. Without memory to keep it, it stays with its sender.
 
-Not for several threads at once. An exception in the midst of :meth:`Messages.advance` (a signal handler's
-may come anywhere) ends the group if there was something to do: nobody could know what had been done.
+An object is for one thread at a time. If an exception interrupts :meth:`Messages.advance` (a signal
+handler's may come anywhere) while there is something to do, the group is aborted, because its state is
+unknown.
 """
 
 import ctypes
@@ -36,13 +37,13 @@ _DTYPES = {number: dtype for dtype, number in _NUMBER.items()}
 
 @functools.cache
 def _outcome(source: int) -> Outcome:
-    """Of a receive from ``source``."""
+    """Return the outcome of a receive from ``source``."""
     return Outcome(None, None, lambda: source)
 
 
 @dataclass(eq=False, slots=True)
 class Sending:
-    """A message to be sent. ``future`` is None for a refusal, of which nobody awaits the end."""
+    """A message to be sent. ``future`` is None for a refusal, whose end is not awaited."""
 
     tensor: torch.Tensor
     peer: int
@@ -53,7 +54,7 @@ class Sending:
 
 @dataclass(eq=False, slots=True)
 class Receiving:
-    """A message that is asked for, from ``peer`` or from anybody."""
+    """A message that a receive asks for, from ``peer`` or from any rank."""
 
     tensor: torch.Tensor
     peer: int | None
@@ -66,7 +67,7 @@ class Receiving:
 
 @dataclass(eq=False, slots=True)
 class _Arriving:
-    """A message of which the record has come, and ``whole`` all of it."""
+    """A message whose record has arrived; ``whole`` if all of it has."""
 
     peer: int
     tag: int
@@ -74,19 +75,19 @@ class _Arriving:
     dtype: torch.dtype
     shift: int = 0
     wanted: Receiving | None = None
-    buffer: torch.Tensor | None = None  # of our own, if nobody had asked for it when its data came
+    buffer: torch.Tensor | None = None  # if no receive had asked for it when its data came
     whole: bool = False
 
 
 @dataclass(eq=False)
 class _Traffic:
-    """What is under way between this rank and another."""
+    """The messages in flight between this rank and another."""
 
     outgoing: deque[Sending] = field(default_factory=deque)  # without a record yet
     leaving: deque[Sending] = field(default_factory=deque)  # in pieces, one after another
     incoming: deque[_Arriving] = field(default_factory=deque)  # in pieces
     put: Pipe | None = None  # of the first that leaves
-    take: Pipe | None = None  # of the first that comes, once it has a place
+    take: Pipe | None = None  # of the first that arrives, once it has a place
 
     @property
     def over(self) -> bool:
@@ -94,53 +95,54 @@ class _Traffic:
 
 
 class Messages:
-    """All messages of a group that this rank sends or receives, through ``boxes``, or others like Boxes."""
+    """All messages of a group that this rank sends or receives, through ``boxes`` or an object like
+    them."""
 
     def __init__(self, group: Any, boxes: Any, refused: Callable[[Exception], object]) -> None:
         self._group, self._rank, self._refused = group, group.rank, refused
         self.boxes: Boxes = boxes
-        self._traffic: dict[int, _Traffic] = {}  # that is not over
+        self._traffic: dict[int, _Traffic] = {}  # only peers with messages in flight
         self._all_traffic: defaultdict[int, _Traffic] = defaultdict(_Traffic)
         self._begun: deque[Sending | Receiving] = deque()
         self._advancing = self._changing = False
         self._ends: deque[tuple[MessageEnd, Outcome, Exception | None]] = deque()
-        self._awaited = set[MessageEnd]()  # all that have not been told
+        self._awaited = set[MessageEnd]()  # all whose end was not reported yet
         self._receiving: list[Receiving] = []
         self._kept: list[_Arriving] = []
 
     @property
     def unasked(self) -> bool:
-        """Whether a message waits for somebody to ask for it, and those behind it with it."""
+        """Return whether a message waits for a receive, and later messages with it."""
         return any(t.incoming and t.take is None for t in [*self._traffic.values()])
 
     @property
     def leaving(self) -> bool:
-        """Whether something is to leave for which somebody waits, or may."""
+        """Return whether an outgoing message is awaited, or may be."""
         sends = [s for t in [*self._traffic.values()] for s in (*t.outgoing, *t.leaving)]
         return any(sending.future is not None for sending in sends)
 
     def futures(self) -> list[MessageEnd]:
-        """The ends that somebody may await."""
+        """Return the ends that a thread may await."""
         return [*self._awaited]
 
     def move(self, seconds: float, *, sleep: bool, peers: Sequence[int] = ()) -> bool:
-        """Move pieces until there is something to see to; False if nothing moves for ``seconds``.
+        """Move pieces until there is something to handle. Return False if nothing moves for ``seconds``.
 
-        ``peers``: for whom the caller waits.
+        ``peers``: the ranks for which the caller waits.
         """
         under_way = [
             *self._traffic.items()
-        ]  # what a signal handler begins comes with the next move
+        ]  # a message that a signal handler begins is moved by the next call
         pipes = [t.put for _, t in under_way if t.put is not None and t.leaving]
         pipes += [t.take for _, t in under_way if t.take is not None]
         blocked = [peer for peer, t in under_way if t.outgoing]
         return self.boxes.move(pipes, blocked, seconds, sleep=sleep, peers=peers)
 
     def advance(self, begins: Sending | Receiving | None = None, *, idle: bool = False) -> None:
-        """See to all that has happened, and to what begins. ``idle``: nothing has for a while.
+        """Handle all that has happened, and the message that ``begins``. ``idle``: nothing did for a while.
 
-        Ends are told at its end: what they call may begin messages. What a signal handler begins in the
-        midst of it is seen to at its end, too.
+        Ends are reported at its end, because their callbacks may begin messages. A message that a signal
+        handler begins meanwhile is handled at its end, too.
         """
         if begins is not None:
             self._begun.append(begins)
@@ -191,23 +193,23 @@ class Messages:
                     del self._traffic[peer]
 
     def _with(self, peer: int) -> _Traffic:
-        """The traffic with ``peer``, which is not over from now on."""
+        """Return the traffic with ``peer``, which is kept from now on."""
         traffic = self._traffic[peer] = self._all_traffic[peer]
         return traffic
 
     def _ended(
         self, future: MessageEnd | None, outcome: Outcome = NOTHING, error: Exception | None = None
     ) -> None:
-        """``future`` has its outcome, or ``error``, once all else has been seen to."""
+        """Give ``future`` its outcome, or ``error``, once all else has been handled."""
         if future is not None:
             self._ends.append((future, outcome, error))
 
     def _tell(self) -> None:
-        """Tell the ends that are known. What one of them calls may tell it, and others."""
+        """Report the known ends. A callback may report the same end, and others."""
         while self._ends:
             end = future, outcome, error = self._ends[0]
             if future.settled:
-                future.tell()  # an exception may have ended that before
+                future.tell()  # an exception may have interrupted it before
             elif error is not None:
                 future.set_exception(error)
             else:
@@ -217,7 +219,7 @@ class Messages:
                 self._ends.popleft()
 
     def has_begun_to_leave(self, future: MessageEnd) -> bool:
-        """Whether its receiver has a part of it, and the rest is still the caller's tensor."""
+        """Return whether its receiver has a part of it while the rest is still in the caller's tensor."""
         return any(
             sending.future is future
             for peer, t in [*self._traffic.items()]
@@ -225,7 +227,7 @@ class Messages:
         )
 
     def fail(self, future: MessageEnd, error: InterlaceError) -> None:
-        """End it with ``error``. Of what has begun to leave or to come the rest goes its way."""
+        """End it with ``error``. If it has begun to leave or to arrive, the rest is still moved."""
         self._receiving = [r for r in self._receiving if r.future is not future]
         for peer, traffic in [*self._traffic.items()]:
             going = [*traffic.leaving]
@@ -258,7 +260,7 @@ class Messages:
             if not traffic.over:
                 self._traffic[peer] = traffic
             return
-        tensor = sending.tensor  # to oneself: it has arrived when it is sent
+        tensor = sending.tensor  # to this rank itself: it arrives when it is sent
         if not self._arrived(peer, sending.tag, tensor.nbytes, tensor.dtype, tensor.data_ptr()):
             raise MemoryError(f"send to rank {peer}: no memory to keep {tensor.nbytes} bytes")
         self._ended(sending.future)
@@ -295,14 +297,14 @@ class Messages:
                 self._ended(future)
 
     def _leave(self, traffic: _Traffic) -> None:
-        """The first message begins to leave in pieces; as many leave at once as there is room for."""
+        """Begin to send the first message in pieces. As many pieces leave at once as there is room for."""
         assert traffic.put is not None
         first = traffic.leaving[0]
         traffic.put.begin(first.tensor.data_ptr(), first.tensor.nbytes, first.shift, past=False)
         self.boxes.start(traffic.put)
 
     def _see_to_pieces(self, traffic: _Traffic) -> None:
-        """Messages of which the last piece has been moved."""
+        """Handle messages whose last piece has been moved."""
         while traffic.put is not None and traffic.leaving and traffic.put.finished:
             future = traffic.leaving.popleft().future
             if traffic.leaving:
@@ -327,9 +329,9 @@ class Messages:
         self._receiving.append(receiving)
 
     def _place(self, peer: int, traffic: _Traffic, idle: bool) -> None:
-        """Give the message that comes next from ``peer`` a place, if it is asked for, or in the way.
+        """Give the next message from ``peer`` a place, if it is asked for or in the way.
 
-        What has come of it goes there at once.
+        The part that has arrived goes there at once.
         """
         first, wanted = traffic.incoming[0], traffic.incoming[0].wanted
         if wanted is not None:
@@ -349,7 +351,7 @@ class Messages:
         self.boxes.start(pipe)
 
     def _memory(self, message: _Arriving, urgent: bool) -> torch.Tensor | None:
-        """Memory to keep a message; None if there is none, unless it is ``urgent``."""
+        """Return memory to keep a message. Without memory, None, or an error if it is ``urgent``."""
         try:
             return torch.empty(message.nbytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError) as error:
@@ -359,7 +361,7 @@ class Messages:
             raise InterlaceError(f"rank {self._group.name}: {text}, not yet asked for") from error
 
     def _read(self, peer: int, found: Record) -> bool:
-        """See to a record; False if there is no memory to keep its data."""
+        """Handle a record. Return False if there is no memory to keep its data."""
         if found.dtype not in _DTYPES:
             raise InterlaceError(f"rank {peer} has put what is no message into its box")
         if found.tag not in _REFUSALS:
@@ -378,7 +380,7 @@ class Messages:
         data: int | None,
         shift: int = 0,
     ) -> bool:
-        """A message has come, its data with it or not yet; False if there is no memory to keep that."""
+        """Handle a message that arrived, with its data or without. False if there is no memory for it."""
         message = _Arriving(peer, tag, nbytes, dtype, shift, whole=data is not None)
         for wanted in self._receiving:
             if wanted.fits(peer, tag):
@@ -406,7 +408,8 @@ class Messages:
         return mismatch(tensor, self._rank, message.tag, message.peer, dtype, numel)
 
     def _finish(self, wanted: Receiving, message: _Arriving, data: int = 0) -> None:
-        """All of ``message`` has come: to where it is ``wanted``, into its buffer, or it is at ``data``."""
+        """Finish ``message``, all of which is in its buffer or at ``data``: copy it where it is
+        ``wanted``."""
         peer, error = message.peer, self._mismatch(wanted, message)
         if error is not None:
             if peer != self._rank:
@@ -420,7 +423,7 @@ class Messages:
         self._ended(wanted.future, _outcome(peer))
 
     def _refuse(self, peer: int, error: Exception) -> None:
-        """Tell the sender, who may never listen: nobody waits for this, and no thread moves it."""
+        """Tell the sender, which may never listen: no thread waits for this message or moves it."""
         text = bytearray(str(error).encode()[: self.boxes.inline])
         tag = next(tag for tag, kind in _REFUSALS.items() if isinstance(error, kind))
         said = torch.frombuffer(text, dtype=torch.uint8)

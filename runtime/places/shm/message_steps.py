@@ -1,14 +1,14 @@
-"""A rank's part in a collective on one host, in steps: listed for machine code, or done at once by Python.
+"""A rank's part in a collective on one host, in steps: listed for machine code, or done at once in Python.
 
-The protocols (``engine.py``, ``rounds.py``) are functions that call the methods of what they are
-given, and that is either of two. :class:`Listed` writes a list, which machine code does now and whenever
-the same op comes back. :class:`AtOnce` does each step when it is asked to. Ranks may differ in which they
-use, but where each computes the same result for itself: of two NaNs the sum has the bits of either.
+The protocols (``engine.py``, ``rounds.py``) are functions that call the methods of an object, which is one
+of two. :class:`Listed` writes a list, which machine code runs now and whenever the same op comes again.
+:class:`AtOnce` does each step immediately. Ranks may use different ones, except where each computes the
+same result for itself: the sum of two NaNs has the bits of either.
 
-A list is kept under a key, which says all that it depends on. An op has no key if it differs from call to
-call, or is not for machine code: then it is done at once, as are all where there is no machine code. What
-differs from one op of a key to the next is in registers; an operand is a number, or a number and the
-register to add to it.
+A list is kept under a key, which contains all that it depends on. An op has no key if it differs from call
+to call, or if it is not for machine code. Such an op is done at once, and so is every op without machine
+code. Values that differ between ops of one key are in registers. An operand is a number, or a number and
+the register to add to it.
 """
 
 import ctypes
@@ -46,16 +46,16 @@ from interlace.runtime.processes.waiting import CROWD
 
 NUMBER, LENGTH = 1, 2
 BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(NUMBER + ENTRY_WORDS, 16)
-"""Registers: what the entry of the message in the record begins with; behind that entry rounds before;
-where the entry is, its area, places of data; then all addresses."""
+"""Registers: the first words of the message's entry in the record; after that entry, the rounds before; the
+addresses of the entry, its area and the places of data; then all addresses of the op."""
 
-MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # of an op with a list of inputs and one of outputs
+MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # for an op with a list of inputs and one of outputs
 
 MEDIUM_PLACES = 8
 PAST_FROM = 4 << 10
 
-KEPT = 256  # lists of steps; each is made in some 50 us
-KEPT_BYTES = 16 << 20  # and of all of them; with 64 ranks a list of 64 rounds has 0.9 MB
+KEPT = 256  # lists of steps; each takes about 50 us to make
+KEPT_BYTES = 16 << 20  # of all lists; with 64 ranks a list of 64 rounds has 0.9 MB
 
 Key = tuple[object, ...]
 Addresses = Sequence[int]
@@ -63,7 +63,7 @@ _memmove = ctypes.memmove
 
 
 def _turns(medium: int) -> list[bytes]:
-    """ENTRY_AT to MEDIUM by the message's number, modulo ENTRIES; a place has ``medium`` bytes."""
+    """Return ENTRY_AT to MEDIUM by the message's number modulo ENTRIES; a place has ``medium`` bytes."""
     return [
         struct.pack(
             "<4q", n * ENTRY, n % 2 * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * medium
@@ -80,7 +80,7 @@ _PACKED = [
 
 
 class Listed(Steps):
-    """Steps of one rank, to be done by machine code."""
+    """Steps of one rank, to be run by machine code."""
 
     __slots__ = ("_control", "_rank")
 
@@ -91,23 +91,23 @@ class Listed(Steps):
     def reduce(
         self, op: str, dtype: torch.dtype, target: Operand, sources: Sequence[Operand], count: int
     ) -> None:
-        """``target`` = the reduction of ``sources``, in order, of ``count`` elements each."""
+        """Compute ``target`` = the reduction of ``sources``, in order, of ``count`` elements each."""
         assert op == "sum"
         self.sum(dtype, target, sources, count)
 
     def post(self, index: int, further: int) -> None:
-        """The own word ``index`` becomes ``further`` more than the rounds before this op."""
+        """Set this rank's word ``index`` to ``further`` more than the rounds before this op."""
         self.release(self._control.bases[self._rank] + 8 * index, (further, BEFORE))
         self.ring(self._control.asleep, 1 + self._rank)
 
     def wait_for(self, index: int, peers: Sequence[int], further: int) -> None:
-        """Until these peers have posted as much."""
+        """Wait until these peers have posted as much."""
         addresses = [self._control.bases[peer] + 8 * index for peer in peers]
         note = peers, index, BEFORE, further
         self.wait(addresses, (further, BEFORE), note, [1 + peer for peer in peers])
 
     def meet(self) -> None:
-        """Send the message, wait for everyone's, and compare them with one's own."""
+        """Send the message, wait for all others, and compare them with this rank's own."""
         control, rank = self._control, self._rank
         own = control.bases[rank]
         self.store((own + HEADERS, ENTRY_AT), NUMBER, ENTRY)
@@ -121,12 +121,12 @@ class Listed(Steps):
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
 
     def end(self) -> None:
-        """The op has ended."""
+        """Record the end of the op."""
         self.stamp((self._control.bases[self._rank] + HEADERS + 8 * ENDED, ENTRY_AT))
 
 
 class AtOnce:
-    """Steps of one rank, done at once by Python."""
+    """Steps of one rank, done at once in Python."""
 
     def __init__(self, group: HostGroup, copies: Sequence[Callable[..., object]]) -> None:
         self._group, self._copies = group, copies
@@ -162,7 +162,7 @@ class AtOnce:
 
 @functools.lru_cache(maxsize=512)
 def _tensor(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """A tensor over an address, whatever is there: nothing is kept alive. Made in 2 us, found in 0.2."""
+    """Return a tensor over an address. It keeps nothing alive. Made in 2 us, found in 0.2."""
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -172,12 +172,12 @@ Write = Callable[[Doing], object]
 
 
 class HostSteps:
-    """A rank's steps of one op at a time, under the group's lock; ``rounds`` counts all ops' so far."""
+    """A rank's steps of one op at a time, under the group's lock. ``rounds`` counts those of all ops."""
 
     call: Call
     control: Control
     sequence: int
-    _entry: tuple[int, ...]  # of the message, but for the times
+    _entry: tuple[int, ...]  # the message's entry without the times
 
     def __init__(self, group: HostGroup, machine_code: bool) -> None:
         self._group, self._rank = group, group.rank
@@ -201,9 +201,9 @@ class HostSteps:
         key: Key | None = None,
         addresses: Addresses = (),
     ) -> bool | None:
-        """An op begins: write its message, and do the steps kept for ``key``, if any, as :meth:`meet`.
+        """Begin an op: write its message, and run the steps kept for ``key``, if any, like :meth:`meet`.
 
-        None if there are none; then the message is unsent.
+        Returns None if there are none; then the message was not sent.
         """
         self.call = call
         if op_ranges := current().op_ranges:
@@ -219,19 +219,19 @@ class HostSteps:
         return None
 
     def take_sizes(self, caches: Caches) -> None:
-        """Those that follow from ``caches``, on all ranks the same."""
+        """Use the sizes that follow from ``caches``, which are the same on all ranks."""
         self.sizes = Thresholds.of(caches, len(self.control.bases))
         self._turns = _turns(self.sizes.medium)
 
     def end(self) -> None:
-        """The op has ended, unless the steps that were kept have said so."""
+        """Record the end of the op, unless the kept steps have done so."""
         self.control.recorder.ended(self.sequence)
 
     def alike(self) -> bool:
-        """Whether it is known, on every rank or on none, that all use machine code, or that none does."""
+        """Return whether it is known, on every rank or on none, that all or none use machine code."""
         if self.all_alike is None and (control := self._group.control) is not None:
             words, last = [int(view[HOW]) for view in control.views], self._group.sequence
-            if all(0 < word >> 1 <= last for word in words):  # said before the last message
+            if all(0 < word >> 1 <= last for word in words):  # stated before the last message
                 self.all_alike = len({word & 1 for word in words}) == 1
         return self.all_alike is True
 
@@ -242,10 +242,10 @@ class HostSteps:
         before: Write | None = None,
         after: Write | None = None,
     ) -> bool:
-        """Do what is ``before``, send the message, meet all ranks, do what is ``after``.
+        """Do ``before``, send the message, meet all ranks, do ``after``.
 
-        Raises if the messages do not fit together. False if they do, but are not equal: then what is
-        ``after``, which would look for data where only an equal message has it, is not done.
+        Raises if the messages do not fit together. Returns False if they fit but are not equal. Then
+        ``after`` is not done, because it would look for data where only an equal message has it.
         """
         if key is None or not self.machine_code or not self.call.equal_fits:
             steps = self.at_once(addresses)
@@ -268,7 +268,7 @@ class HostSteps:
         return self._run(self._kept[key], addresses)
 
     def do(self, key: Key | None, addresses: Addresses, write: Write) -> None:
-        """Do what ``write`` writes."""
+        """Do the steps that ``write`` writes."""
         if key is None or not self.machine_code:
             write(self.at_once(addresses))
             return
@@ -280,7 +280,7 @@ class HostSteps:
         self._run(steps, addresses)
 
     def at_once(self, addresses: Addresses = ()) -> AtOnce:
-        """For what is to be done now, by Python."""
+        """Return the steps to do now, in Python."""
         steps = self._at_once
         steps.op = self.call.op
         self._fill(steps.memory, addresses)
@@ -291,7 +291,7 @@ class HostSteps:
         _PACKED[len(addresses)](registers, 8 * NUMBER, *entry, self.rounds, turn, *addresses)
 
     def _met(self) -> bool:
-        """Send the message, wait for everyone's, and compare them."""
+        """Send the message, wait for all others, and compare them."""
         call, control, sequence = self.call, self.control, self.sequence
         if self.machine_code and call.equal_fits:
             return self.meet()
@@ -305,7 +305,7 @@ class HostSteps:
         return False
 
     def _verify(self) -> None:
-        """Raise what the difference between the messages is; return if they fit together all the same."""
+        """Raise an error for the difference between the messages. Return if they fit together."""
         control, message = self.control, self.call.message
         self.call.verify(
             [
@@ -315,7 +315,7 @@ class HostSteps:
         )
 
     def _run(self, steps: Steps, addresses: Addresses) -> bool:
-        """Whether the list ran to its end, rather than to a meeting of messages that are not equal."""
+        """Return whether the list ran to its end, not to a meeting whose messages differ."""
         self._fill(steps.memory, addresses)
         stopped = steps.run(0)
         while stopped >= 0:
@@ -350,10 +350,10 @@ def at(operand: Operand, further: int) -> Operand:
 def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
     """Put data beside a message.
 
-    Past the caches from PAST_FROM bytes on. 2 ranks, all_reduce, through them relative to past them: of
-    4 to 16 KiB 0.9 to 1.1 times as long, of 64 KiB 0.9 to 1.9 times, in runs on a busy machine; but on
-    a Xeon 0.94 times (4 KiB) and 0.6 times (64 KiB). Rejected: to time both ways op by op, for which
-    small ops paid 4 to 9 percent (November 2026).
+    From PAST_FROM bytes on, it is written past the caches. 2 ranks, all_reduce, time through the caches
+    relative to past them: 0.9 to 1.1 for 4 to 16 KiB, 0.9 to 1.9 for 64 KiB, in runs on a busy machine; but
+    on a Xeon 0.94 (4 KiB) and 0.6 (64 KiB). Rejected: timing both ways op by op, which cost small ops 4 to
+    9 percent (November 2026).
     """
     if nbytes >= PAST_FROM:
         doing.stream(target, source, nbytes, past=True)
@@ -363,7 +363,7 @@ def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
 
 @functools.cache
 def sums(op: str, dtype: torch.dtype) -> bool:
-    """Whether machine code computes this: sums, and averages of which the sum is not rounded before."""
+    """Return whether machine code computes this: sums, and averages whose sum is not rounded before."""
     return dtype in SUMS and (
         op == "sum" or (op == "avg" and dtype in (torch.float32, torch.float64))
     )

@@ -1,27 +1,26 @@
-"""The place ``shm``: one rank per process, all on one host; symmetric memory is memfd mappings.
+"""The place ``shm``: one process per rank, all on one host; symmetric memory is memfd mappings.
 
-What it needs of its host is in ``processes``: joining, small messages, waiting, the death of peers. Items
-of streams run in the calling thread; async ops in one thread per group, in the order of submission.
+``processes`` has what it needs of its host: joining, small messages, waiting, the death of peers. Items of
+streams run in the calling thread. Async ops run in one thread per group, in the order of submission.
 
-Streams run every item at once, in the calling thread: a CPU place needs no queue. An op's algorithm is
-written for streams that overlap. Here they do not: an item has ended when the call returns, so events
-are always complete, and the order of the calls is the order of execution. What a stream waits for must
-therefore be published by a peer, or by this rank before the wait.
+Streams run every item at once, because a CPU place needs no queue. An op's algorithm is written for streams
+that overlap; here they do not. An item has ended when the call returns, so events are always complete, and
+items run in the order of the calls. If a stream waits for something, a peer must publish it, or this rank
+must have done so before the wait.
 
-Kernels that user code launches in a process of place ``shm``, ``kernel[grid](...)``.
-
-Triton's stock interpreter runs the programs of a grid one after another and spins for ever in each
-that waits. That will do until kernels wait for peers; so from the first memory that user code shares
-with them, until the place is closed, launches go this way::
+User code may launch kernels in a process of place ``shm`` by ``kernel[grid](...)``. Triton's own
+interpreter runs the programs of a grid one after another, and a program that waits spins for ever. That
+suffices until kernels wait for peers. So from the first memory that user code shares with peers, until the
+place is closed, launches are done as follows::
 
     drain      async ops of the worker come first, so ops and launches keep the order of the calls
-    lock       one interpreter session at a time in a process: another thread's has to end
+    lock       one interpreter session at a time in a process: it waits for another thread's session
     run        all programs of the grid as coroutines, exact arithmetic, inline PTX
-    idle       while all of them wait: politely, bounded by the group's timeout, looking out for
-               peers that died and for aborts, in every group whose memory user code shares
+    idle       while all of them wait: yield the core, bounded by the group's timeout, and watch for peers
+               that died and for aborts, in every group whose memory user code shares
 
-The replacements stay in Triton's classes once they are there, because another thread may have a
-session open when a place closes, and would put them back; without a place they do nothing.
+The replacements stay in Triton's classes: another thread may have a session open when a place closes, and
+would put them back. Without a place they do nothing.
 """
 
 import os
@@ -62,19 +61,19 @@ from interlace.runtime.processes.recorder import called_from
 from interlace.runtime.processes.segment import SharedSegment
 from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
-_places: "list[weakref.ref[ShmPlace]]" = []  # of ShmPlace
+_places: "list[weakref.ref[ShmPlace]]" = []  # of all ShmPlaces
 _installed = False
 
 
 def route(place: "ShmPlace") -> None:
-    """From now on kernels of user code may wait for the peers of ``place``. Idempotent."""
+    """From now on, kernels of user code may wait for the peers of ``place``. Idempotent."""
     _install()
     if place not in _open_places():
         _places.append(weakref.ref(place))
 
 
 def unroute(place: "ShmPlace") -> None:
-    """Kernels do not wait for the peers of ``place`` any more. Idempotent."""
+    """From now on, kernels no longer wait for the peers of ``place``. Idempotent."""
     _places[:] = [reference for reference in _places if reference() not in (None, place)]
 
 
@@ -83,7 +82,7 @@ def _open_places() -> "list[ShmPlace]":
 
 
 def _usable(places: "list[ShmPlace]") -> "list[ShmPlace]":
-    """The places whose group has not failed. Raises what it has failed with if all have."""
+    """Return the places whose group has not failed. If all have, raise the error of one."""
     usable = []
     failure: InterlaceError | None = None
     for place in places:
@@ -99,7 +98,7 @@ def _usable(places: "list[ShmPlace]") -> "list[ShmPlace]":
 
 
 class _Launches:
-    """In place of a session's hooks, of which only the launch is called."""
+    """A replacement of a session's hooks, of which only the launch is called."""
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
@@ -118,7 +117,7 @@ class _Launches:
 
 
 def _install() -> None:
-    """Replace how kernels are launched, once, when no session has replaced it for itself."""
+    """Replace how kernels are launched, once, while no session has its own replacement."""
     global _installed
     with session._session_lock:
         if _installed or session.is_open():
@@ -134,7 +133,7 @@ def _install() -> None:
             launch = stock_getitem(kernel, grid)
 
             def in_order(*args: object, **named: object) -> Any:
-                # While a worker runs an op, its session answers for all launches of the process.
+                # While a worker runs an op, its session handles all launches of the process.
                 for place in (places := _open_places()):
                     place.worker.drain()
                 if not places:
@@ -162,7 +161,7 @@ class CompletedEvent(Event):
 
 
 class InlineStream(Stream):
-    """Runs items at once. ``group`` is that of the host's ranks."""
+    """Runs items at once. ``group`` is the group of the host's ranks."""
 
     def __init__(self, group: HostGroup) -> None:
         self._group = group
@@ -170,7 +169,7 @@ class InlineStream(Stream):
     def launch(self, launch: KernelLaunch) -> None:
         idle = self._group.idle_hook()
         run_interpreted(launch, self._group.rank, idle, observer=recording.current())
-        # Waits in a kernel return early once the group is aborted: what it computed is void.
+        # Waits in a kernel return early once the group is aborted: its results are invalid.
         everyone = range(self._group.world_size)
         self._group.check_during(f"{launch.op}, in {launch.name}", everyone)
 
@@ -198,7 +197,7 @@ class InlineStream(Stream):
         self._hold(base, credits, _epoch(base) - 1, doing)
 
     def _hold(self, base: int, words: Mapping[int, int], value: int, doing: str) -> None:
-        """Return when these words of own memory, by the rank that writes them, are at least ``value``."""
+        """Return when these words of this rank's memory, by writing rank, are at least ``value``."""
         cells = Cells([*(base + word for word in words.values()), base + ABORT_WORD * WORD])
 
         def late() -> list[int]:
@@ -225,26 +224,26 @@ class InlineStream(Stream):
         return CompletedEvent()
 
     def wait_event(self, event: Event) -> None:
-        """Nothing to wait for: an item has ended when it was called."""
+        """Do nothing: an item has ended when its call returns."""
 
     def _raise_abort(self, doing: str, waited_for: Sequence[int]) -> None:
-        """The channel is void: a rank aborted, or a kernel of some rank gave up its wait."""
+        """Raise: the channel is invalid, because a rank aborted or a kernel's wait timed out."""
         self._group.check_during(doing, waited_for)
         raise AbortedError(f"{doing}: a kernel of this group has given up waiting")
 
 
 def _epoch(own_base: int) -> int:
-    """The epoch of the op that runs now on the channel whose header is at ``own_base``."""
+    """Return the epoch of the op that runs now on the channel whose header is at ``own_base``."""
     return load_acquire(own_base + EPOCH_WORD * WORD) + 1
 
 
-PENDING_SECONDS = 0.5  # for an op that is under way when its process ends
+PENDING_SECONDS = 0.5  # for an op that is running when its process ends
 
 T = TypeVar("T")
 
 
 class CpuPlace(Place):
-    """One rank that is a process on the CPU. Asynchronous ops run in a thread, in the order of calls."""
+    """One rank that is a CPU process. Asynchronous ops run in a thread, in the order of calls."""
 
     device = torch.device("cpu")
     interpreted = True
@@ -271,7 +270,7 @@ class CpuPlace(Place):
         self.worker.drain()
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run the launch side of an op; in the worker if ``asynchronous`` or while it is busy."""
+        """Run the launch side of an op; in the worker if ``asynchronous``, or while it is busy."""
         asynchronous = asynchronous and not self.alone
         if not self.worker.inside and (asynchronous or self.worker.unfinished):
             return self.worker.submit(called_from(function))
@@ -312,7 +311,7 @@ class ShmPlace(CpuPlace):
     # -- memory and messages -------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Implements ``Place.allocate``. Errors: ``HostGroup``'s. Unmapped with the last tensor."""
+        """Implements ``Place.allocate``. Errors: as in ``HostGroup``. Unmapped with the last tensor."""
         if nbytes < 0:
             raise ValueError(f"rank {self.rank}: nbytes must not be negative, got {nbytes}")
         self.worker.drain()
@@ -328,7 +327,7 @@ class ShmPlace(CpuPlace):
         return buffer
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
-        """Memory of this process; it holds a descriptor until it is given up."""
+        """Return memory of this process. It keeps a descriptor open until it is released."""
         segment = self.group.new_segment(starts(sizes)[-1])
         return LocalMemory(split(segment.mapping.array(), sizes), segment)
 
@@ -336,7 +335,7 @@ class ShmPlace(CpuPlace):
         return isinstance(memory.origin, SharedSegment)
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
-        """The parts of every rank's ``memory``. From now on user kernels may wait for peers."""
+        """Return the parts of every rank's ``memory``. From now on user kernels may wait for peers."""
         self.worker.drain()
         sizes = [len(part) for part in memory.parts]
         mappings = self.group.share(memory.origin, doing)
@@ -353,7 +352,7 @@ class ShmPlace(CpuPlace):
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
         if self.worker.unfinished:
-            self.worker.drain()  # messages go out in the order of the calls, on every rank
+            self.worker.drain()  # messages are sent in the order of the calls, on every rank
         return self.group.exchange(payload, doing)
 
     def new_engine(self, communicator: object) -> Engine:
@@ -379,12 +378,12 @@ class ShmPlace(CpuPlace):
     # -- failing and ending --------------------------------------------------------------------
 
     def trouble(self, doing: str) -> Exception | None:
-        """A death, an abort. A peer that has left in good order is no trouble."""
+        """Return the error of a death or an abort. A peer that has left in good order causes none."""
         present = [rank for rank in range(self.world_size) if not self.group.has_left(rank)]
         return self.group.interruption(doing, [rank for rank in present if rank != self.rank])
 
     def abort(self, reason: str) -> None:
-        """Implements ``Place.abort``. The reason goes first: who sees a buffer's ABORT word finds it."""
+        """Implements ``Place.abort``. The reason is published before a buffer's ABORT word."""
         self.group.abort(reason)
         for reference in self._buffers:
             buffer = reference()
@@ -393,10 +392,10 @@ class ShmPlace(CpuPlace):
                 Cells([base + ABORT_WORD * WORD for base in bases]).store_release(1)
 
     def close(self) -> None:
-        """Leave the group, after its messages; memory goes with the last tensor over it. Idempotent."""
+        """Leave the group after its messages. Memory is freed with the last tensor over it. Idempotent."""
         unroute(self)
         if not self.worker.close(PENDING_SECONDS):
-            self.group.close(self.linger)  # which ends what waits there
+            self.group.close(self.linger)  # ends the waits in the group
             self.worker.close()
         self._buffers = []
         if self._engine is None:

@@ -1,29 +1,29 @@
 """Large tensors between the processes of one host: through rings of shared memory, in rounds.
 
-Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot
-c mod SLOTS and says so (STAGED); the others take it from there and say so too (DONE). A slot is written
-again when everyone is done with the round that used it last. Whether rings are written through the caches
-or past them is measured, see ``caches.py``; what is copied into an output that is too large to stay
-there is written past them. How large that is, and a slot, follows from the caches: ``caches.py``.
+Every rank owns a ring of SLOTS slots. In round c of an op it puts the next piece of its data into slot c
+mod SLOTS and publishes that (STAGED). The others read it there and publish that, too (DONE). A slot is
+overwritten when all ranks have finished the round that used it last. ``caches.py`` measures whether rings
+are written through the caches or past them, and derives the size of a slot. Data copied into an output that
+is too large to stay in the caches is written past them.
 
-In ops where each rank gets a part of its own, a slot has one section per rank. In reductions the owner
-of a part sums it from everyone's sections, in rank order; where others want the sum, it goes into the
-owner's own section, which nobody stages into (REDUCED). Of two ranks each sums everything: as many bytes
-cross, and nobody waits a second time. On a busy host that counts: who waits has just used up its turn.
-(6 busy loops on 2 cores, steps of computing and 1 MiB: 5.6 sleeps per step, and 1.0 since; November 2026.)
+In ops in which each rank gets a part of its own, a slot has one section per rank. In reductions, the owner
+of a part sums it from all ranks' sections, in rank order. If others need the sum, it goes into the owner's
+own section, which no rank stages into (REDUCED). With two ranks, each sums everything: as many bytes cross,
+and neither waits a second time. That matters on a busy host, where a waiting rank has just used up its time
+slice. (6 busy loops on 2 cores, steps of computing and 1 MiB: 5.6 sleeps per step before, 1.0 now; November
+2026.)
 
-Rounds are counted over the life of the group, alike on all ranks. An op begins when everybody has called
-it, and nobody calls an op before it is done with the last, so its first rounds find their slots free.
+Rounds are counted over the life of the group, alike on all ranks. An op begins when every rank has called
+it, and a rank calls an op only after it has finished the last one, so its first rounds find their slots
+free.
 
-Behind the slots are places for data of middle size, which goes with its message like small data.
+After the slots there are places for data of middle size, which goes with its message like small data.
 
-Ops are given addresses, which their operands are counted from: those of the inputs, then of the outputs.
+Ops are given addresses, from which their operands are counted: those of the inputs, then of the outputs.
 
-Large collectives on tensors that lie in shared memory: everyone reads everyone's where it is.
-
-Taken when the tensors of all ranks lie in the same shared range (``processes/segment.py``). Nothing is
-staged, so a rank may leave the op only when its peers have read its tensor: ranks meet at the end
-(MET), and in all_reduce once more between reducing and gathering.
+If the tensors of all ranks are in the same shared range (``processes/segment.py``), every rank reads the
+others' tensors in place. Nothing is staged, so a rank may leave the op only when its peers have read its
+tensor: ranks meet at the end (MET), and in all_reduce once more between reducing and gathering.
 """
 
 import functools
@@ -49,14 +49,14 @@ RingPart = tuple[Operand, int]  # address and bytes
 RingTarget = RingPart | None
 Copy = Callable[[Operand, Operand, int], None]  # target, source, bytes
 Stage = Callable[[Copy, int], None]
-"""Put the piece of a round into its slot, written as the first argument does."""
+"""Puts the piece of a round into its slot, with its first argument as the copy."""
 
 Reducer = Callable[[Doing, Copy, int], None]
 Collect = Callable[[Doing, int], None]
 
 
 class Rounds:
-    """The rings of a group, as one rank sees them. They are made by the first large op."""
+    """The rings of a group, as one rank sees them. The first large op creates them."""
 
     def __init__(self, group: HostGroup, steps: HostSteps) -> None:
         self._group, self._steps = group, steps
@@ -84,16 +84,16 @@ class Rounds:
 
     @functools.cached_property
     def ring_writes(self) -> RingWrites:
-        """The ways in which the ranks write into their rings; once they have joined."""
+        """The ways in which the ranks write into their rings, once they have joined."""
         assert self._group.control is not None
         return RingWrites(self._group.control.writes, decides=self._rank == self._world_size - 1)
 
     def data(self, peer: int) -> int:
-        """The address of the first place for data of middle size of ``peer``."""
+        """Return the address of the first place for data of middle size of ``peer``."""
         return self._bases[peer] + self._medium
 
     def _slot(self, rank: int, c: int) -> int:
-        """The address of ``rank``'s slot in round ``c`` of an op."""
+        """Return the address of ``rank``'s slot in round ``c`` of an op."""
         return self._bases[rank] + c % SLOTS * self._slot_bytes
 
     # -- moving --------------------------------------------------------------------------------
@@ -108,7 +108,8 @@ class Rounds:
         *,
         apart: bool,
     ) -> None:
-        """Rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless ``apart``."""
+        """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless
+        ``apart``."""
         rank = self._rank
         piece, number = (self.section, rank) if apart else (self._slot_bytes, 0)
         own = parts[number][0] if parts else 0
@@ -158,7 +159,7 @@ class Rounds:
         dtype: torch.dtype,
         op: str,
     ) -> None:
-        """At ``target``: the reduction of everyone's part for this rank."""
+        """Compute, at ``target``, the reduction of all ranks' parts for this rank."""
         own, total = parts[self._rank]
 
         def reduce(steps: Doing, write: Copy, c: int) -> None:
@@ -171,7 +172,8 @@ class Rounds:
         self._run(key, addresses, count, stage, reduce, None, self._peers)
 
     def sum_everywhere(self, tensor: torch.Tensor, *, meets: bool) -> None:
-        """``tensor`` = the sum of everyone's, all read by each rank; ``meets`` as of :meth:`reduce`."""
+        """Compute ``tensor`` = the sum of all ranks', all read by each rank; ``meets``: see
+        :meth:`reduce`."""
         piece, total, dtype = self._slot_bytes, tensor.nbytes, tensor.dtype
         whole: RingPart = (0, message_steps.INPUT), total
 
@@ -194,10 +196,10 @@ class Rounds:
         )
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int | None, *, meets: bool) -> None:
-        """``tensor`` = the reduction of everyone's; on ``root`` only, unless that is None.
+        """Compute ``tensor`` = the reduction of all ranks'; only on ``root``, unless that is None.
 
-        If it ``meets``, the ranks have not met in this op yet, and do when as many rounds are staged as
-        there are slots: who comes last then finds all of them, and waits for nobody.
+        If it ``meets``, the ranks have not met in this op yet. They meet when as many rounds are staged as
+        there are slots: the last rank then finds all of them, and waits for no other rank.
         """
         rank, section, dtype = self._rank, self.section, tensor.dtype
         edges = [n * dtype.itemsize for n in cuts(tensor.numel(), self._world_size)]
@@ -246,7 +248,7 @@ class Rounds:
         c: int,
         nbytes: int,
     ) -> None:
-        """``target`` = the reduction of this rank's sections of everyone's slots, its own from ``own``."""
+        """Compute ``target`` = the reduction of this rank's sections of all slots, its own from ``own``."""
         first = self._rank * self.section
         sources: list[Operand] = [self._slot(peer, c) + first for peer in range(self._world_size)]
         sources[self._rank] = own
@@ -264,7 +266,7 @@ class Rounds:
         *,
         meets: bool = False,
     ) -> None:
-        """Rounds 0 to ``count`` - 1; ``sources``: from whom is collected."""
+        """Run rounds 0 to ``count`` - 1; ``sources``: the ranks whose data is collected."""
         steps = self._steps
         op, control, late = steps.call.op, steps.control, None
         name_algorithm("rings")
@@ -284,19 +286,19 @@ class Rounds:
             steps.do(None if key is None else ("first", *key, past), addresses, first)
             staged = time.perf_counter()
             steps.meet()
-            started += time.perf_counter() - staged  # the wait for who calls last does not count
+            started += time.perf_counter() - staged  # without the wait for the last caller
             late = [peer for peer in self._peers if control.where(peer, steps.sequence)[0]]
         if key is not None:
             key = "rounds", *key, past, None if late is None else tuple(late)
 
         def await_round(doing: Doing, word: int, peers: Sequence[int], c: int) -> None:
-            """Until ``peers`` have posted round ``c``; of what is staged ``ahead`` the meeting has told."""
+            """Wait until ``peers`` have posted round ``c``. The meeting covers rounds staged ``ahead``."""
             if word == STAGED and late is not None and c < ahead:
                 peers = [peer for peer in peers if peer in late]
             doing.wait_for(word, peers, c + 1)
 
         def rounds(doing: Doing) -> None:
-            """Staging runs ahead of reducing and collecting, so that peers rarely wait.
+            """Stage ahead of reducing and collecting, so that peers rarely wait.
 
             If the ranks have met when the first rounds were staged, ``late`` are those that had not.
             """
@@ -324,7 +326,7 @@ class Rounds:
 
         try:
             steps.do(key, addresses, rounds)
-        except (TypeError, ValueError) as error:  # which would be a refusal that all ranks share
+        except (TypeError, ValueError) as error:  # these would be refusals that all ranks share
             raise RuntimeError(f"{op} failed while data moved: {error}") from error
         steps.rounds += count  # not before: ranks may not agree on an op
         if steps.machine_code:
@@ -332,13 +334,13 @@ class Rounds:
 
 
 def cuts(count: int, world_size: int) -> list[int]:
-    """Where the part of each rank of a tensor of ``count`` elements begins, and the end of the last."""
+    """Return where each rank's part of a tensor of ``count`` elements begins, and the end of the last."""
     per = -(-count // world_size // 16) * 16
     return [min(count, owner * per) for owner in range(world_size + 1)]
 
 
 def around(rank: int, world_size: int) -> list[int]:
-    """The others, beginning with the next rank: no two ranks read the same one's data at once."""
+    """Return the other ranks, beginning with the next: no two ranks read the same one's data at once."""
     return [(rank + step) % world_size for step in range(1, world_size)]
 
 
@@ -351,7 +353,7 @@ def adjacent(parts: Sequence[Stretch]) -> bool:
 
 
 class Direct:
-    """The direct ops of one rank of a group. The messages of the op that runs say where tensors are."""
+    """The direct ops of one rank of a group. The messages of the running op say where tensors are."""
 
     def __init__(self, group: HostGroup, steps: HostSteps) -> None:
         self._group, self._steps = group, steps
@@ -360,7 +362,7 @@ class Direct:
         self._meetings = 0
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Where ``tensor`` is in shared memory: range and offset; range 0 if it is small or not there."""
+        """Return ``tensor``'s range and offset in shared memory; range 0 if it is small or not there."""
         if tensor.nbytes <= SMALL_DATA or not self._group.shared_ranges:
             return 0, 0
         return self._group.shared_ranges.find(tensor.data_ptr(), tensor.nbytes)
@@ -371,10 +373,10 @@ class Direct:
         targets: Sequence[Stretch | None],
         overwritten: Stretch | None = None,
     ) -> tuple[int, int]:
-        """Where ``parts`` are, if they are equal in size and one behind the other.
+        """Return where ``parts`` are, if they are equal in size and adjacent; otherwise range 0.
 
-        And if no target lies where a peer reads: it would be written while the peer may still do so.
-        ``overwritten`` is a part that only this rank reads.
+        Also range 0 if a target is in memory that a peer reads: it would be written while the peer may
+        still read. ``overwritten`` is a part that only this rank reads.
         """
         if not parts or not self._group.shared_ranges:
             return 0, 0
@@ -390,7 +392,7 @@ class Direct:
         return self._group.shared_ranges.find(first, nbytes * len(parts))
 
     def everywhere(self, number: int) -> bool:
-        """Whether the tensors of all ranks are in range ``number``, and so are read where they are."""
+        """Return whether the tensors of all ranks are in range ``number``, and so are read in place."""
         control, sequence = self._steps.control, self._steps.sequence
         direct = number > 0 and all(
             control.where(peer, sequence)[0] == number for peer in control.peers
@@ -410,7 +412,7 @@ class Direct:
         self._group.await_word(self._peers, MET, self._meetings, self._steps.call.op)
 
     def share(self, targets: Sequence[Stretch | None], part: int) -> None:
-        """``targets[r]`` = part ``part`` of rank r's tensor, in parts of the target's size."""
+        """Copy part ``part`` of rank r's tensor to ``targets[r]``, in parts of the target's size."""
         steps, outputs = self._steps.at_once(), self._steps.sizes.outputs
         past = sum(target[1] for target in targets if target) >= outputs
         for peer in self._peers:
@@ -420,7 +422,7 @@ class Direct:
         self._meet()
 
     def _reduce(self, op: str, own: Stretch, target: int, offset: int, dtype: torch.dtype) -> None:
-        """``target`` = the reduction of ``own`` and of what is at ``offset`` of the others' tensors."""
+        """Compute ``target`` = the reduction of ``own`` and the others' data at ``offset``."""
         address, nbytes = own
         sources = [
             address if rank == self._rank else self._address(rank) + offset
@@ -429,12 +431,12 @@ class Direct:
         self._steps.at_once().reduce(op, dtype, target, sources, nbytes // dtype.itemsize)
 
     def reduce_scatter(self, op: str, own: Stretch, target: int, dtype: torch.dtype) -> None:
-        """``target`` = the reduction of everyone's part for this rank; ``own`` is this rank's."""
+        """Compute ``target`` = the reduction of all ranks' parts for this rank; ``own`` is its own part."""
         self._reduce(op, own, target, self._rank * own[1], dtype)
         self._meet()
 
     def reduce(self, op: str, tensor: torch.Tensor) -> None:
-        """``tensor`` = the reduction of everyone's: each rank reduces a segment, all gather them."""
+        """Reduce ``tensor`` over ranks: each rank reduces a segment, then all gather the segments."""
         dtype, base = tensor.dtype, tensor.data_ptr()
         edges = [n * dtype.itemsize for n in cuts(tensor.numel(), self._world_size)]
         first, end = edges[self._rank : self._rank + 2]
