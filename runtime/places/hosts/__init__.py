@@ -1,1 +1,1 @@
-"""The place ``hosts``: processes on several hosts, TCP between them."""
+"""The place ``hosts``: processes on several hosts, connected by TCP."""

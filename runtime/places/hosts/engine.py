@@ -1,51 +1,50 @@
 """The collectives of processes on several hosts: shared memory within a host, TCP between hosts.
 
-Between hosts bytes are dear, so each crosses to another host once, and every rank carries its share.
-Legend: H hosts; rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is
-(k, l mod L_k), which is (k, l) where hosts have equally many ranks; C is the fewest ranks of a host.
+Sending between hosts is expensive, so each byte crosses to another host once, and every rank sends its
+share. Legend: H hosts; rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is (k, l
+mod L_k), which is (k, l) if hosts have equally many ranks; C is the smallest number of ranks of a host.
 
 ==================  ================================================================================
 broadcast           root sends to a twin on each host; each host broadcasts
 all_gather          all send to their twins; each host gathers, once for the ranks of each host
-gather, scatter     between root and the ranks of other hosts directly; within root's host as ever
-all_to_all          directly between hosts, as ever within
+gather, scatter     between root and the ranks of other hosts directly; within root's host as usual
+all_to_all          directly between hosts, as usual within a host
 reduce_scatter      each host reduces, once for the ranks of each host; rank l has the result for its
-                    twin and sends it; what arrives is put together in the order of hosts
-all_reduce          each host reduces and scatters C parts; rank l < C swaps its part with the l-th of
-                    each other host, puts them together; each host gathers
+                    twin and sends it; the received results are combined in the order of hosts
+all_reduce          each host reduces and scatters C parts; rank l < C exchanges its part with the
+                    l-th rank of each other host and combines them; each host gathers
 reduce              each host reduces; its first rank sends the result to root
 send, recv          ``mail.py``
 ==================  ================================================================================
 
-An op has up to three speeds, by its bytes:
+An op is done in one of three ways, by its bytes:
 
-small     data goes with the call: one meeting within the host, of which every rank leaves with what its
-          twins need, and one frame from each twin (``pieces.py``). Bytes cross once per rank, not once per
-          host, which costs less than to meet again
-middle    the step within the host comes with the call, the data of the rank with its frame, and what goes
-          directly to other ranks right behind; then the second step within the host
-large     in pieces, once all agree; what is within the host goes on while pieces are on the wire. What goes
-          directly is as in the middle
+small     data goes with the call: one meeting within the host, after which every rank has what its twins
+          need, and one frame from each twin (``pieces.py``). Bytes cross once per rank, not once per host,
+          which costs less than a second meeting
+middle    the step within the host comes with the call. The rank's data goes with its frame, and data for
+          other ranks directly after it. Then comes the second step within the host
+large     in pieces, after all ranks agree. The steps within the host overlap with pieces on the wire. Data
+          that goes directly is sent as in the middle way
 
-"Once for the ranks of each host" is a round within the host: in round k of an all_gather rank l shares
-what it has received of host k. Where host k has more ranks than this one there are several.
+"Once for the ranks of each host" is a round within the host: in round k of an all_gather, rank l shares the
+data that it has received from host k. If host k has more ranks than this one, there are several rounds.
 
-Rejected: an all-reduce of gloo between hosts. It knows few dtypes, rounds halves at every step, and its
-order of summation is its own. Gathering at one rank per host: the others' cores and links would wait.
+Rejected: an all-reduce of gloo between hosts. It supports few dtypes, rounds halves at every step, and sums
+in an order of its own. Also rejected: gathering at one rank per host, which leaves the other ranks' cores
+and links idle.
 
-Reductions in two steps: over the ranks of each host, then over the hosts.
+Reductions have two steps: over the ranks of each host, then over the hosts. A host sends a partial result
+in the dtype in which :func:`reductions.fold` would continue, so that there is one rounding, at the end::
 
-What a host sends to another is a partial result, in the dtype in which :func:`reductions.fold` would go on
-computing, so that there is one rounding, at the end::
-
-    float16, bfloat16, float8   sum, avg, product: float32 (min and max pick, so they stay as they are)
+    float16, bfloat16, float8   sum, avg, product: float32 (min and max select, so they stay as they are)
     complex32                   complex64
-    whole numbers, avg          the sum in int64 (uint64: itself, modulo 2**64); divided at the end
+    integers, avg               the sum in int64 (uint64: itself, modulo 2**64); divided at the end
 
 The order is ``(r0 + r1 + ...) + (r4 + r5 + ...) + ...``: ranks within a host, then hosts, both ascending.
-It depends on nothing but who is on which host, and each element is finished by one rank only, or by ranks
-that do the same with the same numbers: so all ranks get the same bits, and the same in every run. Rounding
-may differ from that of the same ranks on one host, whose sum has no brackets.
+It depends only on which rank is on which host. Each element is finished by one rank, or by ranks that
+compute the same from the same numbers. So all ranks get the same bits, in every run. The rounding may
+differ from that of the same ranks on one host, whose sum has no brackets.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Partial:
     @classmethod
     def of(cls, op: str, dtype: torch.dtype) -> Partial:
         if dtype == torch.bool:
-            # the mean of bools, truncated, is whether all are true
+            # the truncated mean of bools is true if all are true
             return cls("band", "band", dtype) if op == "avg" else cls(op, op, dtype)
         step = "sum" if op == "avg" else op
         if dtype in reductions.NARROW_FLOATS and op not in ("min", "max"):
@@ -91,11 +90,11 @@ class Partial:
         return cls(op, step, dtype)
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in the dtype of partial results; itself if that is its own."""
+        """Return ``tensor`` in the dtype of partial results; the same tensor if it has that dtype."""
         return tensor.to(self.dtype)
 
     def finish(self, parts: Sequence[torch.Tensor], output: torch.Tensor, count: int) -> None:
-        """``output``, which may be a part, = ``parts`` of all hosts put together, for ``count`` ranks."""
+        """Combine the ``parts`` of all hosts into ``output``, which may be a part, for ``count`` ranks."""
         total = output
         if output.dtype != self.dtype:
             total = torch.empty(output.shape, dtype=self.dtype)
@@ -109,7 +108,7 @@ class Partial:
 Pieces = Sequence[Callable[[], OpPiece]]
 
 SMALL_BYTES = 32 << 10  # of all ranks of the largest host
-MEETING_BYTES = 256 << 10  # what goes with a meeting in the host
+MEETING_BYTES = 256 << 10  # of the data that goes with a meeting in the host
 
 
 class HostsEngine(Engine):
@@ -135,7 +134,7 @@ class HostsEngine(Engine):
         return ranks[rank_index % len(ranks)]
 
     def _rounds(self, ranks: Sequence[int]) -> list[list[int | None]]:
-        """The ranks of a host dealt to those of this one: in each round at most one for each."""
+        """Assign the ranks of a host to those of this one: in each round at most one to each."""
         count = len(self._mine)
         dealt: list[list[int | None]] = []
         for start in range(0, len(ranks), count):
@@ -144,7 +143,7 @@ class HostsEngine(Engine):
         return dealt
 
     def _far(self, tensors: Tensors) -> dict[int, torch.Tensor]:
-        """Those of ranks on other hosts, beginning with twins: no two ranks begin with the same one."""
+        """Return those of ranks on other hosts, twins first: no two ranks begin with the same one."""
         return {
             rank: tensors[rank]
             for ranks in self._others
@@ -177,12 +176,12 @@ class HostsEngine(Engine):
                     return self._small_exchange(gives, takes, direct)
                 return self._small_scatter(gives, takes[0], giver, direct)
 
-            part = (gives if alike else takes)[0].nbytes  # of all, if messages are equal
+            part = (gives if alike else takes)[0].nbytes  # equal on all ranks if messages are equal
             pieces = [small if even and part * self.world_size <= MEETING_BYTES else direct]
         self._ops.run(call, pieces)
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Pieces:
-        """``outputs[r]`` = rank r's ``input``, in pieces."""
+        """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
         longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
 
         def piece(part: slice) -> OpPiece:
@@ -190,7 +189,7 @@ class HostsEngine(Engine):
             receives = {
                 source: outputs[source][part]
                 for ranks in self._others
-                for source in ranks[self._index :: len(mine)]  # whose twin this rank is
+                for source in ranks[self._index :: len(mine)]  # this rank is their twin
             }
             parts = [output[part] for output in outputs]
 
@@ -208,7 +207,7 @@ class HostsEngine(Engine):
     def _share(
         self, op: str, parts: Tensors, sources: Sequence[int | None], input: torch.Tensor
     ) -> None:
-        """Within the host: the parts of ``sources``, of which each rank has one."""
+        """Share within the host the parts of ``sources``, of which each rank has one."""
         if len(self._mine) > 1:
             nothing = input.new_empty(0)
             outputs = [nothing if source is None else parts[source] for source in sources]
@@ -220,7 +219,7 @@ class HostsEngine(Engine):
     def _direct(
         self, call: Call, gives: Tensors, takes: Tensors, sides: Sides, *, even: bool
     ) -> OpPiece:
-        """Data goes from rank to rank. ``even``: all parts are equal in size, if messages are."""
+        """Send data from rank to rank. ``even``: all parts have one size, if messages are equal."""
         (giver, taker, alike), mine = sides, self._mine
         sends: dict[int, torch.Tensor] = {}
         if alike:
@@ -265,7 +264,7 @@ class HostsEngine(Engine):
         taker: int,
         uneven: Callable[[], OpPiece] | None,
     ) -> OpPiece:
-        """All ranks of a host know what all of these have; twins of who takes it send it."""
+        """Share all parts with all ranks of a host; the twins of the taking ranks send them."""
         block = input.new_empty(len(self._mine), input.numel())
         blocks = [input.new_empty(len(ranks), input.numel()) for ranks in self._others]
 
@@ -285,7 +284,7 @@ class HostsEngine(Engine):
     def _small_exchange(
         self, inputs: Tensors, outputs: Tensors, uneven: Callable[[], OpPiece]
     ) -> OpPiece:
-        """All ranks of the host know what all have for others, so each has all that its twin gets."""
+        """Share all parts with all ranks of the host, so that each has all that its twin receives."""
         count, mine = inputs[0].numel(), self._mine
         own = torch.cat([part.view(-1) for part in inputs])
         block = own.new_empty(len(mine), self.world_size, count)
@@ -308,7 +307,7 @@ class HostsEngine(Engine):
     def _small_scatter(
         self, inputs: Tensors, output: torch.Tensor, root: int, uneven: Callable[[], OpPiece]
     ) -> OpPiece:
-        """All ranks of the root's host know all parts, and send their twins'."""
+        """Share all parts with all ranks of the root's host, which send their twins' parts."""
         whole = output.new_empty(self.world_size, output.numel())
         for row, part in zip(whole, inputs, strict=False):
             row.copy_(part.view(-1))
@@ -327,12 +326,12 @@ class HostsEngine(Engine):
         return OpPiece(near, sends, receives, after=after, uneven=uneven)
 
     def _fill(self, outputs: Tensors, ranks: Sequence[int], parts: Iterable[torch.Tensor]) -> None:
-        """The outputs for ``ranks`` = ``parts``."""
+        """Copy ``parts`` to the outputs for ``ranks``."""
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
     def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Pieces:
-        """``tensor`` = that of rank ``root``."""
+        """Copy rank ``root``'s ``tensor`` to all ranks."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
         source = self._twin(place, self._mine)
@@ -343,7 +342,7 @@ class HostsEngine(Engine):
                 self._ops.local.broadcast(call, part, in_host)
 
         def small(everyone: bool) -> OpPiece:
-            """The root's host broadcasts at once. If ``everyone`` there sends, no other has to."""
+            """Broadcast in the root's host at once. If ``everyone`` there sends, no other rank has to."""
             copy = flat.clone()
             senders = home if everyone else (root,)
             twin = self._twin(self._index, home)
@@ -402,7 +401,7 @@ class HostsEngine(Engine):
     def _small_reduce(
         self, whole: torch.Tensor, count: int, output: torch.Tensor, partial: Partial
     ) -> OpPiece:
-        """``output`` = the reduction of ``whole``; of this rank's part if it has a ``count`` of them."""
+        """Reduce ``whole`` to ``output``; only this rank's part of it if it has a ``count`` of them."""
         sums = partial.widened(whole)
         sums = sums.clone() if sums is whole else sums
         parts, single = sums.view(count, output.numel()), count == 1
@@ -420,12 +419,13 @@ class HostsEngine(Engine):
         )
 
     def _by_host(self, found: Mapping[int, torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """The parts that came from one rank of each other host, and ``own``, in the order of hosts."""
+        """Return the part ``found`` from one rank of each other host, and ``own``, in the order of
+        hosts."""
         parts = iter(found.values())
         return [own if ranks is self._mine else next(parts) for ranks in self._hosts]
 
     def _columns_of(self, op: str, flat: torch.Tensor, partial: Partial) -> OpPiece:
-        """An all_reduce of ``flat``: this rank puts together its column of it, if it has one."""
+        """All-reduce ``flat``: this rank combines its column of it, if it has one."""
         count, index = self._columns, self._index
         more = [flat[:0]] * (len(self._mine) - count)
         targets, wide = [
@@ -498,7 +498,7 @@ class HostsEngine(Engine):
     def _parts_of(
         self, op: str, output: torch.Tensor, inputs: Tensors, partial: Partial
     ) -> OpPiece:
-        """A reduce_scatter: the host reduces for the ranks of each host in turn, its own last."""
+        """Reduce-scatter: the host reduces for the ranks of each host in turn, its own last."""
         wide = [partial.widened(part) for part in inputs]
         dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
         reduced = {

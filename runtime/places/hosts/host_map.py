@@ -1,20 +1,20 @@
-"""The ranks of a group by host, and the address at which others reach this one.
+"""The ranks of a group by host, and the address at which others reach this rank.
 
-Two processes count as on one host if they can share memory the way ``processes/rendezvous.py`` does it:
-through descriptors that go over abstract unix sockets. That takes
+Two processes are on one host if they can share memory as ``processes/rendezvous.py`` does it: by
+descriptors that are sent over abstract unix sockets. That requires
 
 ==================  ================================================================================
-one kernel          its boot id; two machines have two, containers of one machine have one
-one network         abstract unix sockets are seen within one network namespace only
-one user            they have no permissions, so peers with another user id are turned away; a user
-                    id means the same within one user namespace only
+one kernel          the same boot id; two machines have two, containers of one machine have one
+one network         abstract unix sockets are visible within one network namespace only
+one user            they have no permissions, so peers with another user id are refused; a user id
+                    means the same within one user namespace only
 ==================  ================================================================================
 
-Process and mount namespaces do not matter: descriptors of memory and of processes (pidfd) work across
-them. So two containers of one pod are one host, two containers with networks of their own are two, and
-those two are joined as two machines are, which is slower and right.
+Process and mount namespaces do not matter, because descriptors of memory and of processes (pidfd) work
+across them. So two containers of one pod are one host. Two containers with networks of their own are two
+hosts, and are connected like two machines, which is slower but right.
 
-Every rank puts a :class:`Card` into the store, as ``processes/rendezvous.py`` has it.
+Every rank puts a :class:`Card` into the store, see ``processes/rendezvous.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANY_PORT = 9  # "discard"; connecting a datagram socket sends nothing
 
 
 def this_host() -> str:
-    """A name that is equal for two processes if they can share memory, and differs if they cannot."""
+    """Return a name that two processes have in common exactly if they can share memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             kernel = file.read().strip()
@@ -46,17 +46,17 @@ def this_host() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """A number for the namespace of this process; the kernel's numbers are unique until it ends."""
+    """Return the number of this process's namespace. The kernel's numbers are unique until it ends."""
     try:
         return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
     except OSError:
-        return "none"  # a kernel without this kind of namespace has one for all
+        return "none"  # a kernel without this kind of namespace has one for all processes
 
 
 @plain.record
 @dataclass(frozen=True)
 class Card:
-    """A rank's facts: its host, its process, its address as the store's host sees it, who counts pids."""
+    """A rank's host, process, address as the store's host sees it, and namespace of process ids."""
 
     host: str
     pid: int
@@ -69,7 +69,7 @@ class Card:
             raise TypeError(f"no card of a rank: {types}")
 
     def check_living(self, doing: str, cards: Mapping[int, Card]) -> None:
-        """Raise PeerDiedError if a rank with one of these has ended, where that is seen from here."""
+        """Raise PeerDiedError if a rank with one of these cards has ended, as far as this rank can see."""
         for rank, card in cards.items():
             near = (card.host, card.processes) == (self.host, self.processes)
             if near and has_ended(card.pid):
@@ -77,7 +77,7 @@ class Card:
 
     @classmethod
     def unpack(cls, data: bytes) -> Card:
-        """The card that a rank has put into the store."""
+        """Parse the card that a rank has put into the store."""
         found = plain.loads(data)
         if not isinstance(found, cls):
             raise plain.UnreadableError(f"the store has no card of a rank but {found!r:.99}")
@@ -92,7 +92,7 @@ class HostMap:
 
     @classmethod
     def of(cls, keys: Sequence[str]) -> HostMap:
-        """From the host of each rank."""
+        """Build the map from the host of each rank."""
         by_host: dict[str, list[int]] = {}
         for rank, key in enumerate(keys):
             by_host.setdefault(key, []).append(rank)
@@ -108,7 +108,7 @@ class HostMap:
 
 
 def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
-    """The address of this machine on the way to ``host``; None if there is no way."""
+    """Return this machine's address on the way to ``host``, or None if there is no way."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -120,7 +120,7 @@ def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
 
 
 def interface_address(interface: str) -> str | None:
-    """The address of this machine on ``interface``; None if it has none."""
+    """Return this machine's address on ``interface``, or None if it has none."""
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
         contextlib.suppress(OSError),
@@ -135,7 +135,7 @@ def interface_address(interface: str) -> str | None:
 
 
 def listening_address(own: str | None) -> str:
-    """Where gloo listens, too: the interface that the user names, ``own`` address, or the host's name."""
+    """Return where gloo listens, too: the user's interface, the address ``own``, or the host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     return (interface and interface_address(interface)) or own or socket.gethostname()
 
@@ -145,7 +145,7 @@ def is_loopback(address: str | None) -> bool:
 
 
 def store_address(store: object) -> str | None:
-    """This machine's address on the way to who serves ``store``, or to ``MASTER_ADDR``."""
+    """Return this machine's address on the way to the server of ``store``, or to ``MASTER_ADDR``."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR")
@@ -153,10 +153,10 @@ def store_address(store: object) -> str | None:
 
 
 def own_address(cards: Sequence[Card], rank: int) -> str | None:
-    """The address at which ranks on other hosts reach this one.
+    """Return the address at which ranks on other hosts reach this one.
 
-    The rank that serves the store may know it as localhost only. It finds its address on the way to
-    another host, whose ranks cannot know themselves by a name that means nothing to others.
+    The rank that serves the store may know it only as localhost. It takes its address on the way to another
+    host, because ranks there know an address of their own that others can use.
     """
     own = cards[rank]
     if not is_loopback(own.address):

@@ -1,9 +1,9 @@
-"""Why a group on several hosts is not joined: what its ranks find out meanwhile, and tell each other.
+"""The reasons why a group on several hosts cannot be joined, as its ranks find and exchange them.
 
-gloo connects, and says neither whose connection has failed nor anything before that. So every rank looks
-now and then whether a rank of its own host has ended, which ranks of other hosts cannot see. It tells all
-why it gives up, through the store, before they can notice. Who gives up and knows no reason asks all to
-answer, and names those who do not.
+When gloo fails to connect, it does not say which connection failed, and it says nothing before that. So
+every rank checks now and then whether a rank of its own host has ended, which ranks of other hosts cannot
+see. A rank that fails publishes its reason in the store before the others can notice. A rank that fails
+without a known reason asks all ranks to answer, and names those that do not.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from interlace.runtime.processes.waiting import Interruption, Patience
 if TYPE_CHECKING:
     from interlace.runtime.compat.torch_groups import Store
 
-ANSWER_SECONDS = 5.0  # in which a rank says that it is there, however busy its machine is
+ANSWER_SECONDS = 5.0  # in which a rank must answer, however busy its machine is
 _WHY, _ASKED = "why", "asked"
 
 
 class UnconnectedError(InterlaceError):
-    """A connection could not be made; the rank at its other end is not known."""
+    """A connection could not be made; the rank at its other end is unknown."""
 
 
 def connected(
     store: Store, rank: int, world_size: int, address: str | None, timeout: float
 ) -> tuple[object, dict[int, int]]:
-    """A gloo group on the interface of ``GLOO_SOCKET_IFNAME``, of ``address``, or of the host's name.
+    """Return a gloo group, its descriptors and their inodes.
 
-    With its descriptors, and their inodes.
-
-    It waits five times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
+    It uses the interface of ``GLOO_SOCKET_IFNAME``, or ``address``, or the host's name. gloo waits five
+    times its own timeout for a peer to connect. Raises UnconnectedError if one does not.
     """
     from interlace.runtime.compat.torch_groups import c10d
 
@@ -61,7 +60,7 @@ def connected(
         own = {number: inode for number, inode in _descriptors().items() if number not in before}
         for number in own:
             with contextlib.suppress(OSError):
-                os.set_inheritable(number, False)  # or another program would keep them open
+                os.set_inheritable(number, False)  # otherwise another program would keep them open
         return made, own
     except RuntimeError as error:
         where = interface or address or "the address of its host name"
@@ -71,16 +70,16 @@ def connected(
 
 
 def _descriptors() -> dict[int, int]:
-    """Those of this process that are open, and their inodes."""
+    """Return this process's open descriptors and their inodes."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one by which they were listed
+        with contextlib.suppress(OSError):  # for the descriptor with which they were listed
             found[int(number)] = os.fstat(int(number)).st_ino
     return found
 
 
 def let_go(descriptors: dict[int, int]) -> None:
-    """In a forked child: keep no connection of the parent's open. Its library still has the numbers."""
+    """Close the parent's connections in a forked child. The parent's library still has the numbers."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for number, inode in descriptors.items():
         with contextlib.suppress(OSError):
@@ -92,8 +91,8 @@ def let_go(descriptors: dict[int, int]) -> None:
 class Joining:
     """One rank's view of a group that is being joined; ``cards`` are those of all its ranks.
 
-    ``timeout``, in seconds, bounds :meth:`step`. ``hopeless`` finds what else ends it, where ranks
-    have other means to tell each other than the store.
+    ``timeout``, in seconds, bounds :meth:`step`. ``hopeless`` finds other reasons to fail, if the ranks
+    have other means of communication than the store.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Joining:
         self._store = None if hopeless else store
         self._prefix, self._doing = prefix, f"joining group {prefix!r}"
         self._peers = [peer for peer in self._cards if peer != rank]
-        own = weakref.proxy(self)  # which has the patience
+        own = weakref.proxy(self)  # this object owns the patience
         self._patience = Patience(rank, timeout, lambda *wait: own.problem(*wait))
         self._hopeless = hopeless
         self._looked, self._told = 0.0, ""
@@ -118,11 +117,11 @@ class Joining:
         self._known: InterlaceError | None = None
 
     def step(self) -> None:
-        """Spend a moment. Raises why the group cannot be joined, or that it takes too long."""
+        """Spend a moment. Raises if the group cannot be joined, or on timeout."""
         self._patience.step(self._doing, self._peers)
 
     def look(self, *_: object) -> None:
-        """Raise why the group cannot be joined, if that can be seen or was told; answer who asks."""
+        """Raise a reason that can be seen or was published; answer ranks that ask."""
         if self._known is None and (now := time.monotonic()) > self._looked + PROBE_SECONDS:
             self._looked = now
             try:
@@ -139,9 +138,9 @@ class Joining:
             raise self._known
 
     def why(self, error: BaseException) -> BaseException:
-        """Why joining has failed in the end, with ``error`` here. All others hear it."""
+        """Return why joining failed, given this rank's ``error``, and publish it to all others."""
         if isinstance(error, InterlaceError):
-            with contextlib.suppress(Exception):  # the store may be what has failed
+            with contextlib.suppress(Exception):  # the store itself may have failed
                 error = self._cause(error)
         self.tell(error)
         return error
@@ -161,7 +160,7 @@ class Joining:
         return error
 
     def tell(self, error: BaseException) -> None:
-        """Tell all others why there will be no group, unless one has told before."""
+        """Publish why there will be no group, unless a rank has already done so."""
         text = (
             str(error) if isinstance(error, InterlaceError) else f"{type(error).__name__}: {error}"
         )
@@ -182,7 +181,7 @@ class Joining:
         return None
 
     def _silent(self) -> list[int]:
-        """The ranks that do not answer now."""
+        """Return the ranks that do not answer now."""
         silent = {peer: self._said(peer) for peer in self._peers}
         self._say(_ASKED, os.urandom(8).hex())
         until = time.monotonic() + ANSWER_SECONDS

@@ -1,18 +1,18 @@
 """Connections between ranks on several hosts: packets by gloo, and noticing that a rank is gone.
 
-One gloo group per group of ranks, all connected with all, from which only send and recv are used. It
-carries packets of a fixed size (:class:`Packet`): "I have left", "abort, because ...", "whom do you wait
-for?". Ranks on different hosts have connections of their own for bytes: of collectives (``wires.py``), and
-of messages between two ranks (``mail.py``).
+There is one gloo group per group of ranks, connecting all pairs, of which only send and recv are used. It
+carries packets of a fixed size (:class:`Packet`): "I have left", "abort, because ...", "which rank do you
+wait for?". Ranks on different hosts have separate connections for bytes: for collectives (``wires.py``),
+and for messages between two ranks (``mail.py``).
 
-A thread per peer always listens for its packets. So whoever sends one never waits long; and when a
-process ends, the kernel closes its connections and every other rank's listener knows which rank is gone.
+One thread per peer always listens for the peer's packets, so sending one never takes long. When a process
+ends, the kernel closes its connections, and every other rank's listener notices which rank is gone.
 
-What one rank fails with ends the waits of all: it sends the reason to everybody, then severs its own
-connections for bytes, which wakes its own threads. That for packets stays until the rank leaves the
-group: by it those who are left agree on how to go on (``regroup.py``). A rank whose packets end without
-"I have left" is gone. The group's timeout is watched by a thread: who times out must still be able to
-say so.
+If one rank fails, the waits of all ranks end: it sends the reason to all, then closes its own connections
+for bytes, which wakes its own threads. The connections for packets stay until the rank leaves the group,
+because the remaining ranks use them to agree on how to continue (``regroup.py``). A rank whose packets end
+without "I have left" is gone. A separate thread watches the group's timeout, so that a rank that times out
+can still say so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass
 class Packet:
-    """One control packet: what it is, and the fields that its kind uses."""
+    """One control packet: its kind, and the fields that this kind uses."""
 
     kind: int
     tag: int = 0
@@ -88,7 +88,7 @@ class Packet:
 
     @staticmethod
     def unpack(packet: torch.Tensor) -> Packet:
-        """The packet in these bytes; UnreadableError unless it is one that :meth:`pack` makes."""
+        """Parse a packet. UnreadableError unless :meth:`pack` could have made it."""
         raw = packet.numpy().tobytes()
         (length,) = _LENGTH.unpack_from(raw)
         fields = plain.loads(raw[_LENGTH.size : _LENGTH.size + length])
@@ -109,9 +109,9 @@ _EVER = timedelta(days=300)
 _GOODBYE = timedelta(seconds=1)
 _MOMENT = timedelta(milliseconds=1)
 _GRACE, _VERDICT, _TICK = 0.1, 5.0, 0.25  # seconds
-_ANSWER = 1.0  # seconds for a rank to say whom it waits for; a stopped process says nothing
-# Seconds after the bound until gloo ends a wait, and closes all connections. To find out who is late takes
-# less; a rank whose connection ends before is said to have died.
+_ANSWER = 1.0  # seconds for a rank to say for which rank it waits; a stopped process says nothing
+# Seconds after the timeout until gloo ends a wait and closes all connections. Finding out which ranks are
+# late takes less; a rank whose connection ends before that is reported as dead.
 LATE = 5.0
 _JUST_NOW = 1.0  # seconds
 _CARD_BYTES = 128
@@ -124,10 +124,10 @@ T = TypeVar("T")
 class HostLinks:
     """This rank's connections to all ranks of a group.
 
-    ``pids`` are the ranks' processes, for error messages. ``timeout``,
-    in seconds, bounds connecting, and transfers; ``bound()`` a wait of the op that runs now.
-    ``on_failure`` is called once, in any thread, with what the group failed with; ``awaited()`` is the
-    rank that this one waits for, here or on its own host, None for nobody.
+    ``pids`` are the ranks' processes, for error messages. ``timeout``, in seconds, bounds connecting and
+    transfers; ``bound()`` bounds a wait of the running op. ``on_failure`` is called once, in any thread,
+    with the error of the group. ``awaited()`` returns the rank for which this one waits, here or on its own
+    host, or None.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class HostLinks:
         self._ended = threading.Event()
         self._left: set[int] = set()
         self.waiting: tuple[float, str, int, float] | None = None
-        """Until when this rank waits, in which op, for whom, and how long in all."""
+        """This rank's wait: its end, its op, the awaited rank, and its length in seconds."""
         self.wires, self._until = Wires(rank), 0.0
         self.records, self.pieces = Wires(rank), Wires(rank)
-        """Of messages, for ``mail.py``, which forgets them."""
+        """The connections for messages; ``mail.py`` releases them."""
         self._by_name = {"wires": self.wires, "records": self.records, "pieces": self.pieces}
         self.doing = ""
         """The op that this rank is in, for errors."""
@@ -164,7 +164,7 @@ class HostLinks:
         self._descriptors: dict[int, int] = {}  # gloo's
         self._ticked, self._woke = math.inf, -math.inf
         self._under_way: dict[int, deque[Any]] = {peer: deque() for peer in self.peers}
-        """Packets that may be on their way. gloo would close all connections if a wait for one ended."""
+        """Packets that may be in flight. If a wait for one ended, gloo would close all connections."""
         _links.add(self)
 
     def connect(
@@ -176,10 +176,11 @@ class HostLinks:
         group: str,
         far: Sequence[int],
     ) -> None:
-        """Connect with all of ``group``, who prove that they know ``secret``, by ``store``. Collective.
+        """Connect to all ranks of ``group``, which prove by ``store`` that they know ``secret``.
+        Collective.
 
-        ``far`` are the ranks on other hosts, ``address`` that of this rank. ``step()`` is called meanwhile,
-        bounds it, and may raise: gloo is then left waiting.
+        ``far`` are the ranks on other hosts; ``address`` is this rank's. ``step()`` is called meanwhile. It
+        bounds the wait and may raise; gloo is then left waiting.
         """
         own = PolledStore(store, f"{group}/links", self._closed.is_set)
         at = listening_address(address)
@@ -198,7 +199,7 @@ class HostLinks:
         self.doing = ""
 
     def give_up(self) -> None:
-        """Connecting has failed: let its thread end, and peers see it."""
+        """Clean up after connecting has failed: end the thread, and let peers notice."""
         self._closed.set()
         if self._gloo is not None:
             self._sever()
@@ -208,8 +209,8 @@ class HostLinks:
     def start(
         self, on_packet: Callable[[int, Packet], None], on_gone: Callable[[int], None]
     ) -> None:
-        """Begin to listen, once. ``on_packet`` is called in a peer's thread, with its rank and a packet;
-        then ``on_gone``, once it is gone."""
+        """Begin to listen, once. In a peer's thread, ``on_packet`` is called with its rank and each packet,
+        and ``on_gone`` when the peer is gone."""
         self._on_packet, self._on_gone = on_packet, on_gone
         self._ticked = time.monotonic()
         for thread in self._threads:
@@ -218,9 +219,9 @@ class HostLinks:
     def _authenticate(
         self, secret: bytes, group: str, listening: tuple[object, ...], far: Sequence[int]
     ) -> None:
-        """Once, before anything else: have every peer prove that it knows the job's secret.
+        """Make every peer prove once, before anything else, that it knows the job's secret.
 
-        What it listens at for bytes comes with its proof.
+        The proof includes the addresses at which it listens for bytes.
         """
 
         def proof(sender: int, receiver: int, where: str = "gloo") -> bytes:
@@ -248,10 +249,10 @@ class HostLinks:
             raise self.broken(error.peer, error, "joining") from None
         self._traded(
             dict.fromkeys(self.peers, b"1"), 1
-        )  # so nobody goes on while others still wait
+        )  # so no rank continues while others still wait
 
     def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
-        """What peers say, of so many bytes each, when they are told these ``messages``."""
+        """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
         sent = {
             p: torch.frombuffer(bytearray(said), dtype=torch.uint8) for p, said in messages.items()
         }
@@ -272,19 +273,19 @@ class HostLinks:
     # -- bytes -----------------------------------------------------------------------------------
 
     def _wait_for(self, peer: int) -> None:
-        """The op that runs now waits for ``peer``, from its first wait on for so long in all."""
+        """Note that the running op waits for ``peer``; its timeout counts from its first wait."""
         bound = self.bound()
         self._until = self._until or time.monotonic() + bound
         self.waiting = (self._until, self.doing, peer, bound)
 
     @contextlib.contextmanager
     def moving(self, doing: str) -> Iterator[Wires]:
-        """Around what moves bytes; nothing is on its way afterwards that has not left this rank."""
+        """Wrap the moving of bytes. Afterwards, no unsent bytes are left on this rank."""
         self.check()
         self._until = 0.0
-        self.wires.waits = self._wait_for  # not for longer: they would keep each other alive
+        self.wires.waits = self._wait_for  # no longer than needed: they would keep each other alive
         try:
-            for peer in self.wires.ended():  # it has finished this op, or has given up before it
+            for peer in self.wires.ended():  # it has finished this op, or has failed before it
                 if not self._says_that_it_leaves(peer):
                     raise WireError(peer, "closed")
             yield self.wires
@@ -302,7 +303,7 @@ class HostLinks:
             try:
                 self._gloo.recv([packet], peer, CONTROL).wait(_EVER)
             except RuntimeError as error:
-                if self._overslept():  # so the peer may well have closed it
+                if self._overslept():  # then the peer may well have closed it
                     self._on_gone(self.rank)
                 self._on_gone(peer)
                 self._lost(peer, error)
@@ -317,7 +318,7 @@ class HostLinks:
                 self._left.add(peer)
             elif received.kind == ASKED:
                 late = self._awaited()
-                if self._failure is None:  # or the asker hears of that, and for whom it waited
+                if self._failure is None:  # otherwise the asking rank learns of that
                     self.send_all(Packet(AWAITS, number=0 if late is None else 1 + late), [peer])
             elif received.kind == AWAITS:
                 _settle(self._answers.pop(peer, Future()), received.number.__int__)
@@ -328,24 +329,24 @@ class HostLinks:
                 self._on_packet(peer, received)
 
     def _listener(self, peer: int) -> threading.Thread:
-        """Ends with the connection."""
+        """Return a thread that listens to ``peer``. It ends with the connection."""
         return self._threads[self.peers.index(peer)]
 
     def _lost(self, peer: int, error: Exception) -> None:
-        """A connection has ended: fail the group, unless the peer has left or the group has failed."""
+        """Handle the end of a connection: fail the group, unless the peer left or the group has failed."""
         if peer not in self._left:
-            self._ended.wait(_GRACE)  # a survivor severs its connections: it, or another, says why
+            self._ended.wait(_GRACE)  # a survivor closes its connections: some rank says why
         if self._failure is not None or self._closed.is_set() or peer in self._left:
             return
         doing = self.doing or "no op, between two of them"
         self.fail(PeerDiedError(peer, self.pids[peer], doing, UNREACHABLE))
 
     def _watch(self) -> None:
-        """End a wait that has taken longer than the group's timeout. Notice if this process was stopped."""
+        """End a wait that exceeds the group's timeout. Notice if this process was stopped."""
         while not self._closed.wait(min(_TICK, self.timeout / 10)):
             if (now := time.monotonic()) - self._ticked > self.timeout:
                 self._woke = now
-            self._ticked = math.inf  # to ask others who is late takes its time
+            self._ticked = math.inf  # asking other ranks who is late takes a while
             waiting = self.waiting
             if waiting is not None and now > waiting[0] and self._failure is None:
                 _, doing, peer, bound = waiting
@@ -355,12 +356,12 @@ class HostLinks:
             self._ticked = time.monotonic()
 
     def _overslept(self) -> bool:
-        """Whether this process was stopped until now, and so long that others may have gone on."""
+        """Return whether this process was stopped until now, for so long that others may have continued."""
         now = time.monotonic()
         return now - self._ticked > self.timeout or now < self._woke + _JUST_NOW
 
     def culprit(self, rank: int) -> int:
-        """For whom ``rank`` waits in the end, as it and those behind it say when they are asked."""
+        """Return the rank for which ``rank`` waits in the end, by asking it and the ranks after it."""
         with self._asking:
             return follow(rank, self._ask, self.rank)
 
@@ -387,11 +388,11 @@ class HostLinks:
         return self._closed.is_set()
 
     def has_left(self, peer: int) -> bool:
-        """Whether ``peer`` has said that it leaves."""
+        """Return whether ``peer`` has announced that it leaves."""
         return peer in self._left
 
     def check(self) -> None:
-        """Raise what the group has failed with, or that it is closed."""
+        """Raise the group's error, or that it is closed."""
         if (failure := self.failure) is not None:
             raise failure
         self.check_open()
@@ -402,7 +403,7 @@ class HostLinks:
             raise InterlaceError(f"rank {self.rank}: the group is closed")
 
     def broken(self, peer: int, error: Exception, doing: str) -> InterlaceError:
-        """Why a connection has ended: what the listener of that peer has found out, or will in a moment."""
+        """Return why a connection has ended, as the listener of that peer has found out or soon will."""
         left = self._says_that_it_leaves(peer)
         if self._failure is None and not self._closed.is_set():
             if left:
@@ -415,10 +416,11 @@ class HostLinks:
         return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
 
     def _says_that_it_leaves(self, peer: int) -> bool:
-        """Of one whose connection has ended: whether it has said so, for which this waits a moment."""
+        """Return whether a peer whose connection ended announced it. Waits a moment for the
+        announcement."""
         listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
-            until = time.monotonic() + _VERDICT  # what the peer has said before is read there first
+            until = time.monotonic() + _VERDICT  # earlier packets of the peer are read there first
             while listener.is_alive() and not self._ended.is_set() and time.monotonic() < until:
                 if peer in self._left:
                     break
@@ -426,7 +428,7 @@ class HostLinks:
         return peer in self._left
 
     def fail(self, error: InterlaceError, *, tell: bool = True) -> None:
-        """Make every wait of this rank end with ``error``; if ``tell``, of all ranks. Idempotent."""
+        """End every wait of this rank with ``error``; with ``tell``, those of all ranks. Idempotent."""
         with self._lock:
             if self._failure is not None or self._closed.is_set():
                 return
@@ -451,15 +453,15 @@ class HostLinks:
                     self._under_way[peer].append(self._gloo.send([message], peer, CONTROL))
 
     def forget_mail(self) -> None:
-        """Give the connections for messages back, which nobody uses any more, once all has come there."""
+        """Release the connections for messages, which are no longer used, once all bytes have arrived."""
         for wires in (self.records, self.pieces):
             if self._failure is None:
                 wires.see_off(time.monotonic() + self.timeout)
             wires.forget()
 
     def _sever(self) -> None:
-        """Close all connections for packets: gloo does when a wait times out. One to a rank that is gone
-        fails before it can time out, so each is tried."""
+        """Close all connections for packets, as gloo does when a wait times out. A wait for a rank that is
+        gone fails before it can time out, so each rank is tried."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in self.peers:
             with contextlib.suppress(RuntimeError):
@@ -476,12 +478,12 @@ class HostLinks:
         for peer in self.peers:
             if (under_way := self._under_way[peer]) and self._listener(peer).is_alive():
                 with contextlib.suppress(RuntimeError):
-                    under_way[-1].wait(_GOODBYE)  # and with it those before
+                    under_way[-1].wait(_GOODBYE)  # and with it the earlier ones
         self.wires.sever()
         for wires in (
             self.records,
             self.pieces,
-        ):  # of good order: who closes its ear answers by a reset
+        ):  # in good order: closing the receiving side would answer by a reset
             wires.sever(socket.SHUT_WR if self._failure is None else socket.SHUT_RDWR)
         self._sever()
         for thread in self._threads:
@@ -490,7 +492,7 @@ class HostLinks:
         self.wires.forget()
         self._under_way.clear()
         self._gloo = (
-            None  # with its descriptors; and nothing here holds the rest of the group any more
+            None  # and its descriptors; nothing here refers to the rest of the group any more
         )
         nothing: Any = lambda *_: None  # noqa: E731
         self._on_failure = self._on_packet = self._on_gone = nothing
@@ -498,7 +500,7 @@ class HostLinks:
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:
-    """``future`` is done when the function is, unless it was done before."""
+    """Complete ``future`` with the function's result, unless it is done already."""
     with contextlib.suppress(InvalidStateError):
         try:
             result = function()
@@ -509,7 +511,7 @@ def _settle(future: Future[T], function: Callable[[], T]) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The connections are the parent's: a child that fails must not tell its peers."""
+    """Disable the parent's connections: a child that fails must not tell the parent's peers."""
     for links in list(_links):
         links._failure, links.peers = InterlaceError(f"rank {links.rank}: {OF_PARENT}"), []
         let_go(links._descriptors)

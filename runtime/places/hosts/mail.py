@@ -1,15 +1,16 @@
-"""Messages between two ranks of a group that spans hosts: ``shm/mail.py`` over shared memory and TCP.
+"""Messages between two ranks of a group on several hosts: ``shm/mail.py`` over shared memory and TCP.
 
-What ``Mail`` and ``Messages`` do for ranks of one host they do here for all: :class:`SpanningBoxes` are
-boxes of shared memory for the ranks of this host, and two connections for each of the others. By one come
-records, with the data of short messages, by the other the bytes of longer ones, in the order of their
-records. So a message that nobody has asked for stays in the connection's buffers and at its sender, and
-those behind it are heard of all the same.
+``Mail`` and ``Messages`` work here as for the ranks of one host. :class:`SpanningBoxes` are boxes of shared
+memory for the ranks of this host, and two connections for each other rank. One carries records, with the
+data of short messages; the other carries the bytes of longer ones, in the order of their records. So a
+message that no receive has asked for stays in the connection's buffers and at its sender, and later records
+arrive all the same.
 
-Nobody can wait for shared memory and for connections at once. Who waits for ranks of one kind sleeps until
-one of these has something, and looks at the others now and then; who waits for both looks more often.
+A thread cannot wait for shared memory and for connections at once. If it waits for ranks of one kind, it
+sleeps until one of them has something, and checks the others now and then. If it waits for both kinds, it
+checks more often.
 
-A connection that has ended means that its rank has left, or is gone: which of them, ``links.py`` knows.
+When a connection ends, its rank has left or is gone; ``links.py`` knows which.
 """
 
 import ctypes
@@ -32,14 +33,14 @@ from interlace.runtime.processes.waiting import Patience
 
 _RECORD = struct.Struct("<4q")  # tag, bytes of the message, its dtype, bytes that follow here
 _SHORT = 8 << 10
-_BUFFER = 64 << 10  # of records that have come
-_AT_ONCE = 1 << 20  # bytes of one message, before others have their turn
-_BOTH_SECONDS = 1e-4  # between two looks at ranks of either kind
+_BUFFER = 64 << 10  # for received records
+_AT_ONCE = 1 << 20  # bytes of one message, before other messages have their turn
+_BOTH_SECONDS = 1e-4  # between two checks of ranks of either kind
 _SEND, _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL, socket.MSG_DONTWAIT
 
 
 class SpanningGroup:
-    """The group of all ranks, as messages see it, and the judge of their waits; see HostGroup and Blame."""
+    """The group of all ranks, as messages see it, and its Blame; see HostGroup and Blame."""
 
     within = False
 
@@ -51,11 +52,11 @@ class SpanningGroup:
         self.check_usable = links.check
         self.boxes: SpanningBoxes | None = None
         self.awaited: Sequence[int] = ()
-        """For whom a message was waited for when that was last looked at."""
+        """The rank for which a message was waited for at the last check."""
 
     @property
     def blame(self) -> "SpanningGroup":
-        """Kept nowhere: it would keep itself alive."""
+        """This object. It is not stored, because it would keep itself alive."""
         return self
 
     def new_boxes(self) -> "SpanningBoxes":
@@ -64,16 +65,16 @@ class SpanningGroup:
 
     @property
     def control(self) -> Control | None:
-        """That of this host's ranks; None once the group is left."""
+        """The control segments of this host's ranks; None after the group is left."""
         return None if self._links.closed else self._host.control
 
     def patience(self, *, kind: Kind, bound: float, since: float) -> Patience:
-        """For one wait; deadlocks are looked for within one host only."""
+        """Return the state of one wait. Deadlocks are detected within one host only."""
         judge: Any = self
         return Patience(self.rank, bound, self.interruption, judge=judge, since=since)
 
     def interruption(self, doing: str, waited_for: Sequence[int]) -> InterlaceError | None:
-        """Why a wait for these ranks can never end."""
+        """Return why a wait for these ranks can never end, or None."""
         self.awaited = waited_for
         if (failure := self._links.failure) is not None:
             return failure
@@ -85,7 +86,7 @@ class SpanningGroup:
         return None
 
     def has_left(self, rank: int) -> bool:
-        """Whether it has, and nothing that it has sent is still to come."""
+        """Return whether it has left and all that it sent has arrived."""
         return self._links.has_left(rank) and self._over(rank)
 
     def _over(self, rank: int) -> bool:
@@ -98,15 +99,15 @@ class SpanningGroup:
         self._links.fail(AbortedError(f"rank {self.rank} aborted the group: {reason}"))
 
     def culprits(self, waited_for: Sequence[int]) -> list[int]:
-        """Whom these ranks wait for in the end."""
+        """Return the ranks for which these ranks wait in the end."""
         return sorted({self._links.culprit(rank) for rank in waited_for})
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
-        """Nothing: where ranks wait instead is known of those of one host."""
+        """Return "": where ranks wait instead is known only within one host."""
         return ""
 
     def ended(self, error: InterlaceError) -> None:
-        """A wait has ended with ``error``: so do those of all ranks."""
+        """Handle a wait that ended with ``error``: the waits of all ranks end, too."""
         self._links.fail(error)
 
 
@@ -117,21 +118,21 @@ class FarPipe:
         self.wire, self.puts, self.ended, self.broken = wire, puts, False, False
         self._memory: memoryview | None = None
         self._total, self._busy = 0, False
-        # Bytes that have moved, and those by calls since: an exception of a signal handler may come after
-        # any step of Python, but not between such a call and its count.
+        # Bytes moved before, and by each call since: an exception of a signal handler may come after any
+        # step of Python, but not between such a call and its count.
         self._moved: tuple[int, list[int]] = 0, []
 
     def shift(self) -> int:
         return 0
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """A message, to or from ``address``; 0 lets its bytes go."""
+        """Begin a message to or from ``address``; 0 drops its bytes."""
         memory = (ctypes.c_ubyte * nbytes).from_address(address) if address else None
         self._memory = None if memory is None else memoryview(memory).cast("B")
         self._moved, self._total = (0, []), nbytes
 
     def let_go(self) -> None:
-        """The rest of the message goes nowhere."""
+        """Drop the rest of the message."""
         self._memory = None
 
     @property
@@ -144,12 +145,12 @@ class FarPipe:
         return moved
 
     def move(self) -> bool:
-        """Move some of its bytes, if that can be done now; whether any were."""
+        """Move some of its bytes, if possible now. Return whether any were moved."""
         moved, wire = self._count(), self.wire
         size = min(self._total - moved, _AT_ONCE)
         if not size or self.ended or self._busy:
             return False
-        if self._memory is None:  # of what is let go
+        if self._memory is None:  # the bytes are dropped
             some = memoryview(bytearray(min(size, _BUFFER)))
         else:
             some = self._memory[moved : moved + size]
@@ -157,7 +158,7 @@ class FarPipe:
         how = _SEND if self.puts else _RECEIVE
         step = map(call, *((some,), (how,)) if self.puts else ((some,), (0,), (how,)))
         try:
-            self._busy = True  # what a signal handler begins moves nothing here
+            self._busy = True  # a message that a signal handler begins moves nothing here
             self._moved[1].extend(step)
         except BlockingIOError:
             return False
@@ -179,15 +180,15 @@ class FarBox:
         self.put_pipe, self.take_pipe = FarPipe(pieces, True), FarPipe(pieces, False)
         self.readable = self.ended = self.broken = False
         self.begun = False
-        self._unsent = b""  # of the record that leaves
+        self._unsent = b""  # the rest of the record that is being sent
         self._buffer = bytearray(_BUFFER)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
-        self._first = self._last = 0  # of the bytes in it
+        self._first = self._last = 0  # the range of unread bytes in the buffer
 
     def put(self, tag: int, nbytes: int, dtype: int, data: int) -> bool:
-        """Send a record, with data that is short; False if not all of it can leave now: do it again.
+        """Send a record with short data. Return False if not all of it can be sent now; then call it again.
 
-        If a part of it has left, ``begun``, it must be the next again.
+        If a part of it has been sent (``begun``), the same record must be the next one again.
         """
         if self.begun:
             self.begun = not self._push()
@@ -205,14 +206,14 @@ class FarBox:
             count = self.wire.send(self._unsent, _SEND)
         except BlockingIOError:
             return False
-        except OSError:  # told once all that has come is read
+        except OSError:  # reported once all received bytes are read
             self.broken = True
             return False
         self._unsent = self._unsent[count:]
         return not self._unsent
 
     def peek(self) -> Record | None:
-        """The next record, if all of it has come."""
+        """Return the next record, if all of it has arrived."""
         while True:
             have = self._last - self._first
             if have >= _RECORD.size:
@@ -230,7 +231,7 @@ class FarBox:
         self._first = record.end
 
     def _fill(self) -> bool:
-        """Receive more records; whether there were any."""
+        """Receive more records. Return whether there were any."""
         if not self.readable or self.ended:
             return False
         have = self._last - self._first
@@ -254,8 +255,8 @@ class FarBox:
         return self.readable or self._last > self._first
 
     def over(self) -> bool:
-        """Whether nothing can come any more: all is read, and one connection is broken, or both ended."""
-        self.readable = True  # look
+        """Return whether nothing can arrive any more: all is read, and a connection broke or both ended."""
+        self.readable = True  # read again
         if self.peek() is not None:
             return False
         pipes = (self.put_pipe, self.take_pipe)
@@ -272,7 +273,7 @@ class FarBox:
 
 
 class SpanningBoxes:
-    """The boxes of a group on several hosts; see ``shm/boxes.py``. ``local`` are the ranks of this one."""
+    """The boxes of a group on several hosts; see ``shm/boxes.py``. ``local`` are this host's ranks."""
 
     def __init__(self, links: HostLinks, host: HostGroup, local: dict[int, int]) -> None:
         self._rank, self._local, self._names = links.rank, local, host.names
@@ -339,7 +340,7 @@ class SpanningBoxes:
         self, pipes: Sequence[Pipe | FarPipe], blocked: Sequence[int], seconds: float, *,
         sleep: bool, peers: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """``peers``: for whom the caller waits."""
+        """See ``Boxes.move``. ``peers``: the ranks for which the caller waits."""
         far = [pipe for pipe in pipes if isinstance(pipe, FarPipe)]
         near = [pipe for pipe in pipes if isinstance(pipe, Pipe)]
         near_blocked = [self._local[peer] for peer in blocked if peer in self._local]
@@ -364,7 +365,7 @@ class SpanningBoxes:
                 return False
 
     def _look(self, seconds: float, pipes: Sequence[FarPipe], blocked: Sequence[int]) -> bool:
-        """Wait until a connection can be used; whether there is a record, or room for one."""
+        """Wait until a connection is usable. Return whether there is a record, or room for one."""
         poll, boxes, wanted = select.poll(), dict[int, FarBox](), dict[int, int]()
         poll.register(self._event, select.POLLIN)
         for peer, box in self.far.items():

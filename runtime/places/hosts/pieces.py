@@ -1,27 +1,27 @@
-"""An op of ranks on several hosts: how they agree on it, and in which pieces it is done.
+"""An op of ranks on several hosts: how the ranks agree on it, and the pieces in which it is done.
 
 Legend: rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is (k, l mod L_k), which is
-(k, l) where hosts have equally many ranks. Every rank takes a *frame* from its twin on each other host, and
-so sends its own to those whose twin it is. All ranks of a host know the host's messages before: so each
-rank knows those of all ranks after one frame from each host, and nobody has to hand on anything.
+(k, l) if hosts have equally many ranks. Every rank receives a *frame* from its twin on each other host, and
+sends its own to the ranks whose twin it is. All ranks of a host know the host's messages before. So each
+rank knows the messages of all ranks after one frame from each host, and no rank has to pass anything on.
 
-A frame is a head of numbers, the messages of a host (one for all, where they are equal), and data::
+A frame is a head of numbers, the messages of a host (one for all, if they are equal), and data::
 
     int64: bytes of messages, negative if one stands for all    int64: bytes of data
-    int64: who sends besides, int64: to whom                    messages    data
+    int64: which ranks send more, int64: to which ranks         messages    data
 
-Data is for a receiver of which the sender knows nothing but that its host has called *something*. The
-receiver puts it where it belongs once the messages of all hosts are equal to its own, and drops it else.
-So it is with data for ranks that get no frame of the sender: its length goes before it, and the frames say
-which ranks of the host send such data to which ranks of the other. Ops whose messages fitted together the
-last time without being equal send nothing before they know.
+The sender of data knows only that the receiver's host has called *some* op. The receiver copies the data to
+its destination once the messages of all hosts equal its own; otherwise it drops the data. The same holds
+for data to ranks that get no frame from the sender: its length goes before it, and the frames say which
+ranks of the host send such data to which ranks of the other. If the messages of an op fitted together last
+time without being equal, nothing is sent before all ranks agree.
 
-A :class:`OpPiece` is what an op does in the host, between hosts, and in the host again. An op of one piece
-begins with its first step in the host, which has the caller's call, which is compared there, and sends its
-data with the frames. So nothing is waited for twice. Before all agree it writes into memory of the engine
-only: a mismatch is an error before a byte of the caller's changes. A larger op is agreed on first; while
-its pieces are on the wire, the next are made and the last are shared in the host. Steps that do not come
-with the caller's call have calls of the engine's own, which agree by construction.
+A :class:`OpPiece` is the work of an op in the host, between hosts, and in the host again. An op of one
+piece begins with its first step in the host, which compares the caller's call there, and sends its data
+with the frames. So no rank waits twice. Before all ranks agree, it writes only into memory of the engine: a
+mismatch is an error before a byte of the caller's memory changes. A larger op is agreed on first. While its
+pieces are on the wire, the next ones are prepared and the last ones are shared in the host. Later steps
+have calls of the engine's own, which agree by construction.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from interlace.runtime.processes.control import LARGEST_MESSAGE
 
 MIDDLE_BYTES = 4 << 20
 PIECE_BYTES = 4 << 20
-NOBODY = -2  # for a rank
+NOBODY = -2  # in place of a rank
 Route = tuple[int, int]
-"""Who sends to whom, before all agree, what goes with no frame."""
+"""Which ranks send, and to which, data without a frame before all ranks agree."""
 NO_ROUTE = NOBODY, NOBODY
-LAG = 1  # pieces on the wire while the next is made
+LAG = 1  # pieces on the wire while the next is prepared
 KEPT_FROM = 128 << 10  # bytes from which malloc asks the kernel
 _MOST_CALLS = 256
 _HEAD, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
@@ -63,7 +63,7 @@ _NOTHING: Mapping[int, Buffer] = {}
 
 
 class Frames:
-    """One rank's view of who sends frames to whom."""
+    """One rank's view of which ranks send frames to which."""
 
     def __init__(self, hosts: HostMap, rank: int) -> None:
         self._rank, self._hosts = rank, hosts.hosts
@@ -71,15 +71,15 @@ class Frames:
         self.index = self.mine.index(rank)
         self.others = [ranks for ranks in hosts.hosts if ranks is not self.mine]
         self.twins = [ranks[self.index % len(ranks)] for ranks in self.others]
-        """From whom frames come, by other host."""
+        """The rank from which frames come, by other host."""
         self.receivers = [
             rank for ranks in self.others for rank in ranks[self.index :: len(self.mine)]
         ]
-        """To whom they go: the ranks whose twin this one is."""
+        """The ranks to which this rank's frames go: those whose twin it is."""
         self._world_size = sum(map(len, hosts.hosts))
 
     def trade(self, wires: Wires, own: Sequence[bytes]) -> list[bytes]:
-        """The messages of all ranks, by rank. ``own`` are those of this host."""
+        """Return the messages of all ranks, by rank. ``own`` are those of this host."""
         found = self.swap(wires, own)
         wires.flush()
         return [own[0]] * self._world_size if found is None else found
@@ -93,11 +93,11 @@ class Frames:
         route: Route = NO_ROUTE,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[bytes] | None:
-        """Tell the messages of this host, and send this data; take those of the others.
+        """Send the messages of this host and this data; receive those of the others.
 
-        None if all messages are equal: then what is to be done ``meanwhile`` was done, and data was
-        received. Else all messages, by rank. Without a ``route`` data for ranks to whom no frames go leaves
-        once all messages are known to be equal.
+        Returns None if all messages are equal: then ``meanwhile`` was called and the data was received.
+        Otherwise it returns all messages, by rank. Without a ``route``, data for ranks that get no frame is
+        sent only after all messages are known to be equal.
         """
         alike = own.count(own[0]) == len(own)
         text = own[0] if alike else plain.dumps(list(own))
@@ -121,7 +121,7 @@ class Frames:
             wires.take(twin, said)
             same = same and theirs == length and said == text
             heads.append((theirs, nbytes, *who, said))
-        wires.flush(posted)  # so that others come to what they do meanwhile
+        wires.flush(posted)  # so that other ranks can begin their ``meanwhile``
         if not same:
             for twin, ranks, (_, nbytes, sender, receiver, _) in zip(
                 self.twins, self.others, heads, strict=True
@@ -172,15 +172,15 @@ class Frames:
 
 
 WithinHost = Callable[[Call], object]
-"""A step within the host, of the call that it is passed."""
+"""A step within the host, of the call that is passed to it."""
 
 
 @dataclass
 class OpPiece:
-    """A part of an op: what is done within the host, then sent and received, and then done within the host.
+    """A part of an op: work within the host, then sending and receiving, then work within the host.
 
-    ``meanwhile`` needs nothing of other hosts. What is sent may be made by ``near``, a step of all ranks of
-    the host, which writes into memory of the engine only.
+    ``meanwhile`` needs nothing from other hosts. ``near``, a step of all ranks of the host, may produce the
+    data to be sent; it writes only into memory of the engine.
     """
 
     near: WithinHost | None = None
@@ -189,9 +189,9 @@ class OpPiece:
     meanwhile: Callable[[], object] = lambda: None
     after: Callable[[], object] = lambda: None
     route: Route = NO_ROUTE
-    """From whom to whom data goes without a frame before all agree, alike on all ranks of a host."""
+    """The ranks that exchange data without a frame before all agree; alike on all ranks of a host."""
     uneven: Callable[[], OpPiece] | None = None
-    """In place of this one, where messages fit together but are not equal; alike on all ranks."""
+    """The piece to use if messages fit together but are not equal; alike on all ranks."""
 
 
 class UnlikeError(Exception):
@@ -225,8 +225,8 @@ class HostsOps:
         self._place, self._links, self._wires = place, links, links.wires
         self.frames: Frames = place.frames
         self._calls: dict[object, Call] = {}
-        self._equal = True  # the messages of this op
-        self._unlike: set[str] = set()  # ops whose messages were not equal the last time
+        self._equal = True  # whether the messages of this op are equal
+        self._unlike: set[str] = set()  # ops whose messages were not equal last time
         self._pools: list[list[torch.Tensor]] = [[] for _ in range(LAG + 1)]
         self._pool, self._used = self._pools[0], 0
 
@@ -236,7 +236,7 @@ class HostsOps:
         return engine
 
     def run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
-        """An op in these pieces. Each is made when it begins."""
+        """Run an op in these pieces. Each is made when it begins."""
         place, refused = self._place, None
         with place.lock:
             number = record.began(place.group, call.message)
@@ -244,7 +244,7 @@ class HostsOps:
             with place.guarded(call.op), self._links.moving(call.op):
                 try:
                     self._run(call, pieces)
-                except DisagreementError as found:  # which is no failure of the group
+                except DisagreementError as found:  # not a failure of the group
                     refused = found.error
             if refused is not None:
                 raise refused from None
@@ -283,9 +283,9 @@ class HostsOps:
         return make()
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for the piece that is being made, of the size of ``like``.
+        """Return memory for the piece that is being made, of the size of ``like``.
 
-        It is kept: what malloc would fetch from the kernel for each op anew costs as much as to fill it.
+        It is kept, because getting it from the kernel for each op costs as much as filling it.
         """
         if like.nbytes < KEPT_FROM:
             return torch.empty_like(like)
@@ -308,9 +308,9 @@ class HostsOps:
     # -- agreeing ------------------------------------------------------------------------------
 
     def _agree(self, call: Call, piece: OpPiece) -> bool:
-        """Compare the calls of all ranks. If all are equal, ``piece`` is done but for its end.
+        """Compare the calls of all ranks. If all are equal, do ``piece`` without its last step.
 
-        False if they fit together all the same; then nothing is done.
+        Returns False if they fit together without being equal; then nothing was done.
         """
         frames, wires, own = self.frames, self._wires, [call.message] * len(self.frames.mine)
         early = call.equal_fits and call.op not in self._unlike
@@ -342,12 +342,12 @@ class HostsOps:
         return True
 
     def _callers(self, call: Call) -> Call:
-        """``call`` for a step within the host."""
+        """Return ``call`` for a step within the host."""
         return self._kept(call.message, lambda: _callers_call(call))
 
     def within(self, op: str, *, even: bool = False) -> Call:
-        """The call for a later step within the host. ``even``: if the op's messages are equal, all ranks
-        have parts of one size."""
+        """Return the call for a later step within the host. ``even``: if the op's messages are equal, all
+        ranks have parts of one size."""
         match = _equal_parts if even and self._equal else None
         return self._kept((op, match), lambda: Call(self._doing(op), match=match, equal_fits=True))
 
@@ -364,7 +364,7 @@ class HostsOps:
 
 
 def _messages(blob: bytes, count: int) -> list[bytes]:
-    """The ``count`` messages that another rank has put together."""
+    """Split the ``count`` messages that another rank has joined."""
     found = plain.loads(blob)
     if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
         raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
@@ -380,7 +380,7 @@ def _callers_call(call: Call) -> Call:
 def in_pieces(
     make: Callable[[slice], OpPiece], longest: torch.Tensor
 ) -> list[Callable[[], OpPiece]]:
-    """Pieces of tensors of which ``longest`` is the longest; one if it is not large."""
+    """Return the pieces of tensors whose longest is ``longest``; one if it is not large."""
     per = PIECE_BYTES // longest.element_size()
     if longest.nbytes <= MIDDLE_BYTES:
         per = max(1, longest.numel())
@@ -391,7 +391,7 @@ def in_pieces(
 
 
 def _equal_parts(parts: Sequence[object]) -> None:
-    """Of calls that are equal: so are the sizes of parts."""
+    """Check nothing: the calls are equal, so the sizes of parts are."""
 
 
 def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
@@ -399,6 +399,6 @@ def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     array: Any = bytes_of(tensor).numpy()
     return memoryview(array)

@@ -1,8 +1,8 @@
-"""The place ``hosts``: one rank per process, on several hosts; no symmetric memory between them.
+"""The place ``hosts``: one rank per process, on several hosts, without symmetric memory between them.
 
-There are plain collectives here, and by them what is unfused: kernels of interlace read and write their
-peers' memory, which no other machine's memory is. Fused algorithms and symmetric memory take a group of
-ranks of one host, as ``interlace.new_group`` makes it.
+It has plain collectives and the unfused algorithms that use them. Kernels of interlace read and write their
+peers' memory, which is impossible between machines without GPUs. Fused algorithms and symmetric memory need
+a group of one host's ranks, as ``interlace.new_group`` makes it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
 
 class HostsPlace(CpuPlace):
-    """One rank of a group on several hosts, made by all; an abort of ``parent`` ends its waits, too.
+    """One rank of a group on several hosts. All ranks make it. An abort of ``parent`` ends its waits, too.
 
-    ``near`` is the group of this host's ranks, if these have met already, and ``hopeless`` then finds why
-    the rest cannot meet.
+    ``near`` is the group of this host's ranks, if these have met already. ``hopeless`` then finds out why
+    the other ranks cannot meet.
     """
 
     name = "hosts"
@@ -102,7 +102,7 @@ class HostsPlace(CpuPlace):
         weakref.finalize(self, _leave_dropped, self._links, self._mail).atexit = False
 
     def _join(self, store: Store, near: HostGroup | None, joining: Joining) -> None:
-        """Meet the ranks of this host, then those of others."""
+        """Meet the ranks of this host, then those of other hosts."""
         rank, timeout, prefix, cards = self.rank, self._timeout, self._prefix, self._cards
         try:
             self.group = near or HostGroup(
@@ -112,7 +112,7 @@ class HostsPlace(CpuPlace):
                 timeout=timeout,
                 prefix=f"{prefix}/host {self.map.index(rank)}",
             )
-        except PeerDiedError as error:  # of a rank of the host's group
+        except PeerDiedError as error:  # its rank is one of the host's group
             by_pid = {cards[peer].pid: peer for peer in self.local_ranks}
             raise PeerDiedError(by_pid[error.pid], error.pid, error.doing) from error
         self.group.name, self.group.names, self.group.within = rank, self.local_ranks, True
@@ -122,7 +122,7 @@ class HostsPlace(CpuPlace):
         self.worker = self.local.worker
         address = own_address(cards, rank)
         self.address = address or socket.gethostname()
-        """At which ranks on other hosts reach this one."""
+        """The address at which ranks on other hosts reach this one."""
         self._links = HostLinks(
             rank,
             [card.pid for card in cards],
@@ -138,7 +138,7 @@ class HostsPlace(CpuPlace):
         self._links.connect(store, address, joining.step, job_secret(), prefix, far)
 
     def _give_up(self) -> None:
-        """Leave what has been joined; the others have heard why."""
+        """Leave what has been joined; the other ranks know the reason."""
         if hasattr(self, "_links"):
             self._links.give_up()
         if hasattr(self, "local"):
@@ -176,17 +176,18 @@ class HostsPlace(CpuPlace):
             )
 
     def _near(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` on this host, by local rank."""
+        """Return those of ``ranks`` on this host, by local rank."""
         return [self.local_ranks.index(rank) for rank in ranks if rank in self.local_ranks]
 
     def reunited(self, ranks: Sequence[int] | None) -> tuple[Place, list[int]]:
         made, left = rendezvous.reunite(self._roll, ranks, self._joined)
         with contextlib.suppress(InterlaceError):
-            made.exchange(b"", "going on")  # all know by now that it is made, and need no old links
+            made.exchange(b"", "going on")  # all ranks have made it and need no old links
         return made, left
 
     def _joined(self, left: Sequence[int], name: str, over: Interruption) -> Place:
-        """The place of the ranks ``left``: first those of a host join, in shared memory, then the hosts."""
+        """Make the place of the ranks ``left``: first those of a host join, in shared memory, then
+        hosts."""
         group = self.group.of_some(self._near(left), name, over)
         if group.world_size == len(left):
             return ShmPlace(group)
@@ -211,14 +212,14 @@ class HostsPlace(CpuPlace):
 
     @contextmanager
     def guarded(self, doing: str) -> Iterator[None]:
-        """Around what ranks do together: who fails in it fails the group, with ranks of this group."""
+        """Wrap joint work: an error in it fails the group, with ranks of this group."""
         self.check()
         self._links.check_open()
         before, self._links.doing = self._links.doing, doing
         try:
             yield
         except InterlaceError as error:
-            if self._links.failure is None:  # so it is of the host's own group
+            if self._links.failure is None:  # so it is an error of the host's own group
                 self._links.fail(error)
             raise (self._links.failure or error) from None
         except BaseException as error:
@@ -230,7 +231,7 @@ class HostsPlace(CpuPlace):
             self._links.doing = before
 
     def _awaited(self) -> int | None:
-        """The rank that this one waits for; None if it waits for nobody."""
+        """Return the rank for which this one waits, or None."""
         if (waiting := self._links.waiting) is not None:
             return waiting[2]
         if self._mail.awaited and len(awaited := self._spanning.awaited) == 1:
@@ -248,7 +249,7 @@ class HostsPlace(CpuPlace):
             return self.exchanged(payload, doing)
 
     def exchanged(self, payload: bytes, doing: str) -> list[bytes]:
-        """Within each host; then every rank tells its host's messages to its twins on other hosts."""
+        """Exchange within each host; then every rank sends its host's messages to its twins."""
         check_size(payload, self.rank, doing)
         with self.lock, self.guarded(doing):
             own = self.group.exchange(payload, doing)
@@ -270,7 +271,8 @@ class HostsPlace(CpuPlace):
     # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what the group, or one it was split from, has failed with; to be closed is no failure."""
+        """Raise the error of the group, or of a group that it was split from. A closed group has not
+        failed."""
         if (failure := self._links.failure) is not None:
             raise failure
         if self._parent is not None:
@@ -293,18 +295,18 @@ class HostsPlace(CpuPlace):
             self._told.take(packet)
 
     def _on_failure(self, error: InterlaceError) -> None:
-        """Called once, in whichever thread found the group to have failed."""
+        """Handle a failure of the group: called once, in the thread that found it."""
         if self._joining is not None:
             self._joining.tell(error)
         self.group.abort(str(error))
         for child in list(self._children):
-            child._links.fail(error, tell=False)  # the others hear of it as this rank did
+            child._links.fail(error, tell=False)  # other ranks learn of it as this rank did
         self._roll.tell()
 
     def close(self) -> None:
-        """Leave the group, after its ops and messages. Idempotent."""
+        """Leave the group after its ops and messages. Idempotent."""
         if not self.worker.close(PENDING_SECONDS):
-            self._leave()  # which ends what waits there
+            self._leave()  # ends the waits in the group
             self.worker.close()
         self._mail.close(self._leave)
 
@@ -323,13 +325,13 @@ def _leave(links: HostLinks, mail: Mail) -> None:
 
 
 def _leave_dropped(links: HostLinks, mail: Mail) -> None:
-    """Of a place that nobody has any more; in a thread, for this may be called anywhere."""
+    """Leave for a place that was garbage-collected; in a thread, because that may happen anywhere."""
     if not links.closed:
         Helper("interlace leaving", mail.close, (lambda: _leave(links, mail),)).start()
 
 
 def _weakly(method: Callable[..., object]) -> Callable[..., Any]:
-    """``method``, which keeps nothing alive, and then does nothing."""
+    """Return ``method`` with a weak reference to its object; it does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: object) -> Any:

@@ -1,22 +1,23 @@
-"""A new group of ranks that have links already: a store to meet in, and the roll of who is left.
+"""A new group of ranks that have links already: a store to meet in, and the roll of the remaining ranks.
 
-The roll says who is left of a group on several hosts: what every rank has said, and who is gone, as all
-agree. On one host that is in memory which outlives its ranks (``MemoryRoll`` in
-``processes/rendezvous.py``). Here every rank keeps a copy: a *row* for each rank, numbered as it changes.
-A rank tells all others its own row. Of one that is gone, whose connection has ended or who has left, it
-tells all the last row that it knows, and again if it learns of a later one. Who is told so counts that
-rank as gone, too, and hears it no more.
+The roll says which ranks of a group on several hosts remain: what every rank has published, and which ranks
+all agree are gone. On one host it is in memory that outlives its ranks (``MemoryRoll`` in
+``processes/rendezvous.py``). Here every rank keeps a copy: a *row* for each rank, numbered as it changes. A
+rank sends its own row to all others. For a rank that is gone (its connection ended or it has left), it
+sends to all the last row that it knows, and again if it learns of a later one. A rank that receives such a
+row also counts that rank as gone, and ignores it from then on.
 
-A rank is gone for certain when all that live have told the same row of everyone that is gone. What they
-could still learn of such a rank would have to come from another one that is gone, and nobody hears those.
+A rank is certainly gone when all live ranks have sent the same row for every rank that is gone. Any later
+row of such a rank could only come from another rank that is gone, and those are ignored.
 
-Ranks that cannot reach each other strike each other off: each side of a network that has come apart goes
-on alone, after the timeout.
+Ranks that cannot reach each other strike each other off: each side of a partitioned network continues alone
+after the timeout.
 
-The store is of ranks that have links, for a group that some of them make: nobody has to serve it. What
-a rank sets it tells those it makes the group with, who keep it until they ask for it: values may come
-before a rank knows of the group. Rejected: a TCPStore of one of them. Its end would be that of the
-meeting, and torch looks up the names of both ends of each of its connections, which may take seconds.
+The store is for ranks that have links, for a group that some of them make, and needs no server. A rank
+sends a value that it sets to the ranks with which it makes the group. They keep it until they ask for it,
+because a value may arrive before a rank knows of the group. Rejected: a TCPStore of one of them. If that
+rank ended, the meeting would end, and torch resolves the names of both ends of each connection, which may
+take seconds.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from interlace.runtime.places.hosts.links import LATE, ROW, VALUE, HostLinks, Pa
 from interlace.runtime.processes.control import ATTEMPT, RESULT, WANTED
 
 _PART_BYTES = 1536
-_Values = dict[bytes, tuple[int, bytes]]  # by key: all its bytes, and those that have come
+_Values = dict[bytes, tuple[int, bytes]]  # by key: the number of its bytes, and those received
 
 
 class Told:
-    """What the ranks of a group have told each other of groups that they make."""
+    """The values that the ranks of a group have sent each other for groups that they make."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.groups: dict[bytes, _Values] = {}
 
     def take(self, packet: Packet) -> None:
-        """A part of a value. Those of one value come in order."""
+        """Take a part of a value. The parts of one value arrive in order."""
         group, key, part = packet.content
         with self.changed:
             values = self.groups.setdefault(group, {})
             whole, before = values.get(key, (0, b""))
-            begun = before if len(before) < whole else b""  # else the key is set again
+            begun = before if len(before) < whole else b""  # otherwise the key is set again
             values[key] = packet.number, begun + part
             self.changed.notify_all()
 
 
 class LinkStore(Store):
-    """The store of the group ``name`` that ``ranks`` make, to whom ``links`` lead. To be closed then."""
+    """The store of the group ``name``, which ``ranks`` make, over ``links``. Close it afterwards."""
 
     def __init__(self, links: HostLinks, told: Told, name: str, ranks: Sequence[int]) -> None:
         super().__init__()
@@ -117,9 +118,9 @@ class HostsRoll:
         self._members: Set[int] = frozenset(range(links.world_size))
         self._rows: list[_LastWords] = [(0, 0, 0, 0)] * links.world_size
         self._heard: list[dict[int, _LastWords]] = [{} for _ in self._rows]
-        """What each rank has told of those that are gone."""
+        """The rows that each rank has sent about ranks that are gone."""
         self._gone: set[int] = set()
-        self._lost = 0.0  # when the last of them was
+        self._lost = 0.0  # the time when the last of them was lost
         self._certain: Set[int] = frozenset()
         self._telling = False
 
@@ -127,7 +128,7 @@ class HostsRoll:
     def timeout(self) -> float:
         return (
             self._links.timeout + LATE
-        )  # for ranks may hear of a failure so much later than others
+        )  # because some ranks may learn of a failure so much later than others
 
     def begin(self, members: Sequence[int]) -> None:
         self._links.check_open()
@@ -155,7 +156,8 @@ class HostsRoll:
             return self._certain | ({self.rank} & self._gone)
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
-        """Also those who for a whole timeout have not told of who is gone, so that these count as late."""
+        """Also strike off ranks that sent no rows about lost ranks for a whole timeout, and count as
+        late."""
         with self._lock:
             late = {rank for rank in ranks if self.said(rank, RESULT) < before} - self._gone
             if not late and time.monotonic() > self._lost + self.timeout:
@@ -166,7 +168,7 @@ class HostsRoll:
                 self.lose(rank)
 
     def tell(self) -> None:
-        """Tell from now on who is gone: somebody goes on without them, or is about to."""
+        """Send rows from now on: a rank continues without those that are gone, or is about to."""
         with self._lock:
             if not self._telling:
                 self._telling = True
@@ -174,7 +176,7 @@ class HostsRoll:
                     self._send(rank)
 
     def lose(self, rank: int) -> None:
-        """``rank`` is gone."""
+        """Note that ``rank`` is gone."""
         with self._lock:
             if rank not in self._gone:
                 self._gone.add(rank)
@@ -183,7 +185,7 @@ class HostsRoll:
                     self._send(rank)
 
     def take(self, source: int, packet: Packet) -> None:
-        """A row that ``source`` tells: its own, or that of a rank that is gone."""
+        """Take a row that ``source`` sends: its own, or that of a rank that is gone."""
         about, row = packet.tag, (packet.number, *packet.content)
         with self._lock:
             if source in self._gone or not 0 <= about < self.world_size:
@@ -197,11 +199,11 @@ class HostsRoll:
                 self._heard[source][about] = row
                 if row[0] > self._rows[about][0]:
                     self._rows[about] = row
-                    self._gone.discard(about)  # to tell it again
+                    self._gone.discard(about)  # so that it is sent again
                 self.lose(about)
 
     def _send(self, about: int) -> None:
-        """Tell a row to all that live, and to the one whose it is."""
+        """Send a row to all live ranks, and to the rank that it is about."""
         number, *content = self._rows[about]
         deaf = self._gone - {about}
         peers = [peer for peer in self._links.peers if peer not in deaf]

@@ -1,24 +1,25 @@
 """TCP connections between a rank and those on other hosts, for the bytes of collectives.
 
-One connection per pair, used by whichever thread runs an op, one at a time. That thread sends and receives
-itself: no other has to be woken, and what has been sent is on its way before anybody asks for it. Every
-rank runs the same ops in the same order, so the order of bytes says what they are.
+There is one connection per pair of ranks. The thread that runs an op uses it, one thread at a time. That
+thread sends and receives itself: no other thread has to be woken, and bytes that were sent are on the wire
+before any rank asks for them. Every rank runs the same ops in the same order, so the order of bytes says
+what they are.
 
 ========  ==========================================================================================
-post      hands bytes to the kernel as far as it takes them now; the rest is kept
-take      returns when the asked bytes have come; meanwhile it hands on what is kept. Few bytes are received
-          with what has come behind them, which is there then when it is asked for
-drop      takes bytes that nobody wants
-flush     returns when nothing is kept, or no more of what was posted up to some point
+post      gives bytes to the kernel as far as it accepts them now; the rest is kept
+take      returns when the requested bytes have arrived; meanwhile it sends kept bytes. A few bytes
+          are received together with the bytes after them, which a later call then finds at once
+drop      receives bytes that are not needed
+flush     returns when nothing is kept, or nothing that was posted up to some point
 ========  ==========================================================================================
 
-Who posts and then waits for a rank of its own host, instead of calling ``take``, may keep bytes back for
-which others wait. No circle of such waits closes if all ranks run the same program, and a rank flushes
-what it has posted for a step before it waits for its own host in a later step than that in which the others
-take it: the rank that is furthest behind can always go on.
+A rank that posts bytes and then waits for its own host, instead of calling ``take``, may keep bytes for
+which others wait. No circle of such waits forms if all ranks run the same program and follow one rule: a
+rank flushes the bytes of a step before it waits for its own host in a later step than the one in which the
+others take them. Then the rank that is furthest behind can always continue.
 
-gloo is not used for these: it needs an answer of the receiver before it sends, moves the bytes in threads
-of its own, and no wait of it can be ended.
+gloo is not used here: it needs an answer from the receiver before it sends, moves the bytes in threads of
+its own, and its waits cannot be ended.
 
 Both ends of a new connection prove that they know the job's secret.
 """
@@ -44,16 +45,16 @@ from interlace.runtime.processes.worker import Helper
 
 Buffer = bytes | bytearray | memoryview
 Proof = Callable[[int, int], bytes]
-"""What the rank of the first number says to that of the second."""
+"""Returns what the rank of the first number sends to that of the second as its proof."""
 
 _RANK = struct.Struct("<i")
 _HELLO = _RANK.size + DIGEST_BYTES
 _NOW, _ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_PIECES = 16  # of memory in one call of the kernel
+_PIECES = 16  # of memory in one system call
 _POLL_SECONDS = 0.1
-_AHEAD = 16 << 10  # bytes; fewer are not received alone
-_TCP_CLOSE = 7  # of the kernel's tcp_states.h
+_AHEAD = 16 << 10  # bytes; a smaller number is not received alone
+_TCP_CLOSE = 7  # from the kernel's tcp_states.h
 _DROPPED = 1 << 20  # bytes at once
 
 
@@ -78,16 +79,16 @@ class Wires:
         self._space: dict[int, memoryview] = {}
         self._ahead: dict[
             int, memoryview
-        ] = {}  # of the space, what has come before it was asked for
+        ] = {}  # buffers of bytes that arrived before they were requested
         self._sent: dict[int, int] = {}
         self.posted: dict[int, int] = {}
-        """Bytes in all, by rank."""
+        """The number of bytes posted so far, by rank."""
         self._listener: socket.socket | None = None
 
     # -- connecting ----------------------------------------------------------------------------
 
     def listen(self, address: str) -> tuple[str, int]:
-        """Where others reach this rank from now on."""
+        """Listen, and return the address at which others reach this rank from now on."""
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
             0
         ]
@@ -104,7 +105,7 @@ class Wires:
         timeout: float,
         over: Callable[[], bool],
     ) -> None:
-        """Connect with the ranks at these addresses, which do the same. ``over``: nobody waits for it."""
+        """Connect to the ranks at these addresses, which do the same, until ``over()`` returns True."""
         until, listener = time.monotonic() + timeout, self._listener
         assert listener is not None
         first = [peer for peer in addresses if peer < self.rank]
@@ -137,7 +138,7 @@ class Wires:
     def _accept(
         self, missing: set[int], proof: Proof, until: float, over: Callable[[], bool]
     ) -> None:
-        """Let those in who prove that they are one of the ``missing`` ranks; strangers wait for nothing."""
+        """Accept ``missing`` ranks that prove who they are. Strangers do not delay anything."""
         listener, strangers = self._listener, dict[int, tuple[socket.socket, bytearray]]()
         assert listener is not None
         poll = select.poll()
@@ -169,7 +170,7 @@ class Wires:
                     if known:
                         missing.discard(peer)
                         self._sockets[peer] = wire
-                        with contextlib.suppress(OSError):  # who has ended meanwhile is found later
+                        with contextlib.suppress(OSError):  # if it has ended, that is found later
                             wire.sendall(proof(self.rank, peer))
                     else:
                         wire.close()
@@ -188,7 +189,7 @@ class Wires:
         self._push(peer)
 
     def _push(self, peer: int) -> None:
-        """Hand to the kernel what it takes."""
+        """Give the kernel as many bytes as it accepts."""
         kept, wire = self._kept[peer], self._sockets[peer]
         try:
             while kept:
@@ -207,7 +208,7 @@ class Wires:
             raise WireError(peer, error) from error
 
     def take(self, peer: int, *into: Buffer) -> None:
-        """Receive as many bytes as these have, one after the other, which can be written to."""
+        """Receive as many bytes as these writable buffers have, one buffer after the other."""
         wanted, ahead = [memoryview(part) for part in into if len(part)], self._ahead[peer]
         while wanted:
             if count := min(len(ahead), len(wanted[0])):
@@ -224,14 +225,14 @@ class Wires:
                 count -= min(count, len(first))
 
     def drop(self, peer: int, count: int) -> None:
-        """Receive so many bytes, to no purpose."""
+        """Receive ``count`` bytes and discard them."""
         nowhere = bytearray(min(count, _DROPPED))
         while count > 0:
             self.take(peer, memoryview(nowhere)[: min(count, _DROPPED)])
             count -= _DROPPED
 
     def _received(self, peer: int, views: list[memoryview], how: int) -> int:
-        """How many bytes have been put into ``views``, at least one; waits for that."""
+        """Receive at least one byte into ``views``, waiting if necessary. Return the number of bytes."""
         wire = self._sockets[peer]
         try:
             while any(self._kept.values()):
@@ -255,14 +256,14 @@ class Wires:
             self.waits(peer)
 
     def flush(self, posted: Mapping[int, int] | None = None) -> None:
-        """Send what has been posted; only as far as to these counts of bytes, if any are passed."""
+        """Send the posted bytes; with ``posted``, only up to these counts of bytes."""
         for peer, count in (self.posted if posted is None else posted).items():
             while self._sent[peer] < count:
                 self._wait(peer)
                 self._turn(None)
 
     def _turn(self, receiving: int | None) -> None:
-        """Wait until ``receiving`` has sent something, or something that is kept can be sent; send that."""
+        """Wait until ``receiving`` has sent something or kept bytes can be sent; send those."""
         poll, sending = select.poll(), {}
         for peer, kept in self._kept.items():
             if kept or peer == receiving:
@@ -277,36 +278,36 @@ class Wires:
                 self._push(sending[descriptor])
 
     def ended(self) -> list[int]:
-        """The ranks that have closed their ends, even if there is something left to read."""
+        """Return the ranks that have closed their ends, even if there are bytes left to read."""
         closed = {descriptor for descriptor, _ in self._ends.poll(0)}
         return [peer for peer, wire in self._sockets.items() if wire.fileno() in closed]
 
     def wire(self, peer: int) -> socket.socket:
-        """The connection with ``peer``, for who does not use the methods above."""
+        """Return the connection with ``peer``, for code that does not use the methods above."""
         return self._sockets[peer]
 
     # -- ending --------------------------------------------------------------------------------
 
     def sever(self, how: int = socket.SHUT_RDWR) -> None:
-        """End all connections; whoever waits for one, here or at its other end, stops waiting."""
+        """End all connections. Waits for one, here or at its other end, end, too."""
         for wire in list(self._sockets.values()):
             with contextlib.suppress(OSError):
                 wire.shutdown(how)
 
     def see_off(self, until: float) -> None:
-        """Leave it to a thread to close the connections when all that was sent has come to the peers.
+        """Start a thread that closes the connections when the peers have received all that was sent.
 
-        A connection that is closed before answers what comes with a reset, and then forgets the rest.
+        A connection that is closed earlier answers arriving bytes with a reset and then loses the rest.
         """
         sent = {peer: wire for peer, wire in self._sockets.items() if _under_way(wire)}
         if sent:
-            with contextlib.suppress(RuntimeError):  # no thread: the kernel does what it can
+            with contextlib.suppress(RuntimeError):  # without a thread: the kernel does what it can
                 Helper("interlace leaving", _see_off, ([*sent.values()], until)).start()
                 for peer in sent:
                     del self._sockets[peer]
 
     def forget(self) -> None:
-        """Give the descriptors back. Nobody waits any more; what another process has of them lives on."""
+        """Release the descriptors after all waits have ended. Copies in another process stay open."""
         if self._listener is not None:
             self._listener.close()
         for wire in self._sockets.values():
@@ -316,7 +317,7 @@ class Wires:
 
 
 def read_address(data: bytes, count: int) -> tuple[str, list[int]]:
-    """Where another rank says that it listens: its host, and so many ports."""
+    """Parse where another rank listens: its host, and ``count`` ports."""
     found = plain.loads(data)
     if not isinstance(found, tuple) or [*map(type, found)] != [str] + [int] * count:
         raise plain.UnreadableError(f"these bytes are no address: {found!r:.99}")
@@ -325,7 +326,7 @@ def read_address(data: bytes, count: int) -> tuple[str, list[int]]:
 
 
 def _under_way(wire: socket.socket) -> bool:
-    """Whether something that was sent has not come to the peer, and can; what comes here is let go."""
+    """Return whether sent bytes can still arrive at the peer. Received bytes are discarded."""
     try:
         while wire.recv(_DROPPED, _NOW):
             pass
@@ -350,7 +351,7 @@ def _see_off(wires: list[socket.socket], until: float) -> None:
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
-    """The next ``count`` bytes."""
+    """Receive the next ``count`` bytes."""
     said = b""
     while len(said) < count:
         more = wire.recv(count - len(said))
