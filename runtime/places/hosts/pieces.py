@@ -391,7 +391,7 @@ def in_pieces(
 
 
 def _equal_parts(parts: Sequence[object]) -> None:
-    """Check nothing: the calls are equal, so the sizes of parts are."""
+    """Accept ``parts``: the calls are equal, so their sizes are."""
 
 
 def _views(tensors: Mapping[int, torch.Tensor]) -> dict[int, memoryview]:
