@@ -90,7 +90,7 @@ def page_texts(file: str, text: str) -> Iterator[Text]:
 def paragraphs(docstring: str, line: int) -> Iterator[tuple[int, str]]:
     """Split a docstring that begins at ``line``, and drop its examples, code and headings."""
     lines: list[str] = []
-    code = -1  # lines that are indented by more than this are code
+    code = -1  # lines after "::" that are indented by more than this are code
     for at, whole_line in enumerate([*docstring.split("\n"), ""], line):
         text = whole_line.strip()
         indentation = len(whole_line) - len(whole_line.lstrip())
@@ -100,11 +100,15 @@ def paragraphs(docstring: str, line: int) -> Iterator[tuple[int, str]]:
         code = indentation if example or text.endswith("::") else -1
         if re.fullmatch(r"[-= ]+", text):  # the line under a heading
             lines = []
-        elif not text or example or ENTRY.match(text) or re.match(r"[-*] |\d+\. ", text):
+            continue
+        if not text or example or ENTRY.match(text) or re.match(r"[-*] |\d+\. ", text):
             yield at - len(lines), "\n".join(lines)
-            lines = [] if example or not text else [ENTRY.sub("", text)]
-        else:
-            lines.append(text)
+            lines = []
+        if text and not example:
+            lines.append(ENTRY.sub("", text))
+        if text.endswith("::"):
+            yield at - len(lines) + 1, "\n".join(lines)
+            lines = []
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -142,8 +146,9 @@ def strings(node: ast.AST, part: str = "messages") -> Iterator[tuple[str, int, s
     """Find the strings below ``node`` except docstrings: messages and the help of options."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.JoinedStr):
-            pieces = [piece for piece in child.values if isinstance(piece, ast.Constant)]
-            yield part, child.lineno, "x".join(str(piece.value) for piece in pieces)
+            values = [getattr(piece, "value", "") for piece in child.values]
+            text = "".join(value if isinstance(value, str) else "x" for value in values)
+            yield part, child.lineno, text
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
             yield part, child.lineno, child.value
         elif isinstance(child, ast.keyword) and child.arg == "help":
@@ -187,12 +192,9 @@ def texts() -> list[Text]:
     """Read all pages and Python files."""
     pages = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
     pages += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
-    sources = [
-        str(file.relative_to(ROOT))
-        for folder in (*SOURCE, *TESTS)
-        for file in sorted((ROOT / folder).rglob("*.py"))
-    ]
     found = [text for page in pages for text in page_texts(page, (ROOT / page).read_text())]
-    for file in sources:
-        found += [] if file.startswith(LINKS) else source_texts(file, (ROOT / file).read_text())
+    for folder in (*SOURCE, *TESTS):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file = str(path.relative_to(ROOT))
+            found += [] if file.startswith(LINKS) else source_texts(file, path.read_text())
     return found
