@@ -1,7 +1,7 @@
 """Every public name says what it is, for what shapes, what it raises, whence it comes, with an example.
 
-Public is what docs/reference shows, and the public methods of its classes; a name's aliases are one. The
-rules are those of :func:`faults`; examples are run by tests/sim/cli/test_doctests.py.
+Public is what docs/reference/api shows, and the public methods of its classes; a name's aliases are one.
+The rules are those of :func:`faults`; examples are run by tests/sim/cli/test_doctests.py.
 """
 
 import builtins

@@ -79,6 +79,12 @@ def test_what_pages_say_proves_something_is_there() -> None:
     ) == ["tests/documents/test_site.py::test_none", "tests/gone.py::"]
 
 
+def address(page: str) -> str:
+    """The file of the site that is made of a page."""
+    folder, _, name = page.removesuffix(".md").rpartition("/")
+    return "/".join(part for part in (folder, name, "index.html") if part not in ("", "index"))
+
+
 def redirects() -> dict[str, str]:
     """The new page of every old one, from mkdocs.yml."""
     _, _, maps = (ROOT / "mkdocs.yml").read_text().partition("redirect_maps:\n")
@@ -102,10 +108,10 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     built = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.html")}
     for page in (ROOT / "docs").rglob("*.md"):
-        name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
-        assert (f"{name}/index.html" if name != "index" else "index.html") in built, name
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert address(name) in built, name
     assert {f"reference/commands/{name}/index.html" for name in COMMANDS} < built
-    assert {f"{old.removesuffix('.md')}/index.html" for old in redirects()} < built
+    assert set(map(address, redirects())) < built
     foreign = re.compile(FOREIGN)
     for name in built:
         assert not foreign.search((tmp_path / name).read_text()), (

@@ -1,0 +1,169 @@
+"""Counts sentences that are hard to read, in pages and in the source; no part may get more of them.
+
+python tests/documents/test_prose.py [FILE OR FOLDER ...]    every finding as file:line: kind: sentence
+python tests/documents/test_prose.py --write                 lower the numbers of MOST to what is found
+"""
+
+import collections
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # for the command
+
+from documents.prose import ROOT, kinds_of, page_texts, source_texts, texts
+
+# The most findings of each part. Where there are fewer, --write lowers the number.
+MOST = {
+    "tutorials": 35,
+    "how-to": 393,
+    "reference": 94,
+    "explanation": 154,
+    "front pages": 41,
+    "changelog": 0,
+    "public docstrings": 294,
+    "internal docstrings": 1425,
+    "comments": 416,
+    "help": 52,
+    "messages": 100,
+    "names": 2816,
+    "tests": 917,
+    "names of tests": 2223,
+}
+
+
+def findings(part: str) -> int:
+    return sum(len(text.kinds) for text in texts() if text.part == part)
+
+
+@pytest.mark.parametrize("part", MOST)
+def test_no_part_gets_harder_to_read(part: str) -> None:
+    command = "python tests/documents/test_prose.py"
+    assert findings(part) <= MOST[part], f"more than in the table: {command} lists them"
+    assert findings(part) == MOST[part], f"fewer than in the table: {command} --write"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "kinds"),
+    [
+        ("What is missing is an error.", ["headless"]),
+        ("What is an error?", []),
+        ("Of two ranks one waits.", ["headless"]),
+        ("Of course both wait.", []),
+        ("The shape is that of the `input`.", ["genitive"]),
+        ("A pair that is no pair is refused.", ["negation"]),
+        ("There is no pair, and if it is None the rank is no longer late.", []),
+        ("The rank hears that the group is over.", ["metaphor"]),
+        ("The rank waits; it ends; it is late.", ["joined"]),
+        ("One " + "word " * 30, ["long"]),
+        ("[One link](a.md) `of all those words` " + "word " * 27, []),
+    ],
+)
+def test_kinds(sentence: str, kinds: list[str]) -> None:
+    assert list(kinds_of(sentence)) == kinds
+    assert kinds_of("where it is", "help") == ("fragment",)
+
+
+PAGE = """# What is here
+
+One rank. What two ranks
+do. Three ranks.
+
+| who | when |
+|---|---|
+| one rank | Who waits is late |
+
+```python
+# what a program says
+```
+
+a
+b
+c
+d
+e
+f is on
+"""
+SOURCE = '''"""Start ranks. As
+here::
+
+    What a program says.
+
+They wait.
+
+Parameters
+----------
+first : of a rank
+
+>>> what(a program) says
+"""
+
+x = 1  # what a rank has
+
+
+# The comment. Who
+# waits is late.
+def told(own):
+    raise ValueError(f"{own} of two ranks is no rank")
+'''
+
+
+def test_faults_of_a_page_and_of_a_file_are_found_where_they_are() -> None:
+    headless = ("headless",)
+    assert [(text.line, text.kinds) for text in page_texts("docs/how-to/run/a.md", PAGE)] == [
+        (3, ()),
+        (3, headless),
+        (4, ()),
+        (8, ()),
+        (8, headless),
+        (14, ()),
+        (14, ("long paragraph",)),
+    ]
+    found = source_texts("python/interlace/a.py", SOURCE)
+    assert [(text.part, text.line, text.kinds) for text in found] == [
+        ("internal docstrings", 1, ()),
+        ("internal docstrings", 1, ()),
+        ("internal docstrings", 6, ()),
+        ("internal docstrings", 10, headless),
+        ("comments", 15, headless),
+        ("comments", 18, ()),
+        ("comments", 18, headless),
+        ("messages", 21, ("negation",)),
+        ("names", 20, ("participle",)),
+        ("names", 15, ()),
+        ("names", 20, ("participle",)),
+    ]
+    long_page = next(page_texts("docs/how-to/run/a.md", "a\n\n" * 200))
+    assert long_page.kinds == ("long page",)
+
+
+def lower() -> None:
+    """Write the counts that are lower than the table into it."""
+    file = pathlib.Path(__file__)
+    source = file.read_text()
+    for part, most in MOST.items():
+        fewest = min(most, findings(part))
+        source = source.replace(f'    "{part}": {most},\n', f'    "{part}": {fewest},\n')
+    file.write_text(source)
+
+
+def main(paths: list[str]) -> None:
+    folders = [pathlib.Path(path).resolve() for path in paths] or [ROOT]
+    chosen = [
+        text for text in texts() if any((ROOT / text.file).is_relative_to(one) for one in folders)
+    ]
+    for text in chosen:
+        for kind in text.kinds:
+            print(f"{text.file}:{text.line}: {kind}: {text.text}")
+    for part in MOST:
+        of_part = [text for text in chosen if text.part == part]
+        counts = collections.Counter(kind for text in of_part for kind in text.kinds)
+        if of_part:
+            share = sum(bool(text.kinds) for text in of_part) / len(of_part)
+            kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+            print(f"{part}: {share:.1%} of {len(of_part)}, {counts.total()} findings: {kinds}")
+
+
+if __name__ == "__main__":
+    lower() if sys.argv[1:] == ["--write"] else main(sys.argv[1:])
