@@ -50,7 +50,7 @@ def test_a_word_that_a_stream_has_written_is_the_signal_of_its_copy(tmp_path: pa
     assert written.who == "write_value_kernel program 0"
     own, line = written.lines[-1].frames[0], "handle.stream_write_value32(progress"
     assert linecache.getline(*own).strip().startswith(line)
-    assert f"the wait, {seen.what} at {seen.lines[0]} with sem" in finding.hint
+    assert f"the wait, {seen.what} at {seen.lines[0]}, to sem" in finding.hint
 
 
 def test_a_load_and_a_store_in_either_order_are_one_finding(tmp_path: pathlib.Path) -> None:

@@ -1,9 +1,9 @@
 """Reports of the race check: accesses, findings by their cause, and their text.
 
 A finding names two accesses, each by rank, program, source line and place in memory, and the seed that
-replays the schedule in which it was seen. Detectors give what conflicts, access by access: every element,
-program and schedule anew. Here it is counted, and what has the same cause (:attr:`Finding.cause`), which
-one change mends, becomes one finding.
+replays the schedule in which they were seen. Detectors report every conflict of two accesses, for each
+element, program and schedule. This file counts the conflicts. Those with the same cause
+(:attr:`Finding.cause`), which one change mends, become one finding.
 """
 
 import itertools
@@ -19,33 +19,34 @@ from interlace.runtime.core.errors import SourceText
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, byte_of
 from interlace_verify.schedule_check.interleaving import Story
 
-# Kinds of findings, and what each means.
+# The kinds of findings and their meanings.
 KINDS = {
-    "write-read": "a load that nothing orders after the store whose value it needs",
-    "write-write": "two stores to the same bytes that nothing orders",
-    "read-write": "memory is written again while somebody may still be reading it (buffer reuse)",
-    "no barrier": "one thread signals or waits: without a barrier others are in no order with it",
-    "weak order": "the signal is not released by the one side, or not acquired by the other",
-    "narrow scope": "an atomic whose scope does not include the rank or program it has to reach",
-    "no proxy fence": "the same memory by TMA or wgmma, or by a multicast address, without a proxy fence",
-    "mixed access": "plain and atomic accesses of the same bytes that nothing orders",
-    "out of bounds": "an access outside of the allocation that its pointer came from",
-    "uninitialised": "a load of what nobody has written since the memory was allocated",
-    "use after free": "an access of memory that nothing refers to any more",
+    "write-read": "a load that is not ordered after the store whose value it needs",
+    "write-write": "two stores to the same bytes that are not ordered",
+    "read-write": "memory is overwritten while another program may still read it (buffer reuse)",
+    "no barrier": "one thread signals or waits, and no barrier orders the other threads with it",
+    "weak order": "the signal orders nothing: one side does not release, or the other not acquire",
+    "narrow scope": "the scope of an atomic does not include the rank or program it must reach",
+    "no proxy fence": "memory is also accessed by TMA, wgmma or a multicast address, without a proxy fence",
+    "mixed access": "plain and atomic accesses of the same bytes that are not ordered",
+    "out of bounds": "an access outside the allocation that its pointer came from",
+    "uninitialised": "a load of memory that was not written since it was allocated",
+    "use after free": "an access of memory that has been freed",
     "read-only": "a store to an input that is declared const, or whose elements share memory",
-    "misaligned": "an address that is no multiple of what the access needs",
-    "stale load": "a load by ld.global.nc of what is written while its kernel runs: it may be old",
-    "unfinished copy": "a load where a cp.async of its own thread goes, which it has not waited for",
-    "absent lane": "a shfl from a lane that takes no part in it: what it gives is open",
-    "different values": "threads store different numbers to one address by one instruction",
+    "misaligned": "an address that is not a multiple of the alignment that the access needs",
+    "stale load": "ld.global.nc of memory that is written while its kernel runs may load old values",
+    "unfinished copy": "a load of the destination of its own thread's cp.async, without a wait for it",
+    "absent lane": "a shfl from a lane that takes no part in it: its result is undefined",
+    "different values": "threads store different values to one address in one instruction",
 }
 
 
 @dataclass(frozen=True)
 class Access:
-    """One access: who (``rank``, ``who``: program, stream or user code), what, and from which lines.
+    """One access: its ``rank``, ``who`` does it (program, stream or user code), what it does, and its
+    lines.
 
-    ``lines`` are "file.py:12 in function", innermost first. ``step``: its number in the schedule's story.
+    ``lines`` are "file.py:12 in function", innermost first. ``step`` is its number in the schedule's story.
     """
 
     rank: int
@@ -61,10 +62,11 @@ class Access:
 
 @dataclass(frozen=True)
 class FailedSignal:
-    """A word that one program wrote behind its access, and another saw before its own, in vain.
+    """A word that one program wrote after its access and another read before its own, without ordering
+    them.
 
     ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
-    ``part`` as of a :class:`Finding`; ``writers`` counts who has written it. ``ended``: whether the launch
+    ``part``: see :class:`Finding`; ``writers`` is the number of its writers. ``ended``: whether the launch
     of the first access had ended then.
     """
 
@@ -86,14 +88,15 @@ class FailedSignal:
 
 
 WRITTEN = ("weak order", "narrow scope", "mixed access")
-"""Kinds that are mended where an order or a scope is written."""
+"""Kinds that are mended at the line with the order or the scope."""
 EITHER, ORDERS = "either order", ("read-write", "write-read")
-"""A load and a store that nothing orders: a schedule has either first, a check of some has both."""
+"""An unordered load and store: one schedule has the load first, another the store."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How far a cause reaches. ``programs``: streams and user code too; ``seeds``: where it was found."""
+    """The extent of a cause. ``programs`` counts streams and user code, too; ``seeds``: where it was
+    found."""
 
     elements: int
     programs: int
@@ -110,14 +113,14 @@ class Extent:
 class Finding:
     """One cause: two accesses that conflict. ``first`` came before ``second`` in the schedule of ``seed``.
 
-    ``memory`` names the allocation, ``offset`` is the first byte in it and ``count`` how many elements
-    of the second access were affected; ``extent`` is that of the cause, and ``also`` where else it shows.
-    ``kind`` is one of :data:`KINDS`; ``race`` the kind that it would have without its cause. ``signal`` is
-    the one that should have ordered them; or ``polled`` is the load that waited for one and has no order.
-    ``hint`` says what to do, and ``change`` at which lines, each with those that it was called from. Of an
-    access that is wrong by itself ``first`` is None, and ``index`` says how the program came to that byte.
-    ``part``: the element of a kernel's argument, if the memory is more than that, as a heap is.
-    ``reverse``: the kind that it is where the other access comes first, if some schedule has that.
+    ``memory`` names the allocation, ``offset`` is the first byte in it, and ``count`` is the number of
+    affected elements of the second access. ``extent`` is the extent of the cause, and ``also`` lists other
+    accesses with the same cause. ``kind`` is one of :data:`KINDS`; ``race`` is the kind that the two
+    accesses alone would have. ``signal`` should have ordered them; or ``polled`` is the plain load that
+    waited for a signal. ``hint`` says what to do, and ``change`` at which lines, each with its callers'
+    lines. If a single access is wrong by itself, ``first`` is None, and ``index`` tells how the program
+    computed that byte. ``part``: the element of a kernel's argument, if the memory is larger than that,
+    like a heap. ``reverse``: the kind in schedules in which the other access comes first, if there are any.
     """
 
     kind: str
@@ -140,21 +143,22 @@ class Finding:
 
     @property
     def is_done(self) -> bool:
-        """Whether a load's launch had ended before the signal; before the store is but a relaxed wait.
+        """Whether the load's launch had ended before the signal, and only a relaxed wait precedes the
+        store.
 
-        PTX allows the store before that wait. GPUs store nothing until the wait is over.
+        PTX allows the store before that wait. GPUs do not store before the wait is over.
         """
         ended = self.race == "read-write" and self.signal is not None and self.signal.ended
         return ended and self.kind == "weak order"
 
     @property
     def kinds(self) -> set[str]:
-        """Its kind, and the one that it is in the other order."""
+        """Its kind, and its kind in the other order."""
         return {self.kind, self.reverse} - {""}
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
+        """A key, equal for the same fault on other ranks, programs and bytes, or at another line nearby."""
         if self.first is None:
             memory = re.sub(r" (of|on) rank \d+| program .*", "", self.memory)
             return (self.kind, self.second.what, self.second.lines, memory)
@@ -163,9 +167,9 @@ class Finding:
 
     @property
     def cause(self) -> tuple[object, ...]:
-        """Equal for what one change mends: a signal between two lines, or else two lines of accesses.
+        """A key, equal for findings that one change mends: a signal between two lines, or two lines.
 
-        An order and a scope are changed where they are written, wherever that is called from.
+        An order or a scope is changed at its own line, whatever the callers are.
         """
         if self.first is None:
             return self.key
@@ -185,7 +189,7 @@ class Finding:
         if self.memory:
             lines.append(f"  on      {byte_of(self.memory, self.offset, self.part)}, {elements}")
         lines += [f"  and     {text}" for text in self.also]
-        reverse = f"{self.reverse}, where the second runs before the first" if self.reverse else ""
+        reverse = f"{self.reverse}, if the second runs before the first" if self.reverse else ""
         facts = (
             ("reverse", reverse),
             ("index", self.index),
@@ -204,15 +208,15 @@ def counted(count: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """The result of :func:`interlace.verify.races`. ``events`` counts accesses that were looked at.
+    """The result of :func:`interlace.verify.races`. ``events`` counts the checked accesses.
 
-    ``errors`` are exceptions of runs, by seed, as text, and so are ``refusals``: what the simulator cannot
-    run, so that a schedule is not checked. ``stories`` tell the schedules in which something was found.
-    ``ordering``: the lines of kernels at which atomics and fences ran; ``loads``: those of loads, and
-    ``received``: of loads of what another had written since the kernel began. ``superfluous``: if nothing
-    was found, the lines of barriers without which nothing would have been, in programs whose threads are
-    told apart; each by itself, one of them may stand for another. ``done``: what GPUs order and PTX does
-    not promise (:attr:`Finding.is_done`).
+    ``errors`` are exceptions of runs, by seed, as text. ``refusals`` are, too: operations that the
+    simulator cannot run, so that a schedule was not checked. ``stories`` tell the schedules with findings.
+    ``ordering`` are the lines of kernels at which atomics and fences ran, ``loads`` those of loads, and
+    ``received`` those of loads of values that another program wrote since the kernel began.
+    ``superfluous``: if nothing was found, the lines of barriers without which nothing would be found
+    either, in programs whose threads are told apart. That holds for each alone; one may replace another.
+    ``done``: accesses that GPUs order although PTX does not promise it (:attr:`Finding.is_done`).
     """
 
     world_size: int
@@ -231,20 +235,20 @@ class RaceReport:
 
     @property
     def notes(self) -> list[str]:
-        """What is no finding, as text."""
+        """Texts about results that are not findings."""
         barriers = [
-            f"superfluous: without the barrier at {line} these schedules are in order, too"
+            f"superfluous: these schedules have no race without the barrier at {line}, either"
             for line in self.superfluous
         ]
         return barriers + [
-            f"weak order: {each.second}, in no order after {each.first}, whose launch had ended. It would "
-            f"bite on a GPU that stores before it knows that the wait is over; to be sure: {each.hint}"
+            f"weak order: {each.second} is not ordered after {each.first}, whose launch had ended. It "
+            f"fails only on a GPU that stores before the wait is over; to be sure: {each.hint}"
             for each in self.done
         ]
 
     @property
     def clean(self) -> bool:
-        """No finding, and no run ended with an error or could not be checked."""
+        """Whether there is no finding, no run with an error, and no run that could not be checked."""
         return not self.findings and not self.errors and not self.refusals
 
     def __str__(self) -> str:
@@ -265,7 +269,7 @@ class RaceReport:
         return "\n\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain data for JSON."""
         return {
             "world_size": self.world_size,
             "seeds": list(self.seeds),
@@ -278,12 +282,12 @@ class RaceReport:
         }
 
 
-MOST_ACCESSES = 3  # of a cause that are told besides the first two
+MOST_ACCESSES = 3  # of a cause that are listed besides the first two
 
 
 @dataclass
 class Reach:
-    """What conflicts of one kind between some lines have touched. ``marks``: bytes, by allocation."""
+    """The bytes that conflicts of one kind between some lines affect. ``marks``: bytes, by allocation."""
 
     size: int = 1
     marks: dict[str, Any] = field(default_factory=dict)
@@ -292,7 +296,7 @@ class Reach:
     accesses: dict[str, None] = field(default_factory=dict)
 
     def note(self, finding: Finding, bytes_: Numbers, size: int) -> None:
-        """A conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
+        """Note a conflict like ``finding`` at the offsets ``bytes_``, of elements of ``size`` bytes."""
         self.size = max(self.size, size)
         self.seeds.add(finding.seed)
         for access in filter(None, (finding.first, finding.second)):
@@ -323,9 +327,9 @@ class Reach:
 
 
 def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tuple[Finding, ...]:
-    """One finding of each cause, the first; ``reaches`` by :attr:`Finding.key`.
+    """Return the first finding of each cause; ``reaches`` by :attr:`Finding.key`.
 
-    Those for which a rule is the cause come first: a thread that did not wait is in order with nobody.
+    Findings that break a rule come first: a thread that did not wait is ordered with no other.
     """
     first: dict[object, Finding] = {}
     reach: dict[object, Reach] = {}
@@ -346,7 +350,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
         of = next((each for each in races if _too_early(finding, reach[cause], reach[each])), None)
         if of is not None:
             del first[cause]
-            also[of] += (f"{finding.kind} where it runs first: {_what(finding.second)}",)
+            also[of] += (f"{finding.kind} if it runs first: {_what(finding.second)}",)
     told = [
         replace(each, extent=reach[at].extent(), also=also[at], reverse=reverse.get(at, ""))
         for at, each in first.items()
@@ -358,7 +362,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
 
 
 def _too_early(finding: Finding, reach: Reach, race: Reach) -> bool:
-    """Whether ``finding`` is a load of what nobody has written yet, and all of it is stored in ``race``."""
+    """Return whether ``finding`` loads unwritten memory, all of which ``race`` stores."""
     if finding.kind != "uninitialised" or _what(finding.second) not in race.accesses:
         return False
     for where, marks in reach.marks.items():
@@ -377,12 +381,12 @@ def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
 
 
 def _tells_more(finding: Finding, known: Finding) -> bool:
-    """Whether it is the signal's own finding, or there is more to do."""
+    """Return whether ``finding`` is about the signal itself, or asks for more changes than ``known``."""
     return bool(known.polled) > bool(finding.polled) or not _is_part(finding, known)
 
 
 def _is_part(finding: Finding, whole: Finding) -> bool:
-    """Whether what mends ``whole`` mends ``finding``, too; of words in lines it may be some of several."""
+    """Return whether a change that mends ``whole`` mends ``finding``, too."""
     if finding.kind in WRITTEN and whole.kind in WRITTEN:
         same = finding.kind == whole.kind or finding.hint in whole.hint
         return same and {*finding.cause[1:]} <= {*whole.cause[1:]}
@@ -394,12 +398,12 @@ def _what(access: Access) -> str:
 
 
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
-    """``finding``, which has been made on so many ranks, too."""
+    """Return ``finding`` with the note that it was found on ``world_size`` ranks, too."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 
 def named(finding: Finding, memory: Allocations) -> Finding:
-    """``finding`` with the names of the parts of ``memory``, the run's."""
+    """Return ``finding`` with the names of the parts of ``memory``, the run's memory."""
     part, signal = memory.part(finding.memory, finding.offset), finding.signal
     if signal is not None:
         signal = replace(signal, part=memory.part(signal.memory, signal.offset))

@@ -1,4 +1,4 @@
-"""Hints of races: what to change, and at which lines, by the rule without which it would be none.
+"""Hints of races: what to change, and at which lines, by the rule that the race breaks.
 
 A test applies each hint to its own example (``tests/sim/verify/reports/test_hints.py``).
 """
@@ -18,7 +18,7 @@ _SHIMS = "/interlace_verify/shims/"
 
 
 class Hint(NamedTuple):
-    """What to do, and the accesses at whose lines it is to be done."""
+    """A text that says what to do, and the accesses whose lines to change."""
 
     text: str
     at: tuple[Access, ...]
@@ -29,7 +29,7 @@ def _line(access: Access) -> str:
 
 
 def _own(access: Access) -> Access:
-    """``access`` without the lines of shims, which nobody can change."""
+    """Return ``access`` without the lines of shims, which the user cannot change."""
     depth = next((n for n, line in enumerate(access.lines) if not _is_ours(line)), 0)
     return replace(access, lines=access.lines[depth:])
 
@@ -44,21 +44,21 @@ def _accesses(finding: Finding) -> tuple[Access, Access]:
 
 
 def _ends(finding: Finding) -> tuple[Access, Access]:
-    """The signal and the wait between the two accesses; these themselves if there is none."""
+    """Return the signal and the wait between the two accesses, or these accesses if there is no signal."""
     if finding.signal is None:
         return _accesses(finding)
     return _own(finding.signal.written), _own(finding.signal.seen)
 
 
 def _wide(finding: Finding) -> str:
-    """The scope that reaches all who are part of it: some signals pass by another rank."""
+    """Return the scope that reaches all ranks of the race. Some signals pass through another rank."""
     ranks = {each.rank for each in (*_accesses(finding), *_ends(finding))}
     return "gpu" if len(ranks) == 1 else "sys"
 
 
 def before(finding: Finding) -> Hint:
     signal, _ = _ends(finding)
-    which = f"the signal, {_line(signal)}" if finding.signal else "the signal behind it"
+    which = f"the signal, {_line(signal)}" if finding.signal else "the signal after it"
     return Hint(f"call {_BARRIER} between the first access and {which}", (signal,))
 
 
@@ -69,36 +69,36 @@ def after(finding: Finding) -> Hint:
 
 
 def scope(finding: Finding) -> Hint:
-    """The atomics that do not reach each other: the race's own, or the signal's; or fences about them."""
+    """Widen the atomics that do not reach each other (the race's own or the signal's) or their fences."""
     first, second = _accesses(finding)
     wide = _wide(finding)
     enough = ("gpu", "sys") if wide == "gpu" else ("sys",)
     if finding.race != "narrow scope":
         if finding.signal is None:
-            return Hint(f'signal and wait with scope="{wide}"', (first, second))
+            return Hint(f'use scope="{wide}" for the signal and the wait', (first, second))
         first, second = _ends(finding)
     narrow = [each for each in (first, second) if _how(each)[1] not in enough]
-    whose, at = "" if narrow else "the fences about ", narrow or [first, second]
+    whose, at = "" if narrow else "the fences around ", narrow or [first, second]
     lines = dict.fromkeys(map(_line, at))
-    return Hint(f'{whose}{" and ".join(lines)}: scope="{wide}"', tuple(at))
+    return Hint(f'use scope="{wide}" for {whose}{" and ".join(lines)}', tuple(at))
 
 
 def _half(half: str, finding: Finding) -> Hint:
-    """What the signal lacks, "release", or the wait, "acquire"."""
+    """Add what is missing: "release" to the signal, or "acquire" to the wait."""
     signal, wait = _ends(finding)
     if finding.signal is None:
         text = (
-            'between the two, give sem="release" to what signals, sem="acquire" to what waits, and '
-            'sem="acq_rel" to what does both, as a counter of programs does'
+            'between the two, use sem="release" for the signal, sem="acquire" for the wait, and '
+            'sem="acq_rel" for an atomic that is both, such as a counter of programs'
         )
         return Hint(text, (signal, wait))
     if signal.lines[:1] == wait.lines[:1] and signal.what == wait.what:
         return relay(signal)
     if half == "acquire":
-        return Hint(f"the wait, {_ordered(wait, 'acquire', finding)}", (wait,))
+        return Hint(f"change the wait, {_ordered(wait, 'acquire', finding)}", (wait,))
     if finding.first is not None and finding.first.what == "puts":
         return puts(finding)
-    return Hint(f"the signal, {_ordered(signal, 'release', finding)}", (signal,))
+    return Hint(f"change the signal, {_ordered(signal, 'release', finding)}", (signal,))
 
 
 release, acquire = (functools.partial(_half, each) for each in ("release", "acquire"))
@@ -106,50 +106,51 @@ release, acquire = (functools.partial(_half, each) for each in ("release", "acqu
 
 def relay(access: Access) -> Hint:
     own = _own(access)
-    return Hint(f'{_line(own)}, which signals and waits, with sem="acq_rel"', (own,))
+    return Hint(f'change {_line(own)}, which signals and waits, to sem="acq_rel"', (own,))
 
 
 def _ordered(access: Access, half: str, finding: Finding) -> str:
-    """``access`` with ``half``, "release" or "acquire", besides the order that it has."""
+    """Say how to add ``half``, "release" or "acquire", to the order that ``access`` has."""
     kind, scope = access.what.partition(" ")[0], _wide(finding)
     if kind in ("load", "loads"):
         how = f'tl.atomic_add(..., 0, sem="acquire", scope="{scope}") or ld.acquire.{scope}'
-        return f"{_line(access)}, as {how}"
+        return f"{_line(access)}, to {how}"
     if kind in ("store", "stores"):
         how = f'tl.atomic_xchg(..., sem="release", scope="{scope}") or st.release.{scope}'
-        return f"{_line(access)}, as {how}"
+        return f"{_line(access)}, to {how}"
     other = "acquire" if half == "release" else "release"
     sem = "acq_rel" if _how(access)[0] in (other, "acq_rel") else half
-    return f'{_line(access)} with sem="{sem}"'
+    return f'{_line(access)}, to sem="{sem}"'
 
 
 def proxy(finding: Finding) -> Hint:
     accesses = _accesses(finding)
     kind = "alias" if any("by multicast" in each.what for each in accesses) else "async"
-    return Hint(f"fence.proxy.{kind} between the two", accesses)
+    return Hint(f"add fence.proxy.{kind} between the two", accesses)
 
 
 def puts(finding: Finding) -> Hint:
     if finding.signal is None:
         first, second = _accesses(finding)
         return Hint(
-            f"a fence or a quiet between the put and what comes later, {_line(second)}", (first,)
+            f"add a fence or a quiet between the put and the later access, {_line(second)}",
+            (first,),
         )
     signal, _ = _ends(finding)
-    text = "a quiet, or a fence of the thread that signals, between the put and the signal"
+    text = "add a quiet, or a fence in the thread that signals, between the put and the signal"
     return Hint(f"{text}, {_line(signal)}", (signal,))
 
 
 def _moved(signal: Access, first: Access) -> Hint:
-    """The signal is given too early: its line, or the call of it, in the function of ``first``."""
+    """Move a signal that is sent too early: its line, or its call in the function of ``first``."""
     functions = [line.rpartition(" ")[2] for line in (*first.lines[:1], *signal.lines)]
     depth = functions.index(functions[0], 1) - 1 if functions[0] in functions[1:] else 0
     at = replace(signal, lines=signal.lines[depth:])
-    return Hint(f"move the signal, {_line(at)}, behind the first access", (at,))
+    return Hint(f"move the signal, {_line(at)}, after the first access", (at,))
 
 
 def plain_flag(finding: Finding, polls: Container[object]) -> Hint | None:
-    """Of a flag that is polled and stored plainly, and of what comes behind it. ``polls``: such loads."""
+    """Return the hint for a flag that is polled or stored plainly. ``polls`` are plain polling loads."""
     first, second = _accesses(finding)
     pair = [first, second] if finding.race in ORDERS else []
     signal = next((each for each in pair if each.what == "stores"), None)
@@ -158,48 +159,48 @@ def plain_flag(finding: Finding, polls: Container[object]) -> Hint | None:
         load, signal = finding.polled, None
         if load is None or (load.what, load.lines) not in polls:
             return None
-    text = f"poll with acquire: {_ordered(_own(load), 'acquire', finding)}"
+    text = f"poll with acquire: change {_ordered(_own(load), 'acquire', finding)}"
     if signal is None:
         return Hint(text, (_own(load),))
     return Hint(
-        f"{text}; and signal with release: {_ordered(signal, 'release', finding)}", (load, signal)
+        f"{text}; and signal with release: change {_ordered(signal, 'release', finding)}",
+        (load, signal),
     )
 
 
 def missing(finding: Finding, behind: bool) -> Hint:
-    """Of what no rule explains. ``behind``: whether the signal comes after the first access at all."""
+    """Return the hint if no rule explains the race. ``behind``: the signal follows the first access."""
     first, second = _accesses(finding)
     plain: Access | None = None if finding.polled is None else _own(finding.polled)
     if plain is None and finding.race == "mixed access":
         plain, atomic = (second, first) if _how(first)[0] else (first, second)
-        signals = ("store ", "xchg (relaxed", "xchg (release")  # which wait for nothing
+        signals = ("store ", "xchg (relaxed", "xchg (release")  # these do not wait
         resets = plain.what == "stores" and atomic.what.startswith(signals)
         if resets or plain.what not in ("loads", "stores"):
             plain = None
     if plain is not None:
         poll = plain.what == "loads"
-        text = "poll with acquire: " if poll else "signal with release: "
+        text = f"{'poll with acquire' if poll else 'signal with release'}: change "
         return Hint(text + _ordered(plain, "acquire" if poll else "release", finding), (plain,))
     if finding.signal is not None:
         signal, wait = _ends(finding)
         if not behind:
             return _moved(signal, first)
-        text = (
-            f"{_line(wait)} is no wait for {_line(signal)}: another width, or written again since"
-        )
+        which = f"{_line(wait)} does not wait for {_line(signal)}"
+        text = f"{which}: its width differs, or the word was overwritten"
         return Hint(text, (signal, wait))
     if (first.rank, first.who) == (second.rank, second.who):
-        return Hint("no barrier for both of their threads is between them", (second,))
+        return Hint("there is no barrier between them in which both threads take part", (second,))
     if finding.race == "write-write":
         return Hint(
-            "both store to the same bytes: their addresses overlap, or else something has to order them",
+            "both store to the same bytes: make their addresses differ, or order the two stores",
             (first, second),
         )
-    text = "nothing that was signalled behind the first access was waited for before the second"
+    text = "no signal that was sent after the first access was waited for before the second"
     return Hint(text, (second,))
 
 
 def _how(access: Access) -> tuple[str, str]:
-    """The order and the scope of an atomic; empty of other accesses."""
+    """Return the order and the scope of an atomic, or empty strings for another access."""
     found = re.search(r"\((\w+), (\w+)\)", access.what)
     return (found[1], found[2]) if found else ("", "")

@@ -106,11 +106,11 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
         (PUBLISH, without(WAIT, ACQUIRE, POLL_RELAXED), "weak order",
          r'the wait, load \(relaxed, sys\) at .* or ld\.acquire\.sys$'),
         (without(PUBLISH, RELEASE, RELEASE.replace("sys", "gpu")), WAIT, "narrow scope",
-         r'^store \(release, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
+         r'^use scope="sys" for store \(release, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1$'),
         (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope",
-         r'^store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1: scope="sys"$'),
+         r'^use scope="sys" for store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1$'),
         (PUBLISH, [FLAG, POLL_RELAXED, "membar.gl;", BARRIER, READ], "narrow scope",
-         r'^the fences about store \(release, sys\) at .* and load \(relaxed, sys\) at .*: scope="sys"$'),
+         r'^use scope="sys" for the fences around store \(release, sys\) at .* and load \(relaxed, sys\) at '),
         # half a fence, the other half of it
         (without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")), WAIT, "weak order",
          r'or st\.release\.sys$'),
@@ -118,7 +118,7 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
          r'or ld\.acquire\.sys$'),
         # of a loop that goes round
         (PUBLISH, without(TOGETHER, AGAIN, AGAIN.replace(BARRIER, "")), "read-write",
-         "no barrier for both"),
+         "no barrier between them"),
         (PUBLISH, without(TOGETHER, TOLD, TOLD.replace(BARRIER, "")), "no barrier", "the wait"),
         # stored once more by another thread; and of what comes between the two
         ([*PUBLISH, BARRIER, "setp.eq.s32 %p1, %r1, 40;", AGAIN_RELAXED], WAIT_AGAIN, "weak order",
@@ -127,7 +127,7 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
          r'or st\.release\.sys$'),
         # behind the release
         ([*without(PUBLISH, RELEASE), RELEASE, "st.global.b32 [%rd1], %r2;"], WAIT, "write-read",
-         "nothing that was signalled behind the first access"),
+         "no signal that was sent after the first access"),
     ],
 )  # fmt: skip
 def test_what_does_not(publish: list[str], wait: list[str], kind: str, hint: str) -> None:

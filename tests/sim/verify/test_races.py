@@ -306,7 +306,7 @@ def test_misuse(arguments: dict[str, Any], message: str) -> None:
 def test_loads_of_a_launch_that_has_ended_are_done(
     launches: list[str], kind: str, arch: int | None
 ) -> None:
-    """Behind a relaxed meeting: what would have to be true for it to bite is a note."""
+    """After a relaxed meeting, a note says which GPU it would fail on."""
 
     def on_rank(sem: str) -> None:
         memory, rank, out = buffer(), interlace.get_rank(), torch.zeros(16)
@@ -319,7 +319,7 @@ def test_loads_of_a_launch_that_has_ended_are_done(
         assert kinds(report) == ({kind} - {"note", ""}), report
         noted = [note for note in report.notes if note.startswith("weak order")]
         assert len(noted) == (kind == "note")
-        assert all("would bite on" in note and "the signal" not in note for note in noted)
+        assert all("fails only on" in note and "the signal" not in note for note in noted)
         report = races(on_rank, 2, "acq_rel", seeds=[seed], arch=arch)
         assert report.clean and not any("weak order" in note for note in report.notes)
 
@@ -349,4 +349,4 @@ def test_a_reset_is_told_as_no_signal() -> None:
 
     findings = races(on_rank, 2, seeds=6).findings
     assert {each.kind for each in findings} == {"mixed access"}
-    assert all(each.hint.startswith("nothing that was signalled") for each in findings), findings
+    assert all(each.hint.startswith("no signal that was sent") for each in findings), findings

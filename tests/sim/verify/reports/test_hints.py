@@ -35,7 +35,7 @@ RELAXED = RAISE.format("relaxed", "sys"), POLL.format("relaxed", "sys")
 EXAMPLES = {
     "no release": (told(BARRIER + RELAXED[0], POLLED), 'the signal, xchg (relaxed, sys) at'),
     "no acquire": (told(BARRIER + RAISED, RELAXED[1]), 'the wait, add (relaxed, sys) at'),
-    "neither": (told(BARRIER + RELAXED[0], RELAXED[1]), "; and the wait, add (relaxed, sys) at"),
+    "neither": (told(BARRIER + RELAXED[0], RELAXED[1]), "; and change the wait, add (relaxed, sys) at"),
     "a counter that releases": ({"LAST": "release", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a counter that acquires": ({"LAST": "acquire", "KERNEL": "last"}, 'sem="acq_rel"'),
     "a relaxed counter": ({"LAST": "relaxed", "KERNEL": "last"}, 'sem="acq_rel"'),
@@ -56,13 +56,13 @@ EXAMPLES = {
     "a fence of the one thread before its signal": (
         told(BARRIER + 'fence("sys")\n' + RELAXED[0], RELAXED[1]), "the wait, add (relaxed, sys) at"),
     "a plain poll": (
-        told(BARRIER + RAISED, "while tl.load(flag) == 0:\n    pass"), "poll with acquire: loads at"),
+        told(BARRIER + RAISED, "while tl.load(flag) == 0:\n    pass"), "poll with acquire: change"),
     "a volatile poll": (
-        told(BARRIER + RAISED, "while tl.load(flag, volatile=True) == 0:\n    pass"), "as tl.atomic_add"),
-    "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "signal with release: stores at"),
+        told(BARRIER + RAISED, "while tl.load(flag, volatile=True) == 0:\n    pass"), "to tl.atomic_add"),
+    "a plain signal": (told(BARRIER + "tl.store(flag, 1)", POLLED), "with release: change stores at"),
     "a plain signal and a plain poll": (
         told(BARRIER + "tl.store(flag, 1)", "while tl.load(flag) == 0:\n    pass"),
-        "; and signal with release: stores at"),
+        "; and signal with release: change stores at"),
     "fences of gpu scope": (
         told(BARRIER + 'fence("gpu")\n' + RELAXED[0], RELAXED[1] + '\nfence("gpu")'), 'scope="sys"'),
     "a signal before the store": (
@@ -96,19 +96,19 @@ def applied(text: str, finding: Finding) -> str:
         for part in hint.split("; and "):
             if named not in part:
                 continue
-            if sem := re.search(r'with sem="(\w+)"', part):
+            if sem := re.search(r'to sem="(\w+)"', part):
                 line = re.sub(r'sem="\w+"', f'sem="{sem[1]}"', line)
             if scope := re.search(r'scope="(\w+)"', part):
                 line = re.sub(r'scope="\w+"', f'scope="{scope[1]}"', line)
-            if "as tl.atomic_add" in part:
+            if "to tl.atomic_add" in part:
                 line = re.sub(
                     r"tl\.load\(flag.*?\)",
                     'tl.atomic_add(flag, 0, sem="acquire", scope="sys")',
                     line,
                 )
-            if "as tl.atomic_xchg" in part:
+            if "to tl.atomic_xchg" in part:
                 line = re.sub(r"tl\.store\(flag, 1\)", RAISED, line)
-            if "the fences about" in part:
+            if "the fences around" in part:
                 text = re.sub(r'fence\("\w+"\)', f'fence("{scope[1]}")', "\n".join(lines))
                 lines = text.splitlines()
             if "tl.debug_barrier() between the first access and" in part:
@@ -153,7 +153,8 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
     finding = Finding("narrow scope", store, load, "memory", 0, 1, 0, "write-read", signal=signal)
     text, (at,) = hints.scope(finding)
     assert (
-        text == 'cas (release, gpu) at mine.py:1 in f: scope="sys"' and at.lines == raised.lines[1:]
+        text == 'use scope="sys" for cas (release, gpu) at mine.py:1 in f'
+        and at.lines == raised.lines[1:]
     )
     (at,) = hints.before(finding).at
     assert at.lines == raised.lines[1:]
@@ -168,18 +169,18 @@ def test_a_hint_names_lines_that_a_user_can_change_and_a_scope_that_reaches_all_
             "puts",
             "",
             "puts",
-            "a fence or a quiet between the put and what comes later",
+            "a fence or a quiet between the put and the later access",
         ),
-        ("mixed access", "store (relaxed, sys)", "", "stores", "nothing that was signalled"),
+        ("mixed access", "store (relaxed, sys)", "", "stores", "no signal that was sent"),
         ("mixed access", "store (relaxed, sys)", "", "loads", "poll with acquire: "),
         (
             "mixed access",
             "store (relaxed, sys)",
             "",
             "writes (fill_)",
-            "nothing that was signalled",
+            "no signal that was sent",
         ),
-        ("write-read", "stores", "", "loads", "to what does both, as a counter of programs does"),
+        ("write-read", "stores", "", "loads", "both, such as a counter of programs"),
     ],
 )
 def test_what_a_hint_asks_for(race: str, first: str, signal: str, second: str, said: str) -> None:
