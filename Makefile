@@ -38,7 +38,7 @@ CLIENTS ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-all matrix corner conformance clients faults verify verify-fast lint format docs dist
-.PHONY: bench bench-hosts gpu-cache gpu-kernels clean
+.PHONY: pictures bench bench-hosts gpu-cache gpu-kernels clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,10 @@ dist: $(VENV)/dist  ## sdist and wheel as an index would take them, into dist/; 
 	rm -rf $(DIST)
 	$(PY) -m build --no-isolation --outdir $(DIST)
 	$(PY) -m twine check --strict $(DIST)/*
+
+pictures: $(VENV)/test  ## draw all pictures of the documentation; needs Chromium; a minute
+	$(PY) docs/draw.py
+	$(PY) benchmarks/report.py --plots
 
 bench: $(VENV)/test  ## run the benchmarks
 	$(PY) benchmarks/run.py

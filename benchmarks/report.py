@@ -284,21 +284,25 @@ def plots(page: str) -> list[Path]:
     made = []
     for _, kind, name, _, _ in MARK.findall(page):
         document = json.loads((RESULTS / name).read_text())
-        path = IMAGES / f"{kind}-{Path(name).stem}.png"
+        figures = {}
         if kind in OPS_DRAWN:
-            figure = _times(pyplot, document, OPS_DRAWN[kind])
-        elif kind == "gpu":
-            figure = _overlaps(pyplot, document)
-        else:
-            continue
-        IMAGES.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=110)
-        made.append(path)
+            figures[kind] = _times(pyplot, document, OPS_DRAWN[kind])
+        if kind == "backend":
+            figures["bandwidth"] = _times(pyplot, document, OPS_DRAWN[kind], bandwidth=True)
+        if kind == "gpu":
+            figures[kind] = _overlaps(pyplot, document)
+        for title, figure in figures.items():
+            path = IMAGES / f"{title}-{Path(name).stem}.png"
+            IMAGES.mkdir(exist_ok=True)
+            figure.savefig(path, dpi=110)
+            made.append(path)
     return made
 
 
-def _times(pyplot: Any, document: Document, ops: Sequence[str]) -> Any:
-    """Time over size, both logarithmic: a row of plots per world size, a column per op."""
+def _times(
+    pyplot: Any, document: Document, ops: Sequence[str], *, bandwidth: bool = False
+) -> Any:
+    """Time or bandwidth over size, both logarithmic: a row of plots per world size, a column per op."""
     every = [m for m in document["measurements"] if m["op"] in ops]
     worlds = sorted({m["world_size"] for m in every} - {1})
     figure, axes = pyplot.subplots(
@@ -310,11 +314,11 @@ def _times(pyplot: Any, document: Document, ops: Sequence[str]) -> Any:
         for axis, op in zip(row, ops, strict=True):
             found = [m for m in every if m["op"] == op and m["world_size"] == world_size]
             for name in ("interlace", "gloo", "OpenMPI", "copy_", "streamed copy"):
-                points = [
-                    (m["shape"]["bytes"], m["microseconds"][name])
-                    for m in found
-                    if name in m["microseconds"]
-                ]
+                points = []
+                for m in found:
+                    nbytes, time = m["shape"]["bytes"], m["microseconds"].get(name)
+                    if time is not None:
+                        points.append((nbytes, nbytes / time / 1e3 if bandwidth else time))
                 style = {"linestyle": ":"} if "copy" in name else {"marker": "o", "markersize": 3}
                 if points:
                     (lines[name],) = axis.loglog(
@@ -326,7 +330,7 @@ def _times(pyplot: Any, document: Document, ops: Sequence[str]) -> Any:
             axis.grid(alpha=0.3)
     figure.legend(handles=lines.values(), loc="outside upper right", ncols=len(lines), fontsize=8)
     figure.supxlabel("bytes", fontsize=9)
-    figure.supylabel("microseconds", fontsize=9)
+    figure.supylabel("GB/s" if bandwidth else "microseconds", fontsize=9)
     return figure
 
 

@@ -1,7 +1,7 @@
 """The house in figures: which folder may import which, how large it is, and how tangled.
 
     python tests/house.py            the figures
-    python tests/house.py --graph    the graphs of README.md
+    python tests/house.py --graph    the graph of docs/explanation/house.md
     python tests/house.py --draw     docs/images/house.svg
     python tests/house.py --trips    how many files a call enters; with --files, which
 

@@ -1,17 +1,17 @@
-"""The architecture: one source, three floors, and the places of README's table below them."""
+"""The architecture: one source in three layers, and the places of the table of tutorials below them."""
 
 import re
 from pathlib import Path
 
 from drawings.svg import Drawing, wrapped
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "tutorials/from-sim-to-torchrun.md"
 LEFT, WIDTH, GAP = 10, 940, 8
 
 
 def rows() -> list[list[str]]:
-    """The table of places of README: place, ranks are, kernels run, for, works today."""
-    table = README.read_text().partition("| place |")[2].partition("\n\n")[0]
+    """The table of places of its page: place, ranks are, kernels run, for, works today."""
+    table = PAGE.read_text().partition("| place |")[2].partition("\n\n")[0]
     return [
         [re.sub(r"[`*]", "", cell).strip() for cell in line.strip("|").split(" | ")]
         for line in table.splitlines()[2:]
@@ -19,7 +19,7 @@ def rows() -> list[list[str]]:
 
 
 def places() -> str:
-    drawing = Drawing(960, 500, "Three floors of one source, and the places in which it runs")
+    drawing = Drawing(960, 500, "Three layers of one source, and the places in which it runs")
     floors = (
         ("python/interlace", "what you import", (
             "fused ops, collectives", "nn, tensor", "torch backend", "torch.compile", "verify, bench, tune",
@@ -58,9 +58,9 @@ def places() -> str:
         top = 311
         for head, text in (("ranks are", ranks), ("kernels run", kernels)):
             drawing.text(left + 10, top, head, "small faint")
-            for line in wrapped(text, 17):
+            for line in wrapped(text, 15):
                 top += 15
                 drawing.text(left + 10, top, line, "small")
             top += 22
-        drawing.text(left + 10, 480, "runs" if today else "not yet on a GPU", "small bold")
+        drawing.text(left + 10, 480, "runs" if today else "not yet run", "small bold")
     return drawing.markup()

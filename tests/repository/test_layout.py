@@ -174,6 +174,6 @@ def test_folders_are_not_crowded() -> None:
 
 
 def test_graph_and_picture_are_of_this_list() -> None:
-    assert f"```\n{house.graph_text()}```" in (house.ROOT / "README.md").read_text()
+    assert f"```\n{house.graph_text()}```" in (house.ROOT / "docs/explanation/house.md").read_text()
     picture = (house.ROOT / "docs/images/house.svg").read_text()
     assert picture == house.drawing(), "python tests/house.py --draw"
