@@ -1,11 +1,11 @@
-"""The architecture: one source in three layers, and the places of the table of tutorials below them."""
+"""The architecture: one source in three layers, and the places of its page below them."""
 
 import re
 from pathlib import Path
 
 from drawings.svg import Drawing, wrapped
 
-PAGE = Path(__file__).resolve().parents[1] / "tutorials/from-sim-to-torchrun.md"
+PAGE = Path(__file__).resolve().parents[1] / "explanation/places.md"
 LEFT, WIDTH, GAP = 10, 940, 8
 
 

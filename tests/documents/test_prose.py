@@ -16,11 +16,11 @@ from documents.prose import ROOT, kinds_of, page_texts, source_texts, texts
 
 # The most findings of each part. Where there are fewer, --write lowers the number.
 MOST = {
-    "tutorials": 35,
+    "tutorials": 34,
     "how-to": 393,
     "reference": 94,
     "explanation": 154,
-    "front pages": 41,
+    "front pages": 40,
     "changelog": 0,
     "public docstrings": 294,
     "internal docstrings": 1425,
