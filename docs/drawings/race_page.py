@@ -24,8 +24,8 @@ def race_page() -> bytes:
         verify = [sys.executable, "-m", "interlace", "verify", "wrong.py::three_rounds"]
         options = ["--ranks", "2", "--seeds", "1", "--html", "race.html"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        found = subprocess.run([*verify, *options], cwd=folder, env=environment, check=False)
-        assert found.returncode == 1, "verify finds the race, and so exits with 1"
+        result = subprocess.run([*verify, *options], cwd=folder, env=environment, check=False)
+        assert result.returncode == 1, "verify finds the race, and so exits with 1"
         subprocess.run(
             [
                 browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
