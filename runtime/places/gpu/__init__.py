@@ -1,1 +1,1 @@
-"""Ranks on GPUs: streams, launches, residency, watchdog, plans; and virtual ranks."""
+"""Ranks on GPUs: streams, launches, residency, watchdog and plans; and virtual ranks."""

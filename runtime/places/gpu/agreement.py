@@ -1,40 +1,41 @@
-"""Agreement of ranks on what they call, without holding the host up once it has been reached.
+"""Agreement of ranks on what they call, without delaying the host once they have agreed.
 
-Where streams make ops asynchronous, a host that waits for its peers at every call loses its head start on
-the GPU. So a call on which all ranks have agreed before is not waited for again: a rank notes what it
-calls where the peers see it, and goes on. That is checked afterwards, at the rank's next calls and by its
-watchdog, and a difference is named as it would have been, on all ranks, and fails the group.
+Streams make ops asynchronous. A host that waits for its peers at every call would lose its head start on
+the GPU. So a rank does not wait again for a call on which all ranks have agreed before: it writes a note of
+the call where the peers see it, and continues. The notes are compared afterwards, at the rank's next calls
+and by its watchdog. A difference is then reported as it would have been at the call, on all ranks, and
+fails the group.
 
-Only what leaves nothing open is taken for granted: calls that are equal on all ranks and have no part of
-the rank's own (``Call.part``), such as the length of a shard, which may differ the next time. Those, and
-every call that a rank makes for the first time, are waited for::
+Only calls that are equal on all ranks and have no part of the rank's own (``Call.part``) are assumed to
+agree again. A part, such as the length of a shard, may differ the next time. A rank waits for calls with a
+part, and for every call that it makes for the first time::
 
-    n-th call      noted (number, digest)      known on this rank    go on, with the answer of last time
+    n-th call      noted (number, digest)      known on this rank    continue with the last answers
                    with its text               not known, or a part  wait until all have noted their n-th
 
-Nobody waits for a rank that has gone on: its note is there, and its text is known, because it has been
-equal on all ranks once. A call's text is written once: who waited then has kept it. Numbers count all
-calls, so a rank that calls something else, or one more, is found at the first number at which the notes
-differ.
+No rank waits for a rank that has continued: its note is there, and its text is known, because it was equal
+on all ranks once. A call's text is written once; the ranks that waited then have kept it. Numbers count all
+calls, so a rank that calls something else, or makes one call more, is found at the first number at which
+the notes differ.
 
-Notes are in memory that the processes of a host share. Ranks of several hosts have none, and wait at
-every call (``Place.exchange`` of ``processes``).
+Notes are in memory that the processes of a host share. Ranks of several hosts have no such memory and wait
+at every call (``Place.exchange`` of ``processes``).
 
-The notes of one call are neighbours, on rank 0's board, so that all of them are compared at once with
-what they were the last time: this costs the same for 2 ranks and for 64. A row, in int64 words::
+The notes of one call are adjacent, on rank 0's board, so that all of them are compared at once with their
+values of the last time. This costs the same for 2 ranks and for 64. A row, in int64 words::
 
     number of rank 0, 1, ...    digest of rank 0, 1, ...    text of rank 0, 1, ...
 
-``text`` is 0, or 1 + which area of the rank has it, + 2 if the peers keep it. A note is there once its
-number is. Every rank's own board, behind a workspace's header, which an abort writes into::
+``text`` is 0, or 1 + the area of the rank that has it, + 2 if the peers keep it. A note is complete once
+its number is written. Every rank's own board, after a workspace's header, into which an abort writes::
 
-    0 CHECKED  up to where it has compared all peers' notes
+    0 CHECKED  the number up to which it has compared all peers' notes
     16 ...     two areas for texts, used in turn: length, bytes
     then       on rank 0: the rows of NOTES calls, by number modulo NOTES
 
-A row is written again NOTES calls later, and a rank waits rather than overwrite a note that a peer has
-not compared. An area is written again two texts later: by then everybody has noted the call of the text
-in between, hence has done with the one before.
+A row is overwritten NOTES calls later. A rank waits before it overwrites a note that a peer has not
+compared. An area is overwritten two texts later. By then all ranks have noted the call of the text in
+between, so they have finished with the one before.
 
 Cost (2 cores, x86-64, Python 3.11): see ``benchmarks/host_cost.py``.
 """
@@ -61,16 +62,16 @@ from interlace.runtime.processes.recorder import ENTRIES
 
 
 class OpRecord:
-    """The ops of one rank in the record of its host's ranks, which outlives it: ``recorder.py``.
+    """The ops of one rank in the record of its host's ranks, which outlives the rank: ``recorder.py``.
 
-    An op begins there when the host asks the others about it, or, if it knows their answers, with the first
-    part that it enqueues. It has ended when the device says so, by what it writes in any case: EPOCH in the
-    header of the workspace in which the op's last part was enqueued, which the watchdog brings over while
-    anything is under way. So ends are told up to 0.1 s late. Whom a wait was given up for is the device's
-    word, too, from the status record of that header.
+    An op begins in the record when the host asks the others about it, or, if it knows their answers, with
+    the first part that it enqueues. It has ended when the device says so: the device writes EPOCH in the
+    header of the workspace in which the op's last part was enqueued, and the watchdog copies it to the host
+    while anything is in flight. So ends are recorded up to 0.1 s late. The rank for which a wait timed out
+    also comes from the device, from the status record of that header.
 
-    From the first graph capture on a replay may count an EPOCH up that this host has not enqueued. No
-    end of an op is told any more then, but of those that enqueue nothing. ``processes``: the place
+    From the first graph capture on, a replay may increment an EPOCH that this host has not enqueued. Then
+    no end of an op is recorded any more, except of ops that enqueue nothing. ``processes``: the place
     without the GPU.
     """
 
@@ -79,23 +80,23 @@ class OpRecord:
         self._open: deque[tuple[int, int, int]] = deque(maxlen=ENTRIES)
         self._last = self._enqueued = self._launched = 0  # numbers of entries
         self.agreed: bytes | None = None
-        """An op that the host has agreed on without asking; it is about to begin."""
+        """An op on which the host agreed without asking; it is about to begin."""
 
     def begins(self, op: bytes | str) -> None:
-        """The host is about to ask about ``op``, or to enqueue it; with those before it is through."""
+        """Record that the host is about to ask about ``op``, or to enqueue it, after all earlier ops."""
         self.agreed = None
         self.launched()
         self._last = record.began(self._group, op)
 
     def enqueued(self, address: int, epoch: int | None) -> None:
-        """A part of the op ends when the memory at ``address`` has come to ``epoch``, if that is known."""
+        """Record that a part of the op ends when the memory at ``address`` reaches ``epoch``, if known."""
         self._begin()
         self._enqueued = self._last
         if epoch is not None and self._last:
             self._open.append((self._last, address, epoch))
 
     def launched(self) -> None:
-        """The host has enqueued all of the op; if that is nothing, the op has ended."""
+        """Record that the host has enqueued all of the op; if that is nothing, the op has ended."""
         self._begin()
         if self._last != self._launched:
             if self._last != self._enqueued:
@@ -107,7 +108,7 @@ class OpRecord:
             self.begins(self.agreed)
 
     def reached(self, epochs: Mapping[int, int]) -> None:
-        """How far the device has come, by address of the memory. Called by the watchdog alone."""
+        """Record how far the device has come, by address of the memory. Only the watchdog calls this."""
         while self._open:
             number, address, epoch = self._open[0]
             if number > self._launched or epochs.get(address, 0) < epoch:
@@ -117,7 +118,7 @@ class OpRecord:
                 record.ended(self._group, number)
 
     def failed(self, error: Exception) -> None:
-        """The group is over: say for whom this rank has waited, and write the records."""
+        """Record that the group has failed and for which rank this rank waited, and write the records."""
         late = error.waited_for if isinstance(error, CollectiveTimeoutError) else ()
         blamed = [rank for rank, name in enumerate(self._group.names) if name in late]
         if blamed and (control := self._group.control) is not None:
@@ -128,7 +129,7 @@ class OpRecord:
 NOTES = 256
 MOST_KEPT = 1024
 AREAS = 2
-STEP = NOTES // 4  # calls between two looks at how far the peers have compared
+STEP = NOTES // 4  # calls between two checks of how far the peers have compared
 GLANCES = 8  # at a row, before ``processes`` is asked to wait for it
 _CHECKED = HEADER_WORDS
 _TEXTS = HEADER_WORDS + 16
@@ -140,7 +141,7 @@ _word = struct.Struct("=q").pack
 
 @dataclass(frozen=True, slots=True)
 class _AgreedCall:
-    """Peers' answers to a call. ``row``: digests, as noted. ``settled``: else it would be a misuse."""
+    """Peers' answers to a call. ``row``: their digests as noted. ``settled``: the call is not a misuse."""
 
     digest: int
     row: bytes
@@ -149,8 +150,8 @@ class _AgreedCall:
 
 
 class Agreement:
-    """One rank's side, made by all. ``number``: of its last call; ``differs``: of the first mismatch;
-    ``ops``: the record of what was agreed on.
+    """One rank's side, which all ranks make. ``number`` is that of its last call, ``differs`` that of the
+    first mismatch; ``ops`` is the record of the agreed calls.
     """
 
     def __init__(self, processes: Place) -> None:
@@ -166,27 +167,27 @@ class Agreement:
             self._shared, self._row_bytes = self._boards[0], self._bytes[0]
         self.number = self._texts = 0
         self._known: dict[bytes, _AgreedCall] = {}
-        self._said = {_digest(b""): b""}  # what has been equal on all ranks, by digest
+        self._said = {_digest(b""): b""}  # texts that were equal on all ranks, by digest
         self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
         self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
-        # by number modulo NOTES: what is to be compared with the peers' notes, if anything is
+        # by number modulo NOTES: what to compare with the peers' notes, or None
         self._open: list[tuple[_AgreedCall, Call] | None] = [None] * NOTES
-        self._waited = 0  # number of the call whose answers are being waited for
+        self._waited = 0  # number of the call whose answers this rank waits for
         self._compared = 0
-        self._room = STEP  # up to this number no note is overwritten that is not compared
+        self._room = STEP  # up to this number, no note is overwritten before it is compared
         self._problem: Exception | None = None
         self.differs = 0
         self._lock = threading.Lock()
         self.ops = OpRecord(processes)
 
     def launched(self) -> None:
-        """The host has enqueued all of the call that was agreed on last."""
+        """Record that the host has enqueued all of the call that was agreed on last."""
         self.ops.launched()
 
     # -- the two ways of a call ----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:
-        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective."""
+        """Return every rank's message of ``call``, by rank; the caller compares them. Collective."""
         message = call.message
         known = self._known.get(message)
         if known is None:
@@ -204,7 +205,7 @@ class Agreement:
         return known.answers
 
     def _next(self, doing: str, compared: tuple[_AgreedCall, Call] | None) -> int:
-        """The number of the next call, and what it is to be compared with."""
+        """Return the number of the next call, and note what it is to be compared with."""
         number = self.number + 1
         if number > self._room:
             self._make_room(number, doing)
@@ -212,7 +213,7 @@ class Agreement:
         return number
 
     def _asked_again(self, call: Call, known: _AgreedCall) -> list[bytes]:
-        """The answers to ``call``, most likely those of last time, for which this waits."""
+        """Wait for the answers to ``call``, which are most likely the same as last time."""
         self._waited = number = self._next(call.op, None)
         self._note(number, known.digest, 0)
         row = self._expected(number, known)
@@ -228,7 +229,7 @@ class Agreement:
         return answers
 
     def _learn(self, call: Call, answers: list[bytes]) -> None:
-        """Remember what the ranks say when this one makes ``call``."""
+        """Remember the other ranks' answers to this rank's ``call``."""
         digest = self._digests.get(call.message)
         if digest is None:
             return
@@ -243,7 +244,7 @@ class Agreement:
         self._known[call.message] = _AgreedCall(digest, row, answers, settled)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """Every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
+        """Return every rank's ``payload``, by rank, at most 64 KiB. Collective; waits for all ranks."""
         if not self._boards:
             return list(self._processes.exchange(payload, doing))
         op = payload if payload.startswith(CALLS) else doing
@@ -251,7 +252,7 @@ class Agreement:
             return self._exchange(payload, doing, keep=False)
 
     def _exchange(self, payload: bytes, doing: str, *, keep: bool) -> list[bytes]:
-        """``keep``: the same is likely to be said again."""
+        """See :meth:`exchange`. ``keep``: the same payload is likely to come again."""
         check_size(payload, self._rank, doing)
         number = self._next(doing, None)
         digest, area = self._digests.get(payload), 0
@@ -265,7 +266,7 @@ class Agreement:
         return self._answers(number, payload, digest, doing)
 
     def _answers(self, number: int, payload: bytes, digest: int, doing: str) -> list[bytes]:
-        """All ranks' notes under ``number``, once they are there; this one's is ``payload``."""
+        """Return all ranks' notes under ``number``, once they are complete; this rank's is ``payload``."""
         answers = [payload] * self._world_size
         for peer in self._peers:
             if not self._noted(number, peer):
@@ -281,11 +282,11 @@ class Agreement:
     # -- notes ---------------------------------------------------------------------------------
 
     def _at(self, number: int) -> int:
-        """The first word of the row of a call, on rank 0's board."""
+        """Return the first word of the row of a call, on rank 0's board."""
         return _ROWS + number % NOTES * _FIELDS * self._world_size
 
     def _note(self, number: int, digest: int, area: int) -> None:
-        """Note the next call; what precedes this is seen by who sees the number."""
+        """Note the next call. A rank that sees the number also sees all earlier writes."""
         at, size, shared = self._at(number) + self._rank, self._world_size, self._shared
         shared.view[at + size] = digest
         shared.view[at + 2 * size] = area
@@ -302,7 +303,7 @@ class Agreement:
         return view[at + size], view[at + 2 * size]
 
     def _row(self, number: int) -> memoryview:
-        """Numbers and digests of all ranks. What equals the expected ones was noted for this number."""
+        """Return numbers and digests of all ranks. Expected values were noted for this number."""
         at = self._at(number) * WORD
         return self._row_bytes[at : at + 2 * WORD * self._world_size]
 
@@ -310,7 +311,7 @@ class Agreement:
         return _word(number) * self._world_size + known.row
 
     def _written(self, text: bytes) -> int:
-        """1 + the area that has ``text`` from now on."""
+        """Return 1 + the area that has ``text`` from now on."""
         area = self._texts % AREAS
         self._texts += 1
         first = _TEXTS + area * _AREA_WORDS
@@ -320,7 +321,7 @@ class Agreement:
         return 1 + area
 
     def _make_room(self, number: int, doing: str) -> None:
-        self.mismatch()  # lets the peers go on
+        self.mismatch()  # allows the peers to continue
         oldest = number - NOTES
         for peer in self._peers:
             board = self._boards[peer]
@@ -338,7 +339,7 @@ class Agreement:
         self._room = min(NOTES + min(compared), number + STEP)
 
     def _text(self, peer: int, digest: int, area: int, number: int) -> bytes:
-        """The message that ``peer`` noted under ``number``, from its text or from earlier calls."""
+        """Return the message that ``peer`` noted under ``number``, from its text or from earlier calls."""
         if area:
             first = _TEXTS + (area - 1) % AREAS * _AREA_WORDS
             at, length = (first + 1) * WORD, self._boards[peer].view[first]
@@ -356,7 +357,7 @@ class Agreement:
     # -- afterwards ----------------------------------------------------------------------------
 
     def mismatch(self) -> Exception | None:
-        """Compare what the peers have noted since the last time. From any thread; never waits."""
+        """Compare the peers' new notes. Callable from any thread; never waits."""
         if self._compared == self.number or not self._boards:
             return self._problem
         with self._lock:
@@ -365,7 +366,7 @@ class Agreement:
                 entry = self._open[(number + 1) % NOTES]
                 if entry is None:
                     if number + 1 == self._waited:
-                        break  # the notes have not been read
+                        break  # the notes were not read completely
                 elif self._row(number + 1) != self._expected(
                     number + 1, entry[0]
                 ) and not self._equal(number + 1, *entry):
@@ -377,7 +378,7 @@ class Agreement:
         return self._problem
 
     def _equal(self, number: int, known: _AgreedCall, call: Call) -> bool:
-        """Whether all peers have noted ``call`` under ``number``; if one has noted another, says so."""
+        """Return whether all peers have noted ``call`` under ``number``; record one that noted another."""
         ready = True
         for peer in self._peers:
             if not self._noted(number, peer):
@@ -388,7 +389,7 @@ class Agreement:
         return ready
 
     def _difference(self, peer: int, call: Call, number: int) -> Exception:
-        """The error that an exchange would have raised."""
+        """Return the error that an exchange would have raised."""
         messages = [call.message] * self._world_size
         try:
             for other in self._peers:

@@ -1,38 +1,37 @@
-"""The base of all places on GPUs: streams, submission, workspaces, and how an op fails.
+"""The base of all places on GPUs: streams, submission, workspaces, residency, and how an op fails.
 
-A subclass says how memory comes to be (:meth:`DevicePlace._allocate`) and how ranks meet
+A subclass defines how memory is allocated (:meth:`DevicePlace._allocate`) and how ranks meet
 (:meth:`DevicePlace.exchange`).
 
-Epochs
-------
-An op's epoch is in device memory, and kernels read it there. The host counts along, by workspace, as
-long as it may: from the first graph capture on, a replay can run ops of which the host does not know, so
-then only kernels signal. Until then streams themselves write epochs (``words_for``). Waits are always
-kernels, which are bounded: nothing ends a stream's own wait but a write on another stream, which may share
-its hardware queue and come behind it.
+Epochs ------ An op's epoch is in device memory, and kernels read it there. The host counts along, by
+workspace, as long as it can. From the first graph capture on, a replay can run ops of which the host does
+not know, so then only kernels signal. Until then, streams themselves write epochs (``words_for``). Waits
+are always kernels, which have a timeout. Only a write on another stream can end a stream's own wait, and
+that stream may share its hardware queue and come after it.
 
-Residency: which kernels that wait for peers, of several groups, run on a GPU together.
-
-A persistent kernel that waits for its peers keeps its multiprocessors until they have come. Where the
-kernels of two groups are each on one rank first, and do not fit together, neither can ever begin on the
-other rank::
+Residency
+---------
+Residency decides which waiting kernels, of several groups, run on a GPU together. A persistent kernel that
+waits for its peers keeps its multiprocessors until they come. Assume that each of two groups' kernels is
+first on one rank, and that they do not fit together. Then neither can begin on the other rank::
 
     rank 0   | group A's kernel, all SMs: waits for rank 1 |   group B's has no SM
     rank 1   | group B's kernel, all SMs: waits for rank 0 |   group A's has no SM
 
-So on each rank kernels of several groups run side by side only if all of their programs fit; otherwise the
-later one, in the order of the calls, waits on its stream for the end of the earlier. Then, if ranks call
-the ops of groups that they share in one order, as torch.distributed asks for, nothing blocks: of all ops
-under way the first waits for no other op on any rank, and what runs beside it leaves it room.
+So on each rank, kernels of several groups run at the same time only if all of their programs fit. Otherwise
+the later one, in the order of the calls, waits on its stream for the end of the earlier. If ranks call the
+ops of groups that they share in one order, as torch.distributed requires, nothing blocks: of all ops in
+flight, the first waits for no other op on any rank, and the ops beside it leave it room.
 
-A program is taken to fill a multiprocessor. Signal kernels, of one warp, are left out: they have the one
-that ``program_limit`` leaves. Copies and torch code wait for nobody while they hold one.
+A program counts as a whole multiprocessor. Signal kernels, of one warp, do not count: they use the one that
+``program_limit`` leaves. Copies and torch code wait for no other rank while they hold one.
 
-What has to wait for another joins it: from then on both are one *chain*, which never needs more than its
-largest op. One group by itself is one chain and costs nothing, as its ops follow each other anyway.
+An op that has to wait for another one joins it: from then on both are one *chain*, which never needs more
+than its largest op. A single group is one chain and costs nothing, because its ops follow each other
+anyway.
 
-Not seen: ops that a graph replays. Whoever replays graphs of several groups at the same time orders the
-replays alike on all ranks, on one stream.
+Ops that a graph replays are not seen. A program that replays graphs of several groups at the same time must
+order the replays alike on all ranks, on one stream.
 """
 
 import functools
@@ -61,7 +60,7 @@ from interlace.runtime.places.gpu.watchdog import signal_report
 
 
 class Chain:
-    """Ops that run one after another. ``group`` is that of the last one, which has ``ends``."""
+    """Ops that run one after another. ``group`` is the group of the last op, which has ``ends``."""
 
     __slots__ = ("ends", "group", "in_op", "largest")
 
@@ -76,12 +75,12 @@ class Residency:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._chains: dict[int, Chain] = {}  # by group, the one whose last op is oldest first
+        self._chains: dict[int, Chain] = {}  # by group; the one with the oldest last op is first
         self.alone: Chain | None = None
-        self._lock = threading.RLock()  # a collection of garbage may close a group within
+        self._lock = threading.RLock()  # garbage collection may close a group while it is held
 
     def admit(self, group: int, programs: int, where: Any) -> list[Point]:
-        """``group`` is about to launch so many programs of its op at ``where``; what they must wait for."""
+        """Register that ``group`` will launch so many programs at ``where``; return what they wait for."""
         chains = self._chains
         with self._lock:
             own = chains.get(group)
@@ -101,7 +100,7 @@ class Residency:
             return waited
 
     def ended(self, group: int, where: Any) -> None:
-        """The end of ``group``'s op was enqueued at ``where``, after all its kernels."""
+        """Register that the end of ``group``'s op was enqueued at ``where``, after all its kernels."""
         own = self._chains.get(group)
         if own is None or not own.in_op:
             return
@@ -126,7 +125,7 @@ _of_devices: dict[object, Residency] = {}
 
 
 def residency(key: Any, capacity: int, known: dict[object, Residency] | None = None) -> Residency:
-    """The residency of ``key``, one for all groups: among ``known``, or of a GPU of this process."""
+    """Return the residency of ``key``, one for all groups: from ``known``, or of a GPU of this process."""
     return (_of_devices if known is None else known).setdefault(key, Residency(capacity))
 
 
@@ -140,10 +139,10 @@ class DevicePlace(Place):
 
     Attributes
     ----------
-    recorder : what writes down what the call under way enqueues, if anything does; see ``plans.py``.
-    asynchronous : whether the op under way is; its items then go to streams of the group's own.
+    recorder : records what the current call enqueues, or None; see ``plans.py``.
+    asynchronous : whether the current op is; its items then go to streams of the group's own.
     launches : the kernels that this rank has loaded.
-    events : CUDA events that were used and are not needed just now.
+    events : CUDA events that were used and are free now.
     replays : whether graphs may run ops of which the host does not know.
     high_priority : whether the group's own streams have precedence over others. Set before they are made.
     """
@@ -168,7 +167,7 @@ class DevicePlace(Place):
         self._start_event: torch.cuda.Event | None = None
         self._deferred: list[Callable[[], None]] | None = None
         self._buffers: list[SymmetricBuffer] = []
-        self._epochs: dict[int, int] = {}  # by address of the own memory: what its EPOCH comes to
+        self._epochs: dict[int, int] = {}  # by address of this rank's memory: its expected EPOCH
         self.replays = False
         self._kept: list[object] | None = None
         self._in_flight: deque[tuple[Event | None, list[Any]]] = deque()
@@ -179,7 +178,7 @@ class DevicePlace(Place):
 
     @abstractmethod
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Zeroed symmetric memory, which every rank may write as soon as this returns. Collective."""
+        """Allocate zeroed symmetric memory, which every rank may write once this returns. Collective."""
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.caller()[1]:
@@ -188,7 +187,7 @@ class DevicePlace(Place):
                 "during a graph capture; call it once with tensors like these before the capture"
             )
         buffer = self._allocate(nbytes)
-        if self._one is None:  # now, for both may synchronize the device
+        if self._one is None:  # now, because both may synchronize the device
             self.alarm_stream()
             self._one = driver.pinned([1])
         self._buffers.append(buffer)
@@ -197,7 +196,7 @@ class DevicePlace(Place):
         return buffer
 
     def _load_signals(self, buffer: SymmetricBuffer) -> None:
-        """Load the kernels that signal, which a captured op needs even where streams did so before."""
+        """Load the kernels that signal. A captured op needs them even if streams signalled before."""
         known: dict[str, Any] = {"peers": peers_of(buffer, self.world_size)}
         for kernel, rest in (
             (signal.publish_kernel, {"peer": 0, "slot_byte": 0}),
@@ -209,10 +208,10 @@ class DevicePlace(Place):
             self.launches.prepare(launch, *self.caller())
 
     def _loaded(self, compiled: object) -> None:
-        """A kernel was loaded: Triton's ``CompiledKernel``, which has ``module`` and ``function``."""
+        """Handle a loaded kernel: Triton's ``CompiledKernel``, with ``module`` and ``function``."""
 
     def agree(self, call: Call) -> list[bytes]:
-        """Every rank's message of ``call``, by rank, to be compared by the caller. Collective.
+        """Return every rank's message of ``call``, by rank; the caller compares them. Collective.
 
         A place may answer for peers that have agreed to the same call before, and check that later.
         """
@@ -221,7 +220,7 @@ class DevicePlace(Place):
     # -- where the caller is -------------------------------------------------------------------
 
     def caller(self) -> StreamTarget:
-        """The caller's current CUDA stream, and the graph capture it is in."""
+        """Return the caller's current CUDA stream, and the graph capture that it is in."""
         if self._caller is not None:
             return self._caller
         handle = driver.current_stream(self._index)
@@ -243,14 +242,14 @@ class DevicePlace(Place):
             self.leave()
 
     def enter(self) -> None:
-        """Keep the caller's stream as it is now until :meth:`leave`."""
+        """Keep the caller's present stream until :meth:`leave`."""
         self._caller = self.caller()
 
     def leave(self) -> None:
         self._caller = None
 
     def about_to_use(self, target: StreamTarget) -> None:
-        """An item is about to go to ``target``: what has to come before it is recorded now."""
+        """Record now what must come before an item that is about to go to ``target``."""
         start = self._start
         if start is not None and start.target == target:
             start.record()
@@ -264,13 +263,13 @@ class DevicePlace(Place):
         return DeviceStream(self, stream, follows=name == "compute")
 
     def side_stream(self) -> torch.cuda.Stream:
-        """A stream of the group's that no op uses; it may wait for one."""
+        """Return a stream of the group's that no op uses. It may wait for an op."""
         if self._side is None:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         return self._side
 
     def alarm_stream(self) -> torch.cuda.Stream:
-        """A stream that never waits, for what ends the waits of others; one for all groups."""
+        """Return a stream that never waits, for writes that end the waits of others; one for all groups."""
         return driver.alarm_stream(self._index)
 
     def submit_item(self, item: Callable[[], None]) -> None:
@@ -287,15 +286,15 @@ class DevicePlace(Place):
         return event
 
     def start(self) -> Point:
-        """Where the caller's current stream is; recorded when the first item is about to follow."""
+        """Return where the caller's current stream is; it is recorded when the first item follows."""
         if self._start_event is None:
             self._start_event = torch.cuda.Event()
-        # one event for all: who still has to wait for an earlier op's waits for this one's as well
+        # one event for all: a wait for an earlier op's event waits for this one's recording as well
         self._start = point = Point(self.caller(), self._start_event)
         return point
 
     def future_of(self, event: Event, value: object) -> torch.futures.Future[Any] | None:
-        """A future that orders who takes ``value`` from it after ``event``, as torch's own do."""
+        """Return a future that orders users of ``value`` after ``event``, as torch's own futures do."""
         if self.device.type != "cuda":
             return None
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[self.device])
@@ -335,23 +334,23 @@ class DevicePlace(Place):
         return Settled(result)
 
     def in_flight(self, event: Event | None, used: list[object]) -> None:
-        """``used`` lives until ``event``, the end of an asynchronous op, was waited for or has passed."""
+        """Keep ``used`` alive until ``event``, the end of an async op, was waited for or has passed."""
         if self._in_flight:
             self._prune()
         self._in_flight.append((event, used))
 
     def keep(self, *used: object) -> None:
-        """Keep what an item uses until the op has ended, if that runs on streams of the group's own.
+        """Keep what an item uses until the op has ended, if it runs on streams of the group's own.
 
-        The caching allocator would otherwise give the memory of a dropped tensor to the stream on which
-        it was made, while this one still works with it. ``record_stream`` would do, too, but leaves the
-        allocator waiting for events; here the caller's ``Work.wait()`` gives memory free.
+        Otherwise the caching allocator would give the memory of a freed tensor to the stream on which it
+        was made, while this stream still uses it. ``record_stream`` would work, too, but makes the
+        allocator wait for events; here the caller's ``Work.wait()`` frees the memory.
         """
         if self._kept is not None:
             self._kept.extend(used)
 
     def _prune(self) -> None:
-        """Drop the memory of ops that have ended without being waited for."""
+        """Free the memory of ops that have ended without being waited for."""
         while self._in_flight:
             event = self._in_flight[0][0]
             if isinstance(event, DeviceEvent) and any(point.target[1] for point in event.points):
@@ -364,11 +363,11 @@ class DevicePlace(Place):
     # -- signals of streams --------------------------------------------------------------------
 
     def _stream_words(self) -> driver.Driver | None:
-        """The driver by which this rank's streams write words; None if they cannot, or must not."""
+        """Return the driver with which this rank's streams write words; None if they cannot or must not."""
         return driver.stream_words(self._index)
 
     def words_for(self, workspace: Workspace) -> tuple[driver.Driver | None, int]:
-        """For signals of the op in ``workspace``: what writes them, or None for kernels; its epoch."""
+        """Return what writes the signals of the op in ``workspace`` (None: kernels), and its epoch."""
         self.caller()
         if self.replays:
             return None, 0
@@ -376,21 +375,21 @@ class DevicePlace(Place):
         return self._stream_words(), finished + 1
 
     def finished(self, workspace: Workspace) -> None:
-        """The end of the op in ``workspace`` was enqueued."""
+        """Note that the end of the op in ``workspace`` was enqueued."""
         self._epochs[workspace.buffer.addresses[self.rank]] += 1
 
     def counts(self, buffer: SymmetricBuffer, programs: int) -> None:
-        """Note that ``programs`` were enqueued, each of which adds one in ``buffer`` when it has ended."""
+        """Note that ``programs`` were enqueued; each adds one in ``buffer`` when it has ended."""
         self._epochs[buffer.addresses[self.rank]] += programs
 
     @functools.cached_property
     def residency(self) -> Residency:
-        """Orders the kernels of this rank's groups on this GPU, where they do not fit together."""
+        """The object that orders the kernels of this rank's groups where they do not fit together."""
         return residency(self._index, self.program_limit + 1)
 
-    @functools.cached_property  # can be written, which mypy does not know
+    @functools.cached_property  # it can be written, which mypy does not know
     def program_limit(self) -> int:  # type: ignore[override]
-        """One multiprocessor is left to signals and sums of the group's streams."""
+        """One multiprocessor is left for signals and sums of the group's streams."""
         properties = torch.cuda.get_device_properties(self.device)
         return max(2, int(properties.multi_processor_count) - 1)
 
@@ -407,10 +406,10 @@ class DevicePlace(Place):
         return None if completed else self.failure
 
     def wake_kernels(self) -> None:
-        """Let every rank's waits in kernels end, from any thread: by the copy engine, which is free.
+        """End every rank's waits in kernels, from any thread, by the copy engine, which is free.
 
-        Where streams share one hardware queue this stands behind what was enqueued: then a wait may end
-        by its own bound first.
+        If streams share one hardware queue, this comes after the enqueued items: then a wait may end by its
+        own timeout first.
         """
         if (one := self._one) is None:
             return
@@ -431,14 +430,14 @@ class DevicePlace(Place):
         return list(self._buffers)
 
     def ops_finished(self, buffer: SymmetricBuffer) -> int:
-        """The number of ops' ends enqueued in a workspace; replays of graphs are not counted."""
+        """Return the number of ops' ends enqueued in a workspace, without replays of graphs."""
         return self._epochs.get(buffer.addresses[self.rank], 0)
 
     def trouble(self, doing: str) -> Exception | None:
         return self.failure
 
     def fail(self, error: Exception) -> None:
-        """Remember the first ``error`` for the next call, and end every wait of every rank."""
+        """Keep the first ``error`` for the next call, and end every wait of every rank."""
         if self.failure is None:
             self.failure = error
             self.abort(str(error))

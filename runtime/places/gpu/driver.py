@@ -1,11 +1,12 @@
-"""The GPU of this process, and the CUDA driver's functions that torch does not offer.
+"""The GPU of this process, and functions of the CUDA driver that torch does not offer.
 
-By ctypes from the driver's own library. Where that is missing or too old, the group's kernels do the same
-(:func:`stream_words` is None), and captures are told apart by hand (:func:`capture_of`).
+They are called by ctypes from the driver's own library. If that is missing or too old, the group's kernels
+write the words (:func:`stream_words` is None), and captures are distinguished without it
+(:func:`capture_of`).
 
-A *stream memory operation* costs no SM and no launch. ``cuStreamWriteValue64`` with default flags fences
-as ``__threadfence_system`` does, scoped to the stream: what precedes it on the stream is visible to who
-sees the value, on any GPU. Its counterpart that waits is not used: CUDA does not bound it.
+A *stream memory operation* costs no SM and no launch. ``cuStreamWriteValue64`` with default flags fences as
+``__threadfence_system`` does, scoped to the stream: a reader that sees the value, on any GPU, sees all
+earlier work of the stream. The operation that waits is not used, because CUDA gives it no timeout.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from interlace.runtime.compat.launchers import local_rank
 
 
 def gpu_problem() -> str:
-    """Why this process cannot run kernels on a GPU; "" if it can."""
+    """Return why this process cannot run kernels on a GPU, or "" if it can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     from interlace.runtime.compat.triton_launcher import knobs
@@ -28,8 +29,8 @@ def gpu_problem() -> str:
 
 
 def own_gpu() -> torch.device:
-    """The GPU of this process: its current one, which is made that of its number on the host if it was
-    never chosen and ``torchrun`` has given it one."""
+    """Return the GPU of this process, its current one. If none was ever chosen and ``torchrun`` has
+    assigned one, make that the current GPU."""
     local = local_rank()
     if local is not None and not torch.cuda.is_initialized():
         torch.cuda.set_device(local % torch.cuda.device_count())
@@ -61,11 +62,11 @@ class Driver:
         self._mode.argtypes = [ctypes.POINTER(number)]
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """After everything that precedes it on ``stream``: ``address`` = ``value``, for all GPUs."""
+        """Write ``value`` to ``address``, for all GPUs, after all earlier work of ``stream``."""
         _check(self._write(stream, address, value, FENCED), "cuStreamWriteValue64")
 
     def new_stream(self, priority: int) -> int:
-        """A stream of the current context, which lives as long as that."""
+        """Make a stream of the current context. It lives as long as the context."""
         stream = ctypes.c_void_p()
         error = self._new_stream(ctypes.byref(stream), APART, priority)
         _check(error, "cuStreamCreateWithPriority")
@@ -76,7 +77,7 @@ class Driver:
         return not self._attribute(ctypes.byref(able), CAN_USE_WORDS, device) and bool(able.value)
 
     def capture(self, stream: int) -> int:
-        """The number of the graph capture that ``stream`` is in."""
+        """Return the number of the graph capture that ``stream`` is in."""
         status, number = ctypes.c_int(), ctypes.c_uint64()
         error = self._capture(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
         _check(error, "cuStreamGetCaptureInfo")
@@ -93,7 +94,7 @@ def _check(error: int, doing: str) -> None:
 
 @functools.cache
 def _loaded() -> Driver | None:
-    """The driver of this machine; None where it is missing or too old."""
+    """Return the driver of this machine, or None if it is missing or too old."""
     try:
         return Driver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
@@ -102,22 +103,22 @@ def _loaded() -> Driver | None:
 
 @functools.cache
 def stream_words(device: int) -> Driver | None:
-    """The driver that writes words on GPU number ``device``; None if nothing does."""
+    """Return the driver that writes words on GPU number ``device``, or None."""
     driver = _loaded()
     return driver if driver is not None and driver.has_words(device) else None
 
 
 @functools.cache
 def alarm_stream(device: int) -> torch.cuda.Stream:
-    """A stream on GPU number ``device`` on which nothing ever waits; one for the whole process.
+    """Return a stream on GPU number ``device`` on which nothing ever waits; one for the whole process.
 
-    Not one of torch's pool of 32, which soon is some group's copy stream as well. The first call may
-    synchronize the device.
+    It is not from torch's pool of 32, whose streams soon become some group's copy stream, too. The first
+    call may synchronize the device.
     """
     with torch.cuda.device(device):
         if (driver := _loaded()) is None:
             return torch.cuda.Stream(priority=-1)
-        torch.cuda.current_stream().synchronize()  # there is a context now
+        torch.cuda.current_stream().synchronize()  # makes sure that there is a context
         return torch.cuda.ExternalStream(driver.new_stream(-1))
 
 
@@ -130,9 +131,9 @@ _was_capturing = False
 
 
 def capture_of(stream: int) -> int:
-    """A number for the graph capture that the caller's current stream, ``stream``, is in; 0 for none.
+    """Return a number for the graph capture of the caller's current ``stream``, or 0.
 
-    Without a driver of ours two captures with no call in between are taken for one.
+    Without our driver, two captures with no call in between count as one.
     """
     global _captures, _was_capturing
     if not torch.cuda.is_current_stream_capturing():
@@ -146,11 +147,11 @@ def capture_of(stream: int) -> int:
 
 
 def leave_captures_alone() -> None:
-    """Let the calling thread use CUDA while another one captures a graph. Once per thread."""
+    """Let the calling thread use CUDA while another thread captures a graph. Once per thread."""
     if (driver := _loaded()) is not None:
         driver.leave_captures_alone()
 
 
 def pinned(words: Sequence[int]) -> torch.Tensor:
-    """An int64 tensor of the host that copy engines and streams reach."""
+    """Return an int64 tensor of the host that copy engines and streams can access."""
     return torch.tensor(words, dtype=torch.int64).pin_memory()

@@ -1,17 +1,17 @@
-"""Launches on a GPU that cost the host little: Triton binds, checks and looks up on the first call only.
+"""Launches on a GPU that cost the host little: only the first call goes through Triton's own launch.
 
-``kernel[grid](...)`` of Triton takes tens of microseconds for the many arguments of a fused op, every
-time. What it finds out depends on the kernel, the compile options, and of every argument its value (its
-width, if it is not specialized), or for a tensor its dtype and whether its address is a multiple of 16. So
-that is the key under which a compiled kernel is found here, and a launch hands it plain addresses::
+``kernel[grid](...)`` of Triton takes tens of microseconds for the many arguments of a fused op, every time.
+Its result depends on the kernel, the compile options, and of every argument its value (its width, if it is
+not specialized), or for a tensor its dtype and whether its address is a multiple of 16. These are the key
+under which this file finds a compiled kernel. A launch then passes plain addresses::
 
-    prepare   key, compiled kernel (made and loaded if new), values in the order of the parameters;
-              of an argument that is a tuple, the values of its fields
-    run       the values to Triton's launcher, on a stream
+    prepare   key, compiled kernel (compiled and loaded if new), values in the order of the parameters;
+              for an argument that is a tuple, the values of its fields
+    run       pass the values to Triton's launcher, on a stream
 
-A kernel with device-side descriptors wants scratch memory per launch. It gets the same every time on one
-stream, where one launch follows another; in a graph capture its own, for a graph may be replayed on
-another stream while this one is in use.
+A kernel with device-side descriptors needs scratch memory per launch. On one stream, where launches follow
+one another, it always gets the same memory. In a graph capture it gets its own, because a graph may be
+replayed on another stream while this memory is in use.
 """
 
 import inspect
@@ -28,7 +28,7 @@ MOST_KERNELS = 4096
 
 
 class LaunchCache:
-    """The compiled kernels of one rank, by what they are called with; ``loaded`` is told of each."""
+    """The compiled kernels of one rank, by call. ``loaded`` is called with each new one."""
 
     def __init__(self, device: torch.device, loaded: Callable[[Any], None]) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class LaunchCache:
         self._outgrown: list[torch.Tensor] = []
 
     def prepare(self, launch: KernelLaunch, stream: int, capture: int) -> "PreparedLaunch":
-        """A prepared launch for ``stream``; InterlaceError if it had to be loaded in a graph capture."""
+        """Prepare a launch for ``stream``. InterlaceError if it would be loaded in a graph capture."""
         values: list[Any] = []
         number = id(launch.kernel)
         known = self._known.get(number)
@@ -55,7 +55,7 @@ class LaunchCache:
                     address = value.data_ptr()
                     key.append((value.dtype, address % ALIGNMENT == 0))
                     values.append(address)
-                else:  # None is compiled in
+                else:  # None is a constant of the compilation
                     any_number = name in alike and value is not None
                     key.append(-SMALL <= value < SMALL if any_number else value)
                     values.append(value)
@@ -79,7 +79,7 @@ class LaunchCache:
     def scratch_for(
         self, compiled: "_Compiled", extents: tuple[int, int, int], stream: int, capture: int
     ) -> torch.Tensor | None:
-        """The scratch memory of a launch over a grid, if it wants any."""
+        """Return the scratch memory of a launch over a grid, or None if it needs none."""
         if not compiled.scratch_per_program:
             return None
         x, y, z = extents
@@ -96,20 +96,20 @@ class LaunchCache:
         return scratch
 
     def clear(self) -> None:
-        """Forget everything; no launch may be under way."""
+        """Forget everything. No launch may be in flight."""
         self._kernels.clear()
         self._scratch.clear()
         self._outgrown.clear()
 
 
 class _Compiled:
-    """A loaded kernel, and where its parameters are among the arguments of a launch."""
+    """A loaded kernel, and the positions of its parameters among the arguments of a launch."""
 
     def __init__(self, launch: KernelLaunch) -> None:
-        self.jit = launch.kernel  # its id is part of the key
+        self.jit = launch.kernel  # keeps its id, a part of the key, unique
         self.kernel = launch.compiled()
         fixed, count = constants(launch.kernel), 0
-        places: dict[str, range] = {}  # of an argument: where its values are
+        places: dict[str, range] = {}  # the positions of each argument's values
         for name, value in launch.arguments.items():
             fields = len(value) if isinstance(value, tuple) and name not in fixed else 1
             places[name] = range(count, count + fields)
@@ -122,7 +122,7 @@ class _Compiled:
             if isinstance(launch.arguments.get(each.name), tuple) and each.name not in fixed:
                 self._tuples.append(slice(begin, len(self._order)))
         if [index for index, _ in self._order] == list(range(count)):
-            self._order = []  # as they are given
+            self._order = []  # the given order
         metadata = self.kernel.metadata
         self._direct = triton_launcher.direct(
             self.kernel, lambda signature: leaves(signature).values(), self._nested
@@ -135,7 +135,7 @@ class _Compiled:
         return [values[index] if index >= 0 else default for index, default in self._order]
 
     def _nested(self, values: Sequence[object]) -> list[object]:
-        """One value per parameter: those of a tuple as a tuple."""
+        """Return one value per parameter: the values of a tuple as a tuple."""
         nested = list(values)
         for part in reversed(self._tuples):
             nested[part] = [tuple(nested[part])]
@@ -148,7 +148,7 @@ class _Compiled:
         values: list[Any],
         scratch: torch.Tensor | None,
     ) -> None:
-        """``values`` in the order of the parameters; ``scratch`` as :meth:`LaunchCache.scratch_for`."""
+        """Launch with ``values`` in the order of the parameters; ``scratch``: see ``scratch_for``."""
         kernel = self.kernel
         enter, leave = triton_launcher.hooks()
         metadata = None
@@ -166,7 +166,7 @@ class _Compiled:
 
 
 class PreparedLaunch:
-    """A launch of which the host's work is done. ``scratch`` must live until it has run."""
+    """A launch whose host work is done. ``scratch`` must live until it has run."""
 
     __slots__ = ("__weakref__", "_cache", "_compiled", "_extents", "scratch", "values")
 
@@ -182,7 +182,7 @@ class PreparedLaunch:
         self.values, self.scratch = values, scratch
 
     def in_order(self, arguments: list[object]) -> list[Any]:
-        """``arguments``, given as those of the launch were, in the order of ``values``."""
+        """Return ``arguments``, in the order of the launch's arguments, in the order of ``values``."""
         return self._compiled.ordered(arguments)
 
     def again(self, stream: int, capture: int, values: list[object]) -> None:

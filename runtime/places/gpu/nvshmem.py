@@ -1,20 +1,20 @@
 """The place ``nvshmem``: processes on several nodes, one per GPU.
 
-Within a node it is the place ``cuda``: ranks address each other's memory. To other nodes kernels put, by
-NVSHMEM; what does that is linked with its device library, and only that is. Which ranks share a node is
-what NVSHMEM has mapped, so on a machine whose nodes share one NVLink domain there is one node, and
-nothing is put.
+Within a node it works like the place ``cuda``: ranks address each other's memory. To other nodes, kernels
+put by NVSHMEM. Only kernels that put are linked with its device library. NVSHMEM's mappings determine which
+ranks share a node. If all nodes of a machine share one NVLink domain, there is one node, and no kernel
+puts.
 
-Streams signal by kernels only: stream memory operations need the peer's address too.
+Streams signal only by kernels, because stream memory operations need the peer's address, too.
 
-torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each
-peer's mapping: a null pointer says that the peer is reached over the network only. What torch needs,
-beside what ``memory.py`` says: the backend is chosen for the whole process,
-before its first symmetric tensor; and the group of all processes is registered as "0", by
-``torch.distributed`` or here. A rank's number in it is its number for NVSHMEM.
+torch allocates with ``nvshmem_malloc``, which all processes call together, and asks NVSHMEM for each peer's
+mapping. A null pointer means that the peer is reached only over the network. torch has two requirements
+beyond those of ``memory.py``: the backend is chosen for the whole process, before its first symmetric
+tensor; and the group of all processes is registered as "0", by ``torch.distributed`` or here. A rank's
+number in that group is its number for NVSHMEM.
 
-A kernel that was linked with NVSHMEM's device library has a copy of its state in constant memory of its
-own module, which has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
+A kernel that is linked with NVSHMEM's device library has a copy of NVSHMEM's state in constant memory of
+its own module. It has to be filled in once per loaded module: ``NvshmemPlace._loaded``.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ BACKEND, EVERYONE = "NVSHMEM", "0"
 
 
 def nvshmem_problem() -> str:
-    """Why this process cannot use NVSHMEM through torch; "" if it can, and then it is to be used."""
+    """Return why this process cannot use NVSHMEM through torch. If it can, select it and return ""."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     available = symmetric.nvshmem_available()
@@ -58,7 +58,7 @@ def nvshmem_problem() -> str:
 
 
 class NvshmemMemory(TorchMemory):
-    """Symmetric memory of a group of all processes. Everything is collective."""
+    """Symmetric memory of a group of all processes. Every method is collective."""
 
     kind = "NVSHMEM"
 
@@ -67,7 +67,7 @@ class NvshmemMemory(TorchMemory):
     ) -> None:
         super().__init__(rank, world_size, device, exchange)
         everyone = symmetric.registered(EVERYONE)
-        if everyone is None:  # NVSHMEM is begun with it, and is as long as the process
+        if everyone is None:  # NVSHMEM starts with this group and lives as long as the process
             everyone = self._group
             symmetric.c10d._register_process_group(EVERYONE, everyone)
         number = everyone.rank()
@@ -79,9 +79,9 @@ class NvshmemMemory(TorchMemory):
             )
 
     def made(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Zeroed memory of this rank, and torch's handle of every rank's, which keeps it all alive.
+        """Return zeroed memory of this rank, and torch's handle of all ranks' memory, which keeps it alive.
 
-        Its ``buffer_ptrs`` are 0 of ranks over the network. MemoryRefused, on all ranks, if one fails.
+        Its ``buffer_ptrs`` are 0 for ranks over the network. MemoryRefused, on all ranks, if one fails.
         """
         with together(self._exchange):
             memory = self._own(nbytes)
@@ -89,7 +89,8 @@ class NvshmemMemory(TorchMemory):
 
 
 def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
-    """The node of each rank, named by its first, by ``mapped[rank][peer]``, or PlaceUnavailableError."""
+    """Return each rank's node, named by its first rank, from ``mapped[rank][peer]``. Raises
+    PlaceUnavailableError."""
     nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
     for rank, row in enumerate(mapped):
         for peer, there in enumerate(row):
@@ -106,7 +107,7 @@ PROBE_BYTES = 16
 
 
 class NvshmemPlace(DeviceProcessPlace):
-    """One rank on one GPU, of all ranks that NVSHMEM was begun with. Making it is collective.
+    """One rank on one GPU, of all ranks with which NVSHMEM was started. Making it is collective.
 
     Raises PlaceUnavailableError on all ranks if one lacks a GPU, torch with NVSHMEM, or the library.
     """
@@ -115,7 +116,7 @@ class NvshmemPlace(DeviceProcessPlace):
 
     def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
         super().__init__(processes, device, timeout=timeout)
-        self._modules: set[int] = set()  # that have their state
+        self._modules: set[int] = set()  # modules that have their state
         library = self._agree_that_all_can()
         known = self.rank, self.world_size, device, self.exchange
         memory = self._memory = NvshmemMemory(*known)
@@ -135,7 +136,7 @@ class NvshmemPlace(DeviceProcessPlace):
         )
 
     def _agree_that_all_can(self) -> str:
-        """The path of the device library, once every rank has all that it needs."""
+        """Return the path of the device library, once every rank has all that it needs."""
         library, problem = "", nvshmem_problem()
         if not problem:
             major, minor = torch.cuda.get_device_capability(self.device)

@@ -1,24 +1,24 @@
-"""Plans: a call on a GPU whose like was made before costs the host next to nothing.
+"""Plans: a call on a GPU like an earlier one costs the host almost nothing.
 
-All that Python does between the call and the launches - checks, algorithm, configuration, grid, tables,
-arguments - follows from the shapes, strides, dtypes and options of the call and from what the ranks have
-agreed on. So the first call of its kind is watched, and what it enqueues is written down with its addresses
-as "so many bytes into argument i", or "into result k"; the next makes new results, puts addresses in their
-place, and launches::
+All that Python does between the call and the launches (checks, algorithm, configuration, grid, tables,
+arguments) follows from the shapes, strides, dtypes and options of the call and from what the ranks have
+agreed on. So the first call of a kind is watched: what it enqueues is recorded, with its addresses as "so
+many bytes into argument i" or "into result k". The next call makes new results, fills in the addresses, and
+launches::
 
     again     known kind?  ranks still agree?  same workspaces?   then launch, and return the results
-    learn     at the end of a call that went the long way: a plan, if all it has enqueued can be repeated
+    learn     at the end of a call without a plan: make one, if all that it has enqueued can be repeated
 
-What can be: kernels, copies and signals on the group's ``compute`` stream, whose tensors are arguments,
-results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy stream
-cannot; such calls go the long way every time. There is a plan for every workspace that a call may come to,
-for they are used in turn. A plan holds no tensor of a caller's.
+Kernels, copies and signals on the group's ``compute`` stream can be repeated, if their tensors are
+arguments, results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy
+stream cannot; such calls never have a plan. There is a plan for every workspace that a call may use,
+because they are used in turn. A plan holds no tensor of a caller's.
 
-Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length,
-the long way goes on with the answers that are there.
+Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length, the
+call continues without the plan, with the answers that it has.
 
-A :class:`PlanRecorder` sees the call go the long way. What it makes of it, a :class:`Plan`, knows memory
-as "so many bytes into argument i" or "into result k", or by address if it lasts as long as the group.
+A :class:`PlanRecorder` watches a call without a plan and makes a :class:`Plan` of it. A plan knows memory
+as "so many bytes into argument i" or "into result k", or by address if it lives as long as the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,14 +49,14 @@ from interlace.runtime.places.gpu.stream import (
 WHOLE: Any = object()  # the tree of a call that returns its one result
 
 Address = tuple[int, int, int]
-"""0 of an argument, 1 of a result; its index; bytes from its first element."""
+"""0 for an argument, 1 for a result; its index; bytes from its first element."""
 View = tuple[int, int, torch.Size, tuple[int, ...], int]
-"""As :data:`Address`, with shape, strides and offset in elements."""
+"""Like :data:`Address`, with shape, strides and offset in elements."""
 
 
 @dataclass
 class Launched:
-    """A kernel with its values, and which of them are addresses that differ from call to call."""
+    """A kernel with its values, and the positions of addresses that differ from call to call."""
 
     prepared: PreparedLaunch
     addresses: list[tuple[int, int, int, int]]  # position, and an Address
@@ -82,7 +82,7 @@ class Copied:
 
 @dataclass
 class Signalled:
-    """A signal by the stream itself: the method's name, and its arguments. The epoch is taken anew."""
+    """A signal by the stream itself: the method's name, and its arguments. The epoch is read again."""
 
     method: str
     arguments: tuple[int, ...]
@@ -93,18 +93,18 @@ class Signalled:
 
 @dataclass
 class PlanStep:
-    """The items of one ``enqueue``, the finish last; ``words``: of a kernel without workspace."""
+    """The items of one ``enqueue``, the finish last; ``words``: for a kernel without workspace."""
 
     workspace: Workspace | None
     pulled: bool
     items: list[Launched | Copied | Signalled] = field(default_factory=list)
-    programs: int = 0  # of its kernels, together
+    programs: int = 0  # of its kernels, in total
     words: tuple[SymmetricBuffer, int] | None = None
 
 
 @dataclass
 class Plan:
-    """``results``: dtype and shape of each; ``tree``: what the call returns, in views of them."""
+    """``results``: dtype and shape of each; ``tree``: what the call returns, as views of them."""
 
     agreed: tuple[Call, list[bytes]] | None
     steps: list[PlanStep]
@@ -113,13 +113,13 @@ class Plan:
 
 
 class PlanRecorder:
-    """A record of a call's enqueues. ``apart``: how ``arguments`` lie to each other is part of it."""
+    """A record of a call's enqueues. ``apart`` includes how ``arguments`` are placed to each other."""
 
     def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
         self._steps: list[PlanStep] = []
-        self._items: list[list[Any]] = []  # of each step, as they were seen
+        self._items: list[list[Any]] = []  # of each step, as recorded
         self._open = self._spoilt = False
 
     def agreed(self, call: Call, answers: list[bytes]) -> None:
@@ -132,17 +132,17 @@ class PlanRecorder:
         pulled: bool = False,
         words: tuple[SymmetricBuffer, int] | None = None,
     ) -> None:
-        """An ``enqueue`` is about to put its items on the streams: the fields of its step."""
+        """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))
         self._items.append([])
         self._open = True
 
     def signalled(self, stream: DeviceStream, method: str, *arguments: int) -> None:
-        if self._open:  # else it is the wait before the op for the credits of the one before
+        if self._open:  # otherwise it is the wait before the op for the credits of the previous one
             self.note(stream, Signalled(method, arguments))
 
     def note(self, stream: DeviceStream, item: object) -> None:
-        """``item``: a launch and what was prepared of it, destination and source of a copy, a signal."""
+        """Record ``item``: a launch and its prepared form, a copy's destination and source, a signal."""
         if not self._open or not stream.follows:
             self._spoilt = True
         else:
@@ -152,11 +152,11 @@ class PlanRecorder:
         self._open = False
 
     def spoil(self) -> None:
-        """The call has done something that cannot be repeated: it gets no plan."""
+        """Give the call no plan: it has done something that cannot be repeated."""
         self._spoilt = True
 
     def plan(self, result: Any, lasting: Sequence[torch.Tensor]) -> Plan | None:
-        """The plan, if all that was seen can be repeated."""
+        """Return the plan, or None if something that was recorded cannot be repeated."""
         if self._spoilt or self._open or not self._steps or len(self._agreed) > 1:
             return None
         where = _Where(self._arguments, lasting, apart=self._apart)
@@ -177,7 +177,7 @@ class PlanRecorder:
 
 
 class _Where:
-    """Finds the tensor of an address. LookupError for memory that is not there the next time."""
+    """Finds the tensor of an address. LookupError for memory that will not exist the next time."""
 
     def __init__(
         self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool
@@ -190,7 +190,7 @@ class _Where:
     def tree(self, result: object) -> object:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
-            if self._argument(result) is not None:  # which the caller has made
+            if self._argument(result) is not None:  # the caller has made it
                 view = self._view(result)
                 if isinstance(view, Bytes):
                     raise LookupError
@@ -209,7 +209,7 @@ class _Where:
         raise LookupError
 
     def is_whole(self, result: object) -> bool:
-        """Whether the call returns one dense tensor, which is all of its storage."""
+        """Return whether the call returns one dense tensor that covers all of its storage."""
         return (
             isinstance(result, torch.Tensor)
             and result.is_contiguous()
@@ -233,9 +233,9 @@ class _Where:
         return Launched(second, addresses)
 
     def _argument(self, tensor: torch.Tensor) -> int | None:
-        """Index of the argument in ``tensor``'s storage; of several, the one that begins where it does.
+        """Return the index of the argument in ``tensor``'s storage. Of several, the one with its beginning.
 
-        If it is known how they lie to each other, any that has where it begins.
+        If their relative places are known, it is any one that has its beginning.
         """
         storage = tensor.untyped_storage().data_ptr()
         near = [
@@ -249,12 +249,12 @@ class _Where:
                 near = [index for index in near if _has(self._arguments[index], address)][:1]
             else:
                 near = [index for index in near if self._arguments[index].data_ptr() == address]
-            if len(near) != 1:  # the next time they may lie differently
+            if len(near) != 1:  # the next time they may be placed differently
                 raise LookupError
         return near[0] if near else None
 
     def _owner(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Argument or result and its index; None for memory that lives as long as the group."""
+        """Return 0 or 1 (argument or result) and its index; None for memory of the group's lifetime."""
         index = self._argument(tensor)
         if index is not None:
             return 0, index
@@ -353,7 +353,7 @@ class PlanAgreement(Protocol):
 
 
 class Plans:
-    """The plans of one communicator on a GPU; ``check_processes`` raises what its group has failed with."""
+    """The plans of one communicator on a GPU. ``check_processes`` raises the error of its group."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class Plans:
         self._agreement, self._check_processes = agreement, check_processes
         self._plans: dict[object, Plan] = {}
         self._end: DeviceEvent | None = None
-        # the message of a call, and the answers to it, that had to go the long way for them
+        # the message of a call whose answers ruled out its plan, and these answers
         self._answered: tuple[bytes, list[bytes]] | None = None
         self.hits = 0
 
@@ -375,9 +375,9 @@ class Plans:
     def again(
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], *, async_op: bool
     ) -> tuple[object] | None:
-        """(result,) of a call of a known kind, or its (Work,) if ``async_op``.
+        """Repeat a call of a known kind and return (result,), or (its Work,) if ``async_op``.
 
-        None for another, which then goes the long way, and is watched.
+        Returns None for a call of another kind, which is then made without a plan, and watched.
         """
         op, into = form.op, form.fills
         if into is None:
@@ -395,9 +395,9 @@ class Plans:
     def _prepared(
         self, op: str, tensors: Sequence[Any], options: tuple[Any, ...], *, into: bool
     ) -> _Again | None:
-        """The call, if its kind is known; else None, and it is watched if it may be planned."""
+        """Return the call if its kind is known. Otherwise return None, and watch the call if possible."""
         place = self._place
-        place.recorder = self._answered = None  # of a call that failed
+        place.recorder = self._answered = None  # left by a call that failed
         if modes_active() or self._communicator.closed:
             return None
         arguments: list[torch.Tensor] = []
@@ -426,7 +426,7 @@ class Plans:
                         addresses.append(address)
                     else:
                         return None
-                key.append(0)  # where a list ends
+                key.append(0)  # the end of a list
             if into:
                 if not _where_they_lie(key, tensors, arguments, addresses):
                     return None
@@ -435,7 +435,7 @@ class Plans:
             kind = tuple(key)
             plan = self._plans.get(kind)
         except (LookupError, RuntimeError, TypeError):
-            # no tensor, one without strides, an option that is a list
+            # it is not a tensor, has no strides, or is an option that is a list
             return None
         if plan is None:
             place.recorder = PlanRecorder(kind, arguments, apart=into)
@@ -443,7 +443,7 @@ class Plans:
         return _Again(kind, plan, arguments, addresses)
 
     def _repeated(self, op: str, call: _Again, outputs: object, *, async_op: bool) -> object:
-        """The result of ``call``, made again, or its Work; _MISSED if it has to go the long way."""
+        """Make ``call`` again and return its result or Work; _MISSED if it has to be made without plan."""
         place = self._place
         if place.failure is not None or self._agreement.mismatch() is not None:
             place.check()
@@ -457,7 +457,7 @@ class Plans:
             place.leave()
 
     def _started(self, op: str, call: _Again, outputs: Any) -> Any:
-        """Repeat ``call`` on the group's own stream; its Work."""
+        """Repeat ``call`` on the group's own stream and return its Work."""
         place, stream = self._place, self._communicator.compute
         assert isinstance(stream, DeviceStream)
         before, place.asynchronous = place.asynchronous, True
@@ -494,7 +494,7 @@ class Plans:
         return results[0] if plan.tree is WHOLE else built(plan.tree, call.arguments, results)
 
     def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
-        """Whether the next ops would get the workspace, or the words, of each step, one after another."""
+        """Return whether the next ops would get the workspace, or the words, of each step in turn."""
         arena = self._communicator.arena
         turn = arena.turn
         for step in steps:
@@ -509,7 +509,7 @@ class Plans:
         return True
 
     def _leased_again(self, workspace: Workspace) -> Workspace:
-        """The next workspace, which is ``workspace``, free for ops that push."""
+        """Return the next workspace, which is ``workspace``, free for ops that push."""
         self._communicator.arena.turn += 1
         if self._communicator.was_pulled(workspace):
             self._communicator.compute.wait_credits(workspace)
@@ -532,7 +532,7 @@ class Plans:
         for item in step.items:
             if type(item) is Launched:
                 prepared = item.prepared
-                if item.addresses or prepared.scratch is not None:  # which is of one launch
+                if item.addresses or prepared.scratch is not None:  # scratch belongs to one launch
                     values = prepared.values.copy()
                     for position, of_results, index, offset in item.addresses:
                         values[position] = bases[of_results][index] + offset
@@ -555,7 +555,7 @@ class Plans:
         communicator.ended(workspace, self._end_of(target), pulled=step.pulled)
 
     def _end_of(self, target: StreamTarget) -> DeviceEvent:
-        """The end of what is enqueued; one for all ops as long as nobody had to wait for it."""
+        """Return the end of what is enqueued; one object for all ops until something waits for it."""
         end = self._end
         if end is None or end.points[0].target != target or end.points[0].recorded:
             end = self._end = DeviceEvent()
@@ -565,7 +565,7 @@ class Plans:
     # -- the long way, watched -----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:
-        """Every rank's message of ``call``, which may be a part of what is being planned."""
+        """Return every rank's message of ``call``, which may be a part of what is being recorded."""
         answered, self._answered = self._answered, None
         if answered is not None and answered[0] == call.message:
             answers = answered[1]
@@ -576,7 +576,7 @@ class Plans:
         return answers
 
     def lasting_tensors(self) -> list[torch.Tensor]:
-        """The tensors on the device that live as long as the group does."""
+        """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
         memory = [part for buffer in buffers for part in buffer.peer_bytes]
@@ -584,11 +584,11 @@ class Plans:
         return [*tables, *(buffer.peers for buffer in buffers), *memory]
 
     def launched(self) -> None:
-        """The host has enqueued all that it has agreed on."""
+        """Record that the host has enqueued all that it has agreed on."""
         self._agreement.launched()
 
     def learn(self, op: str, result: object) -> None:
-        """The call of ``op`` that went the long way has returned ``result``."""
+        """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
         self.launched()
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:
@@ -603,7 +603,8 @@ class Plans:
 def _where_they_lie(
     key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
 ) -> bool:
-    """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first; False if not dense, or apart."""
+    """Add to ``key`` how ``given`` (all: ``tensors``) are placed to the first. False if not dense or
+    apart."""
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False

@@ -1,12 +1,12 @@
-"""Ranks on GPUs that are processes, one per rank, and the place ``cuda`` of those on one node.
+"""Ranks on GPUs that are processes, one per rank, and the place ``cuda`` for those on one node.
 
-All that needs no GPU is done by another place of the same ranks, ``processes``: ``shm`` where they share
-a host, ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers
-live, and carries an abort. The GPU's part is here: agreement that does not hold the CPU up
-(``agreement.py``), a watchdog for what happens on the device, and closing both in order.
+Another place of the same ranks, ``processes``, does all that needs no GPU: ``shm`` if they share a host,
+``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers live,
+and delivers an abort. This file has the GPU's part: agreement that does not delay the CPU
+(``agreement.py``), a watchdog for events on the device, and closing both in order.
 
-Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS: what one rank enqueues is in an order in which every
-item waits only for items that every rank enqueues before it, so one hardware queue will do.
+Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS. Each item that a rank enqueues waits only for items
+that every rank enqueues before it, so one hardware queue suffices.
 """
 
 import atexit
@@ -37,11 +37,12 @@ Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
 
 
 class HostMessages:
-    """Sends and receives by ``engine``, the host's. ``bring(to, source)`` copies to the GPU; its end.
+    """Sends and receives by the host's ``engine``. ``bring(to, source)`` copies to the GPU and returns the
+    end.
 
-    A copy off the GPU, the message as ``processes`` moves it, a copy back. Right for every tag and
-    order, also from whoever sends first; not fast, and the sender's host waits for its GPU. The
-    receiver's does not: its ``Work.wait()`` waits for the message, as that cannot be enqueued, and then
+    A message is a copy off the GPU, a message of ``processes``, and a copy back. It is right for every tag
+    and order, also for receives from any rank. It is not fast, and the sender's host waits for its GPU. The
+    receiver's host does not: its ``Work.wait()`` waits for the message, which cannot be enqueued, and then
     only orders the stream.
     """
 
@@ -49,7 +50,7 @@ class HostMessages:
         self._engine, self._bring = engine, bring
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Send ``tensor`` as ``Engine.send`` does; waits for what makes ``tensor``."""
+        """Send ``tensor`` as ``Engine.send`` does. Waits for the work that produces ``tensor``."""
         return self._engine.send(
             _call("send", tensor), tensor.detach().to("cpu", copy=True), peer, tag
         )
@@ -72,9 +73,9 @@ _places: "weakref.WeakSet[DeviceProcessPlace]" = weakref.WeakSet()
 
 
 class DeviceProcessPlace(DevicePlace):
-    """One rank of a group of processes on GPUs. ``processes``, its place without them, is closed with it.
+    """One rank of a group of processes on GPUs. ``processes``, its place without GPUs, is closed with it.
 
-    ``timeout``, in seconds, bounds every wait on the device; others have the bound of ``processes``.
+    ``timeout``, in seconds, bounds every wait on the device; other waits have the timeout of ``processes``.
     """
 
     def __init__(self, processes: Any, device: torch.device, *, timeout: float) -> None:
@@ -104,7 +105,7 @@ class DeviceProcessPlace(DevicePlace):
         return self._agreement.number
 
     def _check_calls(self) -> None:
-        """Raise if ranks have called different things, as far as they have noted it."""
+        """Raise if ranks have called different ops, as far as they have noted it."""
         problem = self._agreement.mismatch()
         if problem is not None:
             self.fail(problem)
@@ -152,7 +153,7 @@ class DeviceProcessPlace(DevicePlace):
         return self._messages.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        # what was enqueued on the tensor's memory so far comes before the message
+        # earlier work on the tensor's memory comes before the message
         self.side_stream().wait_stream(torch.cuda.current_stream())
         return self._messages.recv(tensor, peer, tag)
 
@@ -165,13 +166,13 @@ class DeviceProcessPlace(DevicePlace):
         self._enqueued(buffer)
 
     def _enqueued(self, buffer: SymmetricBuffer) -> None:
-        """The end of an op, or of a part of it, was enqueued in ``buffer``."""
+        """Note that the end of an op, or of a part of it, was enqueued in ``buffer``."""
         epoch = None if self.replays else self.ops_finished(buffer)
         self._agreement.ops.enqueued(buffer.addresses[self.rank], epoch)
         self._watched().look_after()
 
     def reached(self, epochs: Mapping[int, int]) -> None:
-        """How many ops the device has ended in each of the own workspaces, by address."""
+        """Note how many ops the device has ended in each of this rank's workspaces, by address."""
         self._agreement.ops.reached(epochs)
 
     def _watched(self) -> Watchdog:
@@ -208,7 +209,7 @@ class DeviceProcessPlace(DevicePlace):
         super().fail(error)
 
     def abort(self, reason: str) -> None:
-        """Implements ``Place.abort``; on this rank's GPU and its peers' every wait ends, too."""
+        """Implements ``Place.abort``; every wait on this rank's GPU and its peers' ends, too."""
         self.processes.abort(reason)
         self.wake_kernels()
 
@@ -217,7 +218,7 @@ class DeviceProcessPlace(DevicePlace):
             self._watchdog.stop()
 
     def close(self) -> None:
-        """Leave the group; symmetric memory goes back with the last tensor over it. Idempotent."""
+        """Leave the group. Symmetric memory is freed with the last tensor over it. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -231,7 +232,7 @@ class DeviceProcessPlace(DevicePlace):
 
 
 def _at_exit() -> None:
-    """A thread that uses CUDA must not come back into an interpreter that is gone."""
+    """End threads that use CUDA: they must not return into an interpreter that is gone."""
     for place in list(_places):
         place._stop_watching()
 
@@ -240,9 +241,10 @@ atexit.register(_at_exit)
 
 
 class CudaPlace(DeviceProcessPlace):
-    """One rank on one GPU of one node, whose peers' memory is mapped; see :class:`DeviceProcessPlace`.
+    """One rank on one GPU of one node, with its peers' memory mapped; see :class:`DeviceProcessPlace`.
 
-    Ranks on one GPU take turns on it, a time slice each, for each is a process: right, and slow.
+    Ranks on one GPU take turns on it, a time slice each, because each is a process. That is right, but
+    slow.
     """
 
     name = "cuda"
@@ -253,7 +255,7 @@ class CudaPlace(DeviceProcessPlace):
 
     @property
     def memory_kind(self) -> str:
-        """The kind of the group's symmetric memory, by what makes it; "" before there is any."""
+        """The kind of the group's symmetric memory, by its allocator; "" before there is any."""
         return "" if self._memory is None else str(self._memory.kind)
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -269,7 +271,7 @@ class CudaPlace(DeviceProcessPlace):
         names = self.exchange(name.encode(), "an allocation of symmetric memory")
         self._overlapping = len(set(names)) < self.world_size
         kinds, reasons = [self._by_torch], []
-        if self.processes.direct_access:  # of one host
+        if self.processes.direct_access:  # all ranks are on one host
             kinds.append(lambda: IpcMemory(self.processes, self.device, self.exchange))
         for make in kinds:
             memory = make()

@@ -1,18 +1,18 @@
-"""Streams and events of a GPU. Events are recorded only where one CUDA stream has to wait for another.
+"""Streams and events of a GPU. Events are recorded only if one CUDA stream has to wait for another.
 
 The group's ``compute`` stream is a logical one. For an op that the caller waits for, its items go to the
 caller's current CUDA stream: nothing forks or joins, no event is needed, the caching allocator sees all
-memory used where it was allocated, and a graph captures the op as it captures the caller's own kernels.
-For an asynchronous op they go to a stream of the group's own. Either way they run in the order of the
-calls: when the logical stream moves to another CUDA stream, that one waits first.
+memory used where it was allocated, and a graph captures the op like the caller's own kernels. For an
+asynchronous op, its items go to a stream of the group's own. Either way they run in the order of the calls:
+when the logical stream moves to another CUDA stream, that one waits first.
 
-A :class:`Point` is a place in a CUDA stream, and costs nothing until another stream waits for it: only
-then is a CUDA event recorded, which may be later in the stream than asked for, never earlier. Where later
-is wrong the point is recorded at once: at the end of an asynchronous op, and at the start of any op, when
-its first item is about to follow.
+A :class:`Point` is a place in a CUDA stream, and costs nothing until another stream waits for it. Only then
+is a CUDA event recorded, which may be later in the stream than the point, never earlier. If later is wrong,
+the point is recorded at once: at the end of an asynchronous op, and at the start of any op, when its first
+item is about to follow.
 
-In a graph capture, points of another capture or of none are not waited for: what came before the capture
-began, and where the graph is replayed, is ordered by the streams that the caller captures and replays in.
+In a graph capture, points of another capture or of none are not waited for. The streams that the caller
+captures and replays in order the capture after earlier work, and the replays, too.
 """
 
 import functools
@@ -29,17 +29,18 @@ from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.places.gpu.launch import PreparedLaunch
 
 StreamTarget = tuple[int, int]
-"""A CUDA stream's handle, and the number of the graph capture that it is in or 0."""
+"""A CUDA stream's handle, and the number of the graph capture that it is in, or 0."""
 
 
 _numbers = itertools.count()
 
 
 class Point:
-    """After what was enqueued on a CUDA stream so far.
+    """The place after all that was enqueued on a CUDA stream so far.
 
-    ``event`` is to be recorded instead of a new one; then it means its last recording. ``pool`` has events
-    that no point needs any more, and gets this one's: one is made for every op under way, not for every op.
+    ``event`` is recorded instead of a new one; it then means its last recording. ``pool`` has events that
+    no point needs any more, and receives this one's: one event exists for every op in flight, not for every
+    op.
     """
 
     __slots__ = ("_event", "_pool", "number", "recorded", "target")
@@ -55,12 +56,12 @@ class Point:
         self._event, self.recorded, self._pool = event, False, pool
 
     def __del__(self) -> None:
-        # who waits for the event waits for this recording of it, even if another one follows
+        # a wait for the event waits for this recording of it, even if another one follows
         if self._pool is not None and self._event is not None and not self.target[1]:
             self._pool.append(self._event)
 
     def record(self) -> torch.cuda.Event:
-        """The CUDA event, recorded now if it was not."""
+        """Return the CUDA event; record it now if it was not recorded."""
         if self._event is None:
             self._event = self._pool.pop() if self._pool else torch.cuda.Event()
         if not self.recorded:
@@ -70,7 +71,7 @@ class Point:
 
 
 def stream_of(handle: int) -> torch.cuda.Stream:
-    """torch's object for a CUDA stream; 0 is the default stream of the current device."""
+    """Return torch's object for a CUDA stream; 0 is the default stream of the current device."""
     return _external(handle) if handle else torch.cuda.default_stream()
 
 
@@ -80,7 +81,7 @@ def _external(handle: int) -> torch.cuda.Stream:
 
 
 def run_on(stream: torch.cuda.Stream | None, function: Callable[[], object]) -> None:
-    """Call torch code on ``stream``; None is the caller's current one, for which nothing is to do."""
+    """Call torch code on ``stream``; None is the caller's current one, which needs no change."""
     if stream is None:
         function()
         return
@@ -89,7 +90,7 @@ def run_on(stream: torch.cuda.Stream | None, function: Callable[[], object]) -> 
 
 
 class DeviceEvent(Event):
-    """Several points; they are known once the items that it stands for were submitted."""
+    """Several points. They are known once the items that it stands for were submitted."""
 
     __slots__ = ("points", "submitted")
 
@@ -98,7 +99,7 @@ class DeviceEvent(Event):
         self.submitted = False
 
     def is_completed(self) -> bool:
-        """Never true of a point in a graph capture, which is reached in every replay anew."""
+        """Return False for a point in a graph capture, which every replay reaches again."""
         if not self.submitted or any(point.target[1] for point in self.points):
             return False
         return all(point.record().query() for point in self.points)
@@ -109,43 +110,43 @@ class DeviceEvent(Event):
 
 
 def programs_of(launch: KernelLaunch) -> int:
-    """The number of programs of ``launch`` that may hold multiprocessors while they wait for peers."""
+    """Return the number of programs of ``launch`` that may hold multiprocessors while they wait."""
     x, y, z = launch.extents
     return x * y * z if launch.num_warps > 1 else 0
 
 
 class DeviceStream(Stream):
-    """An ordered queue of one rank, on a CUDA stream of its own or, if it ``follows`` it, the caller's."""
+    """An ordered queue of one rank, on a CUDA stream of its own, or on the caller's if it ``follows``."""
 
     def __init__(self, place: Any, stream: torch.cuda.Stream, *, follows: bool) -> None:
         self._place = place  # a DevicePlace
         self._own = stream
         self._own_handle = int(stream.cuda_stream)
         self.follows = follows
-        self._last: dict[int, StreamTarget] = {}  # where the last item went, eager and in a capture
-        self._end: Point | None = None  # after the last item, if somebody has asked for it
+        self._last: dict[int, StreamTarget] = {}  # target of the last item, eager and in a capture
+        self._end: Point | None = None  # after the last item, if it was asked for
         self._waiting: dict[StreamTarget, Point] = {}
-        self._waited: dict[StreamTarget, Point] = {}  # what is enqueued next comes after these
-        self._depends: Workspace | None = None  # of the op in which data was waited for
+        self._waited: dict[StreamTarget, Point] = {}  # the next item comes after these
+        self._depends: Workspace | None = None  # of the op that has waited for data
 
     # -- where items go ------------------------------------------------------------------------
 
     def target(self) -> StreamTarget:
-        """The CUDA stream to which the next item would go."""
+        """Return the CUDA stream to which the next item would go."""
         caller: StreamTarget = self._place.caller()
         if self.follows and not self._place.asynchronous:
             return caller
         return self._own_handle, caller[1]
 
     def enter(self) -> StreamTarget:
-        """Where the next item goes, once all that it must come after was waited for."""
+        """Return where the next item goes, after waiting for all that must come before it."""
         target = self.target()
         capture = target[1]
         last = self._last.get(capture)
         if last != target:
             if last is not None:
                 self.follow(Point(last, pool=self._place.events))
-            elif capture:  # the first item in this capture: of earlier ones nothing is left
+            elif capture:  # the first item in this capture; nothing remains of earlier captures
                 self._last = {key: known for key, known in self._last.items() if not key}
                 self._waited = {key: known for key, known in self._waited.items() if not key[1]}
             self._last[capture] = target
@@ -200,7 +201,7 @@ class DeviceStream(Stream):
         return prepared
 
     def admit(self, programs: int) -> None:
-        """Make what is enqueued next wait until so many programs fit the GPU; see ``device_place.py``."""
+        """Make the next items wait until so many programs fit the GPU; see ``device_place.py``."""
         group, residency = id(self._place), self._place.residency
         alone = residency.alone
         if alone is not None and alone.group == group:  # the only group: its ops follow each other
@@ -229,9 +230,9 @@ class DeviceStream(Stream):
         return KernelLaunch(kernel, 1, {"peers": peers, **rest}, workspace.op, num_warps=1)
 
     def publish(self, workspace: Workspace, peer: int, slot: int) -> None:
-        """A stream signals by itself, unless it has waited for data: then that may have been given up.
+        """Signal by the stream itself, unless it has waited for data, because that wait may have timed out.
 
-        A kernel looks whether it was. A wait for credits holds the stream instead.
+        A kernel checks whether it did. A wait for credits holds the stream instead.
         """
         if self._place.recorder is not None:
             self._place.recorder.signalled(self, "publish", peer, slot)
@@ -270,7 +271,7 @@ class DeviceStream(Stream):
         self._place.counts(buffer, programs)
 
     def ended(self) -> None:
-        """The end of an op was enqueued here, after all its kernels."""
+        """Note that the end of an op was enqueued here, after all its kernels."""
         self._place.residency.ended(id(self._place), self.target())
 
     # -- order ---------------------------------------------------------------------------------
@@ -281,12 +282,12 @@ class DeviceStream(Stream):
         return event
 
     def mark(self, event: DeviceEvent) -> None:
-        """Give ``event`` the points that this stream is at now."""
+        """Give ``event`` the points at which this stream is now."""
         last = self._last.get(self.target()[1])
         if last is not None and (self._end is None or self._end.target != last):
             self._end = Point(last, pool=self._place.events)
             if last[0] == self._own_handle:
-                # at once: the host may go on to enqueue what a waiter must not wait for
+                # at once: the host may go on to enqueue items that a wait must not include
                 self._end.record()
         if last is not None and self._end is not None:
             event.points.append(self._end)

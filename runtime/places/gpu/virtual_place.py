@@ -1,20 +1,21 @@
 """The place ``cuda`` with virtual ranks: several ranks of one process share one GPU.
 
-Symmetric memory is one plain allocation per rank; all of them are in one address space, so the kernels
-run as they would between GPUs, publishing and waiting included. Every rank has its own streams.
+Symmetric memory is one plain allocation per rank. All allocations are in one address space, so the kernels
+run as they would between GPUs, including publishing and waiting. Every rank has its own streams.
 
-What keeps it from blocking:
+Three rules keep it from blocking:
 
-- persistent grids share the SMs, so the kernels of all ranks are resident together (``program_limit``);
-- the launches of one op happen together: ranks first allocate and compile, then meet, then launch. No rank
+- persistent grids share the SMs, so that the kernels of all ranks are resident together
+  (``program_limit``); - the launches of one op happen together: ranks first allocate and compile, then
+  meet, then launch. No rank
   does anything that might synchronize the device (an allocation, a module load) while a kernel of another
   rank polls for a launch that is still to come;
-- they launch in step, item by item: what an item waits for, every rank has enqueued before. So one hardware
-  queue will do, and streams may share queues as they like.
+- ranks launch in step, item by item: every rank has already enqueued what an item waits for. So one
+  hardware queue suffices, and streams may share queues in any way.
 
-The launch side of the ranks are threads that take turns (:class:`Turns`). Only one rank's user code
-runs at a time; the turn passes on when a rank waits for the others. Global state of torch and Triton
-(random generators, compile caches) is therefore never used by two threads at once.
+The launch sides of the ranks are threads that take turns (:class:`Turns`). Only one rank's user code runs
+at a time; the turn passes on when a rank waits for the others. So two threads never use global state of
+torch and Triton (random generators, compile caches) at once.
 """
 
 import contextvars
@@ -43,7 +44,7 @@ from interlace.runtime.places.gpu.driver import gpu_problem
 
 @dataclass(eq=False)
 class Meeting:
-    """One point where the ranks of a group meet: what each has brought."""
+    """One point at which the ranks of a group meet, with the object that each has brought."""
 
     size: int
     brought: dict[int, object] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Meeting:
 
 
 class Turns:
-    """Lets one thread run at a time and lets them meet; shared by all ``world_size`` ranks of a run."""
+    """Lets one thread run at a time and lets threads meet; shared by all ``world_size`` ranks of a run."""
 
     def __init__(self, world_size: int, timeout: float) -> None:
         self._condition = threading.Condition()
@@ -76,7 +77,7 @@ class Turns:
         self._running = True
 
     def finish(self) -> None:
-        """The rank whose turn it is has ended."""
+        """Pass the turn on: the rank with the turn has ended."""
         with self._condition:
             self._ranks_left -= 1
             self._running = False
@@ -88,16 +89,16 @@ class Turns:
             self._condition.notify_all()
 
     def _stuck(self) -> bool:
-        """Whether every rank that is left waits for a meeting that is not complete."""
+        """Return whether every remaining rank waits for a meeting that is not complete."""
         return len(self._waiting) == self._ranks_left and not any(
             meeting.complete for meeting in self._waiting
         )
 
     def meet(self, key: object, rank: int, size: int, bring: object, doing: str) -> list[Any]:
-        """Wait until ``size`` ranks have come to ``key``; what they brought, by rank.
+        """Wait until ``size`` ranks have come to ``key``. Return what they brought, by rank.
 
-        Raises AbortedError once another rank has failed, CollectiveTimeoutError past the deadline, or
-        at once when no rank is left that could still come.
+        Raises AbortedError once another rank has failed. Raises CollectiveTimeoutError after the deadline,
+        or at once when no remaining rank could still come.
         """
         with self._condition:
             meeting = self._meetings.setdefault(key, Meeting(size))
@@ -123,13 +124,13 @@ class Turns:
             )
 
     def forget(self, key: object) -> None:
-        """Drop a meeting that every rank has left."""
+        """Delete a meeting that every rank has left."""
         with self._condition:
             self._meetings.pop(key, None)
 
 
 def run_threads(on_rank: Callable[[int], object], world_size: int, turns: Turns) -> list[Any]:
-    """Run ``on_rank(rank)`` on a thread per rank; results by rank, or the first rank's exception."""
+    """Run ``on_rank(rank)`` on a thread per rank. Return results by rank, or raise the first exception."""
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
