@@ -91,7 +91,7 @@ def gather(
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
     scaled = given.input
-    op, given, terms = _packed("all_gather_matmul", given, group, tag)
+    op, given, terms = _packed("all_gather_matmul", given, given.weights, group, tag)
     weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
@@ -116,9 +116,11 @@ def gather(
     return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
 
 
-def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
+def _packed(
+    op: str, given: Any, weight: object, group: FunctionalGroup, tag: str
+) -> tuple[str, Any, Any]:
     """The op and the record for operands that may be block-scaled, and a block that compares k."""
-    if not block_scaled.are_scaled(*[getattr(given, name, None) for name in block_scaled.FACTORS]):
+    if not block_scaled.are_scaled(given.input, weight):
         return op, given, contextlib.nullcontext()
     known = not (torch.compiler.is_compiling() or modes_active())
     try:
@@ -294,7 +296,7 @@ def reduce(
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
     terms: Any = contextlib.nullcontext()
     if multiplies:
-        op, given, terms = _packed(op, given, group, tag)
+        op, given, terms = _packed(op, given, given.weight, group, tag)
         factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
