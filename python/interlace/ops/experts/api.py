@@ -52,9 +52,8 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul import block_scaled
-from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
-from interlace.ops.op.op import OPS, Op
+from interlace.ops.op.op import OPS, Op, requires_gradients
 from interlace.ops.op.recording import (
     ContinuedWork,
     run_recorded,

@@ -39,7 +39,7 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import OPS, longest, padded, wait
+from interlace.ops.op.op import OPS, longest, padded, requires_gradients, wait
 from interlace.ops.op.recording import (
     Ops,
     run_recorded,
@@ -342,21 +342,6 @@ def run_reduction(
     if block_scaled.are_scaled(given.input, given.weight):
         return block_scaled.run_packed(run, communicator, op, given, async_op)
     return run(communicator.on(given.input), given, async_op=async_op)
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if each is None:  # as most are, and the next question takes longer
-            continue
-        if isinstance(each, Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False
 
 
 # -- calls whose gradients are recorded ------------------------------------------------------------

@@ -458,3 +458,18 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(each, (list, tuple)):
             found += tensors(each)
     return found
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if each is None:  # as most are, and the next question takes longer
+            continue
+        if isinstance(each, Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False
