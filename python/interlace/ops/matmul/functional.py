@@ -307,16 +307,15 @@ def reduce(
     if scatters:
         given.length = own_length(group, tag, given.input, columns, given.scatter_dim)
     given.reduce_op = name_of(given.reduce_op)
-    if norm is not None and "weight" in factors:
+    if norm is not None and multiplies:
         op = f"{op}_norm"
     try:
         take_norm(given, norm, quantize)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
     if given.kind:
-        names = "residual", "weight of norm", "bias of norm"
-        vectors = given.residual, given.norm_weight, given.norm_bias
-        check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
+        of_norm = {"weight of norm": given.norm_weight, "bias of norm": given.norm_bias}
+        check(op, group, tag, None, input=given.input, residual=given.residual, **of_norm)
     made = run_record(op, group, tag, given)
     return paired(made, given.quantize) if given.kind else made
 

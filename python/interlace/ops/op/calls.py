@@ -12,7 +12,7 @@ from interlace.arguments import checks, words
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
-from interlace.ops.op.op import Op, Started, requires_gradients, tensors
+from interlace.ops.op.op import Op, Started, tensors
 from interlace.ops.op.recording import call, call_out, seen
 from interlace.runtime.compat.torch_modes import (
     above_autograd,
@@ -41,11 +41,11 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 class _FunctionalOp(NamedTuple):
-    """An op for :func:`run`; ``operands``: which of its arguments are tensors, or lists of some."""
+    """An op for :func:`run`; ``operands``: where its tensors, or lists of some, are among its arguments."""
 
     op: Op
     traceable: Callable[..., Any]
-    operands: tuple[int, ...]
+    operands: dict[str, int]
     fields: tuple[str, ...]
 
 
@@ -54,8 +54,9 @@ _known: dict[str, _FunctionalOp] = {}
 
 def define(op: Op) -> None:
     """Let :func:`run` know of the op; ``library.py`` does."""
-    operands = [at for at, kind in enumerate(op.kinds.values()) if kind.startswith("Tensor")]
-    _known[op.name] = _FunctionalOp(op, _traceable(op.name), tuple(operands), tuple(op.kinds))
+    fields = tuple(op.kinds)
+    operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
+    _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)
 
 
 def run(
@@ -63,7 +64,7 @@ def run(
 ) -> Any:
     """Start ``op``, or leave a node in the graph; its result, or the list of its results."""
     known, how = _known[op], {} if out is None else {"out": out}
-    if direct(tensors([out, *[args[at] for at in known.operands]])):
+    if direct(tensors([out, *[args[at] for at in known.operands.values()]])):
         return _results(known.op, known.op.begin(bound(group, tag), args, **how))
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
@@ -74,7 +75,7 @@ def run(
 def run_record(op: str, group: FunctionalGroup, tag: str, given: Any) -> Any:
     """Run an op on the record of its arguments, as :func:`run` does."""
     known = _known[op]
-    if direct(known.op.tensors_of(given)):
+    if direct(tensors([getattr(given, name) for name in known.operands])):
         return _results(known.op, known.op.start(bound(group, tag), given))
     name, size = describe(group, tag)
     return known.traceable(*[getattr(given, field) for field in known.fields], size, name)
@@ -98,9 +99,9 @@ def _has_modes() -> bool:
 
 def direct(operands: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    if seen(operands) or requires_gradients(*operands):
+    if seen(operands) or AsyncTensor in map(type, operands):
         return False
-    return AsyncTensor not in map(type, operands)
+    return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
 
 
 def own_length(
