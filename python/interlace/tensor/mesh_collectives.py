@@ -214,7 +214,7 @@ def shard_dim_alltoall(
     >>> interlace.run(on_rank, 2)
     [[[0], [2]], [[1], [3]]]
     """
-    if isinstance(input, torch.Tensor) and not direct(input):
+    if isinstance(input, torch.Tensor) and not direct([input]):
         made = _functional(input, gather_dim, shard_dim, mesh, mesh_dim)
         return wrapped(made) if async_op and not made.is_meta else made
     communicator = _row("all_to_all", mesh, mesh_dim).on(input)

@@ -7,6 +7,7 @@ travel as fp8, with a scale for each token and 128 channels.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,9 +52,8 @@ from interlace.ops.experts.routing import (
     routing_of,
 )
 from interlace.ops.matmul import block_scaled
-from interlace.ops.matmul.api import requires_gradients
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
-from interlace.ops.op.op import OPS, Op
+from interlace.ops.op.op import OPS, Op, requires_gradients
 from interlace.ops.op.recording import (
     ContinuedWork,
     run_recorded,
@@ -229,9 +229,7 @@ def combine(
     routing = handle.routing._replace(algorithm=algorithm)
     with by_handle(communicator, handle):
         segments, idx = handle.segments, handle.topk_idx
-        given = CombineArguments(
-            rows, segments, idx, weights, requires_gradients(weights), *routing
-        )
+        given = CombineArguments(rows, segments, idx, weights, False, *routing)
         return _sums(COMBINE, communicator, given, combine_rows, async_op)  # type: ignore[no-any-return]
 
 
@@ -249,6 +247,7 @@ def _sums(
     known: Op = OPS[op]
     if not requires_gradients(*known.tensors_of(given)):
         return form(communicator, (given, None), async_op=async_op)
+    given.return_rows = requires_gradients(given.topk_weights)  # whose gradient is made of them
     outputs: list[Tensor] = []
 
     def run(given: Any, async_op: bool) -> Any:
@@ -457,10 +456,7 @@ def all_gather_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.GATHER
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    call, terms = block_scaled.taken(resolve(group), call.op, call)
-    with terms:
-        made = _grouped_matmul(call, group, async_op)
-    return block_scaled.with_gathered(input, made, async_op=async_op) if return_received else made  # type: ignore[no-any-return]
+    return _run_grouped(_grouped_matmul, group, call, async_op)  # type: ignore[no-any-return]
 
 
 def all_to_all_grouped_matmul(
@@ -512,15 +508,15 @@ def all_to_all_grouped_matmul(
     splits: Any = input_splits, output_splits
     about: Any = return_received, algorithm, out_dtype, activation, 0, grouped.EXCHANGE
     call = GroupedArguments(input, weight, bias, *splits, *about)
-    call, terms = block_scaled.taken(resolve(group), call.op, call)
-    communicator = resolve(group).on(call.input)
-    number = dispatch_number(communicator)  # without a bound, too: on another rank there may be one
-    if num_max_rows_per_rank is not None:
-        with communicator.accepting(call.op):
-            call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
-    with terms:
-        made = _grouped_matmul(call, group, async_op, number)
-    return block_scaled.with_gathered(input, made, async_op=async_op) if return_received else made  # type: ignore[no-any-return]
+
+    def run(communicator: Communicator, call: GroupedArguments, async_op: bool) -> Any:
+        number = dispatch_number(communicator)  # without a bound, too: others may have one
+        if num_max_rows_per_rank is not None:
+            with communicator.accepting(call.op):
+                call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
+        return _grouped_matmul(communicator, call, async_op, number)
+
+    return _run_grouped(run, group, call, async_op)  # type: ignore[no-any-return]
 
 
 def grouped_matmul_combine(
@@ -583,15 +579,16 @@ def grouped_matmul_combine(
     """
     communicator = resolve(splits.group if isinstance(splits, DispatchHandle) else group)
     operands: Any = input, weight, bias, topk_idx, topk_weights
-    about: Any = [], splits, requires_gradients(topk_weights), algorithm, out_dtype
+    about: Any = [], splits, False, algorithm, out_dtype
     given = GroupedCombineArguments(*operands, *about)
-    given, terms = block_scaled.taken(communicator, OP, given)
-    with terms:
-        return _grouped_combine(communicator.on(given.input), given, group, async_op)  # type: ignore[no-any-return]
+    run = functools.partial(_grouped_combine, group)
+    if block_scaled.are_scaled(input, weight):
+        return block_scaled.run_packed(run, communicator, OP, given, async_op)  # type: ignore[no-any-return]
+    return run(communicator.on(input), given, async_op)  # type: ignore[no-any-return]
 
 
 def _grouped_combine(
-    communicator: Communicator, given: GroupedCombineArguments, group: Group, async_op: bool
+    group: Group, communicator: Communicator, given: GroupedCombineArguments, async_op: bool
 ) -> Any:
     splits = given.splits
     if isinstance(splits, DispatchHandle):
@@ -618,15 +615,26 @@ def _with_handle(
     with communicator.accepting(OP):
         rows = flat(handle, "input", given.input)
     routed = RoutedCombineArguments(
-        rows, given.weight, given.bias, handle.segments, topk_idx, topk_weights,
-        requires_gradients(topk_weights), *routing, given.out_dtype, given.format,
+        rows, given.weight, given.bias, handle.segments, topk_idx, topk_weights, False, *routing,
+        given.out_dtype, given.format,
     )  # fmt: skip
     return _sums(ROUTED, communicator, routed, grouped_combine.grouped_matmul_combine, async_op)
 
 
-def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, number: int = 0) -> Any:
-    op, communicator = given.op, resolve(group).on(given.input)
+def _run_grouped(
+    run: Callable[..., Any], group: Group, given: GroupedArguments, async_op: bool
+) -> Any:
+    """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
+    communicator = resolve(group)
+    if block_scaled.are_scaled(given.input, given.weight):
+        call: Any = run, communicator, given.op, given, async_op
+        return block_scaled.run_packed(*call, gathers=given.return_received)
+    return run(communicator.on(given.input), given, async_op)
 
+
+def _grouped_matmul(
+    communicator: Communicator, given: GroupedArguments, async_op: bool, number: int = 0
+) -> Any:
     def on_device(made: list[Tensor]) -> tuple[Tensor, DispatchHandle]:
         return made[0], counted.handle_of(communicator, given, made[1], number)
 
@@ -635,7 +643,7 @@ def _grouped_matmul(given: GroupedArguments, group: Group, async_op: bool, numbe
     if given.max_rows:
         made = counted.counted_grouped_matmul(communicator, (given,), (), async_op)
         return ContinuedWork(made, on_device) if async_op else on_device(made)
-    return grouped.FORMS[op](communicator, (given,), (), async_op)
+    return grouped.FORMS[given.op](communicator, (given,), (), async_op)
 
 
 def _recorded_grouped(

@@ -308,7 +308,7 @@ def checked_tensors(communicator: Communicator, given: GroupedArguments) -> Grou
     operands = checked_operands(communicator, given)
     name = checks.activation("activation", given.activation)
     checks.flag("return_received", given.return_received)
-    return replace(given, **operands, activation=name)
+    return GroupedArguments(**{**vars(given), **operands, "activation": name})
 
 
 def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:

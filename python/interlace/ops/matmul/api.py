@@ -39,7 +39,7 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import OPS, longest, padded, wait
+from interlace.ops.op.op import OPS, longest, padded, requires_gradients, wait
 from interlace.ops.op.recording import (
     Ops,
     run_recorded,
@@ -104,12 +104,12 @@ def all_gather_matmul(
         input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
     )
     communicator = resolve(group)
-    given, terms = block_scaled.taken(communicator, gather.OP, given)
-    learning = requires_gradients(given.input, given.weights, bias)
+    learning = requires_gradients(input, weight, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
-    with terms:
-        made = run(communicator.on(given.input), given, async_op=async_op)
-    return block_scaled.with_gathered(input, made, async_op=async_op) if return_gathered else made  # type: ignore[no-any-return]
+    if block_scaled.are_scaled(input, weight):
+        call: Any = run, communicator, gather.OP, given, async_op
+        return block_scaled.run_packed(*call, gathers=return_gathered)  # type: ignore[no-any-return]
+    return run(communicator.on(input), given, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def matmul_reduce_scatter(
@@ -336,25 +336,12 @@ def run_reduction(
                 checks.tensor("weight", given.weight, communicator)
             checks.integer("scatter_dim", given.scatter_dim)
         norms.take_norm(given, norm, quantize)
-    given, terms = block_scaled.taken(communicator, op, given)
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    with terms:
-        return run(communicator.on(given.input), given, async_op=async_op)
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if isinstance(each, torch.Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False
+    if block_scaled.are_scaled(given.input, given.weight):
+        return block_scaled.run_packed(run, communicator, op, given, async_op)
+    return run(communicator.on(given.input), given, async_op=async_op)
 
 
 # -- calls whose gradients are recorded ------------------------------------------------------------

@@ -6,9 +6,8 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 128 numbers, and to one of 16 bytes.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,12 +67,9 @@ def _packed_example(make: Example, weight: bool) -> Example:
     return example
 
 
-def are_scaled(*operands: Any) -> bool:
-    """Whether any of these, or of the lists among them, is a :class:`Scaled`."""
-    for each in operands:  # without a generator, as every call of an op asks
-        if isinstance(each, Scaled) or (isinstance(each, (list, tuple)) and are_scaled(*each)):
-            return True
-    return False
+def are_scaled(input: object, weight: object) -> bool:
+    """Whether operands are block-scaled; several weights are if the input is."""
+    return isinstance(input, Scaled) or isinstance(weight, Scaled)
 
 
 def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
@@ -98,7 +94,7 @@ def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
     """The input and the weights that pairs of values and scales are; none if they have no blocks."""
-    if are_scaled(input, *weights):
+    if any(isinstance(part, Scaled) for pair in (input, *weights) for part in pair):
         raise TypeError(
             "input and weight must be tensors with scales beside them, got an interlace.Scaled, which the "
             "op of the same name without 'scaled' takes"
@@ -122,16 +118,25 @@ def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
     return ContinuedWork(made, finish) if async_op else finish(made)
 
 
-def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
-    """The record ``given``, with packed operands if they are block-scaled, and a block that compares k.
+def run_packed(
+    run: Callable[..., Any],
+    communicator: Communicator,
+    op: str,
+    given: Any,
+    async_op: bool,
+    *,
+    gathers: bool = False,
+) -> Any:
+    """Call ``run(communicator, given, async_op)`` with packed operands; ranks compare k, too.
 
-    ValueError or TypeError on all ranks if an operand is wrong.
+    ``given``: the record of a call of ``op`` on block-scaled operands. ``gathers``: what ``run`` returns
+    begins with the gathered input. ValueError or TypeError on all ranks if an operand is wrong.
     """
-    if not are_scaled(*[getattr(given, name, None) for name in FACTORS]):
-        return given, contextlib.nullcontext()
     with communicator.accepting(op):
-        made = packed(given, check_scales=True)
-    return made, comparing(("k", given.input.shape[-1]))
+        packed_record = packed(given, check_scales=True)
+    with comparing(("k", given.input.shape[-1])):
+        made = run(communicator.on(packed_record.input), packed_record, async_op=async_op)
+    return with_gathered(given.input, made, async_op=async_op) if gathers else made
 
 
 def packed(given: Any, *, check_scales: bool) -> Any:

@@ -90,9 +90,13 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
-    scaled = given.input
-    op, given, terms = _packed("all_gather_matmul", given, group, tag)
     weight, bias = given.weights, given.biases
+    if block_scaled.are_scaled(given.input, weight):
+        packed, terms = _packed("all_gather_matmul", given, group, tag)
+        with terms:
+            made = gather(packed, group, tag, save_gathered=save_gathered)
+        return block_scaled.with_gathered(given.input, made) if given.return_gathered else made
+    op = "block_scaled_all_gather_matmul" if given.format else "all_gather_matmul"
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
@@ -106,27 +110,24 @@ def gather(
     for each in weights:
         check(op, group, tag, weight=each)
     for each in biases:
-        check(op, group, tag, bias=each)
+        if each is not None:
+            check(op, group, tag, bias=each)
     asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
     given.return_gathered = asked or (save_gathered and keeps(False, weights))
-    with terms:
-        made = run_record(op, group, tag, given)
+    made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
-    return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
+    return (made[len(weights)], outputs) if asked else outputs
 
 
-def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
-    """The op and the record for operands that may be block-scaled, and a block that compares k."""
-    if not block_scaled.are_scaled(*[getattr(given, name, None) for name in block_scaled.FACTORS]):
-        return op, given, contextlib.nullcontext()
+def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[Any, Any]:
+    """A record of block-scaled operands with their packed rows, and a block that compares k."""
     known = not (torch.compiler.is_compiling() or modes_active())
     try:
         made = block_scaled.packed(given, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
-    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
-    return f"block_scaled_{op}", made, terms
+    return made, comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
@@ -292,28 +293,30 @@ def reduce(
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     factors: dict[str, Any] = {"input": given.input}
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
-    terms: Any = contextlib.nullcontext()
     if multiplies:
-        op, given, terms = _packed(op, given, group, tag)
+        if block_scaled.are_scaled(given.input, given.weight):
+            packed, terms = _packed(op, given, group, tag)
+            with terms:
+                return reduce(op, packed, norm, quantize, group, tag)
         factors = {"input": given.input, "weight": given.weight}
+    if given.format:
+        op = f"block_scaled_{op}"
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
     *_, columns = factors.values()
     if scatters:
         given.length = own_length(group, tag, given.input, columns, given.scatter_dim)
     given.reduce_op = name_of(given.reduce_op)
-    if norm is not None and "weight" in factors:
+    if norm is not None and multiplies:
         op = f"{op}_norm"
     try:
         take_norm(given, norm, quantize)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
     if given.kind:
-        names = "residual", "weight of norm", "bias of norm"
-        vectors = given.residual, given.norm_weight, given.norm_bias
-        check(op, group, tag, None, input=given.input, **dict(zip(names, vectors, strict=True)))
-    with terms:
-        made = run_record(op, group, tag, given)
+        of_norm = {"weight of norm": given.norm_weight, "bias of norm": given.norm_bias}
+        check(op, group, tag, None, input=given.input, residual=given.residual, **of_norm)
+    made = run_record(op, group, tag, given)
     return paired(made, given.quantize) if given.kind else made
 
 

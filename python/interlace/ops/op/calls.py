@@ -12,7 +12,7 @@ from interlace.arguments import checks, words
 from interlace.arguments.words import FunctionalGroup
 from interlace.groups.specs import GroupSpec, bound, describe, rank_in
 from interlace.ops.op.async_tensor import AsyncTensor, wrapped
-from interlace.ops.op.op import Op
+from interlace.ops.op.op import Op, Started, tensors
 from interlace.ops.op.recording import call, call_out, seen
 from interlace.runtime.compat.torch_modes import (
     above_autograd,
@@ -41,11 +41,11 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 class _FunctionalOp(NamedTuple):
-    """An op for :func:`run`; ``operands``: which of its arguments are tensors, or lists of some."""
+    """An op for :func:`run`; ``operands``: where its tensors, or lists of some, are among its arguments."""
 
     op: Op
     traceable: Callable[..., Any]
-    operands: tuple[int, ...]
+    operands: dict[str, int]
     fields: tuple[str, ...]
 
 
@@ -54,8 +54,9 @@ _known: dict[str, _FunctionalOp] = {}
 
 def define(op: Op) -> None:
     """Let :func:`run` know of the op; ``library.py`` does."""
-    operands = [at for at, kind in enumerate(op.kinds.values()) if kind.startswith("Tensor")]
-    _known[op.name] = _FunctionalOp(op, _traceable(op.name), tuple(operands), tuple(op.kinds))
+    fields = tuple(op.kinds)
+    operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
+    _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)
 
 
 def run(
@@ -63,13 +64,8 @@ def run(
 ) -> Any:
     """Start ``op``, or leave a node in the graph; its result, or the list of its results."""
     known, how = _known[op], {} if out is None else {"out": out}
-    operands = [out]
-    for at in known.operands:
-        operands += args[at] if isinstance(args[at], (list, tuple)) else [args[at]]
-    if direct(*operands):
-        started = known.op.begin(bound(group, tag), args, **how)
-        made = [AsyncTensor(each, started.work) for each in started.outputs]
-        return made if known.op.several else made[0]
+    if direct(tensors([out, *[args[at] for at in known.operands.values()]])):
+        return _results(known.op, known.op.begin(bound(group, tag), args, **how))
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
         raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
@@ -78,7 +74,17 @@ def run(
 
 def run_record(op: str, group: FunctionalGroup, tag: str, given: Any) -> Any:
     """Run an op on the record of its arguments, as :func:`run` does."""
-    return run(op, group, tag, *[getattr(given, field) for field in _known[op].fields])
+    known = _known[op]
+    if direct(tensors([getattr(given, name) for name in known.operands])):
+        return _results(known.op, known.op.start(bound(group, tag), given))
+    name, size = describe(group, tag)
+    return known.traceable(*[getattr(given, field) for field in known.fields], size, name)
+
+
+def _results(op: Op, started: Started) -> Any:
+    """The results of an op, which wait by themselves, or the only one."""
+    made = [AsyncTensor(each, started.work) for each in started.outputs]
+    return made if op.several else made[0]
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
@@ -91,15 +97,11 @@ def _has_modes() -> bool:
     return bool(modes_active()) or above_autograd()
 
 
-def direct(*tensors: Any) -> bool:
+def direct(operands: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
-    given = [each for each in tensors if each is not None]
-    if seen(given):
+    if seen(operands) or AsyncTensor in map(type, operands):
         return False
-    recording = torch.is_grad_enabled()
-    return not any(
-        [type(each) is AsyncTensor or (recording and each.requires_grad) for each in given]
-    )
+    return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
 
 
 def own_length(
@@ -152,15 +154,16 @@ def check(
 ) -> None:
     """Raise TypeError unless everything is what its name says, or None where it may."""
     given = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
+    known = not torch.compiler.is_compiling() and not _has_modes()
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {type(value).__name__}"
             refuse(op, group, tag, TypeError(text))
-    if not torch.compiler.is_compiling() and not _has_modes():
-        for name, value in given.items():  # in a backward, Dynamo would not have the layout read
-            if value.layout is not torch.strided:
-                text = f"{name} must be a strided tensor, got {value.layout}"
-                refuse(op, group, tag, TypeError(text))
+        # in a backward, Dynamo would not have the layout read
+        if known and value.layout is not torch.strided:
+            text = f"{name} must be a strided tensor, got {value.layout}"
+            refuse(op, group, tag, TypeError(text))
+    if known:
         on_meta = [name for name, value in given.items() if value.is_meta]
         if on_meta and len(on_meta) < len(given):  # torch would run nothing
             text = f"{on_meta[0]} is on meta, and others are not"

@@ -27,13 +27,12 @@ import functools
 import types
 import typing
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
 from interlace.runtime.compat.torch_modes import modes_active
@@ -391,7 +390,7 @@ class Op:
 
     def tensors_of(self, given: Any) -> list[Tensor]:
         """The tensors of a record, in the order of the schema."""
-        return tensors([getattr(given, name) for name in names_of_tensors(self.arguments)])
+        return tensors(map(vars(given).get, names_of_tensors(self.arguments)))
 
     def needs(self, given: Mapping[str, Any]) -> str:
         """Those of ``communicates`` that require a gradient among arguments by name, in words."""
@@ -447,9 +446,30 @@ def without_tensors(given: Any) -> Any:
 def requiring(given: Any) -> set[str]:
     """The names of those arguments, fields of ``given``, that require a gradient."""
     named = vars(given).items()
-    return {name for name, value in named if any(each.requires_grad for each in tensors(value))}
+    return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
 
 
-def tensors(values: Any) -> list[Tensor]:
+def tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among ``values`` and the lists in it, in their order."""
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    found = []
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += tensors(each)
+    return found
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if each is None:  # as most are, and the next question takes longer
+            continue
+        if isinstance(each, Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False
