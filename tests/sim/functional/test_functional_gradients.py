@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import functional, nn
@@ -151,9 +152,11 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "all_to_all_grouped_matmul": (
         "weight", lambda w: interlace.all_to_all_grouped_matmul(ROWS, w[None], [1, 1, 1]),
     ),
-    "all_gather_grouped_matmul": (
+    "all_to_all_grouped_matmul, whose counts stay on the device": (
         "another tensor",
-        lambda b: interlace.all_gather_grouped_matmul(ROWS, SQUARE[None], [3], bias=b[:1]),
+        lambda b: interlace.all_to_all_grouped_matmul(
+            ROWS, SQUARE[None], torch.ones(3, dtype=torch.int64), bias=b[:1], num_max_rows_per_rank=3
+        ),
     ),
     "grouped_matmul_combine": (
         "input, weight or bias",
@@ -164,6 +167,10 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     ),
     "matmul_reduce_scatter, of a layer": (
         "weight", lambda w: nn.row_parallel_linear(ROWS, w, group=None),
+    ),
+    "matmul_reduce_scatter, of what is activated": (
+        "another tensor",
+        lambda b: interlace.matmul_reduce_scatter(ROWS, SQUARE, bias=b[0], activation="relu"),
     ),
     "matmul_all_reduce, and a norm of what is activated": (
         "another tensor",
@@ -190,15 +197,48 @@ def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> 
             call(torch.ones(3, 3, requires_grad=each))
 
 
-@ranks(3, place="sim")
-def test_biases_may_need_gradients_on_some_ranks_only() -> None:
-    """Theirs are of the own rows."""
-    bias = torch.zeros(3, requires_grad=interlace.get_rank() == 1)
-    total = functional.matmul_all_reduce(ROWS, SQUARE, bias=bias)
-    part = functional.matmul_reduce_scatter(ROWS, SQUARE, bias=bias)
-    if bias.requires_grad:
-        (total.sum() + part.sum()).backward()
-        assert bias.grad is not None and bias.grad.tolist() == [4.0] * 3
+BIASED: dict[str, Callable[[Tensor], Any]] = {
+    "all_gather_matmul": lambda b: interlace.all_gather_matmul(
+        ROWS, SQUARE, bias=b, activation="relu"
+    ),
+    "all_gather_matmul of weights": lambda b: interlace.all_gather_matmul(
+        ROWS, [SQUARE, SQUARE], bias=[None, b]
+    ),
+    "matmul_reduce_scatter": lambda b: interlace.matmul_reduce_scatter(ROWS, SQUARE, bias=b),
+    "matmul_all_reduce": lambda b: interlace.matmul_all_reduce(ROWS, SQUARE, bias=b),
+    "matmul_all_reduce, norm": lambda b: interlace.matmul_all_reduce(
+        ROWS, SQUARE, bias=b, norm=interlace.RMSNorm(b)
+    ),
+    "all_reduce_norm": lambda b: interlace.all_reduce_norm(
+        ROWS, bias=b, residual=ROWS + b, norm=NORM
+    ),
+    "all_gather_grouped_matmul": lambda b: interlace.all_gather_grouped_matmul(
+        ROWS, SQUARE[None], [3], bias=b[None], activation="relu"
+    ),
+    "functional.matmul_all_reduce": lambda b: functional.matmul_all_reduce(ROWS, SQUARE, bias=b),
+    "functional.matmul_reduce_scatter": lambda b: functional.matmul_reduce_scatter(
+        ROWS, SQUARE, bias=b
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(3)
+def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
+    """Theirs are of the own rows, and need no other rank; results are those without a gradient."""
+    for op, call in BIASED.items():
+        gradients = []
+        for learning in (interlace.get_rank() == 1, True):
+            bias = torch.ones(3, requires_grad=learning)
+            outputs = [each for each in tree_leaves(call(bias)) if isinstance(each, Tensor)]
+            with torch.no_grad():
+                right = [each for each in tree_leaves(call(bias)) if isinstance(each, Tensor)]
+            torch.testing.assert_close(outputs, right, msg=op)
+            if learning:
+                torch.stack([each.float().sum() for each in outputs]).sum().backward()
+                gradients.append(bias.grad)
+        assert all(each is not None for each in gradients), op
+        assert interlace.get_rank() != 1 or torch.equal(*gradients), op  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])

@@ -46,7 +46,9 @@ from interlace.runtime.compat.torch_modes import (
     above_autograd,
     disable,
     modes_active,
+    only_watched,
     transforms_active,
+    without_modes,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
@@ -74,6 +76,9 @@ def call(name: str, *args: Any) -> Any:
     with needing(op.needs(vars(given))):
         if seen(op.tensors_of(given)):
             return _through(name, name, args)
+        if modes_active():
+            with without_modes():
+                return call(name, *args)
         communicator = _bound(group, size)
         given = _prepared(op, communicator, given)
         with torch.no_grad():
@@ -148,12 +153,12 @@ def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
 
 def seen(operands: Sequence[torch.Tensor]) -> bool:
     """Whether somebody looks at a call with these: a tracer, a mode, a transform or a subclass."""
-    if torch.compiler.is_compiling() or modes_active() or above_autograd():
+    if torch.compiler.is_compiling() or above_autograd():
+        return True
+    if modes_active() and not (only_watched() and _simulated()):
         return True
     if transforms_active():
-        rank = groups.joined()
-        if rank is not None and rank.place.simulated and rank.world_size > 1:
-            # torch's own way would leave its frames among those of other ranks
+        if rank := _simulated():
             raise NotImplementedError(
                 f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is "
                 f"not supported; use autograd, outside of the transform"
@@ -166,6 +171,12 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
     return bool(operands) and all([each.is_meta for each in operands])
 
 
+def _simulated() -> Communicator | None:
+    """The rank that runs here, if it is one of several in this thread: none must wait below C++ frames."""
+    rank = groups.joined()
+    return rank if rank and rank.place.simulated and rank.world_size > 1 else None
+
+
 @functools.cache
 def _is_parameter(kind: type) -> bool:
     """Whether it is a class of parameters that look at no call."""
@@ -174,11 +185,6 @@ def _is_parameter(kind: type) -> bool:
         getattr(kind, name) == getattr(plain, name)
         for name in ("__torch_function__", "__torch_dispatch__")
     )
-
-
-def seen_not_by_modes(operands: Sequence[torch.Tensor]) -> bool:
-    """As :func:`seen`; modes see no more of the call than without a gradient."""
-    return not modes_active() and seen(operands)
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
@@ -280,6 +286,7 @@ def run_recorded(
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
     look: Callable[[Sequence[torch.Tensor]], bool] = seen,
+    differs: bool = False,
 ) -> Any:
     """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
 
@@ -288,6 +295,8 @@ def run_recorded(
     as ``look`` says, the call goes through the dispatcher, and has returned None.
 
     What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
+    Tensors whose gradients need no communication, as a bias', are not; but if the call ``differs`` from one
+    without any gradient.
     """
     if look(op.tensors_of(given)):
         given, _ = results(given, None)
@@ -297,6 +306,12 @@ def run_recorded(
         done = Work(op.name, communicator.place, None)
         work = ContinuedWork(done, lambda _: finish(outputs, None))
         return work if async_op else work.wait()
+    if only_watched():
+        with without_modes():
+            return run_recorded(
+                op, communicator, given, run, finish, async_op,
+                results=results, look=look, differs=differs,
+            )  # fmt: skip
     given = _prepared(op, communicator, given)
 
     def then(made: Any) -> Any:
@@ -312,7 +327,7 @@ def run_recorded(
         _number_as_started(found, before, started, changed=changed)
         return found
 
-    with needing(op.needs(vars(given)) or ("another tensor" if op.communicates else "")):
+    with needing(op.needs(vars(given)) or ("another tensor" if differs else "")):
         made = run(given, async_op=async_op)
     return ContinuedWork(made, later) if async_op else then(made)
 
