@@ -1,6 +1,7 @@
 """Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,11 @@ REAL = re.compile(r"matmul|norm|=max|=min")
 
 
 def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
-    """First and second ones of complex numbers."""
+    """First and second ones, of complex numbers, too."""
     loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
     first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
-    squares = torch.stack([(each * each).imag.sum() for each in first]).sum()
+    parts = [(each * each).imag if each.is_complex() else each * each for each in first]
+    squares = torch.stack([each.sum() for each in parts]).sum()
     if not squares.requires_grad:
         return list(first)
     return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
@@ -55,6 +57,66 @@ def test_complex_numbers() -> None:
             torch.testing.assert_close(
                 wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
             )
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.filterwarnings("error")
+@ranks(2)
+def test_second_gradients(place: str) -> None:
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # in processes, too
+        for case in TABLE:
+            everyone = [
+                [each.requires_grad_() for each in case.inputs(of, size)] for of in range(size)
+            ]
+            own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
+            found = gradients(flat(case.bound()(*own)), own)
+            of_all = [each for inputs in everyone for each in inputs]
+            right = gradients(flat(reference(case, everyone)), of_all)
+            mine = slice(rank * len(own), (rank + 1) * len(own))
+            expected = [*right[: len(of_all)][mine], *right[len(of_all) :][mine]]
+            for each, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(
+                    wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
+                )
+
+
+NOT_TWICE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "attention": (
+        "context_parallel_attention_backward has no gradients",
+        lambda x: context_parallel_attention(HEADS * x[0, 0], HEADS, HEADS),
+    ),
+    "combine": (
+        "combine has no .* second ones of topk_weights", lambda x: returned(x, x[:, :1] ** 2),
+    ),
+    "routed_matmul_combine": (
+        "routed_matmul_combine_backward has no gradients", lambda x: multiplied_and_returned(x),
+    ),
+}  # fmt: skip
+
+
+def returned(x: Tensor, weights: Tensor) -> Tensor:
+    received, handle = interlace.experts.dispatch(x, ONE_EACH, weights, num_experts=3)
+    rows: Any = received.x
+    return interlace.experts.combine(rows**2, handle)  # type: ignore[return-value]
+
+
+def multiplied_and_returned(x: Tensor) -> Tensor:
+    received, handle = interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3)
+    return interlace.grouped_matmul_combine(received.x, SQUARE[None], handle)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.parametrize("name", NOT_TWICE)
+@ranks(3)
+def test_what_has_no_second_gradients_says_so(place: str, name: str) -> None:
+    text, call = NOT_TWICE[name]
+    x = torch.rand(3, 3, requires_grad=True)
+    output = functional.wait(call(x))
+    (first,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=text):
+        (first**2).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

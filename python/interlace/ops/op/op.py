@@ -297,6 +297,15 @@ class OpGradient(NamedTuple):
     backward: Callable[[Any, Any], Mapping[str, Any]]
 
 
+def without_gradient(op: str) -> OpGradient:
+    """Of an op whose backward raises; without one a loss would lack, unseen, what comes through the op."""
+
+    def backward(ctx: Any, grads: Any) -> typing.NoReturn:
+        raise RuntimeError(f"interlace's {op} has no gradients")
+
+    return OpGradient(lambda ctx, given, output: None, backward)
+
+
 def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
     """``Op.algorithms`` of a fused op, which has these kernels."""
     return {"fused": kernels, "pipelined": (), "unfused": ()}

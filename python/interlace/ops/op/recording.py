@@ -17,6 +17,7 @@ seen by    compilers and modes                        nobody
 All ranks' tensors must require gradients alike: it is in what ranks agree on when the op runs.
 """
 
+import contextlib
 import functools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from interlace.ops.op.op import (
     wait as wait_tensor,
 )
 from interlace.ops.op.sim_backward import prepare
-from interlace.ops.op.torch_library import register as register_with_torch
+from interlace.ops.op.torch_library import completing, register as register_with_torch
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
@@ -83,9 +84,13 @@ def call(name: str, *args: Any) -> Any:
         given = _prepared(op, communicator, given)
         with torch.no_grad():
             started = op.start(communicator, given)
+        try:
+            outputs = record(op, communicator, given, started.outputs)
+        except BaseException:  # a checkpoint that computes again stops when it has what it needs
+            finish(started)
+            raise
         # ranks that are simulated cannot wait within a backward of another's
         (finish if communicator.place.simulated else register)(started)
-        outputs = record(op, communicator, given, started.outputs)
     return outputs if op.several else outputs[0]
 
 
@@ -117,7 +122,8 @@ def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tenso
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
     register_with_torch(OPS[name])
-    return getattr(_dispatched, overload).default(*own, size, group, **out)
+    with completing() if only_watched() else contextlib.nullcontext():
+        return getattr(_dispatched, overload).default(*own, size, group, **out)
 
 
 def _bound(group: Communicator | str, size: int) -> Communicator:
