@@ -12,6 +12,7 @@ from typing import TypeVar, get_args
 from interlace import tracing
 from interlace.arguments.words import RunPlace
 from interlace.groups import groups
+from interlace.ops.op import sim_backward
 from interlace.runtime.core.context import CallContext, Overrides, current, set_context
 from interlace.runtime.core.place import Place, positive_seconds
 from interlace.runtime.places.gpu.driver import gpu_problem
@@ -138,6 +139,8 @@ def rank_function(
     """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
     def on_rank(place: Place) -> object:
+        if place.simulated and place.world_size > 1:
+            sim_backward.install()
         groups.install(place)
         return _complete(fn(*args, **kwargs))
 

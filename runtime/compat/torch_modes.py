@@ -35,6 +35,28 @@ transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_activ
 """Return whether the caller is in a transform of ``torch.func``."""
 
 
+def only_watched() -> bool:
+    """Whether dispatch modes are active, and all of them only look at calls, as ``FlopCounterMode`` does.
+
+    Those of torch with a key make other tensors, or a graph.
+    """
+    if not modes_active() or above_autograd():
+        return False
+    keys = torch._C._TorchDispatchModeKey.__members__.values()
+    return all(torch._C._get_dispatch_mode(key) is None for key in keys)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Within, no dispatch mode is active, of those that only look at calls."""
+    modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
 def is_traced() -> bool:
     """Return whether ``make_fx`` or ``torch.export`` records the present ops."""
     tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")

@@ -28,7 +28,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from interlace.runtime.compat.torch_modes import above_autograd, is_traced, modes_active
+from interlace.runtime.compat.torch_modes import (
+    above_autograd,
+    is_traced,
+    modes_active,
+    without_modes,
+)
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, PreparedCall, Start, Terms
 from interlace.runtime.core.context import current
@@ -232,12 +237,15 @@ class Communicator:
         place, hooks = self.place, self.hooks
         if hooks.watching:
             return hooks.run(op, start, outputs, async_op)
+        if modes_active() or above_autograd():
+            _refuse_other_tensors(op)
+            if modes_active():  # a selective checkpoint would keep what the op writes to
+                with without_modes():
+                    return self.run(op, start, outputs, async_op)
         if hooks.naming:
             start = hooks.named(op, start)
         if self._closed or self._out_of_step:
             raise self._over(op)
-        if modes_active() or above_autograd():
-            _refuse_other_tensors(op)
         place.check()
         worker = place.worker
         idle = worker is None or not worker.unfinished or worker.inside

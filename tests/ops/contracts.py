@@ -191,7 +191,10 @@ TWO_WAYS = (
     *(name for name in SCALED if "format" not in BY_NAME[name].kinds),
 )
 """They have no "pipelined" algorithm."""
-NO_GRADIENTS = ("distributed_decode", *SCALED, "context_parallel_attention_backward")
+NO_GRADIENTS = (
+    "distributed_decode", *SCALED, "context_parallel_attention_backward",
+    "routed_matmul_combine_backward",
+)  # fmt: skip
 """Their backward raises."""
 BACKWARDS = {name for name in BY_NAME if name.endswith("_backward")}
 REASONS = (

@@ -1,11 +1,13 @@
 """Gradients of ``interlace.functional`` and of the fused ops on simulated ranks, against plain torch."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace import functional, nn
@@ -22,10 +24,11 @@ REAL = re.compile(r"matmul|norm|=max|=min")
 
 
 def gradients(outputs: list[Tensor], of: list[Tensor]) -> list[Tensor]:
-    """First and second ones of complex numbers."""
+    """First and second ones, of complex numbers, too."""
     loss = torch.stack([(each * each.conj() * each).real.sum() for each in outputs]).sum()
     first = torch.autograd.grad(loss, of, create_graph=True, materialize_grads=True)
-    squares = torch.stack([(each * each).imag.sum() for each in first]).sum()
+    parts = [(each * each).imag if each.is_complex() else each * each for each in first]
+    squares = torch.stack([each.sum() for each in parts]).sum()
     if not squares.requires_grad:
         return list(first)
     return [*first, *torch.autograd.grad(squares, of, materialize_grads=True)]
@@ -54,6 +57,66 @@ def test_complex_numbers() -> None:
             torch.testing.assert_close(
                 wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
             )
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.filterwarnings("error")
+@ranks(2)
+def test_second_gradients(place: str) -> None:
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # in processes, too
+        for case in TABLE:
+            everyone = [
+                [each.requires_grad_() for each in case.inputs(of, size)] for of in range(size)
+            ]
+            own = [each.detach().clone().requires_grad_() for each in everyone[rank]]
+            found = gradients(flat(case.bound()(*own)), own)
+            of_all = [each for inputs in everyone for each in inputs]
+            right = gradients(flat(reference(case, everyone)), of_all)
+            mine = slice(rank * len(own), (rank + 1) * len(own))
+            expected = [*right[: len(of_all)][mine], *right[len(of_all) :][mine]]
+            for each, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(
+                    wait(each), other, msg=lambda text, n=case.name: f"{n}: {text}"
+                )
+
+
+NOT_TWICE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "attention": (
+        "context_parallel_attention_backward has no gradients",
+        lambda x: context_parallel_attention(HEADS * x[0, 0], HEADS, HEADS),
+    ),
+    "combine": (
+        "combine has no .* second ones of topk_weights", lambda x: returned(x, x[:, :1] ** 2),
+    ),
+    "routed_matmul_combine": (
+        "routed_matmul_combine_backward has no gradients", lambda x: multiplied_and_returned(x),
+    ),
+}  # fmt: skip
+
+
+def returned(x: Tensor, weights: Tensor) -> Tensor:
+    received, handle = interlace.experts.dispatch(x, ONE_EACH, weights, num_experts=3)
+    rows: Any = received.x
+    return interlace.experts.combine(rows**2, handle)  # type: ignore[return-value]
+
+
+def multiplied_and_returned(x: Tensor) -> Tensor:
+    received, handle = interlace.experts.dispatch(x, ONE_EACH, None, num_experts=3)
+    return interlace.grouped_matmul_combine(received.x, SQUARE[None], handle)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@pytest.mark.parametrize("name", NOT_TWICE)
+@ranks(3)
+def test_what_has_no_second_gradients_says_so(place: str, name: str) -> None:
+    text, call = NOT_TWICE[name]
+    x = torch.rand(3, 3, requires_grad=True)
+    output = functional.wait(call(x))
+    (first,) = torch.autograd.grad((output**3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=text):
+        (first**2).sum().backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
@@ -151,9 +214,11 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "all_to_all_grouped_matmul": (
         "weight", lambda w: interlace.all_to_all_grouped_matmul(ROWS, w[None], [1, 1, 1]),
     ),
-    "all_gather_grouped_matmul": (
+    "all_to_all_grouped_matmul, whose counts stay on the device": (
         "another tensor",
-        lambda b: interlace.all_gather_grouped_matmul(ROWS, SQUARE[None], [3], bias=b[:1]),
+        lambda b: interlace.all_to_all_grouped_matmul(
+            ROWS, SQUARE[None], torch.ones(3, dtype=torch.int64), bias=b[:1], num_max_rows_per_rank=3
+        ),
     ),
     "grouped_matmul_combine": (
         "input, weight or bias",
@@ -164,6 +229,10 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     ),
     "matmul_reduce_scatter, of a layer": (
         "weight", lambda w: nn.row_parallel_linear(ROWS, w, group=None),
+    ),
+    "matmul_reduce_scatter, of what is activated": (
+        "another tensor",
+        lambda b: interlace.matmul_reduce_scatter(ROWS, SQUARE, bias=b[0], activation="relu"),
     ),
     "matmul_all_reduce, and a norm of what is activated": (
         "another tensor",
@@ -190,15 +259,48 @@ def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> 
             call(torch.ones(3, 3, requires_grad=each))
 
 
-@ranks(3, place="sim")
-def test_biases_may_need_gradients_on_some_ranks_only() -> None:
-    """Theirs are of the own rows."""
-    bias = torch.zeros(3, requires_grad=interlace.get_rank() == 1)
-    total = functional.matmul_all_reduce(ROWS, SQUARE, bias=bias)
-    part = functional.matmul_reduce_scatter(ROWS, SQUARE, bias=bias)
-    if bias.requires_grad:
-        (total.sum() + part.sum()).backward()
-        assert bias.grad is not None and bias.grad.tolist() == [4.0] * 3
+BIASED: dict[str, Callable[[Tensor], Any]] = {
+    "all_gather_matmul": lambda b: interlace.all_gather_matmul(
+        ROWS, SQUARE, bias=b, activation="relu"
+    ),
+    "all_gather_matmul of weights": lambda b: interlace.all_gather_matmul(
+        ROWS, [SQUARE, SQUARE], bias=[None, b]
+    ),
+    "matmul_reduce_scatter": lambda b: interlace.matmul_reduce_scatter(ROWS, SQUARE, bias=b),
+    "matmul_all_reduce": lambda b: interlace.matmul_all_reduce(ROWS, SQUARE, bias=b),
+    "matmul_all_reduce, norm": lambda b: interlace.matmul_all_reduce(
+        ROWS, SQUARE, bias=b, norm=interlace.RMSNorm(b)
+    ),
+    "all_reduce_norm": lambda b: interlace.all_reduce_norm(
+        ROWS, bias=b, residual=ROWS + b, norm=NORM
+    ),
+    "all_gather_grouped_matmul": lambda b: interlace.all_gather_grouped_matmul(
+        ROWS, SQUARE[None], [3], bias=b[None], activation="relu"
+    ),
+    "functional.matmul_all_reduce": lambda b: functional.matmul_all_reduce(ROWS, SQUARE, bias=b),
+    "functional.matmul_reduce_scatter": lambda b: functional.matmul_reduce_scatter(
+        ROWS, SQUARE, bias=b
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["sim", "shm"])
+@ranks(3)
+def test_biases_may_need_gradients_on_some_ranks_only(place: str) -> None:
+    """Theirs are of the own rows, and need no other rank; results are those without a gradient."""
+    for op, call in BIASED.items():
+        gradients = []
+        for learning in (interlace.get_rank() == 1, True):
+            bias = torch.ones(3, requires_grad=learning)
+            outputs = [each for each in tree_leaves(call(bias)) if isinstance(each, Tensor)]
+            with torch.no_grad():
+                right = [each for each in tree_leaves(call(bias)) if isinstance(each, Tensor)]
+            torch.testing.assert_close(outputs, right, msg=op)
+            if learning:
+                torch.stack([each.float().sum() for each in outputs]).sum().backward()
+                gradients.append(bias.grad)
+        assert all(each is not None for each in gradients), op
+        assert interlace.get_rank() != 1 or torch.equal(*gradients), op  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "pipelined"])

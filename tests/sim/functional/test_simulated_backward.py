@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import interlace
 from interlace import functional
 from interlace.nn import column_parallel_linear, row_parallel_linear
-from interlace.ops.op import sim_backward as simulated_backward
 from interlace.runtime.core.errors import DeadlockError, InterlaceError
 from ranks import ranks
 from support import failure, noise, schedule_digest
@@ -38,11 +37,6 @@ class Summed(torch.autograd.Function):
 
 def left_behind() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name == "backward"]
-
-
-@pytest.fixture(autouse=True)
-def installed() -> None:
-    simulated_backward.install()
 
 
 @ranks(3, place="sim")

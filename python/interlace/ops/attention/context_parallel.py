@@ -13,7 +13,7 @@ queries give to the gradients of a rank's keys comes back to it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from interlace.ops.attention.problem import (
     wide_dtype,
 )
 from interlace.ops.collectives import records as by_rank
-from interlace.ops.op.op import Op, OpGradient, Setting, Started, constant, wait
+from interlace.ops.op.op import Op, OpGradient, Setting, Started, constant, wait, without_gradient
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form
@@ -488,15 +488,6 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     )
     made = _ops.context_parallel_attention_backward(*vars(given).values(), ctx.size, ctx.name)
     return dict(zip(("query", "key", "value"), map(wait, made), strict=True))
-
-
-def without_gradient(op: str) -> OpGradient:
-    """Of an op whose backward raises; without one torch would warn, and give zeros."""
-
-    def backward(ctx: Any, grads: Any) -> NoReturn:
-        raise RuntimeError(f"interlace's {op} has no gradients")
-
-    return OpGradient(lambda ctx, given, output: None, backward)
 
 
 # -- of one process that plays all ranks -----------------------------------------------------------

@@ -26,7 +26,7 @@ from interlace.kernels import launch_formulas as formulas
 from interlace.kernels.arguments import AttentionTiles, Heads, Pages, Partials
 from interlace.kernels.attention import decode as kernels, forward
 from interlace.ops.attention.blocks import attended, merged
-from interlace.ops.attention.context_parallel import scale_of, without_gradient
+from interlace.ops.attention.context_parallel import scale_of
 from interlace.ops.attention.problem import (
     EXAMPLES,
     HEAD,
@@ -40,7 +40,7 @@ from interlace.ops.attention.problem import (
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import MOST_PROGRAMS, run_words
 from interlace.ops.matmul.operands import launch_options
-from interlace.ops.op.op import Op, Started
+from interlace.ops.op.op import Op, Started, without_gradient
 from interlace.ops.op.recording import run_recorded
 from interlace.runtime.core.call import Call, PreparedCall
 from interlace.runtime.core.communicator import Communicator, internal_form

@@ -676,5 +676,5 @@ def _recorded_grouped(
         received = outputs[1] if given.return_received else None
         return grouped.result(received, output, routes.splits())
 
-    how: Any = {"results": results, "look": unseen}
+    how: Any = {"results": results, "look": unseen, "differs": bool(given.max_rows)}
     return run_recorded(op, communicator, plain, run, finish, async_op, **how)

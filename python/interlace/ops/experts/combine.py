@@ -388,7 +388,7 @@ def home_rows(
 def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     idx, weights, home = ctx.saved_tensors
     found: dict[str, Tensor] = {}
-    grad = grads[0]
+    grad = of_sums(COMBINE, grads)
     if grad is None:
         return found
     if "input" in ctx.needed:
@@ -401,6 +401,16 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
         inverse = ctx.routing.inverse(idx)
         found["topk_weights"] = of_slot_weights(weights, home, inverse, grad)
     return found
+
+
+def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of an op's sums. Home rows, with which those of weights are computed, have none."""
+    if any(each is not None for each in grads[1:]):
+        raise RuntimeError(
+            f"interlace's {op} has no gradients of the rows that it brings home, and so no second ones of "
+            "topk_weights"
+        )
+    return grads[0]
 
 
 def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from interlace.kernels.experts import combine as kernels
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.collectives.launch import resident_programs
 from interlace.ops.experts import combine, dispatch
-from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, pipelined_home
+from interlace.ops.experts.combine import Home, home_rows, of_slot_weights, of_sums, pipelined_home
 from interlace.ops.experts.dispatch import (
     DispatchArguments,
     RowExchange,
@@ -63,7 +63,16 @@ from interlace.ops.experts.routing import (
 from interlace.ops.matmul import operands
 from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
-from interlace.ops.op.op import Op, OpGradient, Started, fused_by, own_rows, requiring, wait
+from interlace.ops.op.op import (
+    Op,
+    OpGradient,
+    Started,
+    fused_by,
+    own_rows,
+    requiring,
+    wait,
+    without_gradient,
+)
 from interlace.ops.op.recording import Ops
 from interlace.runtime.core.call import Call, PreparedCall, Terms
 from interlace.runtime.core.communicator import Communicator, composed_form, internal_form
@@ -503,7 +512,7 @@ def save(ctx: Any, given: GroupedCombineArguments, output: Sequence[Tensor]) -> 
 def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     input, weight, idx, weights, home = ctx.saved_tensors
     found: dict[str, Tensor] = {}
-    grad, splits = grads[0], ctx.splits
+    grad, splits = of_sums(OP, grads), ctx.splits
     if grad is None:
         return found
     ranks = splits.sources
@@ -545,7 +554,7 @@ def save_routed(ctx: Any, given: RoutedCombineArguments, output: Sequence[Tensor
 def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
     input, weight, segments, idx, weights, home = ctx.saved_tensors
     found: dict[str, Tensor] = {}
-    grad = grads[0]
+    grad = of_sums(ROUTED, grads)
     if grad is None:
         return found
     if ctx.needed.intersection(FACTORS):
@@ -643,6 +652,7 @@ OPS = (
         RoutedGradientArguments,
         start_routed_backward,
         routed_gradients,
+        without_gradient(ROUTED_BACKWARD),
         several=True,
         reference=backward_reference,
         examples={**EXAMPLES, "grad": own_rows},

@@ -40,11 +40,7 @@ from interlace.ops.matmul.reduce import (
     own_part,
 )
 from interlace.ops.op.op import OPS, longest, padded, requires_gradients, wait
-from interlace.ops.op.recording import (
-    Ops,
-    run_recorded,
-    seen_not_by_modes,
-)
+from interlace.ops.op.recording import Ops, run_recorded
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
@@ -371,8 +367,9 @@ def _recorded_gather(
         return (outputs[count], result) if asked else result
 
     run = functools.partial(gather.gather_matmul, communicator)
-    how: Any = {"results": results, "look": seen_not_by_modes}
-    return run_recorded(gather.ALL_GATHER_MATMUL, communicator, plain, run, finish, async_op, **how)
+    op = gather.ALL_GATHER_MATMUL
+    with gather.taking_any_lengths():
+        return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
 
 
 def _recorded_reduction(
@@ -407,7 +404,9 @@ def _recorded_reduction(
     run = functools.partial(norms.FORMS[plain.op], communicator)
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
-        return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
+        return run_recorded(
+            op, communicator, plain, run, finish, async_op, results=results, differs=bool(name)
+        )
 
 
 def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:

@@ -11,6 +11,7 @@ product's. The one that communicates is started first, and waited for last.
 import dataclasses
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Annotated, Any
 
 import torch
@@ -232,7 +233,27 @@ def _outputs(
     return [*made, gathered_input(input, dim, length)] if gathered else made
 
 
+_takes_any_lengths: ContextVar[bool] = ContextVar("interlace_any_lengths", default=False)
+
+
+class taking_any_lengths:
+    """Within it the op takes shards of unequal lengths, which are its last result then.
+
+    For an eager call that goes through torch's dispatcher. A compiler could not know of that result.
+    """
+
+    def __enter__(self) -> None:
+        self._token = _takes_any_lengths.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _takes_any_lengths.reset(self._token)
+
+
 def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Started:
+    if _takes_any_lengths.get():
+        call = dataclasses.replace(given, biases=given.biases or None, recorded=True)
+        outputs, lengths = gather_matmul(communicator, call)
+        return Started([*outputs, *([torch.tensor(lengths)] if lengths else [])], None)
     with communicator.accepting(OP):
         made = results(given, communicator.world_size)
     return start_form(gather_matmul, communicator, given, made)
@@ -241,13 +262,15 @@ def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Starte
 def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
     ctx.dim, ctx.algorithm = given.gather_dim, given.algorithm
     ctx.with_gathered = given.return_gathered
-    ctx.lengths = given.lengths
-    ctx.length = None if given.lengths is None else given.input.shape[given.gather_dim]
+    count = len(given.weights)
+    of_op = output[count + given.return_gathered :]
+    ctx.lengths = of_op[0].tolist() if of_op else given.lengths
+    ctx.length = None if ctx.lengths is None else given.input.shape[given.gather_dim]
     ctx.shared = given.input.requires_grad
     ctx.weighed = [each.requires_grad for each in given.weights]
     ctx.biased = [each is not None and each.requires_grad for each in given.biases]
     ctx.set_materialize_grads(False)  # zeros for the gathered input would keep the fused op away
-    ctx.save_for_backward(output[-1] if ctx.with_gathered else given.input, *given.weights)
+    ctx.save_for_backward(output[count] if ctx.with_gathered else given.input, *given.weights)
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:

@@ -35,7 +35,12 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from interlace.runtime.compat.torch_groups import Work as TorchWork, _register_work
-from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.compat.torch_modes import (
+    above_autograd,
+    modes_active,
+    only_watched,
+    transforms_active,
+)
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.work import ZERO, Work
 
@@ -188,8 +193,19 @@ def finish(started: Started) -> Sequence[torch.Tensor]:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
+    """``tensor``, complete: what an op is to be computed with."""
+    traced = torch.compiler.is_compiling() or above_autograd() or _has_tracer()
+    if tensor.requires_grad and not (traced or transforms_active()):
+        with torch.no_grad():  # torch's op gives back its argument, and knows no gradient of it
+            _wait_tensor(tensor)
+        return tensor
+    waited: Tensor = _wait_tensor(tensor)
     return waited
+
+
+def _has_tracer() -> bool:
+    """Whether one of the active modes does more than look at calls."""
+    return bool(modes_active() and not only_watched())
 
 
 def kept(output: Tensor) -> Tensor:
@@ -198,12 +214,12 @@ def kept(output: Tensor) -> Tensor:
     A graph waits for it in its forward: what it is used for without a gradient is moved there, and a wait
     that were left in the backward would have the op done again.
     """
-    return wait(output) if modes_active() else output
+    return wait(output) if _has_tracer() else output
 
 
 def complete(saved: Tensor) -> Tensor:
     """What :func:`kept` has saved."""
-    return saved if modes_active() else wait(saved)
+    return saved if _has_tracer() else wait(saved)
 
 
 def rows(tensor: Tensor, dim: int) -> Tensor:
@@ -278,6 +294,15 @@ class OpGradient(NamedTuple):
 
     save: Callable[[Any, Any, Any], None]
     backward: Callable[[Any, Any], Mapping[str, Any]]
+
+
+def without_gradient(op: str) -> OpGradient:
+    """Of an op whose backward raises; without one a loss would lack, unseen, what comes through the op."""
+
+    def backward(ctx: Any, grads: Any) -> typing.NoReturn:
+        raise RuntimeError(f"interlace's {op} has no gradients")
+
+    return OpGradient(lambda ctx, given, output: None, backward)
 
 
 def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:

@@ -17,6 +17,7 @@ seen by    compilers and modes                        nobody
 All ranks' tensors must require gradients alike: it is in what ranks agree on when the op runs.
 """
 
+import contextlib
 import functools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -39,14 +40,16 @@ from interlace.ops.op.op import (
     wait as wait_tensor,
 )
 from interlace.ops.op.sim_backward import prepare
-from interlace.ops.op.torch_library import register as register_with_torch
+from interlace.ops.op.torch_library import completing, register as register_with_torch
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,
     disable,
     modes_active,
+    only_watched,
     transforms_active,
+    without_modes,
 )
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
@@ -74,13 +77,20 @@ def call(name: str, *args: Any) -> Any:
     with needing(op.needs(vars(given))):
         if seen(op.tensors_of(given)):
             return _through(name, name, args)
+        if modes_active():
+            with without_modes():
+                return call(name, *args)
         communicator = _bound(group, size)
         given = _prepared(op, communicator, given)
         with torch.no_grad():
             started = op.start(communicator, given)
+        try:
+            outputs = record(op, communicator, given, started.outputs)
+        except BaseException:  # a checkpoint that computes again stops when it has what it needs
+            finish(started)
+            raise
         # ranks that are simulated cannot wait within a backward of another's
         (finish if communicator.place.simulated else register)(started)
-        outputs = record(op, communicator, given, started.outputs)
     return outputs if op.several else outputs[0]
 
 
@@ -112,7 +122,8 @@ def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tenso
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
     register_with_torch(OPS[name])
-    return getattr(_dispatched, overload).default(*own, size, group, **out)
+    with completing() if only_watched() else contextlib.nullcontext():
+        return getattr(_dispatched, overload).default(*own, size, group, **out)
 
 
 def _bound(group: Communicator | str, size: int) -> Communicator:
@@ -148,12 +159,12 @@ def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
 
 def seen(operands: Sequence[torch.Tensor]) -> bool:
     """Whether somebody looks at a call with these: a tracer, a mode, a transform or a subclass."""
-    if torch.compiler.is_compiling() or modes_active() or above_autograd():
+    if torch.compiler.is_compiling() or above_autograd():
+        return True
+    if modes_active() and not (only_watched() and _simulated()):
         return True
     if transforms_active():
-        rank = groups.joined()
-        if rank is not None and rank.place.simulated and rank.world_size > 1:
-            # torch's own way would leave its frames among those of other ranks
+        if rank := _simulated():
             raise NotImplementedError(
                 f"rank {rank.rank}: interlace.functional in a transform of torch.func (vmap, grad, jvp) is "
                 f"not supported; use autograd, outside of the transform"
@@ -166,6 +177,12 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
     return bool(operands) and all([each.is_meta for each in operands])
 
 
+def _simulated() -> Communicator | None:
+    """The rank that runs here, if it is one of several in this thread: none must wait below C++ frames."""
+    rank = groups.joined()
+    return rank if rank and rank.place.simulated and rank.world_size > 1 else None
+
+
 @functools.cache
 def _is_parameter(kind: type) -> bool:
     """Whether it is a class of parameters that look at no call."""
@@ -174,11 +191,6 @@ def _is_parameter(kind: type) -> bool:
         getattr(kind, name) == getattr(plain, name)
         for name in ("__torch_function__", "__torch_dispatch__")
     )
-
-
-def seen_not_by_modes(operands: Sequence[torch.Tensor]) -> bool:
-    """As :func:`seen`; modes see no more of the call than without a gradient."""
-    return not modes_active() and seen(operands)
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
@@ -280,6 +292,7 @@ def run_recorded(
     *,
     results: Callable[[Any, Any], tuple[Any, Any]] = _as_they_are,
     look: Callable[[Sequence[torch.Tensor]], bool] = seen,
+    differs: bool = False,
 ) -> Any:
     """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
 
@@ -288,6 +301,8 @@ def run_recorded(
     as ``look`` says, the call goes through the dispatcher, and has returned None.
 
     What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
+    Tensors whose gradients need no communication, as a bias', are not; but if the call ``differs`` from one
+    without any gradient.
     """
     if look(op.tensors_of(given)):
         given, _ = results(given, None)
@@ -297,6 +312,12 @@ def run_recorded(
         done = Work(op.name, communicator.place, None)
         work = ContinuedWork(done, lambda _: finish(outputs, None))
         return work if async_op else work.wait()
+    if only_watched():
+        with without_modes():
+            return run_recorded(
+                op, communicator, given, run, finish, async_op,
+                results=results, look=look, differs=differs,
+            )  # fmt: skip
     given = _prepared(op, communicator, given)
 
     def then(made: Any) -> Any:
@@ -312,7 +333,7 @@ def run_recorded(
         _number_as_started(found, before, started, changed=changed)
         return found
 
-    with needing(op.needs(vars(given)) or ("another tensor" if op.communicates else "")):
+    with needing(op.needs(vars(given)) or ("another tensor" if differs else "")):
         made = run(given, async_op=async_op)
     return ContinuedWork(made, later) if async_op else then(made)
 

@@ -74,8 +74,6 @@ def prepare(communicator: Communicator, *tensors: Any) -> None:
     place = communicator.place
     if communicator.world_size == 1:
         return
-    if place.simulated:
-        install()
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
     # torch runs all their nodes in one thread, the device's: who waits there holds up whom it waits for
     if recorded and place.virtual:
@@ -92,7 +90,10 @@ def in_rank(function: Callable[[], Result]) -> Result:
 
 
 def install() -> None:
-    """Let ranks that are simulated from now on compute gradients that communicate. Idempotent."""
+    """Let simulated ranks compute gradients that communicate. Idempotent.
+
+    It must come before they enter hooks on saved tensors, as those of a checkpoint.
+    """
     with _installing:
         _torch._engine_run_backward = _run
         for name in _METHODS:

@@ -8,6 +8,7 @@ does not know, memory might be used again before.
 import operator
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,22 @@ _ops: Any = torch.ops.interlace
 _registered: set[str] = set()
 _lowered: set[str] = set()
 _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
+
+_complete_at_once: ContextVar[bool] = ContextVar("interlace_complete_at_once", default=False)
+
+
+class completing:
+    """Within it ops of ``torch.ops.interlace`` are complete when they return.
+
+    A checkpoint that computes again may stop behind the op, and then nobody waits for its results.
+    """
+
+    def __enter__(self) -> None:
+        self._token = _complete_at_once.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _complete_at_once.reset(self._token)
+
 
 _Library: Any = torch.library.Library
 _library = _Library(NAMESPACE, "DEF")
@@ -101,7 +118,7 @@ def _kernel(op: Op) -> Callable[..., Any]:
         needs = current().needs
         with needing(UNTOLD if needs is None else needs):
             started = op.begin(_bound(name, size), own)
-        register_work(started)
+        (finish if _complete_at_once.get() else register_work)(started)
         # what the op still writes must not count as a change of what autograd saves: own versions
         made = [each.data for each in started.outputs]
         return made if op.several else made[0]
