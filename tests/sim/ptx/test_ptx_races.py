@@ -110,7 +110,7 @@ def test_what_orders(publish: list[str], wait: list[str]) -> None:
         (without(PUBLISH, RELEASE, FENCED.replace("sys", "gpu")), WAIT, "narrow scope",
          r'^use scope="sys" for store \(relaxed, gpu\) at [^:]*: [^:]*\[%rd4\+256\], 1$'),
         (PUBLISH, [FLAG, POLL_RELAXED, "membar.gl;", BARRIER, READ], "narrow scope",
-         r'^use scope="sys" for the fences around store \(release, sys\) at .* and load \(relaxed, sys\) at '),
+         r'^use scope="sys" for the fences around store \(release, sys\) at .* and load \(relaxed, sys\)'),
         # half a fence, the other half of it
         (without(PUBLISH, RELEASE, FENCED.replace("acq_rel", "acquire")), WAIT, "weak order",
          r'or st\.release\.sys$'),
