@@ -20,6 +20,7 @@ from interlace.nn.functional import context_parallel_attention
 from ranks import ranks
 
 Tensor = torch.Tensor
+unwaited: Callable[[], int] = torch._C._distributed_c10d._get_work_registry_size
 SIZE = 2
 TOP = torch.tensor([[0, 1], [1, 0], [1, -1], [0, -1]])
 LAYER = interlace.LayerNorm(torch.full((4,), 1.5), torch.ones(4), 0.5)
@@ -146,9 +147,11 @@ def found_by(run: Callable[..., Any]) -> list[Tensor]:
 def test_who_watches_a_call_changes_nothing(place: str, name: str) -> None:
     call = functools.partial(results, CALLS[name])
     right = found_by(call)
+    before = unwaited()
     for way, run in WAYS.items():
         for each, other in zip(found_by(functools.partial(run, call)), right, strict=True):
             assert torch.equal(each, other), way
         with FlopCounterMode(display=False):  # around the backward, too
             watched = found_by(call)
         assert all(map(torch.equal, watched, right)), way
+        assert unwaited() == before, way
