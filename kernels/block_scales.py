@@ -200,8 +200,13 @@ def multiply_packed(
     if TILES.SCALE == "e4m3":
         of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
         of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
-        acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
-        acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
+        whole_rows = tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
+        whole_columns = tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
+        # One above 1 and one below it are multiplied first: with either alone the sum may be beyond
+        # numbers in fp32 that the result is not beyond. Two above 1, or two below it, may be so together.
+        apart = (whole_rows > 1.0) != (whole_columns > 1.0)
+        together = acc * (whole_rows * whole_columns)
+        acc = tl.where(apart, together, acc * whole_rows * whole_columns)
     return acc
 
 

@@ -336,7 +336,9 @@ def run_reduction(
                 checks.tensor("weight", given.weight, communicator)
             checks.integer("scatter_dim", given.scatter_dim)
         norms.take_norm(given, norm, quantize)
-    given, terms = block_scaled.taken(communicator, op, given)
+    terms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if op in (SCATTER, ALL_REDUCE):
+        given, terms = block_scaled.taken(communicator, op, given)
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]

@@ -154,7 +154,7 @@ def check(
     given = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            text = f"{name} must be a tensor, got {type(value).__name__}"
+            text = f"{name} must be a tensor, got {checks.described(value)}"
             refuse(op, group, tag, TypeError(text))
     if not torch.compiler.is_compiling() and not _has_modes():
         for name, value in given.items():  # in a backward, Dynamo would not have the layout read
