@@ -304,10 +304,11 @@ class Scaled:
             tiles = _tiles(_numbers(values, self.kind).abs(), max(1, block), max(1, across))
             wrong = wrong & ((found != 0) | (tiles.amax((-3, -1)) > 0))
             if bool(wrong.any()):
-                at = tuple(wrong.nonzero()[0].tolist())
-                scale = found.expand_as(wrong)[at].item()
+                at = wrong.nonzero()[0].tolist()
+                scale = found.expand_as(wrong)[tuple(at)].item()
+                at = at if self.inner == -1 else [*at[:-2], at[-1], at[-2]]
                 raise ValueError(
-                    f"{name} of {self.format} must be finite and greater than 0, got {scale} at {at}"
+                    f"{name} of {self.format} must be finite and greater than 0, got {scale} at {tuple(at)}"
                 )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
