@@ -213,7 +213,7 @@ def multiply_packed(
 @triton.jit
 def packed_length(N, TILES: tl.constexpr):
     """The bytes of a packed row of N numbers: ``BlockFormat.row_bytes``."""
-    return tl.cdiv(packed_end(N, TILES), 16) * 16
+    return tl.cdiv(tl.maximum(packed_end(N, TILES), 1), 16) * 16
 
 
 @triton.jit

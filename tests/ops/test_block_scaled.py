@@ -19,11 +19,8 @@ from tiers import few
 ROWS = (5, 2, 0, 3, 1)  # of each rank's shard
 INNER, COLUMNS = 160, 18
 DIVIDED = 20  # rows that all numbers of ranks here divide
-ODD_SHAPES = (
-    (2, 1, 1),
-    (34, 1, 3),
-    (130, 3, 1),
-)  # k, rows and columns; k = 1 where a number has a byte
+ODD_SHAPES = ((0, 2, 2), (2, 1, 1), (34, 1, 3), (130, 3, 1))
+"""k, rows and columns; k = 1 too where a number has a byte."""
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
 BETWEEN_HOSTS = ALGORITHMS[2:]
 ERROR = 2.0**-20  # of sums in fp32, relative to the sum of sizes

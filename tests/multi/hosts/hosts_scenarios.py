@@ -75,7 +75,7 @@ def gradients(group: Communicator) -> None:
 def block_scaled(group: Communicator) -> None:
     """Products of block-scaled operands, and which of these are refused, as on one host."""
     assert group.world_size == interlace.get_world_size()
-    on_every_rank(("fp8_block128", "nvfp4"))
+    on_every_rank(("nvfp4",))
 
 
 def no_symmetric_memory(group: Communicator) -> None:

@@ -78,9 +78,9 @@ class BlockFormat:
         return {**names, "BLOCK": self.block}
 
     def row_bytes(self, numbers: int) -> int:
-        """The length of a packed row of so many numbers."""
+        """The length of a packed row of so many numbers; also of none it has bytes, all padding."""
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
-        return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return _blocks(max(1, used), ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError that begins with ``name`` if rows of that shape have no such format."""
