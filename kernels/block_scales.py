@@ -59,24 +59,15 @@ def _e8m0(byte):
 
 
 @triton.jit
-def _numbers_in_rows(bytes, TILES: tl.constexpr):
-    """``[M, bytes]`` as ``[M, numbers]`` in fp32."""
+def _numbers(bytes, TILES: tl.constexpr, ALONG: tl.constexpr):
+    """Bytes ``[M, N]`` as numbers in fp32; those of one byte follow each other along dimension ALONG."""
     if TILES.VALUES == "e2m1":
         pairs = tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4))
-        made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
-    elif TILES.VALUES == "e5m2":
-        made = _e5m2(bytes)
-    else:
-        made = _e4m3(bytes, TILES)
-    return made
-
-
-@triton.jit
-def _numbers_in_columns(bytes, TILES: tl.constexpr):
-    """``[bytes, N]`` as ``[numbers, N]`` in fp32."""
-    if TILES.VALUES == "e2m1":
-        pairs = tl.permute(tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4)), (0, 2, 1))
-        made = tl.reshape(pairs, (2 * bytes.shape[0], bytes.shape[1]))
+        if ALONG == 0:
+            turned = tl.permute(pairs, (0, 2, 1))
+            made = tl.reshape(turned, (2 * bytes.shape[0], bytes.shape[1]))
+        else:
+            made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
     elif TILES.VALUES == "e5m2":
         made = _e5m2(bytes)
     else:
@@ -149,12 +140,12 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
             product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
             acc += product * (of_rows * of_columns)
         elif TILES.SCALE == "fp32":
-            left = _numbers_in_rows(a, TILES).to(tl.bfloat16)
-            right = _numbers_in_columns(b, TILES).to(tl.bfloat16)
+            left = _numbers(a, TILES, 1).to(tl.bfloat16)
+            right = _numbers(b, TILES, 0).to(tl.bfloat16)
             acc += tl.dot(left, right) * (of_rows * of_columns)
         else:
-            left = _numbers_in_rows(a, TILES) * _for_rows(of_rows, TILES)
-            right = _numbers_in_columns(b, TILES) * _for_columns(of_columns, TILES)
+            left = _numbers(a, TILES, 1) * _for_rows(of_rows, TILES)
+            right = _numbers(b, TILES, 0) * _for_columns(of_columns, TILES)
             acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
     return acc
 
