@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interlace
 from interlace import functional
@@ -437,6 +438,122 @@ def refusals(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_wrong_scales_are_refused_on_all_ranks(name: str) -> None:
     interlace.run(refusals, 2, name)
+
+
+def tensors_only(x: Any) -> dict[str, Any]:
+    """Calls of ops that take no Scaled."""
+    plain, norm, chosen = torch.ones(4, INNER), interlace.RMSNorm(), torch.zeros(4, 1).long()
+    heads = torch.ones(1, 2, 8)
+    out = torch.empty(4 * interlace.get_world_size(), INNER)
+    return {
+        "input": lambda: interlace.all_reduce_norm(x, norm=norm),
+        "input of a scatter": lambda: interlace.reduce_scatter_norm(x, norm=norm),
+        "input in a graph": lambda: functional.reduce_scatter_norm(x, norm=norm),
+        "residual": lambda: interlace.all_reduce_norm(plain, norm=norm, residual=x),
+        "bias": lambda: interlace.matmul_all_reduce(plain, plain.t(), bias=x),
+        "tensor": lambda: interlace.all_gather(out, x),
+        "tensor of a sum": lambda: interlace.all_reduce(x),
+        "input in_parts": lambda: interlace.reduce_scatter(out[:4], x),
+        "input of one": lambda: interlace.all_to_all_single(out, x),
+        "input to gather": lambda: functional.all_gather(x),
+        "y": lambda: interlace.experts.combine(
+            x, interlace.experts.dispatch(plain, chosen, None, 2)[1]
+        ),
+        "q": lambda: interlace.distributed_decode(x, (heads, heads)),
+        "tensor to shard": lambda: interlace.nn.functional.shard_sequence(x),
+    }
+
+
+def test_what_takes_no_scaled_says_what_to_pass() -> None:
+    def call() -> None:
+        rank = interlace.get_rank()
+        for name, op in tensors_only(made("mxfp8", 4, 0)).items():
+            words = rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass what its deq"
+            with pytest.raises(TypeError, match=words):
+                op()
+        alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
+        for name in alone:
+            x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
+            with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
+                tensors_only(x)[name]()
+        with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
+            interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
+        received, _ = interlace.experts.dispatch(
+            made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2
+        )
+        with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
+            interlace.experts.multiply(received, torch.ones(1, INNER, 2))
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_that_stand_for_others(name: str) -> None:
+    def call() -> None:
+        def operands() -> Any:
+            return made(name, 4, 0), made(name, COLUMNS, 1).t()
+
+        real = operands()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for x, weight in (operands(), real):
+                with pytest.raises(TypeError, match="input is a FakeTensor, which has no memory"):
+                    interlace.all_gather_matmul(x, weight)
+                chosen = torch.zeros(4, 1).long()
+                with pytest.raises(TypeError, match="is a FakeTensor, which has no memory"):
+                    interlace.experts.dispatch(x, chosen, None, 2)
+                assert functional.all_gather_matmul(x, weight).shape == (8, COLUMNS)  # type: ignore[union-attr]
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_ops_return_is_packed(name: str) -> None:
+    """Of a gather, a norm and dispatches: the next op takes its memory as it is, in graphs too."""
+
+    def call() -> None:
+        rank = interlace.get_rank()
+        x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
+        found: list[Any] = [
+            interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
+            functional.all_gather_matmul(x, weight, return_gathered=True)[0],
+            interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
+        ]  # fmt: skip
+        for each in found:
+            rows = formats.packed_rows(each)
+            assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
+            again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
+            right, bound = product(each, weight)
+            assert torch.all((again - 2 * right).abs() <= 2 * bound)
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_dispatch_into_places(name: str) -> None:
+    """Of low latency: rows that nothing came for are zeros, and the grouped matmul takes all."""
+
+    def call() -> None:
+        rank = interlace.get_rank()
+        x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
+        weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
+        received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
+        rows: Any = received.x
+        assert rows.shape == (1, 10, INNER)
+        rows.check_scales()
+        came = int(received.num_tokens_per_expert)
+        assert not rows.dequantize()[0, came:].any()
+        numbers = weights[rank].dequantize()[None]
+        weight: Any = quantize(numbers, name, whole=weights[rank].whole).t()  # type: ignore[arg-type]
+        handle = handle._replace(topk_weights=torch.ones(4, 1))
+        made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
+        for token, expert in enumerate(chosen.flatten().tolist()):
+            own = x.dequantize(torch.float64)[token]
+            right = (
+                own @ weights[expert].dequantize(torch.float64).T if expert >= 0 else own[:1] * 0
+            )
+            assert torch.allclose(made_of[token].double(), right, rtol=0, atol=1e-3)
+
+    interlace.run(call, 2)
 
 
 def test_there_is_no_gradient() -> None:
