@@ -238,7 +238,11 @@ class Scaled:
         )
 
     def to(self, device: torch.device | str | int) -> Scaled:
-        """The same numbers on ``device``. :meth:`dequantize` has them in another dtype."""
+        """The same numbers on ``device``, packed if they are. Raises TypeError for a dtype.
+
+        >>> interlace.quantize(torch.ones(1, 32), "mxfp8").to("cpu").dequantize().sum()
+        tensor(32.)
+        """
         if isinstance(device, torch.dtype):
             raise TypeError(
                 f"the dtypes of a Scaled are those of its format, {self.format}; "
