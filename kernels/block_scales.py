@@ -152,9 +152,13 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
 
 @triton.jit
 def multiply_packed(
-    a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
-):
-    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row."""
+    a, a_ptr, stride_am, rows, weight, b, b_ptr, N, K, tile_m, tile_n, first_row,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row.
+
+    Values come by descriptors ``a`` and ``b``, if there are any; ``first_row`` is of ``a``.
+    """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
@@ -177,15 +181,21 @@ def multiply_packed(
     b_ptrs = b_columns[None, :] + offs_value[:, None]
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
     b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
+    row = (first_row + tile_m * BLOCK_M).to(tl.int32)
+    column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in range(steps):
-        a = tl.load(a_ptrs, mask=mask_m, other=0)
-        b = tl.load(b_ptrs, mask=mask_n, other=0)
+    for step in range(steps):
+        if TILES.DESCRIPTORS == "":
+            a_values = tl.load(a_ptrs, mask=mask_m, other=0)
+            b_values = tl.load(b_ptrs, mask=mask_n, other=0)
+            a_ptrs += VALUE_BYTES
+            b_ptrs += VALUE_BYTES
+        else:
+            a_values = a.load([row, step * VALUE_BYTES])
+            b_values = b.load([column, step * VALUE_BYTES]).T
         of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
         of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
-        acc = add_scaled_product(acc, a, of_rows, b, of_columns, TILES)
-        a_ptrs += VALUE_BYTES
-        b_ptrs += VALUE_BYTES
+        acc = add_scaled_product(acc, a_values, of_rows, b_values, of_columns, TILES)
         a_scale_ptrs += SCALES
         b_scale_ptrs += SCALES
     if TILES.SCALE == "e4m3":
