@@ -178,6 +178,19 @@ def test_experts_in_sim(name: str, ranks: int) -> None:
     interlace.run(experts, ranks, name)
 
 
+def by_pointers(name: str) -> None:
+    """Where a GPU has no descriptors, or values do not come by them."""
+    with interlace.configured(descriptors=False):
+        gathers(name)
+        reduces(name)
+        experts(name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_by_pointers(name: str) -> None:
+    interlace.run(by_pointers, 2, name)
+
+
 def every_op(names: tuple[str, ...]) -> None:
     for name in names:
         odd_shapes(name)

@@ -108,6 +108,10 @@ class BlockFormat:
             return "scales"
         return "values" if configuration.native_values else ""
 
+    def loads_by_descriptor(self, configuration: Configuration) -> bool:
+        """Whether kernels may load values by TMA. On 10.0 scales in fp32 need the registers for sums."""
+        return self.scale != torch.float32 or not configuration.native_scales
+
     def steps(self, row_bytes: int) -> int:
         """How often 128 numbers are in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)

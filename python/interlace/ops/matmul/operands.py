@@ -284,9 +284,10 @@ def product(
         and not (published and specialized),
     )
     if linear.format is not None:
+        by_descriptor = descriptors == "nk" and linear.format.loads_by_descriptor(configuration)
         tiles = tiles._replace(
             BLOCK_K=linear.format.step_bytes[0],
-            DESCRIPTORS=descriptors if descriptors == "nk" else "",  # columns are packed
+            DESCRIPTORS=descriptors if by_descriptor else "",
             FLATTEN=False,
             WARP_SPECIALIZE=False,
             OUT_DESCRIPTOR=False,

@@ -416,8 +416,10 @@ def _fused(arch: int) -> Iterator[Entry]:
         for operands in _scaled():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
-    for name in FORMATS:
-        operands = MatmulVariant(layout="nk", format=name)
+    default = gpu_default(arch, torch.uint8, MANY_ROWS)
+    for name, format in FORMATS.items():
+        tma = default.descriptors and format.loads_by_descriptor(default)
+        operands = MatmulVariant(tma=tma, layout="nk", format=name)
         for make in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul):
             yield replace(make(arch, operands), default=True)
 
