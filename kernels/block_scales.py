@@ -59,24 +59,15 @@ def _e8m0(byte):
 
 
 @triton.jit
-def _numbers_in_rows(bytes, TILES: tl.constexpr):
-    """``[M, bytes]`` as ``[M, numbers]`` in fp32."""
+def _numbers(bytes, TILES: tl.constexpr, ALONG: tl.constexpr):
+    """Bytes ``[M, N]`` as numbers in fp32; those of one byte follow each other along dimension ALONG."""
     if TILES.VALUES == "e2m1":
         pairs = tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4))
-        made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
-    elif TILES.VALUES == "e5m2":
-        made = _e5m2(bytes)
-    else:
-        made = _e4m3(bytes, TILES)
-    return made
-
-
-@triton.jit
-def _numbers_in_columns(bytes, TILES: tl.constexpr):
-    """``[bytes, N]`` as ``[numbers, N]`` in fp32."""
-    if TILES.VALUES == "e2m1":
-        pairs = tl.permute(tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4)), (0, 2, 1))
-        made = tl.reshape(pairs, (2 * bytes.shape[0], bytes.shape[1]))
+        if ALONG == 0:
+            turned = tl.permute(pairs, (0, 2, 1))
+            made = tl.reshape(turned, (2 * bytes.shape[0], bytes.shape[1]))
+        else:
+            made = tl.reshape(pairs, (bytes.shape[0], 2 * bytes.shape[1]))
     elif TILES.VALUES == "e5m2":
         made = _e5m2(bytes)
     else:
@@ -149,21 +140,25 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
             product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
             acc += product * (of_rows * of_columns)
         elif TILES.SCALE == "fp32":
-            left = _numbers_in_rows(a, TILES).to(tl.bfloat16)
-            right = _numbers_in_columns(b, TILES).to(tl.bfloat16)
+            left = _numbers(a, TILES, 1).to(tl.bfloat16)
+            right = _numbers(b, TILES, 0).to(tl.bfloat16)
             acc += tl.dot(left, right) * (of_rows * of_columns)
         else:
-            left = _numbers_in_rows(a, TILES) * _for_rows(of_rows, TILES)
-            right = _numbers_in_columns(b, TILES) * _for_columns(of_columns, TILES)
+            left = _numbers(a, TILES, 1) * _for_rows(of_rows, TILES)
+            right = _numbers(b, TILES, 0) * _for_columns(of_columns, TILES)
             acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
     return acc
 
 
 @triton.jit
 def multiply_packed(
-    a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
-):
-    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row."""
+    a, a_ptr, stride_am, rows, weight, b, b_ptr, N, K, tile_m, tile_n, first_row,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row.
+
+    Values come by descriptors ``a`` and ``b``, if there are any; ``first_row`` is of ``a``.
+    """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
@@ -186,29 +181,40 @@ def multiply_packed(
     b_ptrs = b_columns[None, :] + offs_value[:, None]
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
     b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
+    row = (first_row + tile_m * BLOCK_M).to(tl.int32)
+    column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in range(steps):
-        a = tl.load(a_ptrs, mask=mask_m, other=0)
-        b = tl.load(b_ptrs, mask=mask_n, other=0)
+    for step in range(steps):
+        if TILES.DESCRIPTORS == "":
+            a_values = tl.load(a_ptrs, mask=mask_m, other=0)
+            b_values = tl.load(b_ptrs, mask=mask_n, other=0)
+            a_ptrs += VALUE_BYTES
+            b_ptrs += VALUE_BYTES
+        else:
+            a_values = a.load([row, step * VALUE_BYTES])
+            b_values = b.load([column, step * VALUE_BYTES]).T
         of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
         of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
-        acc = add_scaled_product(acc, a, of_rows, b, of_columns, TILES)
-        a_ptrs += VALUE_BYTES
-        b_ptrs += VALUE_BYTES
+        acc = add_scaled_product(acc, a_values, of_rows, b_values, of_columns, TILES)
         a_scale_ptrs += SCALES
         b_scale_ptrs += SCALES
     if TILES.SCALE == "e4m3":
         of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
         of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
-        acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
-        acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
+        whole_rows = tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
+        whole_columns = tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
+        # One above 1 and one below it are multiplied first: with either alone the sum may be beyond
+        # numbers in fp32 that the result is not beyond. Two above 1, or two below it, may be so together.
+        apart = (whole_rows > 1.0) != (whole_columns > 1.0)
+        together = acc * (whole_rows * whole_columns)
+        acc = tl.where(apart, together, acc * whole_rows * whole_columns)
     return acc
 
 
 @triton.jit
 def packed_length(N, TILES: tl.constexpr):
     """The bytes of a packed row of N numbers: ``BlockFormat.row_bytes``."""
-    return tl.cdiv(packed_end(N, TILES), 16) * 16
+    return tl.cdiv(tl.maximum(packed_end(N, TILES), 1), 16) * 16
 
 
 @triton.jit

@@ -10,7 +10,7 @@ Two paths, chosen by the constant ``TILES.DESCRIPTORS``:
 ``"nk"``  descriptors (TMA), B contiguous along K: a transposed ``nn.Linear`` weight, read in place.
 
 Block-scaled operands (``TILES.VALUES``) are bytes: rows of A and columns of B are packed, as
-``block_scales.py`` says, and K is the length of a packed row. By pointers.
+``block_scales.py`` says, and K is the length of a packed row. Their scales are loaded by pointers.
 
 ``rows_operand`` and ``columns_operand`` turn A and B into what ``multiply_tile`` takes: pointers, or
 descriptors. Making a descriptor costs a write and a fence, so callers make those of whole matrices once per
@@ -154,10 +154,15 @@ def _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES: tl.constexp
 
 @triton.jit
 def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr,
-                  first_row=0):  # fmt: skip
-    """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin."""
+                  first_row=0, a_ptr=None, b_ptr=None):  # fmt: skip
+    """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin.
+
+    ``a_ptr`` and ``b_ptr``: where packed operands begin, whose scales have no descriptors.
+    """
     if TILES.VALUES != "":
-        acc = multiply_packed(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)
+        acc = multiply_packed(
+            a, a_ptr, stride_am, rows, weight, b, b_ptr, N, K, tile_m, tile_n, first_row, TILES
+        )
     elif TILES.DESCRIPTORS == "":
         zeros = tl.full((TILES.BLOCK_M, TILES.BLOCK_N), 0.0, tl.float32)
         acc = add_product(zeros, a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES)

@@ -150,9 +150,8 @@ def _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_
                 first, end, programs, flatten=TILES.FLATTEN, warp_specialize=TILES.WARP_SPECIALIZE
             ):
                 tile_m, tile_n = grouped_tile(number - start, tiles_m, tiles_n, TILES.GROUP_M)
-                acc = multiply_tile(
-                    a, input.stride, rows, weight, b, N, K, tile_m, tile_n, TILES, a_row
-                )
+                acc = multiply_tile(a, input.stride, rows, weight, b, N, K, tile_m, tile_n, TILES,
+                                    a_row, a_ptr, b_ptr)  # fmt: skip
                 emit_tile(home_ptr + home * N, acc, of_expert, tile_m, tile_n, rows, N, TILES)
         start = end
     return start

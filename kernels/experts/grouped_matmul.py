@@ -140,9 +140,8 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
                     warp_specialize=TILES.WARP_SPECIALIZE,
                 ):
                     tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
-                    acc = multiply_tile(
-                        a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES, a_row
-                    )
+                    acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES,
+                                        a_row, a_ptr, b_ptr)  # fmt: skip
                     emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES, False, c_row)
             # Also by a program without a tile of this chunk: all must count the same tiles.
             start = end

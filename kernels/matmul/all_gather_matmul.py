@@ -168,5 +168,6 @@ def all_gather_matmul_kernel(
                 first, end, programs, flatten=TILES.FLATTEN, warp_specialize=TILES.WARP_SPECIALIZE
             ):
                 tile_m, tile_n = grouped_tile(tile - start, tiles_m, tiles_n, TILES.GROUP_M)
-                acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES, a_row)
+                acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES,
+                                    a_row, a_ptr, weight.ptr)  # fmt: skip
                 emit_tile(c, acc, of_chunk, tile_m, tile_n, rows, N, TILES, False, c_row)

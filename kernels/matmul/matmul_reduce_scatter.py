@@ -115,7 +115,8 @@ def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, row
         warp_specialize=TILES.WARP_SPECIALIZE,
     ):
         tile_m, tile_n = grouped_tile(number - turn.start, tiles_m, tiles_n, TILES.GROUP_M)
-        acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES, a_row)
+        acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES,
+                            a_row, a_ptr, weight.ptr)  # fmt: skip
         emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, PARTIAL)
     # A release does not order what TMA has under way: the caller may publish after this only.
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
@@ -230,7 +231,8 @@ def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES:
     partial = Epilogue(None, None, None)
     for tile in range(program, tiles, programs):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
-        acc = multiply_tile(a, input.stride, M, weight, b, N, K, tile_m, tile_n, TILES)
+        acc = multiply_tile(a, input.stride, M, weight, b, N, K, tile_m, tile_n, TILES,
+                            0, input.ptr, weight.ptr)  # fmt: skip
         free = wait_credits(workspace, epoch) == 0
         # The next rank first, so that no rank is the target of all others at once.
         for step in range(workspace.world_size):

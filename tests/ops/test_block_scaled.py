@@ -1,27 +1,35 @@
 """Fused ops on block-scaled operands: right in every place, and equal bit by bit between algorithms."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import interlace
 from interlace import functional
+from interlace.groups.groups import resolve
 from interlace.groups.specs import describe
 from interlace.ops.matmul import formats
-from interlace.ops.matmul.formats import E4M3, FORMATS, Scaled, quantize
+from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, Scaled, quantize
+from interlace.runtime.places.hosts.place import HostsPlace
 from tiers import few
 
-ROWS = (5, 2, 0, 3)  # of each rank's shard
+ROWS = (5, 2, 0, 3, 1)  # of each rank's shard
 INNER, COLUMNS = 160, 18
+DIVIDED = 20  # rows that all numbers of ranks here divide
+ODD_SHAPES = ((0, 2, 2), (2, 1, 1), (34, 1, 3), (130, 3, 1))
+"""k, rows and columns; k = 1 too where a number has a byte."""
 ALGORITHMS = ("fused", "pipelined", "unfused", "auto")
+BETWEEN_HOSTS = ALGORITHMS[2:]
 ERROR = 2.0**-20  # of sums in fp32, relative to the sum of sizes
 
 
-def made(name: str, rows: int, seed: int, *, weight: bool = False) -> Scaled:
+def made(name: str, rows: int, seed: int, *, weight: bool = False, inner: int = INNER) -> Scaled:
     generator = torch.Generator().manual_seed(seed)
-    return quantize(torch.randn(rows, INNER, generator=generator), name, weight=weight)  # type: ignore[arg-type]
+    return quantize(torch.randn(rows, inner, generator=generator), name, weight=weight)  # type: ignore[arg-type]
 
 
 def product(left: Scaled, right: Scaled) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,10 +43,16 @@ def total(products: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tens
     return sum(values), sum(bounds)  # type: ignore[return-value]
 
 
+def own_host() -> bool:
+    """Whether all ranks are on one host, as most algorithms need."""
+    return not isinstance(resolve(None).place, HostsPlace)
+
+
 def all_algorithms(
     op: Any, right: tuple[torch.Tensor, torch.Tensor], *operands: Any, **how: Any
 ) -> None:
-    found = [op(*operands, algorithm=a, out_dtype=torch.float32, **how) for a in ALGORITHMS]
+    algorithms = ALGORITHMS if own_host() else BETWEEN_HOSTS
+    found = [op(*operands, algorithm=a, out_dtype=torch.float32, **how) for a in algorithms]
     assert torch.all((found[0] - right[0]).abs() <= right[1])
     for other in found[1:]:
         assert torch.equal(found[0], other)
@@ -70,6 +84,30 @@ def reduces(name: str) -> None:
     all_algorithms(interlace.matmul_all_reduce, every, *mine)
 
 
+def odd_shapes(name: str) -> None:
+    """One row, one column, and k that is no multiple of a block; a rank without rows."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    shapes = ODD_SHAPES if FORMATS[name].packed > 1 else (*ODD_SHAPES, (1, 1, 1))
+    for inner, rows, columns in shapes:
+        shards = [made(name, rows if r != 1 else 0, r, inner=inner) for r in range(size)]
+        weight = made(name, columns, 9, weight=True, inner=inner).t()
+        every = [
+            torch.cat(each) for each in zip(*(product(s, weight) for s in shards), strict=True)
+        ]
+        all_algorithms(interlace.all_gather_matmul, tuple(every), shards[rank], weight)
+        inputs = [made(name, rows, r, inner=inner) for r in range(size)]
+        sums = total([product(x, weight) for x in inputs])
+        parts = tuple((*each.chunk(size), *[each[:0]] * size)[rank] for each in sums)
+        all_algorithms(interlace.matmul_reduce_scatter, parts, inputs[rank], weight)
+        all_algorithms(interlace.matmul_all_reduce, sums, inputs[rank], weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("ranks", few((1, 3), 3))
+def test_odd_shapes_in_sim(name: str, ranks: int) -> None:
+    interlace.run(odd_shapes, ranks, name)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("ranks", few((1, 2, 4), 4))
 def test_gathers_in_sim(name: str, ranks: int) -> None:
@@ -85,7 +123,7 @@ def test_reductions_in_sim(name: str, ranks: int) -> None:
 def experts(name: str) -> None:
     """Two of the experts for every token; ranks have other numbers of tokens, and bounds or none."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    experts, tokens = 2 * size, (5, 3, 0, 2)[rank]
+    experts, tokens = 2 * size, (5, 3, 0, 2, 1)[rank]
     x: Any = made(name, tokens, rank)
     chosen = (torch.arange(tokens)[:, None] + torch.tensor([rank, rank + size])) % experts
     share = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(rank))
@@ -106,19 +144,19 @@ def experts(name: str) -> None:
         received, handle = interlace.experts.dispatch(
             x, chosen, share, experts, num_max_dispatch_tokens_per_rank=most
         )
-        for algorithm in ("fused", "pipelined", "unfused"):
+        for algorithm in ALGORITHMS if own_host() else BETWEEN_HOSTS:
             how: Any = {"algorithm": algorithm, "out_dtype": torch.float32}
             rows: Any = received.x
             found = interlace.grouped_matmul_combine(rows, weights(rank), handle, **how)
             assert torch.all((found - right).abs() <= bound)
-    rows, sent = interlace.experts.permute(numbers.float(), chosen, experts)
-    there: Any = quantize(rows, name)  # type: ignore[arg-type]
+    there: Any
+    there, sent = interlace.experts.permute(x, chosen, experts)
     outputs = [
         interlace.all_to_all_grouped_matmul(there, weights(rank), sent, algorithm=a)[0]  # type: ignore[arg-type]
-        for a in ("fused", "pipelined", "unfused")
+        for a in (ALGORITHMS if own_host() else BETWEEN_HOSTS)
     ]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    for other in outputs[1:]:
+        assert torch.equal(outputs[0], other)
     works: Any = [
         interlace.all_to_all_grouped_matmul(
             there, weights(rank), sent, return_received=True, async_op=True
@@ -140,27 +178,47 @@ def test_experts_in_sim(name: str, ranks: int) -> None:
     interlace.run(experts, ranks, name)
 
 
-def both(names: tuple[str, ...]) -> None:
-    for name in names:
+def by_pointers(name: str) -> None:
+    """Where a GPU has no descriptors, or values do not come by them."""
+    with interlace.configured(descriptors=False):
         gathers(name)
         reduces(name)
         experts(name)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_by_pointers(name: str) -> None:
+    interlace.run(by_pointers, 2, name)
+
+
+def every_op(names: tuple[str, ...]) -> None:
+    for name in names:
+        odd_shapes(name)
+        gathers(name)
+        reduces(name)
+        experts(name)
+        refusals(name)
+
+
 def test_in_processes() -> None:
-    interlace.run(both, 2, tuple(FORMATS), place="shm")
+    interlace.run(every_op, 2, tuple(FORMATS), place="shm")
 
 
 def compiled_code(name: str) -> None:
-    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma."""
+    """The PTX of sm_90, where fp8 and bf16 factors are for wgmma; also of one column, and a k of 34."""
     rank, size = interlace.get_rank(), interlace.get_world_size()
-    shards = [made(name, ROWS[r], r) for r in range(size)]
-    weight = made(name, COLUMNS, 9, weight=True).t()
-    right, bound = (torch.cat(e) for e in zip(*(product(s, weight) for s in shards), strict=True))
-    with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2):
-        how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
-        found = interlace.all_gather_matmul(shards[rank], weight, **how)
-    assert torch.all((found - right).abs() <= bound)
+    for inner, columns in ((INNER, COLUMNS), (34, 1)):
+        shards = [made(name, ROWS[r + 1], r, inner=inner) for r in range(size)]
+        weight = made(name, columns, 9, weight=True, inner=inner).t()
+        parts = zip(*(product(s, weight) for s in shards), strict=True)
+        right, bound = (torch.cat(each) for each in parts)
+        sums, sum_bound = product(shards[0], weight)
+        with interlace.configured(block_m=32, block_n=32, num_warps=4, programs=2):
+            how: dict[str, Any] = {"algorithm": "fused", "out_dtype": torch.float32}
+            found = interlace.all_gather_matmul(shards[rank], weight, **how)
+            reduced: Any = interlace.matmul_reduce_scatter(shards[0], weight, **how)
+        assert torch.all((found - right).abs() <= bound)
+        assert torch.all((reduced - size * sums[rank]).abs() <= size * sum_bound[rank])
 
 
 @pytest.mark.parametrize("name", few(tuple(FORMATS), "mxfp4"))
@@ -241,12 +299,7 @@ def test_wrong_operands_are_refused_on_all_ranks(
 
 
 def gathers_of_torch(x: Any) -> Any:
-    scaled: Any = [(x.values, x.scales), (x.t().values, x.t().scales)]
-    (left, right), group = scaled, describe(None, "")[0]
-    none = [None]
-    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-        left[0], [right[0]], left[1], [right[1]], 0, group, none, none, none, [False]
-    )
+    return gather_of_torch(x.values, x.scales, x.t().values, x.t().scales)
 
 
 def dispatches(x: Any) -> Any:
@@ -277,6 +330,240 @@ def test_ranks_compare_k_and_format(form: Any) -> None:
             x = quantize(torch.ones(4, shapes[rank]), names[rank])  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=words):
                 form(x)
+
+    interlace.run(call, 2)
+
+
+def gather_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
+    none, group = [None], describe(None, "")[0]
+    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        values, [weight], scales, [of_weight], 0, group, none, none, none, [False]
+    )
+
+
+def reduction_of_torch(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
+    about = 0, 0, describe(None, "")[0], [values.shape[0], weight.shape[1]]
+    factors = values, weight, scales, of_weight
+    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(*factors, "sum", *about)
+
+
+def gather_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
+    return functional.wait(functional.all_gather_scaled_matmul(values, weight, scales, of_weight))  # type: ignore[arg-type]
+
+
+def reduction_in_graph(values: Any, scales: Any, weight: Any, of_weight: Any) -> Any:
+    factors = values, weight, scales, of_weight
+    return functional.wait(functional.scaled_matmul_reduce_scatter(*factors))
+
+
+OF_TENSORS = (gather_in_graph, reduction_in_graph, gather_of_torch, reduction_of_torch)
+
+
+def filled_with(scales: torch.Tensor, number: float) -> torch.Tensor:
+    """The scales, of which the last of the first row is ``number``."""
+    wide = scales.float().clone()
+    wide[0, -1] = number
+    return wide.to(scales.dtype)
+
+
+def wrong_tensors(name: str) -> list[tuple[str, tuple[torch.Tensor, ...]]]:
+    """Values and scales, the weight's too, with what an error says of them."""
+    left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
+    kind, (values, scales), weight = left.kind, (left.values, left.scales), right.values.t()
+    of_weight, blocks = right.scales.t(), scales.shape[1]
+    layout = rf"input: scales of {name} must be \({DIVIDED}, {blocks}\).*; got "
+    dtype, bad = (
+        rf"input: scales of {name} must be {kind.scale}, got ",
+        rf"scales of {name} must be finite",
+    )
+    plain = "mxfp8" if name.startswith("mx") else name
+    short = torch.ones(500).to(kind.scale)
+    cases = [
+        (dtype + "torch.float16", (values, scales.float().half(), weight, of_weight)),
+        (dtype + "torch.int32", (values, scales.float().int(), weight, of_weight)),
+        (layout + rf"\({DIVIDED}, {blocks - 1}\)", (values, scales[:, :-1], weight, of_weight)),
+        (layout + rf"\(3, {blocks}\)", (values, scales[:3], weight, of_weight)),
+        (layout + rf"\({blocks}, {DIVIDED}\)", (values, scales.t(), weight, of_weight)),
+        (layout + rf"\(1, {DIVIDED}, {blocks}\)", (values, scales[None], weight, of_weight)),
+        (layout + rf"\({DIVIDED * blocks},\)", (values, scales.flatten(), weight, of_weight)),
+        (layout + r"\(500,\)", (values, short, weight, of_weight)),
+        (rf"weight: scales of {name} must be \({blocks}, {COLUMNS}\).*; got \({COLUMNS}, {blocks}",
+         (values, scales, weight, right.scales)),
+        (rf"input: values of {plain} must be .*, got torch.int8",
+         (values.view(torch.uint8).to(torch.int8), scales, weight, of_weight)),
+        (rf"input: {bad} and greater than 0, got nan at \(0, {blocks - 1}\)",
+         (values, filled_with(scales, math.nan), weight, of_weight)),
+        (rf"weight(\[0\])?: {bad} and greater than 0, got nan at \(0, {COLUMNS - 1}\)",
+         (values, scales, weight, filled_with(of_weight, math.nan))),
+    ]  # fmt: skip
+    numbers = (0.0, -2.0, math.inf) if kind.scale == torch.float32 else (0.0, -2.0)
+    if kind.scale != E8M0:  # which has no such numbers
+        for number in numbers:
+            text = rf"input: {bad} and greater than 0, got {number} at \(0, {blocks - 1}\)"
+            cases.append((text, (values, filled_with(scales, number), weight, of_weight)))
+    return cases
+
+
+def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
+    """The same as Scaled."""
+    left, weight = made(name, DIVIDED, 0), made(name, COLUMNS, 1).t()
+    other = "mxfp8" if name != "mxfp8" else "mxfp4"
+    bad = rf"input: scales of {name} must be finite and greater than 0, got nan"
+    cases = [
+        (f"input is in {other}, weight in {name}; all operands", (made(other, DIVIDED, 0), weight)),
+        ("weight has 160 rows, input has k = 128", (made(name, DIVIDED, 0, inner=128), weight)),
+        (r"input must be \[..., k\], its blocks along k", (left.t(), weight)),
+        (r"weight must be \(k, n\), its blocks along k", (left, weight.t())),
+        (bad, (dataclasses.replace(left, scales=filled_with(left.scales, math.nan)), weight)),
+    ]
+    for number in (0.0, -1.0, math.nan, math.inf) if left.whole is not None else ():
+        whole = dataclasses.replace(left, whole=torch.tensor(number))
+        cases.append(
+            (
+                f"input: whole of nvfp4 must be finite and greater than 0, got {number}",
+                (whole, weight),
+            )
+        )
+    return cases
+
+
+def refusals(name: str) -> None:
+    """Of what is wrong on all ranks, or on the last alone; then all go on."""
+    rank, size = interlace.get_rank(), interlace.get_world_size()
+    left, right = made(name, DIVIDED, 0), made(name, COLUMNS, 1)
+    fine = left.values, left.scales, right.values.t(), right.scales.t()
+    for words, tensors in wrong_tensors(name):
+        for form in OF_TENSORS:
+            for first in (0, size - 1):
+                with pytest.raises((ValueError, TypeError), match=words):
+                    form(*(tensors if rank >= first else fine))
+    eager = interlace.all_gather_matmul, interlace.matmul_reduce_scatter
+    lazy = functional.all_gather_matmul, functional.matmul_all_reduce
+    for words, operands in wrong_operands(name):
+        for op in (*eager, *lazy):
+            for first in (0, size - 1):
+                taken: Any = operands if rank >= first else (left, right.t())
+                with pytest.raises(ValueError, match=words):
+                    functional.wait(op(*taken))  # type: ignore[arg-type]
+    assert interlace.all_gather_matmul(left, right.t()).shape == (DIVIDED * size, COLUMNS)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_wrong_scales_are_refused_on_all_ranks(name: str) -> None:
+    interlace.run(refusals, 2, name)
+
+
+def tensors_only(x: Any) -> dict[str, Any]:
+    """Calls of ops that take no Scaled."""
+    plain, norm, chosen = torch.ones(4, INNER), interlace.RMSNorm(), torch.zeros(4, 1).long()
+    heads = torch.ones(1, 2, 8)
+    out = torch.empty(4 * interlace.get_world_size(), INNER)
+    return {
+        "input": lambda: interlace.all_reduce_norm(x, norm=norm),
+        "input of a scatter": lambda: interlace.reduce_scatter_norm(x, norm=norm),
+        "input in a graph": lambda: functional.reduce_scatter_norm(x, norm=norm),
+        "residual": lambda: interlace.all_reduce_norm(plain, norm=norm, residual=x),
+        "bias": lambda: interlace.matmul_all_reduce(plain, plain.t(), bias=x),
+        "tensor": lambda: interlace.all_gather(out, x),
+        "tensor of a sum": lambda: interlace.all_reduce(x),
+        "input in_parts": lambda: interlace.reduce_scatter(out[:4], x),
+        "input of one": lambda: interlace.all_to_all_single(out, x),
+        "input to gather": lambda: functional.all_gather(x),
+        "y": lambda: interlace.experts.combine(
+            x, interlace.experts.dispatch(plain, chosen, None, 2)[1]
+        ),
+        "q": lambda: interlace.distributed_decode(x, (heads, heads)),
+        "tensor to shard": lambda: interlace.nn.functional.shard_sequence(x),
+    }
+
+
+def test_what_takes_no_scaled_says_what_to_pass() -> None:
+    def call() -> None:
+        rank = interlace.get_rank()
+        for name, op in tensors_only(made("mxfp8", 4, 0)).items():
+            words = rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass what its deq"
+            with pytest.raises(TypeError, match=words):
+                op()
+        alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
+        for name in alone:
+            x: Any = torch.ones(4, INNER) if rank else made("mxfp8", 4, 0)
+            with pytest.raises(TypeError, match="got Scaled in mxfp8, which only matmuls"):
+                tensors_only(x)[name]()
+        with pytest.raises(TypeError, match="x must be a tensor, got Scaled in mxfp8"):
+            interlace.experts.quantize(made("mxfp8", 4, 0))  # type: ignore[arg-type]
+        received, _ = interlace.experts.dispatch(
+            made("mxfp8", 4, 0), torch.zeros(4, 1).long(), None, 2
+        )
+        with pytest.raises(TypeError, match=r"received\.x must be a tensor, got Scaled in mxfp8"):
+            interlace.experts.multiply(received, torch.ones(1, INNER, 2))
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_that_stand_for_others(name: str) -> None:
+    def call() -> None:
+        def operands() -> Any:
+            return made(name, 4, 0), made(name, COLUMNS, 1).t()
+
+        real = operands()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for x, weight in (operands(), real):
+                with pytest.raises(TypeError, match="input is a FakeTensor, which has no memory"):
+                    interlace.all_gather_matmul(x, weight)
+                chosen = torch.zeros(4, 1).long()
+                with pytest.raises(TypeError, match="is a FakeTensor, which has no memory"):
+                    interlace.experts.dispatch(x, chosen, None, 2)
+                assert functional.all_gather_matmul(x, weight).shape == (8, COLUMNS)  # type: ignore[union-attr]
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_ops_return_is_packed(name: str) -> None:
+    """Of a gather, a norm and dispatches: the next op takes its memory as it is, in graphs too."""
+
+    def call() -> None:
+        rank = interlace.get_rank()
+        x, weight = made(name, 4, rank), made(name, COLUMNS, 9).t()
+        found: list[Any] = [
+            interlace.all_gather_matmul(x, weight, return_gathered=True)[0],  # type: ignore[arg-type]
+            functional.all_gather_matmul(x, weight, return_gathered=True)[0],
+            interlace.all_reduce_norm(torch.ones(8, INNER), norm=interlace.RMSNorm(), quantize=name)[0],  # type: ignore[call-overload]
+        ]  # fmt: skip
+        for each in found:
+            rows = formats.packed_rows(each)
+            assert rows.data_ptr() == each.values.data_ptr() and rows.shape[0] == 8
+            again = interlace.matmul_all_reduce(each, weight, out_dtype=torch.float32)
+            right, bound = product(each, weight)
+            assert torch.all((again - 2 * right).abs() <= 2 * bound)
+
+    interlace.run(call, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_dispatch_into_places(name: str) -> None:
+    """Of low latency: rows that nothing came for are zeros, and the grouped matmul takes all."""
+
+    def call() -> None:
+        rank = interlace.get_rank()
+        x, chosen = made(name, 4, rank), torch.tensor([[0], [1], [-1], [0]])
+        weights = [made(name, COLUMNS, 9 + e) for e in range(2)]
+        received, handle = interlace.experts.low_latency_dispatch(x, chosen, 5, 2, use_fp8=False)
+        rows: Any = received.x
+        assert rows.shape == (1, 10, INNER)
+        rows.check_scales()
+        came = int(received.num_tokens_per_expert)
+        assert not rows.dequantize()[0, came:].any()
+        own = weights[rank]
+        weight: Any = Scaled(own.values[None], own.scales[None], name, own.whole).t()
+        handle = handle._replace(topk_weights=torch.ones(4, 1))
+        made_of = interlace.grouped_matmul_combine(rows, weight, handle, out_dtype=torch.float32)
+        for token, expert in enumerate(chosen.flatten().tolist()):
+            right, bound = product(x, weights[expert].t())
+            if expert < 0:
+                right, bound = 0 * right, 0 * bound
+            assert torch.all((made_of[token] - right[token]).abs() <= bound[token])
 
     interlace.run(call, 2)
 

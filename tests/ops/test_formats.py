@@ -1,31 +1,22 @@
 """Block-scaled formats: quantisation within each format's bound, layouts, and what is refused."""
 
+import copy
+import io
 import math
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies
 from torch.testing._internal.common_quantized import _bfloat16_to_float4_e2m1fn_x2, to_blocked
 
+import interlace
+from interlace import reference
 from interlace.ops.matmul import formats
-from interlace.ops.matmul.formats import E4M3, E8M0, FORMATS, FP4_NUMBERS, Scaled, quantize
-
-STEP = {
-    "fp8_block128": 2.0**-4,
-    "mxfp8": 2.0**-4,
-    "mxfp8_e5m2": 2.0**-3,
-    "mxfp4": 0.25,
-    "nvfp4": 0.25,
-}
-"""Half the distance of two neighbours, relative to the larger."""
-LEAST = {
-    "fp8_block128": 2.0**-10,
-    "mxfp8": 2.0**-10,
-    "mxfp8_e5m2": 2.0**-17,
-    "mxfp4": 0.25,
-    "nvfp4": 0.25,
-}
-"""Half the least number above zero."""
+from interlace.ops.matmul.formats import E4M3, E5M2, E8M0, FORMATS, FP4_NUMBERS, Scaled, quantize
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,14 +36,9 @@ def test_every_number_is_within_half_a_step(name: str, rows: int, half: int, wei
     x = numbers(rows, 2 * half)
     found = quantize(x, name, weight=weight)
     assert found.shape == x.shape
-    scale = found.scales.float() * (1.0 if found.whole is None else found.whole)
-    across = FORMATS[name].across if weight else 1
-    scale = scale.repeat_interleave(across, 0)[:rows].repeat_interleave(FORMATS[name].block, 1)
-    bound = torch.maximum(STEP[name] * x.abs(), LEAST[name] * scale[:, : 2 * half])
-    saturated = bound + x.abs() * (
-        2.0**-4 if name == "nvfp4" else 0.0
-    )  # its scales are rounded, too
-    assert torch.all((found.dequantize() - x).abs() <= saturated * (1 + 2.0**-20))
+    exact = x.double()
+    _, bound = reference.block_scaled(found, (exact, torch.zeros_like(exact)))
+    assert torch.all((found.dequantize() - exact).abs() <= bound * (1 + 2.0**-20))
     assert torch.equal(found.t().dequantize(), found.dequantize().T)
     found.check_scales()
 
@@ -109,6 +95,125 @@ def test_packed_rows_multiply_as_their_numbers(name: str, length: int) -> None:
     exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64)
     sizes = left.dequantize(torch.float64).abs() @ right.dequantize(torch.float64).abs()
     assert torch.all((made - exact).abs() <= 2.0**-22 * sizes)
+
+
+def stored(scaled: Scaled) -> Any:
+    file = io.BytesIO()
+    torch.save({"weight": scaled}, file)
+    file.seek(0)
+    return torch.load(file)["weight"]
+
+
+def pickled(scaled: Scaled) -> Any:
+    return pickle.loads(pickle.dumps(scaled))
+
+
+def moved(scaled: Scaled) -> Scaled:
+    return scaled.to("cpu")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("way", [stored, pickled, moved, copy.copy, copy.deepcopy])
+def test_copies_have_all_that_there_is(name: str, way: Callable[[Scaled], Scaled]) -> None:
+    """Also of packed ones, which stay packed."""
+    plain = quantize(numbers(150, 96), name, weight=True)
+    for scaled in (plain, plain.t(), plain.packed(), plain.t().packed()):
+        found = way(scaled)
+        assert (found.format, found.inner, found.shape) == (name, scaled.inner, scaled.shape)
+        assert (
+            found.scales.shape == scaled.scales.shape and found.values.dtype == plain.values.dtype
+        )
+        assert torch.equal(found.dequantize(), scaled.dequantize())
+        packed = formats.packed_rows(found)
+        assert torch.equal(packed, formats.packed_rows(scaled))
+        is_packed = "rows" in vars(scaled)
+        assert is_packed == (packed.data_ptr() == found.values.data_ptr())
+        shares = found.values.data_ptr() == scaled.values.data_ptr()
+        assert shares == (way in (moved, copy.copy))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_another_device(name: str) -> None:
+    x = quantize(numbers(5, 64), name)
+    for scaled in (x, x.t(), x.packed()):
+        found = scaled.to("meta")
+        assert found.values.is_meta and found.scales.is_meta and found.shape == scaled.shape
+        assert found.whole is None or found.whole.is_meta
+    with pytest.raises(
+        TypeError, match=rf"{name}; dequantize\(torch.bfloat16\) returns the numbers"
+    ):
+        x.to(torch.bfloat16)  # type: ignore[arg-type]
+
+
+def test_only_the_same_object_is_equal() -> None:
+    x = quantize(numbers(5, 64), "nvfp4")
+    assert x == x and x != quantize(numbers(5, 64), "nvfp4") and x != 1
+    assert {x: 1}[x] == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1, 1), (4, 1)])
+def test_whole_is_one_number_or_one_for_each_row(shape: tuple[int, ...]) -> None:
+    x, whole = numbers(4, 64), torch.full(shape, 0.25)
+    made = quantize(x, "nvfp4", whole=whole)
+    taken = Scaled(made.values, made.scales, "nvfp4", whole)
+    plain = Scaled(made.values, made.scales, "nvfp4").dequantize() * 0.25
+    for found in (made, taken, taken.packed(), taken.t().packed().t()):
+        assert torch.equal(found.dequantize(), plain)
+        found.check_scales()
+    for wrong in ((4,), (1, 4), (2,), (4, 1, 1)):
+        words = rf"whole must have one element, or .* \(4, 1\); got shape {re.escape(str(wrong))}"
+        with pytest.raises(ValueError, match=words):
+            quantize(x, "nvfp4", whole=torch.ones(wrong))
+        with pytest.raises(ValueError, match=words):
+            Scaled(made.values, made.scales, "nvfp4", torch.ones(wrong))
+
+
+WHOLES = (1e-40, 1e-38, 1e-21, 1.0, 1e20, 1e38, 3e38)
+
+
+@pytest.mark.parametrize("left_whole", WHOLES)
+@pytest.mark.parametrize("right_whole", WHOLES)
+def test_products_of_small_and_large_tensors(left_whole: float, right_whole: float) -> None:
+    """Right wherever the result is a number in fp32: one scale must not spoil what the other mends."""
+    left, right = quantize(numbers(5, 64), "nvfp4"), quantize(numbers(7, 64, seed=1), "nvfp4").t()
+    scales = torch.tensor([left_whole]), torch.tensor([right_whole])
+    left, right = (
+        Scaled(each.values, each.scales, "nvfp4", whole, each.inner)
+        for each, whole in zip((left, right), scales, strict=True)
+    )
+    made = formats.multiply_packed(*map(formats.packed_rows, (left, right)), FORMATS["nvfp4"])
+    ones = [Scaled(e.values, e.scales, "nvfp4", None, e.inner) for e in (left, right)]
+    a, b = (each.dequantize(torch.float64) for each in ones)
+    factor = scales[0].double() * scales[1].double()
+    exact, sizes = a @ b * factor, a.abs() @ b.abs() * factor
+    finite = exact.abs() <= torch.finfo(torch.float32).max
+    assert torch.all((made - exact).abs()[finite] <= (2.0**-20 * sizes + 2.0**-148)[finite])
+    assert torch.all(made.isinf() | finite)
+
+    def op() -> Any:
+        return interlace.all_gather_matmul(left, right, out_dtype=torch.float32, algorithm="fused")
+
+    assert torch.equal(interlace.run(op, 1)[0], made)
+
+
+@pytest.mark.parametrize("length", [48, 128])
+def test_where_torch_multiplies_on_a_cpu_it_is_the_same(length: int) -> None:
+    """A block for each row, or one scale in all blocks: torch's CPU has no other blocks."""
+    x, weight = numbers(16, length), numbers(32, length, seed=1)
+    left, right = quantize(x, "fp8_block128"), quantize(weight, "fp8_block128")
+    same_scale = [torch.full((rows, 4), scale).to(E8M0) for rows, scale in ((16, 0.5), (32, 4.0))]
+    cases = [(left, right, left.scales, right.scales.t())]
+    for values in (E4M3, E5M2) if length == 128 else ():
+        of_values = [each.clamp(-240, 240).to(values) for each in (x, weight)]
+        pair = [Scaled(*each, "mxfp8") for each in zip(of_values, same_scale, strict=True)]
+        cases.append((*pair, torch.tensor(0.5), torch.tensor(4.0)))  # type: ignore[arg-type]
+    for a, b, a_scale, b_scale in cases:
+        how: Any = {"out_dtype": torch.float32}
+        torchs = torch._scaled_mm(a.values, b.values.t(), a_scale, b_scale, **how)
+        packed = formats.packed_rows(a), formats.packed_rows(b.t())
+        made = formats.multiply_packed(*packed, a.kind)
+        sizes = a.dequantize(torch.float64).abs() @ b.t().dequantize(torch.float64).abs()
+        assert torch.all((made - torchs).abs() <= 2.0**-18 * sizes)
 
 
 FP8 = torch.zeros(4, 64).to(E4M3)

@@ -131,7 +131,7 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     if not isinstance(value, torch.Tensor):
         value = imported(name, value)
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a tensor, got {described(value)}")
     own = communicator.place.device
     if value.device.type != own.type:
         raise ValueError(f"{name} is on {value.device}, the group's memory on {own}")
@@ -149,6 +149,11 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
             "interlace.functional takes tensors that stand for others"
         )
     return value.detach()
+
+
+def described(value: object) -> str:
+    """The class of what stands for a tensor, for an error; a class may say in ``advice`` what to pass."""
+    return f"{type(value).__name__}{getattr(value, 'advice', '')}"
 
 
 def imported(name: str, value: object) -> Any:
@@ -492,7 +497,7 @@ def operands(
         if not isinstance(weight, Sequence) or isinstance(weight, str) or not weight:
             raise TypeError(
                 "weight must be a tensor or a non-empty sequence of tensors, got "
-                f"{type(weight).__name__}"
+                f"{described(weight)}"
             )
         weights = [
             matrix(f"weight[{i}]", each, input, inner, communicator)
@@ -636,7 +641,7 @@ def one_per_rank(
     """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
     world_size = communicator.world_size
     if type(whole) is not list and (not isinstance(whole, Sequence) or isinstance(whole, str)):
-        raise TypeError(f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}")
+        raise TypeError(f"{name} must be a tensor or a list of tensors, got {described(whole)}")
     if len(whole) != world_size:
         raise ValueError(f"{name} must have one tensor per rank, {world_size}, got {len(whole)}")
     take = target if written else source

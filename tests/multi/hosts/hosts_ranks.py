@@ -27,7 +27,7 @@ SECRET = "of the ranks of test_hosts.py"
 
 GROUPS = {
     "five ranks": ("gradients moving reducing rounding agreeing leaving_nothing refused sending answering "
-                   "no_symmetric_memory", RANKS),
+                   "no_symmetric_memory block_scaled", RANKS),
     "two and two, interleaved": ("agreeing sending fitting", [3, 0, 4, 1]),
     "three and one": ("agreeing sending", [0, 1, 2, 3]),
     "one and two": ("every_op moving agreeing", [4, 2, 1]),

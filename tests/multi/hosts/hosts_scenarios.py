@@ -26,6 +26,7 @@ from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
 from multi.shm.host_ops import MOVED_PARTS, MOVED_WHOLE, REDUCED, check, check_lengths, data, same
 from ops.contracts import last_has_none
+from ops.test_block_scaled import every_op as on_every_rank
 from ops.test_contract import BY_NAME, cells, check_values
 
 Tensor = torch.Tensor
@@ -69,6 +70,12 @@ def gradients(group: Communicator) -> None:
     right = group.world_size * F.rms_norm(whole, (5,), gain, 1e-6).square().sum()
     right.backward()
     torch.testing.assert_close(own.grad, whole.grad, atol=1e-5, rtol=0)
+
+
+def block_scaled(group: Communicator) -> None:
+    """Products of block-scaled operands, and which of these are refused, as on one host."""
+    assert group.world_size == interlace.get_world_size()
+    on_every_rank(("nvfp4",))
 
 
 def no_symmetric_memory(group: Communicator) -> None:

@@ -362,7 +362,7 @@ def shard_sequence(
     with communicator.accepting():
         checks.one_of("balance", balance, BALANCES)
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
         dim = checks.index("dim", dim, tensor.dim())
     shards = _even(communicator.world_size, tensor.shape[dim], balance)
     return tensor.index_select(dim, shards.places([communicator.rank], tensor.device))
@@ -388,7 +388,7 @@ def unshard_sequence(
     with communicator.accepting("unshard_sequence"):
         checks.one_of("balance", balance, BALANCES)
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
         dim = checks.index("dim", dim, tensor.dim())
     own = wait(tensor).detach().movedim(dim, 0).contiguous()
     lengths = tuple(communicator.agree("unshard_sequence", own.shape[0]))

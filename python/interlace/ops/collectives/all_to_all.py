@@ -254,7 +254,9 @@ def split(
 ) -> list[torch.Tensor]:
     """The parts of ``whole``; raises unless ``lengths`` cut it into one part per rank."""
     if not isinstance(whole, (torch.Tensor, list, tuple)):
-        raise TypeError(f"{name} must be a tensor or a list of tensors, got {type(whole).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor or a list of tensors, got {checks.described(whole)}"
+        )
     if not isinstance(whole, torch.Tensor):
         tensors = list(whole)
         if lengths is not None:

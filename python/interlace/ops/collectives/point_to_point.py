@@ -240,7 +240,7 @@ class P2POp:
     ) -> None:
         _direction(op)
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
+            raise TypeError(f"tensor must be a tensor, got {checks.described(tensor)}")
         self.op, self.tensor, self.peer = op, tensor, peer
         self.group, self.tag, self.group_peer = group, tag, group_peer
 

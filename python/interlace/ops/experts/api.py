@@ -151,7 +151,9 @@ def _dispatched(
         checks.flag("use_fp8", use_fp8)
         if use_fp8:
             if isinstance(x, (tuple, list, Scaled)):
-                raise ValueError("use_fp8 quantizes x, which has scales already")
+                raise ValueError(
+                    "use_fp8 quantizes x, which has scales already; pass use_fp8=False"
+                )
             x = quantize(x)
         if tokens is not None:
             x, terms = block_scaled.packed_tokens(tokens)
@@ -223,7 +225,7 @@ def combine(
         check_group(group, handle.group)
         checks.flag("weighted", weighted)
         if not isinstance(y, Tensor):
-            raise TypeError(f"y must be a tensor, got {type(y).__name__}")
+            raise TypeError(f"y must be a tensor, got {checks.described(y)}")
         rows = flat(handle, "y", y)
     weights = handle.topk_weights if weighted else None
     routing = handle.routing._replace(algorithm=algorithm)
@@ -266,11 +268,16 @@ def _sums(
 
 
 def permute(
-    x: Tensor, topk_idx: Tensor, num_experts: int, *, num_out_tokens: int | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor | Scaled,
+    topk_idx: Tensor,
+    num_experts: int,
+    *,
+    num_out_tokens: int | None = None,
+) -> tuple[Tensor | Scaled, Tensor]:
     """Rows of ``x`` by expert, and how many there are of each: what the grouped matmuls take.
 
-    ``x`` ``(t, hidden)``, ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r,
+    ``x`` ``(t, hidden)``, or an :class:`interlace.Scaled` of that shape, then so are the rows;
+    ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r,
     hidden)`` sorted by expert, then by token, and int64 ``(num_experts,)``. Without communication;
     gradients go to ``x``. On a GPU the host waits for ``r``; ``num_out_tokens`` says it instead: with ``t *
     k`` of them, all that there can be, rows of slots without an expert are the last ones. Raises
@@ -283,6 +290,11 @@ def permute(
     >>> rows.flatten().tolist(), splits.tolist()
     ([1.0, 1.0, 2.0], [1, 2])
     """
+    if isinstance(x, Scaled):
+        packed = block_scaled.packed_tokens(x)[0]
+        made: Any
+        made, counts = permute(packed, topk_idx, num_experts, num_out_tokens=num_out_tokens)
+        return unpacked_rows(made, x.kind, x.shape[-1]), counts
     traced = torch.compiler.is_compiling() or modes_active()
     if num_out_tokens is None and topk_idx.device.type == "cpu" and not traced:
         check_experts(topk_idx, num_experts)
@@ -378,6 +390,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> values.dtype, values[0, 0].item(), round(448 * scales.item(), 4)
     (torch.float8_e4m3fn, 448.0, 7.0)
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {checks.described(x)}")
     if x.shape[-1] % BLOCK:
         raise ValueError(f"hidden must be a multiple of {BLOCK}, got x of shape {tuple(x.shape)}")
     blocks = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from interlace.arguments import checks
 from interlace.ops.experts.routing import Received
 from interlace.runtime.compat.torch_modes import modes_active
 
@@ -36,9 +37,10 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
     """
     if not isinstance(received, Received):
         raise TypeError(f"received must be what a dispatch has, got {type(received).__name__}")
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a tensor, got {type(weight).__name__}")
     x, experts = received.x, received.segments.shape[0]
+    for name, value in (("received.x", x), ("weight", weight)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {checks.described(value)}")
     if weight.dim() != 3 or (experts, x.shape[-1]) != tuple(weight.shape[:2]):
         raise ValueError(
             f"weight must have shape ({experts}, {x.shape[-1]}, n) for these rows, got "

@@ -335,7 +335,7 @@ def run_reduction(
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    if block_scaled.are_scaled(given.input, given.weight):
+    if op in (SCATTER, ALL_REDUCE) and block_scaled.are_scaled(given.input, given.weight):
         return block_scaled.run_packed(run, communicator, op, given, async_op)
     return run(communicator.on(given.input), given, async_op=async_op)
 

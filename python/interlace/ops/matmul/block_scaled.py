@@ -6,17 +6,19 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 128 numbers, and to one of 16 bytes.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from interlace.arguments.checks import has_memory
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
     E4M3,
-    E5M2,
     E8M0,
+    FP4,
     Scaled,
     format_named,
     packed_rows,
@@ -72,24 +74,21 @@ def are_scaled(input: object, weight: object) -> bool:
     return isinstance(input, Scaled) or isinstance(weight, Scaled)
 
 
-def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
-    """The operand that tensors are which ``torch.nn.functional.scaled_mm`` takes; None without blocks.
+def format_of(values: Any, scales: Any, inner: int) -> str:
+    """The format of tensors that ``torch.nn.functional.scaled_mm`` takes; "" without blocks.
 
-    Of which format they are is said by the dtypes, and by the shape of scales in float32: one for all
-    numbers, or for each row or column, is no block.
+    The dtypes say it, and the shape of scales in float32: one for all numbers, or for each row or column,
+    is no block.
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
-        return None
+        return ""
     if scales.dtype == E8M0:
-        return Scaled(
-            values, scales, "mxfp8" if values.dtype in (E4M3, E5M2) else "mxfp4", None, inner
-        )
+        return "mxfp4" if values.dtype in (FP4, torch.uint8) else "mxfp8"
     if scales.dtype == E4M3:
-        return Scaled(values, scales, "nvfp4", None, inner)
+        return "nvfp4"
     blocks = -(-values.shape[inner] // INNER) if values.dim() > 1 else 1
-    if scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks:
-        return Scaled(values, scales, "fp8_block128", None, inner)
-    return None
+    by_block = scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks
+    return "fp8_block128" if by_block else ""
 
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
@@ -99,11 +98,33 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
             "input and weight must be tensors with scales beside them, got an interlace.Scaled, which the "
             "op of the same name without 'scaled' takes"
         )
-    found = [from_tensors(*input, -1), *(from_tensors(*each, -2) for each in weights)]
-    made = [each for each in found if each is not None]
-    if made and len(made) != len(found):
-        raise ValueError("the scales of input and weights must all be by block, or none of them")
+    pairs = [input, *weights]
+    formats = [format_of(*each, -2 if index else -1) for index, each in enumerate(pairs)]
+    if not any(formats):
+        return []
+    # What has no blocks should have those of the others.
+    likely = next(filter(None, formats))
+    made = []
+    for index, (pair, format) in enumerate(zip(pairs, formats, strict=True)):
+        with naming(name_of(index, len(weights) > 1)):
+            made.append(Scaled(*pair, format or likely, None, -2 if index else -1))
     return made
+
+
+def name_of(index: int, several: bool) -> str:
+    """The name of an operand: the input is the first."""
+    if not index:
+        return "input"
+    return f"weight[{index - 1}]" if several else "weight"
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Within, errors say to which operand they belong."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
@@ -147,10 +168,10 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
     operands = [given.input, *(weights if several else [weights])]
     for index, each in enumerate(operands):
-        each_name = f"weight[{index - 1}]" if several else "weight"
-        _check(operands[0], each, each_name, index, by_expert)
+        operand_name = name_of(index, several)
+        _check(operands[0], each, operand_name, index, by_expert)
         if check_scales:
-            _check_scales(each)
+            _check_scales(operand_name, each)
     biases = given.biases if name == "weights" else given.bias
     every = biases if isinstance(biases, (list, tuple)) else [biases]
     parts = [part for each in operands for part in (each.values, each.scales, each.whole)]
@@ -170,18 +191,20 @@ def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, Any]:
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
             f"along dimension {tokens.inner}"
         )
-    _check_scales(tokens)
+    _check_scales("x", tokens)
     return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))
 
 
-def _check_scales(operand: Scaled) -> None:
-    if operand.values.device.type == "cpu":  # elsewhere it would wait for the device
-        operand.check_scales()
+def _check_scales(name: str, operand: Scaled) -> None:
+    """Look at scales, unless the host would wait for a device, or tensors stand for others."""
+    like = operand.values.new_empty(1)
+    if like.is_cpu and has_memory(like):
+        with naming(name):
+            operand.check_scales()
 
 
 def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> None:
     if not isinstance(operand, Scaled):
-        name = name if index else "input"
         raise TypeError(
             f"{name} must be an interlace.Scaled as the other operands are, got {type(operand).__name__}"
         )
@@ -196,7 +219,9 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
             f"(n, k); got shape {tuple(operand.shape)}, blocks along dimension {operand.inner}"
         )
     if operand.format != input.format:
-        raise ValueError(f"input is in {input.format}, {name} in {operand.format}")
+        raise ValueError(
+            f"input is in {input.format}, {name} in {operand.format}; all operands must be in one format"
+        )
     if operand.shape[-2] != input.shape[-1]:
         raise ValueError(
             f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "

@@ -19,7 +19,7 @@ Formats (MX) Specification v1.0; cuBLAS, "Block Scaling Factors Layout"; the wei
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -78,9 +78,9 @@ class BlockFormat:
         return {**names, "BLOCK": self.block}
 
     def row_bytes(self, numbers: int) -> int:
-        """The length of a packed row of so many numbers."""
+        """The length of a packed row of so many numbers; also of none it has bytes, all padding."""
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
-        return _blocks(used, ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return _blocks(max(1, used), ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise ValueError that begins with ``name`` if rows of that shape have no such format."""
@@ -108,6 +108,10 @@ class BlockFormat:
             return "scales"
         return "values" if configuration.native_values else ""
 
+    def loads_by_descriptor(self, configuration: Configuration) -> bool:
+        """Whether kernels may load values by TMA. On 10.0 scales in fp32 need the registers for sums."""
+        return self.scale != torch.float32 or not configuration.native_scales
+
     def steps(self, row_bytes: int) -> int:
         """How often 128 numbers are in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)
@@ -134,7 +138,7 @@ def format_named(name: object) -> BlockFormat:
     return FORMATS[name]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scaled:
     """A matrix, or several, in a block-scaled format: each number is its value times its block's scale.
 
@@ -153,6 +157,9 @@ class Scaled:
     inner : the dimension k, -1 or -2. :meth:`t` exchanges both, for a weight, which is ``(k, n)``.
 
     Raises ValueError or TypeError that says what was given and what the format asks.
+
+    Only the same object is equal to it; to compare numbers, compare what :meth:`dequantize` returns. It can
+    be pickled, copied, and stored by ``torch.save``, which ``torch.load`` reads as it reads tensors.
 
     >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8").t()
     >>> tuple(weight.values.shape), tuple(weight.scales.shape)
@@ -181,20 +188,9 @@ class Scaled:
         scales = _of_dtype("scales", self.scales, kind.name, kind.scale)
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "scales", self._plain(kind, scales))
-        if self.whole is None:
-            return
-        if not kind.whole:
-            raise ValueError(
-                f"{kind.name} has no scale for the whole tensor, got whole={self.whole!r}"
-            )
-        whole = _of_dtype("whole", self.whole, kind.name, torch.float32)
-        of_rows = list(values.shape)
-        of_rows[self.inner] = 1
-        if whole.numel() != 1 and list(whole.shape) != of_rows:
-            raise ValueError(
-                f"whole must have one element, or one for each row, {tuple(of_rows)}; got shape "
-                f"{tuple(whole.shape)}"
-            )
+        if self.whole is not None:
+            whole = _whole(kind, self.whole, values.shape, self.inner)
+            object.__setattr__(self, "whole", whole)
 
     def _plain(self, kind: BlockFormat, scales: Tensor) -> Tensor:
         """The scales by row and block, whatever layout they came in."""
@@ -238,6 +234,42 @@ class Scaled:
         return made if self._rows is None else made._of_rows(self._rows.mT)
 
     @property
+    def advice(self) -> str:
+        """What an error adds to the name of this class, where only a tensor can be taken."""
+        return (
+            f" in {self.format}, which only matmuls and dispatches take; pass what its dequantize() "
+            "returns, or its values and scales one after the other"
+        )
+
+    def to(self, device: torch.device | str | int) -> Scaled:
+        """The same numbers on ``device``, packed if they are. Raises TypeError for a dtype.
+
+        >>> interlace.quantize(torch.ones(1, 32), "mxfp8").to("cpu").dequantize().sum()
+        tensor(32.)
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(
+                f"the dtypes of a Scaled are those of its format, {self.format}; "
+                f"dequantize({device}) returns the numbers in another one"
+            )
+        restore, parts = self.__reduce__()
+        return restore(*(each.to(device) if isinstance(each, Tensor) else each for each in parts))
+
+    def __reduce__(self) -> tuple[Callable[..., Scaled], tuple[Any, ...]]:
+        """For pickle, copy and torch.save: bytes, as pickle does not have all dtypes of values and scales.
+
+        What is packed stays packed.
+        """
+        if self._rows is not None:
+            rows = self._rows if self.inner == -1 else self._rows.mT
+            return _of_packed, (rows, self.format, self.shape[self.inner], self.inner)
+        values, scales = (
+            each if each.dtype == torch.float32 else each.view(torch.uint8)
+            for each in (self.values, self.scales)
+        )
+        return _of_bytes, (values, scales, self.format, self.whole, self.inner)
+
+    @property
     def _rows(self) -> Tensor | None:
         """The packed rows of which values and scales are views."""
         rows: Tensor | None = self.__dict__.get("rows")
@@ -255,8 +287,7 @@ class Scaled:
         """
         if self.inner == -2:
             return self.t().packed().t()
-        rows = packed_rows(self)
-        return unpacked_rows(rows, self.kind, self.shape[-1])._of_rows(rows)
+        return unpacked_rows(packed_rows(self), self.kind, self.shape[-1])
 
     def check_scales(self) -> None:
         """Look at every scale: each is finite and above 0, or 0 with values of 0. Waits for the device.
@@ -268,7 +299,7 @@ class Scaled:
         every = [("scales", scales, self.kind.block)]
         if whole is not None:
             every.append(
-                ("whole", whole.view(-1, 1) if whole.dim() < 2 else whole, self.shape[self.inner])
+                ("whole", whole.expand(1, 1) if whole.dim() == 0 else whole, self.shape[self.inner])
             )
         for name, found, block in every:
             wrong = ~((found > 0) & found.isfinite())
@@ -281,10 +312,11 @@ class Scaled:
             tiles = _tiles(_numbers(values, self.kind).abs(), max(1, block), max(1, across))
             wrong = wrong & ((found != 0) | (tiles.amax((-3, -1)) > 0))
             if bool(wrong.any()):
-                at = tuple(wrong.nonzero()[0].tolist())
-                scale = found.expand_as(wrong)[at].item()
+                at = wrong.nonzero()[0].tolist()
+                scale = found.expand_as(wrong)[tuple(at)].item()
+                at = at if self.inner == -1 else [*at[:-2], at[-1], at[-2]]
                 raise ValueError(
-                    f"{name} of {self.format} must be finite and greater than 0, got {scale} at {at}"
+                    f"{name} of {self.format} must be finite and greater than 0, got {scale} at {tuple(at)}"
                 )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -309,6 +341,23 @@ def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
     if tensor.dtype != dtype:
         raise TypeError(f"{name} of {of} must be {dtype}, got {tensor.dtype}")
     return tensor
+
+
+def _whole(kind: BlockFormat, whole: object, shape: Sequence[int], inner: int) -> Tensor:
+    """``whole`` as :class:`Scaled` has it beside values of that shape: of no dimension, or by row."""
+    if not kind.whole:
+        raise ValueError(f"{kind.name} has no scale for the whole tensor, got whole={whole!r}")
+    taken = _of_dtype("whole", whole, kind.name, torch.float32)
+    of_rows = list(shape)
+    of_rows[inner] = 1
+    if list(taken.shape) == of_rows:
+        return taken
+    if taken.numel() != 1:
+        raise ValueError(
+            f"whole must have one element, or one for each row, {tuple(of_rows)}; got shape "
+            f"{tuple(taken.shape)}"
+        )
+    return taken.reshape(())
 
 
 def _blocks(length: int, block: int) -> int:
@@ -354,6 +403,7 @@ def quantize(
     kind.check_shape("x", x.shape)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("quantize has no gradient; call it under torch.no_grad()")
+    whole = whole if whole is None else _whole(kind, whole, x.shape, -1)
     across = kind.across if weight else 1
     numbers, (rows, length) = x.float(), x.shape[-2:]
     tiles = _tiles(numbers, kind.block, across)
@@ -465,8 +515,7 @@ def packed_rows(scaled: Scaled) -> Tensor:
         of_rows = of_rows.repeat_interleave(kind.across, -2)[..., :rows, :]
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
-        given = whole.new_ones(()) if scaled.whole is None else scaled.whole
-        whole.copy_(given.view(()) if given.numel() == 1 else given)
+        whole.copy_(whole.new_ones(()) if scaled.whole is None else scaled.whole)
     return made
 
 
@@ -474,7 +523,25 @@ def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
     """The matrix whose packed rows these are, of so many numbers each."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
-    return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    return made._of_rows(rows)
+
+
+def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
+    """What :meth:`Scaled.__reduce__` took apart, of packed rows."""
+    made = unpacked_rows(rows, format_named(format), numbers)
+    return made if inner == -1 else made.t()
+
+
+def _of_bytes(
+    values: Tensor, scales: Tensor, format: str, whole: Tensor | None, inner: int
+) -> Scaled:
+    """What :meth:`Scaled.__reduce__` took apart, of values and scales."""
+    kind = format_named(format)
+    return Scaled(values.view(kind.values), scales.view(kind.scale), format, whole, inner)
+
+
+torch.serialization.add_safe_globals([_of_packed, _of_bytes])
 
 
 def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -505,8 +572,10 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
         for step in range(kind.steps(left.shape[1])):
             total += _product_of_step(sides, step, kind)
     if wholes[0] is not None and wholes[1] is not None:
-        total *= wholes[0]
-        total *= wholes[1].T
+        of_rows, of_columns = wholes[0], wholes[1].T
+        # In the order of kernels, see block_scales.multiply_packed.
+        apart = (of_rows > 1.0) != (of_columns > 1.0)
+        total = torch.where(apart, total * (of_rows * of_columns), total * of_rows * of_columns)
     return total
 
 

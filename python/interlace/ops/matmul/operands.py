@@ -9,7 +9,6 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
-from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
@@ -262,7 +261,6 @@ def product(
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     may = aligned and communicator.place.descriptors
-    may = may and linear.format is None  # packed operands go by pointers
     descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
     activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
@@ -286,8 +284,13 @@ def product(
         and not (published and specialized),
     )
     if linear.format is not None:
+        by_descriptor = descriptors == "nk" and linear.format.loads_by_descriptor(configuration)
         tiles = tiles._replace(
-            BLOCK_K=INNER,
+            BLOCK_K=linear.format.step_bytes[0],
+            DESCRIPTORS=descriptors if by_descriptor else "",
+            FLATTEN=False,
+            WARP_SPECIALIZE=False,
+            OUT_DESCRIPTOR=False,
             NATIVE=linear.format.native_kind(configuration),
             **linear.format.kernel_constants,
         )

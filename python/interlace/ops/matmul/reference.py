@@ -256,10 +256,11 @@ def block_scaled(scaled: Scaled, exact: Bounded) -> Bounded:
     if kind.values != FP4:
         unit, near_zero = unit_roundoff(kind.values), half_denormal(kind.values)
     if kind.scale == E4M3:  # one that was rounded down makes the largest numbers saturate
-        unit += unit_roundoff(E4M3)
-    step = scaled.scales.double().repeat_interleave(kind.block, -1)[..., : value.shape[-1]]
+        error = error + unit_roundoff(E4M3) * largest
+    step = scaled.packed().scales.double().repeat_interleave(kind.block, -1)
+    step = step[..., : value.shape[-1]]
     step = step if scaled.whole is None else step * scaled.whole
-    return value, error + unit * largest + near_zero * step
+    return value, error + torch.maximum(unit * largest, near_zero * step)
 
 
 def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:

@@ -157,7 +157,7 @@ def check(
     known = not torch.compiler.is_compiling() and not _has_modes()
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
-            text = f"{name} must be a tensor, got {type(value).__name__}"
+            text = f"{name} must be a tensor, got {checks.described(value)}"
             refuse(op, group, tag, TypeError(text))
         # in a backward, Dynamo would not have the layout read
         if known and value.layout is not torch.strided:

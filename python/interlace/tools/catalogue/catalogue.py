@@ -19,7 +19,7 @@ Variants of a fused kernel, named in this order::
     multimem           copiers send once for all ranks, through the switch
     rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
                        or, "fp8_static", by one that the weight has, or by its format
-    mxfp8, ...         block-scaled operands, by pointers; bf16 output
+    mxfp8, ...         block-scaled operands; bf16 output
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 
 Kernels between nodes are as tests run them, and linked with NVSHMEM::
@@ -416,8 +416,10 @@ def _fused(arch: int) -> Iterator[Entry]:
         for operands in _scaled():
             yield all_gather_matmul(arch, operands)
             yield matmul_reduce_scatter(arch, operands)
-    for name in FORMATS:
-        operands = MatmulVariant(tma=False, layout="nk", format=name)
+    default = gpu_default(arch, torch.uint8, MANY_ROWS)
+    for name, format in FORMATS.items():
+        tma = default.descriptors and format.loads_by_descriptor(default)
+        operands = MatmulVariant(tma=tma, layout="nk", format=name)
         for make in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul):
             yield replace(make(arch, operands), default=True)
 
