@@ -8,26 +8,36 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
     E4M3,
     E5M2,
     E8M0,
+    FORMATS,
+    SWIZZLE_COLUMNS,
+    SWIZZLE_ROWS,
     Scaled,
     format_named,
     packed_rows,
     quantize,
     unpacked_rows,
+    unswizzled,
 )
+from interlace.ops.op.calls import refuse
 from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
 from interlace.ops.op.recording import ContinuedWork
+from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
+from interlace.runtime.core.stream import Outcome
 
 FACTORS = ("input", "weight", "weights")
 
@@ -48,8 +58,9 @@ def with_format(op: Op) -> Op:
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
+    gradient = op.gradient if "topk_weights" in op.kinds else None  # which may require one
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=gradient, variants=(),
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -76,11 +87,14 @@ def are_scaled(*operands: Any) -> bool:
     return False
 
 
-def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
+def from_tensors(
+    values: Any, scales: Any, inner: int, *, beside_blocks: bool = False
+) -> Scaled | None:
     """The operand that tensors are which ``torch.nn.functional.scaled_mm`` takes; None without blocks.
 
     Of which format they are is said by the dtypes, and by the shape of scales in float32: one for all
-    numbers, or for each row or column, is no block.
+    numbers, or for each row or column, is no block. With k <= 128 such a scale is one of a block as well,
+    and means the same; it is taken for that ``beside_blocks``, where another operand has blocks.
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return None
@@ -90,10 +104,38 @@ def from_tensors(values: Any, scales: Any, inner: int) -> Scaled | None:
         )
     if scales.dtype == E4M3:
         return Scaled(values, scales, "nvfp4", None, inner)
-    blocks = -(-values.shape[inner] // INNER) if values.dim() > 1 else 1
-    if scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks:
-        return Scaled(values, scales, "fp8_block128", None, inner)
-    return None
+    if values.dim() < 2 or scales.dim() != values.dim() or not values.shape[inner]:
+        return None
+    across = -3 - inner
+    blocks = -(-values.shape[inner] // INNER)
+    by_row = blocks == 1 and scales.shape[across] in (1, values.shape[across])
+    if scales.shape[inner] != blocks or (by_row and not beside_blocks):
+        return None
+    return Scaled(values, scales, "fp8_block128", None, inner)
+
+
+def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
+    """Scales that ``torch._scaled_mm`` takes, by row and block: it has those of one byte swizzled.
+
+    Whatever their shape, as that is not what it goes by. Raises ValueError for another number of them.
+    """
+    if scales.dtype not in (E8M0, E4M3):
+        return scales
+    matrix = values if inner == -1 else values.mT
+    kind = FORMATS["nvfp4"] if scales.dtype == E4M3 else FORMATS["mxfp8"]
+    packed = 1 if values.dtype in (E4M3, E5M2) else 2
+    *others, length = matrix.shape
+    rows, blocks = math.prod(others), -(-length * packed // kind.block)
+    wanted = (
+        -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * -(-blocks // SWIZZLE_COLUMNS) * SWIZZLE_COLUMNS
+    )
+    if scales.numel() != wanted:
+        raise ValueError(
+            f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
+            f"them: {wanted} for values of shape {tuple(values.shape)}; got shape {tuple(scales.shape)}"
+        )
+    plain = unswizzled(scales.reshape(-1), rows, blocks).view(*others, blocks)
+    return plain if inner == -1 else plain.mT
 
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
@@ -103,11 +145,26 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
             "input and weight must be tensors with scales beside them, got an interlace.Scaled, which the "
             "op of the same name without 'scaled' takes"
         )
-    found = [from_tensors(*input, -1), *(from_tensors(*each, -2) for each in weights)]
+    pairs = [(*input, -1), *((*each, -2) for each in weights)]
+    found = [from_tensors(*each) for each in pairs]
+    if any(each is not None for each in found):
+        found = [from_tensors(*each, beside_blocks=True) for each in pairs]
     made = [each for each in found if each is not None]
     if made and len(made) != len(found):
         raise ValueError("the scales of input and weights must all be by block, or none of them")
     return made
+
+
+def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scaled]) -> None:
+    """Raise ValueError on all ranks if scales are by block on some only: then ranks would call two ops."""
+    kind = "by block" if operands else "one, or by row"
+    call = Call(op, (("the kind of scales", kind),))
+
+    def agree() -> Outcome:
+        communicator.told(call)
+        return Outcome(None, None)
+
+    communicator.run(op, agree, async_op=False)
 
 
 def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
@@ -140,6 +197,12 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
     by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
+    dim = getattr(given, "gather_dim", 0)
+    if isinstance(given.input, Scaled) and dim in (-1, given.input.values.dim() - 1):
+        raise ValueError(
+            f"gather_dim={dim} is k, the last dimension of input, along which its blocks lie: block-scaled "
+            f"operands are gathered along another one; shape of input is {tuple(given.input.shape)}"
+        )
     operands = [given.input, *(weights if several else [weights])]
     for index, each in enumerate(operands):
         each_name = f"weight[{index - 1}]" if several else "weight"
@@ -158,13 +221,40 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     return dataclasses.replace(given, **values)
 
 
-def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, Any]:
+def packed_by_functional(
+    op: str, given: Any, group: FunctionalGroup, tag: str
+) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
+    """For a functional form: as :func:`taken`, and the name of the op, which is another one then.
+
+    A graph compares no k, and looks at no scales.
+    """
+    if not are_scaled(*[getattr(given, name, None) for name in FACTORS]):
+        return op, given, contextlib.nullcontext()
+    known = not traced()
+    try:
+        made = packed(given, check_scales=known)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(op, group, tag, error)
+    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
+    return f"block_scaled_{op}", made, terms
+
+
+def traced() -> bool:
+    """Whether the call is one of a graph, or of a mode."""
+    return torch.compiler.is_compiling() or bool(modes_active())
+
+
+def packed_tokens(
+    tokens: Scaled,
+) -> tuple[torch.Tensor, contextlib.AbstractContextManager[None]]:
     """The packed rows of a dispatch, ``(tokens, row_bytes)``, and a block that compares format and k."""
     if tokens.inner != -1 or tokens.values.dim() != 2:
         raise ValueError(
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
             f"along dimension {tokens.inner}"
         )
+    if traced():
+        return packed_rows(tokens), contextlib.nullcontext()
     _check_scales(tokens)
     return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))
 

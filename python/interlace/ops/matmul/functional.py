@@ -25,6 +25,7 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
+from interlace.groups.specs import bound
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import NormedScaled, Scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
@@ -41,8 +42,6 @@ from interlace.ops.matmul.scaled import (
     ScaledMatmulReduceScatterArguments,
 )
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
-from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.context import comparing
 
 Tensor = torch.Tensor
 
@@ -91,7 +90,7 @@ def gather(
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
     scaled = given.input
-    op, given, terms = _packed("all_gather_matmul", given, group, tag)
+    op, given, terms = block_scaled.packed_by_functional("all_gather_matmul", given, group, tag)
     weight, bias = given.weights, given.biases
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
@@ -116,25 +115,15 @@ def gather(
     return block_scaled.with_gathered(scaled, (made[len(weights)], outputs)) if asked else outputs
 
 
-def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
-    """The op and the record for operands that may be block-scaled, and a block that compares k."""
-    if not block_scaled.are_scaled(*[getattr(given, name, None) for name in block_scaled.FACTORS]):
-        return op, given, contextlib.nullcontext()
-    known = not (torch.compiler.is_compiling() or modes_active())
-    try:
-        made = block_scaled.packed(given, check_scales=known)
-    except (TypeError, ValueError, RuntimeError) as error:
-        refuse(op, group, tag, error)
-    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
-    return f"block_scaled_{op}", made, terms
-
-
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
     """The block-scaled operands that pairs of values and scales are; none if they have no blocks."""
     try:
-        return block_scaled.operands(input, weights)
+        found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
+    if not block_scaled.traced():
+        block_scaled.agree_on_scales(bound(group, tag), op, found)
+    return found
 
 
 def matmul_reduce_scatter(
@@ -294,7 +283,7 @@ def reduce(
     scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
     terms: Any = contextlib.nullcontext()
     if multiplies:
-        op, given, terms = _packed(op, given, group, tag)
+        op, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
         factors = {"input": given.input, "weight": given.weight}
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
