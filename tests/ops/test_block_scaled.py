@@ -181,6 +181,13 @@ def functional_forms(name: str) -> None:
     assert torch.equal(gathered(x), eager)
     if interlace.get_world_size() == 1:  # simulated ranks cannot all trace at once
         assert torch.equal(torch.compile(gathered, backend="aot_eager", fullgraph=True)(x), eager)
+    bias = torch.arange(COLUMNS).bfloat16()
+    given: Any = made(name, 4, rank), [weight, weight]
+    eager_ones: Any = interlace.all_gather_matmul(*given, bias=[None, bias])
+    for found, right in zip(
+        functional.all_gather_matmul(*given, bias=[None, bias]), eager_ones, strict=True
+    ):
+        assert torch.equal(functional.wait(found), right)
     for form in (functional.matmul_reduce_scatter, functional.matmul_all_reduce):
         plain = getattr(interlace, form.__name__)(made(name, 4, 1), weight)
         assert torch.equal(functional.wait(form(made(name, 4, 1), weight)), plain)

@@ -136,6 +136,8 @@ def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, 
                 continue
             try:
                 product = product_at(user)
+                if product.scales is not None and product.scales.left is source:
+                    raise Unfit("the gathered tensor has the scales of a matmul")
                 if product.left is not source:
                     raise Unfit("the gathered tensor is the weight")
                 if not product.blocks and value(source).dtype != value(gathered).dtype:
