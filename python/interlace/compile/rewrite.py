@@ -9,7 +9,6 @@ import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 
-from interlace import functional
 from interlace.compile.graph_nodes import (
     RESHAPES,
     SAME_BITS,
@@ -31,6 +30,8 @@ from interlace.compile.products import GraphProduct
 from interlace.compile.scales import Scales, block_operands
 from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
+from interlace.ops.matmul import functional
+from interlace.ops.op.async_tensor import wait
 
 WITH_MATMULS = {
     "all_gather": "all_gather_matmul",
@@ -337,7 +338,7 @@ def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Ca
         about: Any = input, weights, collective.dim
         made: Any = functional.all_gather_matmul(*about, bias=biases, **how)
         outputs = made[1] if kept else made
-        waited = [functional.wait(each) for each in outputs]
+        waited = [wait(each) for each in outputs]
         return [*waited, made[0].values.view(value(result).dtype)] if kept else waited
 
     traced = _traced(gathering, inputs)
@@ -368,7 +369,7 @@ def reduction_of_blocks(collective: Collective, product: GraphProduct) -> Callab
     def reducing(left: Any, *others: Any) -> Any:
         rows = left.reshape(*lead, left.shape[-1])
         input, weight, bias = _operands(product, (rows, *others), scales.swizzled)
-        return functional.wait(form(input, weight, collective.reduce_op, bias=bias, **how))
+        return wait(form(input, weight, collective.reduce_op, bias=bias, **how))
 
     traced = _traced(reducing, inputs)
 

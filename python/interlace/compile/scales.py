@@ -34,7 +34,6 @@ from interlace.compile.graph_nodes import (
     static,
     value,
 )
-from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import (
     E4M3,
@@ -214,7 +213,7 @@ def block_operands(
             of_right = block_scaled.plain_scales(right, of_right, -2)
     else:
         of_right = of_right.mT if scales.scales_by_rows else of_right
-        blocks = -(-left.shape[-1] // INNER)
+        blocks = -(-left.shape[-1] // FORMATS["fp8_block128"].block)
         if of_right.dim() == 2 and of_right.shape[0] == -(-blocks // 4) * 4:
             of_right = of_right[:blocks]  # torch has so many rows, of which the last mean nothing
     if of_left.numel() != 1:
