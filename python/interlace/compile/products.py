@@ -10,7 +10,7 @@ A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of
     add(product, product)        of several matmuls what is reduced: q, k and v in a backward
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -23,6 +23,7 @@ from interlace.compile.graph_nodes import (
     aten,
     chain_of_reshapes,
     is_call,
+    same,
     shape,
     static,
     through_reshapes,
@@ -169,6 +170,8 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
         if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
             raise Unfit("a sum of scaled or batched matmuls")
         return found
+    if is_call(inside, aten.mul.Tensor):
+        return [_multiplied(inside)]
     if not is_matmul(inside):
         name = getattr(inside.target, "__name__", inside.target)
         raise Unfit(f"what is reduced is no matmul: {name}")
@@ -176,3 +179,17 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
     if product.added is not None:
         raise Unfit("addmm with a two-dimensional bias")
     return [product]
+
+
+def _multiplied(node: fx.Node) -> GraphProduct:
+    """A product times a number, as of torchao's NVFP4: the scale of its whole tensors; raises Unfit."""
+    for one, number in (node.args, node.args[::-1]):
+        if not isinstance(one, fx.Node) or not isinstance(number, fx.Node):
+            continue
+        if is_matmul(one) and len(one.users) == 1 and same([value(number).numel()], [1]):
+            product = product_at(one)
+            scales = product.scales
+            if scales is not None and scales.format and product.bias is None:
+                whole = (*scales.whole, number)
+                return replace(product, scales=replace(scales, whole=whole))
+    raise Unfit("what is reduced is no matmul: mul.Tensor")

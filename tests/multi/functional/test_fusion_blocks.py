@@ -252,6 +252,24 @@ def scattered_mxfp8() -> Made:
     return layer, (x.values, x.scales, w.values, swizzled(w.scales)), right
 
 
+def nvfp4_scattered() -> Made:
+    """``NVFP4Tensor``: the scales of both whole tensors multiply the product, behind the matmul."""
+
+    def layer(
+        q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, one: Tensor, other: Tensor
+    ) -> Tensor:
+        blocked = block_ops.to_blocked(s.view(BYTES)).view(E4M3)
+        factors = q.view(FP4), w.view(FP4).t(), blocked, w_scales
+        product = torch._scaled_mm(*factors, out_dtype=torch.bfloat16)
+        return scattered(product * (one * other).to(torch.bfloat16))
+
+    one, other = torch.tensor(0.5), torch.tensor(2.0**-6)
+    x, w = shard("nvfp4", whole=one), weight("nvfp4", whole=other)
+    right = interlace.matmul_reduce_scatter(x, w.t())
+    given = x.values.view(BYTES), x.scales, w.values.view(BYTES), swizzled(w.scales), one, other
+    return layer, given, right
+
+
 def rows_of_cutlass() -> Made:
     """A scale for each row, which is no block."""
 
@@ -291,6 +309,7 @@ CASES: dict[str, tuple[Callable[[], Made], list[tuple[str, tuple[str, ...]]]]] =
     "groups, scattered": (scattered_groups("scatter"), both("fp8_block128", SCATTER)),
     "groups, all-reduced": (scattered_groups("all"), both("fp8_block128", REDUCE)),
     "mxfp8, scattered": (scattered_mxfp8, both("mxfp8", SCATTER)),
+    "nvfp4, scattered": (nvfp4_scattered, both("nvfp4", SCATTER)),
     "rows of cutlass": (
         rows_of_cutlass,
         [(ROWWISE, ()), (ROWWISE, ("scales, which travel with the rows",))],
@@ -381,11 +400,17 @@ def scales_for_more(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> tuple[
     return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16), whole * 2
 
 
+def other_numbers(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    """A matmul of floats, which were gathered as ints."""
+    return of_vllm(s.view(torch.int32)).view(torch.float32) @ w_scales.t()
+
+
 NOT_GATHERED = "its scales are not gathered as the rows are"
 LEFT: dict[Callable[..., Any], tuple[str, int]] = {
     scales_of_all: (NOT_GATHERED, 0),
     other_order: (NOT_GATHERED, 0),
     in_another_order: (NOT_GATHERED, 0),
+    other_numbers: ("the gathered bytes are read as another dtype", 0),
     quantized_after: ("no matmul reads the gathered tensor", 0),
     scales_for_more: ("the gathered tensor has the scales of a matmul", 1),
 }
