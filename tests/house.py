@@ -107,7 +107,10 @@ FOLDERS = {
         "interlace/groups interlace/ops/attention interlace/ops/collectives interlace/ops/experts "
         "interlace/ops/matmul interlace/ops/op runtime/compat"
     ),
-    "interlace/compile": "interlace/arguments interlace/groups interlace/ops runtime/tuning",
+    "interlace/compile": (
+        "interlace/arguments interlace/groups interlace/ops interlace/ops/matmul interlace/ops/op "
+        "runtime/tuning"
+    ),
     "interlace/functional": (
         "interlace/groups interlace/ops interlace/ops/attention interlace/ops/collectives "
         "interlace/ops/experts interlace/ops/matmul interlace/ops/op"

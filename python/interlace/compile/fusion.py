@@ -34,17 +34,17 @@ from torch import fx
 
 from interlace.arguments import checks
 from interlace.compile import graph_nodes as nodes, norms
-from interlace.compile.graph_nodes import (
-    Collective,
-    GraphProduct,
-    Unfit,
-    at,
-    find,
-    others,
-    readers,
-    terms,
+from interlace.compile.graph_nodes import Collective, Unfit, at, find, others
+from interlace.compile.products import GraphProduct, readers, terms
+from interlace.compile.rewrite import (
+    WITH_MATMULS,
+    fuse_gather,
+    fuse_reduction,
+    fused_op,
+    gather_of_blocks,
+    reduction_of_blocks,
 )
-from interlace.compile.rewrite import WITH_MATMULS, fuse_gather, fuse_reduction, fused_op
+from interlace.compile.scales import own_scales
 from interlace.runtime.tuning.machine import (
     CPU as CPU,
     GPU as GPU,
@@ -130,6 +130,7 @@ def predict(
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
     reduces = collective != "all_gather"
     whole = rows * (columns if reduces else inner) * dtype.itemsize
+    whole //= 2 if dtype == torch.float4_e2m1fn_x2 else 1  # it has two numbers in a byte
     passes = 2 if collective == "all_reduce" else 1
     nbytes = passes * whole * (world_size - 1) // world_size
     multiplying = 2 * rows * columns * inner / machine.flops
@@ -308,6 +309,7 @@ def _fuse(
 ) -> Report:
     report = Report(name)
     replaced: set[fx.Node] = set()
+    carried: dict[fx.Node, str] = {}  # gathers of scales, and the op that gathers them along
     names = nodes.output_names(graph)
     if policy != "never":
         if find(graph):
@@ -319,22 +321,32 @@ def _fuse(
         # what it reads may have been replaced since: a gather's input is what was normed before
         collective = at(found.start) or found
         decision = _by_pattern(patterns, collective, policy, machine)
-        candidate, rewrite = decision or _consider(collective, gathers, policy, machine)
+        candidate, rewrite, along = decision or _consider(collective, gathers, policy, machine)
         report.candidates.append(candidate)
         if candidate.fused:
             replaced |= {collective.start, *collective.start.users}
             rewrite()
+            if along is not None:
+                replaced |= {along.start, *along.start.users}
+                carried[along.start] = candidate.op
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)
         # torch takes waits for impure; those of what was replaced are not
         graph.eliminate_dead_code(lambda node: node not in replaced and node.is_impure())
+    left = set(graph.nodes)
+    for number, found in enumerate(collectives):
+        if found.start in carried and found.start not in left:
+            report.candidates[number] = replace(
+                report.candidates[number], op=carried[found.start], fused=True, reason="",
+                notes=("scales, which travel with the rows",),
+            )  # fmt: skip
     nodes.restore_output_names(graph, names)
     return report
 
 
-Decision = tuple[Candidate, Callable[[], None]]
-"""What becomes of a collective, and the rewrite that does it, if it is fused."""
+Decision = tuple[Candidate, Callable[[], None], Collective | None]
+"""What becomes of a collective, the rewrite that does it, and the gather of scales that goes along."""
 
 
 def _by_pattern(
@@ -351,7 +363,7 @@ def _by_pattern(
             times = pattern.predict(collective, found, machine or machine_for(device))
         shape, reason = "x".join(map(str, nodes.shape(collective.input))), why_not(policy, times)
         candidate = _candidate(collective, pattern.name, shape, 0, reason, times)
-        return candidate, functools.partial(pattern.rewrite, collective, found)
+        return candidate, functools.partial(pattern.rewrite, collective, found), None
     return None
 
 
@@ -388,24 +400,45 @@ def _consider(
     times: Times = (None, None)
     products: list[GraphProduct] = []
     reason = ""
+    rewrite: Callable[[], None] = _nothing
     try:
         if collective.kind == "all_gather":
             products, notes = _gather_products(collective, gathers)
         else:
             products = _reduced_products(collective, norm)
         _check(collective, products)
+        if products and (products[0].scales is not None or products[0].batch):
+            norm = None  # no op has both
         times = _times(collective, products, machine)
         if left := why_not(policy, times):
             raise Unfit(left)
+        rewrite = _rewrite(collective, products, norm)
     except Unfit as error:
         reason = str(error)
-    if products and (products[0].scales is not None or products[0].batch):
-        norm = None  # no op has both
+    if products and products[0].blocks:
+        notes = (*notes, f"its operands are {products[0].blocks}")
     op, shape = fused_op(collective, products, norm), _shown(collective, products)
     candidate = _candidate(collective, op, shape, len(products), reason, times, notes)
-    if collective.kind == "all_gather":
-        return candidate, functools.partial(fuse_gather, collective, products)
-    return candidate, functools.partial(fuse_reduction, collective, products, norm)
+    scales = products[0].scales if products else None
+    return candidate, rewrite, None if scales is None else scales.gather
+
+
+def _nothing() -> None:
+    pass
+
+
+def _rewrite(
+    collective: Collective,
+    products: list[GraphProduct],
+    norm: norms.GraphNorm | None,
+) -> Callable[[], None]:
+    if not products or not products[0].blocks:
+        if collective.kind == "all_gather":
+            return functools.partial(fuse_gather, collective, products)
+        return functools.partial(fuse_reduction, collective, products, norm)
+    if collective.kind != "all_gather":
+        return reduction_of_blocks(collective, products[0])
+    return gather_of_blocks(collective, products)
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
@@ -439,6 +472,8 @@ def _gather_products(
     notes = [f"left out {_placed(node)}: {why}" for node, why in others]
     for product in products:
         needed = [each for each in (product.right, product.bias) if each is not None]
+        if product.scales is not None:
+            needed += [product.scales.right, *product.scales.whole]
         if nodes.ancestors(needed) & (later | {collective.result}):
             place = _placed(product.node)
             notes.append(f"left out {place}: its weight comes from the gathered tensor")
@@ -452,27 +487,29 @@ def _gather_products(
             kept.remove(product)
             place, first = _placed(product.node), kept[0].node.name
             notes.append(f"left out {place}: of another kind than {first}")
-    return [_with_own_scale(product, collective, gathers) for product in kept], tuple(notes)
+    return [_with_own_scales(product, collective, gathers) for product in kept], tuple(notes)
 
 
 def _placed(node: fx.Node) -> str:
     return f"{node.name} at {nodes.source_line(node)}"
 
 
-def _with_own_scale(
+def _with_own_scales(
     product: GraphProduct, collective: Collective, gathers: dict[fx.Node, Collective]
 ) -> GraphProduct:
-    """The product with the scales of the own shard's rows, if its matmul has a scale per row."""
+    """The product with the scales of the own shard's rows, if its matmul has some for rows or blocks."""
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
         return product
+    if scales.format:
+        return replace(product, scales=own_scales(scales, collective, gathers))
     known = gathers.get(nodes.through_reshapes(scales.left)[0])
     gather = None if known is None else at(known.start)
     rows = [*nodes.shape(collective.input)[:-1], 1]
     alike = gather is not None and (gather.dim, gather.name) == (collective.dim, collective.name)
     if gather is None or not alike or nodes.shape(gather.input) != rows:
         raise Unfit("its scale by row is not gathered as the rows are")
-    return replace(product, scales=replace(scales, left=gather.input))
+    return replace(product, scales=replace(scales, left=gather.input, gather=gather))
 
 
 def _reduced_products(collective: Collective, norm: norms.GraphNorm | None) -> list[GraphProduct]:
@@ -501,7 +538,7 @@ def _check(collective: Collective, products: list[GraphProduct]) -> None:
                     raise Unfit(f"dtype {nodes.value(node).dtype}")
         elif kind == "all_gather" and collective.dim == ndim - 1:
             raise Unfit("scaled, and the contracted dimension is gathered")
-        elif kind == "all_reduce":
+        elif kind == "all_reduce" and not product.blocks:
             raise Unfit("scaled")
         if product.batch:
             _check_batch(collective, product)
@@ -543,13 +580,16 @@ def _times(collective: Collective, products: list[GraphProduct], machine: Machin
     rows = math.prod(lengths[:-1])
     if gathers and collective.dim != len(lengths) - 1:
         rows *= collective.size
+    dtype = nodes.value(whole).dtype
+    if gathers and products[0].scales is not None and products[0].blocks:
+        dtype = products[0].scales.kind.values
     return predict(
         collective.kind,
         rows,
         sum(product.columns for product in products) if gathers else products[0].columns,
         products[0].inner if gathers else sum(product.inner for product in products),
         collective.size,
-        dtype=nodes.value(whole).dtype,
+        dtype=dtype,
         machine=machine or machine_for(nodes.value(whole).device),
         bias=any(product.bias is not None for product in products),
         terms=len(products),

@@ -18,17 +18,6 @@ torch's functional ops gather and scatter dim 0; what its layers want of other d
 ``torch.ops.interlace``'s own have the dim themselves. vLLM's have it, too, and no wait; their group is the
 one that ``GroupSpec.bind`` or torch has given the name. Legacy calls, ``dist.all_gather_into_tensor(out,
 x)`` and so on, are these once torch has traced them.
-
-Matmuls that read a gathered tensor, and those whose products are reduced.
-
-A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
-
-    mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
-    addmm(bias, reshape(x), w)   a Linear
-    bmm(x, expand(w))            matmul of a batch with one weight
-    bmm(x, w)                    of a batch with a weight for every entry
-    _scaled_mm(reshape(x), w)    of fp8 matrices with scales
-    add(product, product)        of several matmuls what is reduced: q, k and v in a backward
 """
 
 import contextlib
@@ -36,7 +25,7 @@ import operator
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -62,6 +51,7 @@ _LIBRARIES = tuple(  # the folders of torch and of interlace
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 CONVERTS: Any = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SAME_BITS = (aten.view.dtype, aten.alias.default, aten.detach.default)
 
 
 AnyGraph = fx.Graph | fx.GraphModule | torch.export.ExportedProgram
@@ -168,12 +158,15 @@ def restore_output_names(graph: fx.Graph, names: Sequence[str]) -> None:
             node.name = name
 
 
-def chain_of_reshapes(node: fx.Node) -> Iterable[fx.Node]:
-    """``node`` and all reshapes of it, of these and so on, that leave the last dimension as it is."""
+def chain_of_reshapes(node: fx.Node, *more: Any) -> Iterable[fx.Node]:
+    """``node`` and all reshapes of it, of these and so on, that leave the last dimension as it is.
+
+    ``more``: other ops that count as reshapes.
+    """
     yield node
     for user in node.users:
-        if is_call(user, *RESHAPES) and user.args[0] is node and keeps_columns(user):
-            yield from chain_of_reshapes(user)
+        if is_call(user, *RESHAPES, *more) and user.args[0] is node and keeps_columns(user):
+            yield from chain_of_reshapes(user, *more)
 
 
 def keeps_columns(reshaped: fx.Node) -> bool:
@@ -385,9 +378,7 @@ def _is_composite(node: fx.Node) -> bool:
 def _replace_composite(node: fx.Node) -> None:
     target: Any = node.target
     inputs = list(node.all_input_nodes)
-    values = [each.meta["val"] for each in inputs]
-    mode = detect_fake_mode(tree_leaves(values))
-    if mode is None:
+    if detect_fake_mode(tree_leaves([each.meta["val"] for each in inputs])) is None:
         return
 
     def call(*given: object) -> object:
@@ -395,21 +386,14 @@ def _replace_composite(node: fx.Node) -> None:
         args, kwargs = tree_map_only(fx.Node, known.__getitem__, (node.args, node.kwargs))
         return target(*args, **kwargs)
 
-    with mode, torch.no_grad():
-        traced = make_fx(call, tracing_mode="real")(*values).graph
+    traced = trace(call, inputs)
     if traced.find_nodes(op="get_attr"):
         return  # constants, for which the graph has no place
-    made = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
-    with node.graph.inserting_before(node):
-        for each in traced.nodes:
-            if each.op not in ("placeholder", "output"):
-                made[each] = node.graph.node_copy(each, made.__getitem__)
-                made[each].meta = {**origin_of(node), "val": each.meta["val"]}
-    (results,) = arguments(traced.output_node())
+    results = inlined(traced, inputs, node)
     if isinstance(results, fx.Node):
-        pairs = [(node, made[results])]
+        pairs = [(node, results)]
     else:  # a list, of which the graph reads entries
-        pairs = [(item, made[results[arguments(item)[1]]]) for item in list(node.users)]
+        pairs = [(item, results[arguments(item)[1]]) for item in list(node.users)]
     for old, new in pairs:
         # a "to" that changes nothing gives its input, which a program's outputs know by another name
         for user in list(old.users):
@@ -418,6 +402,26 @@ def _replace_composite(node: fx.Node) -> None:
     for old in dict.fromkeys([*(old for old, _ in pairs), node]):
         if not old.users:
             node.graph.erase_node(old)
+
+
+def trace(function: Callable[..., object], inputs: Sequence[fx.Node], **options: Any) -> fx.Graph:
+    """The graph of ``function`` of these nodes' values; ``options`` are those of ``make_fx``."""
+    values = [each.meta["val"] for each in inputs]
+    mode = detect_fake_mode(tree_leaves(values))
+    with contextlib.nullcontext() if mode is None else mode, torch.no_grad():
+        return make_fx(function, tracing_mode="real", **options)(*values).graph
+
+
+def inlined(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
+    """What a graph of :func:`trace` returns, of new nodes before ``like``, which have its origin."""
+    made = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    with like.graph.inserting_before(like):
+        for each in traced.nodes:
+            if each.op not in ("placeholder", "output"):
+                made[each] = like.graph.node_copy(each, made.__getitem__)
+                made[each].meta = {**origin_of(like), "val": each.meta["val"]}
+    (results,) = arguments(traced.output_node())
+    return tree_map_only(fx.Node, made.__getitem__, results)
 
 
 @dataclass(frozen=True)
@@ -574,147 +578,3 @@ def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
 
 class Unfit(Exception):
     """Why a matmul cannot be fused."""
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The scales of the operands of ``aten._scaled_mm``, and its options."""
-
-    left: fx.Node
-    right: fx.Node
-    out_dtype: torch.dtype | None
-    fast: bool
-
-
-@dataclass(frozen=True)
-class GraphProduct:
-    """``left @ right + bias + added``, ``right`` ``(k, n)``; a ``batch`` of them in a dim before, or 0."""
-
-    node: fx.Node
-    left: fx.Node
-    right: fx.Node
-    bias: fx.Node | None = None
-    added: fx.Node | None = None
-    scales: Scales | None = None
-    batch: int = 0
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """A key that products must share to share a fused op."""
-        if self.scales is None:
-            return (self.batch,)
-        return self.scales.left, self.scales.out_dtype, self.scales.fast
-
-    @property
-    def inner(self) -> int:
-        return int(shape(self.right)[-2])
-
-    @property
-    def columns(self) -> int:
-        return int(shape(self.right)[-1])
-
-
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
-
-
-def product_at(node: fx.Node) -> GraphProduct:
-    """The product that ``node`` is; raises :class:`Unfit`."""
-    bias: fx.Node | None = None
-    added: fx.Node | None = None
-    if is_call(node, aten.mm.default):
-        left, right = arguments(node)
-    elif is_call(node, aten.addmm.default):
-        bias, left, right = arguments(node)
-        if node.kwargs:
-            raise Unfit("addmm with a scaled bias")
-        if shape(bias) != shape(right)[1:]:
-            bias, added = None, bias
-    elif is_call(node, aten.bmm.default):
-        left, right = arguments(node)
-        right = _expanded_weight(right) or right
-    elif is_call(node, aten._scaled_mm.default):
-        return _scaled(node)
-    else:
-        raise Unfit(f"{node.target} is no matmul")
-    if not static(*shape(right)):
-        raise Unfit("the weight has a symbolic shape")
-    dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
-    if len(dtypes) != 1:
-        raise Unfit("input, weight and bias differ in dtype")
-    batch = shape(right)[0] if value(right).dim() == 3 else 0
-    return GraphProduct(node, left, right, bias, added, batch=batch)
-
-
-def _scaled(node: fx.Node) -> GraphProduct:
-    left, right = arguments(node)[:2]
-    given = named_arguments(node)
-    if given["scale_result"] is not None:
-        raise Unfit("_scaled_mm with a scale of its result")
-    if not static(*shape(right)):
-        raise Unfit("the weight has a symbolic shape")
-    dtype = given["out_dtype"] or value(node).dtype
-    scales = Scales(given["scale_a"], given["scale_b"], dtype, bool(given["use_fast_accum"]))
-    return GraphProduct(node, left, right, given["bias"], scales=scales)
-
-
-def _expanded_weight(node: fx.Node) -> fx.Node | None:
-    """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
-    wanted = shape(node)
-    while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
-        node = arguments(node)[0]
-    if not is_call(node, aten.expand.default):
-        return None
-    source = arguments(node)[0]
-    if is_call(source, aten.unsqueeze.default, *RESHAPES) and shape(source)[:-2] == [1]:
-        source = arguments(source)[0]
-    return source if shape(source) == wanted[1:] else None
-
-
-def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
-    """The products whose rows ``gathered`` are; and matmuls that read it otherwise, with why."""
-    products, others = [], []
-    summed = "the gathered dimension is summed over"
-    for source in chain_of_reshapes(gathered):
-        for user in source.users:
-            if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
-                others += [(each, summed) for each in user.users if is_call(each, *MATMULS)]
-            if not is_call(user, *MATMULS):
-                continue
-            try:
-                product = product_at(user)
-                if product.left is not source:
-                    raise Unfit("the gathered tensor is the weight")
-                if product.right is source:
-                    raise Unfit("the gathered tensor is multiplied with itself")
-                products.append(product)
-            except Unfit as error:
-                others.append((user, str(error)))
-    return products, others
-
-
-def terms(reduced: fx.Node) -> list[GraphProduct]:
-    """The products whose sum ``reduced`` is, and which nothing else reads; raises :class:`Unfit`."""
-    inside, passed = through_reshapes(reduced)
-    for each in (*passed, inside):
-        if each is not reduced and len(each.users) != 1:
-            raise Unfit("the product is read by others too")
-    if is_call(inside, aten.add.Tensor) and not inside.kwargs:
-        found: list[GraphProduct] = []
-        for side in arguments(inside):
-            if not isinstance(side, fx.Node) or value(side) is None:
-                raise Unfit("what is reduced is no matmul: add")
-            if shape(side) != shape(inside):
-                raise Unfit("a term of the sum is broadcast")
-            if len(side.users) != 1:
-                raise Unfit("a term of the sum is read by others too")
-            found += terms(side)
-        if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
-            raise Unfit("a sum of scaled or batched matmuls")
-        return found
-    if not is_call(inside, *MATMULS):
-        name = getattr(inside.target, "__name__", inside.target)
-        raise Unfit(f"what is reduced is no matmul: {name}")
-    product = product_at(inside)
-    if product.added is not None:
-        raise Unfit("addmm with a two-dimensional bias")
-    return [product]

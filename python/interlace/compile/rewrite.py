@@ -1,27 +1,37 @@
 """Rewrites of the fusion pass: fused ops in the place of collectives and their matmuls."""
 
+import itertools
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.decomposition import select_decomp_table
 
 from interlace.compile.graph_nodes import (
     RESHAPES,
+    SAME_BITS,
     Collective,
-    GraphProduct,
-    Scales,
+    Unfit,
     aten,
     call,
+    inlined,
     is_call,
     same,
     shape,
     static,
+    trace,
     value,
     wait_tensor,
 )
 from interlace.compile.norms import GraphNorm
+from interlace.compile.products import GraphProduct
+from interlace.compile.scales import Scales, block_operands
+from interlace.groups.specs import GroupSpec
 from interlace.ops.library import BY_NAME
+from interlace.ops.matmul import functional
+from interlace.ops.op.async_tensor import wait
 
 WITH_MATMULS = {
     "all_gather": "all_gather_matmul",
@@ -33,6 +43,8 @@ WITH_MATMULS = {
 def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNorm | None) -> str:
     """The name of the op that stands for all three."""
     name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
+    if products and products[0].blocks:
+        return f"block_scaled_{name}"
     return name if norm is None else f"{name}_norm"
 
 
@@ -53,7 +65,7 @@ def _result(started: fx.Node, like: fx.Node, index: int | None = None) -> fx.Nod
 
 def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
     result = collective.result
-    matmuls = {product.node for product in products}
+    matmuls = _calls(products)
     kept = not _only_for(result, matmuls)
     with result.graph.inserting_before(products[0].node):
         if products[0].batch:
@@ -71,6 +83,12 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
         if kept:
             made = _as_before(outputs[-1], result)
             result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
+
+
+def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
+    """The calls of the products, also of those that change an argument, of which the graph has an item."""
+    nodes = {product.node for product in products}
+    return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
 
 
 def _gathering(
@@ -123,7 +141,8 @@ def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
     """Whether nothing but ``matmuls`` reads ``node``, itself or reshaped."""
     return all(
-        user in matmuls or (is_call(user, *RESHAPES) and user.users and _only_for(user, matmuls))
+        user in matmuls
+        or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
         for user in node.users
     )
 
@@ -266,3 +285,99 @@ def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.No
     for bias in biases[1:]:
         total = call(aten.add.Tensor, (total, bias), bias)
     return _result(_start("all_reduce", collective, total, input=total), total)
+
+
+# -- block-scaled operands ----------------------------------------------------------------------------
+
+
+def _traced(function: Callable[..., Any], inputs: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of a functional form; what it refuses is Unfit."""
+    functional_graph = torch.func.functionalize(function, remove="mutations")
+    try:
+        traced = trace(functional_graph, inputs, decomposition_table=select_decomp_table())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Unfit(str(error)) from None
+    traced.eliminate_dead_code()
+    return traced
+
+
+def _factors(product: GraphProduct) -> list[fx.Node]:
+    """The nodes of the weight, its scales and its bias."""
+    assert product.scales is not None
+    bias = [] if product.bias is None else [product.bias]
+    return [product.right, product.scales.right, *product.scales.whole, *bias]
+
+
+def _operands(product: GraphProduct, tensors: Sequence[Any], swizzled: bool) -> tuple[Any, ...]:
+    """Of the left operand, its scales and :func:`_factors`: both operands and the bias."""
+    assert product.scales is not None
+    left, of_left, right, of_right, *rest = tensors
+    count = len(product.scales.whole)
+    factors = left, of_left, right, of_right
+    both = block_operands(product.scales, factors, rest[:count], swizzled=swizzled)
+    return *both, *(rest[count:] or [None])
+
+
+def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Callable[[], None]:
+    """The rewrite of a gather of block-scaled rows, and of their scales; raises Unfit."""
+    result, matmuls, scales = collective.result, _calls(products), products[0].scales
+    assert scales is not None
+    assert scales.gather is not None
+    kept = not _only_for(result, matmuls)
+    inputs = [collective.input, scales.gather.input, *itertools.chain(*map(_factors, products))]
+    how: dict[str, Any] = {"return_gathered": kept, "out_dtype": scales.out_dtype}
+    how["group"] = GroupSpec(collective.name, collective.size)
+
+    def gathering(left: Any, of_left: Any, *factors: Any) -> list[Any]:
+        rest, weights, biases = iter(factors), [], []
+        for product in products:
+            own = itertools.islice(rest, len(_factors(product)))
+            input, weight, bias = _operands(product, (left, of_left, *own), scales.own_swizzled)
+            weights.append(weight)
+            biases.append(bias)
+        about: Any = input, weights, collective.dim
+        made: Any = functional.all_gather_matmul(*about, bias=biases, **how)
+        outputs = made[1] if kept else made
+        waited = [wait(each) for each in outputs]
+        return [*waited, made[0].values.view(value(result).dtype)] if kept else waited
+
+    traced = _traced(gathering, inputs)
+
+    def rewrite() -> None:
+        outputs = inlined(traced, inputs, products[0].node)
+        with result.graph.inserting_before(products[0].node):
+            for product, output in zip(products, outputs, strict=False):
+                product.node.replace_all_uses_with(_as_before(output, product.node))
+            if kept:
+                made = _as_before(outputs[-1], result)
+                result.replace_all_uses_with(made, delete_user_cb=lambda user: user not in matmuls)
+
+    return rewrite
+
+
+def reduction_of_blocks(collective: Collective, product: GraphProduct) -> Callable[[], None]:
+    """The rewrite of the reduction of a product of block-scaled operands; raises Unfit."""
+    scales, result = product.scales, collective.result
+    assert scales is not None
+    lead, group = shape(collective.input)[:-1], GroupSpec(collective.name, collective.size)
+    inputs = [product.left, scales.left, *_factors(product)]
+    how: dict[str, Any] = {"group": group, "out_dtype": scales.out_dtype}
+    if collective.kind == "reduce_scatter":
+        how["scatter_dim"] = collective.dim
+    form = getattr(functional, WITH_MATMULS[collective.kind])
+
+    def reducing(left: Any, *others: Any) -> Any:
+        rows = left.reshape(*lead, left.shape[-1])
+        input, weight, bias = _operands(product, (rows, *others), scales.swizzled)
+        return wait(form(input, weight, collective.reduce_op, bias=bias, **how))
+
+    traced = _traced(reducing, inputs)
+
+    def rewrite() -> None:
+        with result.graph.inserting_before(result):
+            bias = _reduced_bias(collective, [product])
+            nodes = inputs if bias is None else [*inputs[:-1], bias]
+            output = inlined(traced, nodes, result)
+            result.replace_all_uses_with(_as_before(output, result))
+
+    return rewrite

@@ -53,23 +53,24 @@ __all__ = [
 ]
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "",
-    return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "",
-    return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "", return_received: bool,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: bool, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> Any: ...
 @overload
 def all_gather_matmul(
@@ -161,23 +162,24 @@ def all_reduce_norm(
 ) -> NormedScaled: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "",
-    return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> Tensor: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "",
-    return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: Literal[True], algorithm: FusedAlgorithm = "auto",
     out_dtype: dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_to_all_grouped_matmul(
-    input: Tensor, weight: Tensor, input_splits: Sequence[int], output_splits: Sequence[int], *,
-    bias: Tensor | None = None, group: FunctionalGroup = None, tag: str = "", return_received: bool,
-    algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    input: Tensor | Scaled, weight: Tensor | Scaled, input_splits: Sequence[int],
+    output_splits: Sequence[int], *, bias: Tensor | None = None, group: FunctionalGroup = None,
+    tag: str = "", return_received: bool, algorithm: FusedAlgorithm = "auto",
+    out_dtype: dtype | None = None,
 ) -> Any: ...
 @overload
 def matmul_all_reduce(

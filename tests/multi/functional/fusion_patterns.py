@@ -247,7 +247,7 @@ PATTERNS: dict[str, tuple[Callable[[Tensor], Any], list[Became]]] = {
     "batch gathered, reshaped": (batch_gathered_reshaped, [("-", 1)]),
     "batch gathered": (batch_gathered, [("-", 1)]),
     "scaled": (scaled_gather, [GATHERED]),
-    "scaled by row": (scaled_rows, [GATHERED, LEFT]),
+    "scaled by row": (scaled_rows, [GATHERED, (GATHER, 0)]),
     "scaled scatter": (scaled_scatter, [SCATTERED]),
     "interlace gather": (
         lambda x: functional.all_gather(x.view(2, 2, 8), 1, group="0") @ weight(8, 6), [GATHERED],

@@ -162,7 +162,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
         [
             ("matmul_reduce_scatter_norm", (TAKEN,)),
             ("all_gather_matmul", ()),
-            ("all_gather_matmul", ()),  # the scales, which go along
+            ("all_gather_matmul", ("scales, which travel with the rows",)),
         ],
     ),
     "native": (as_native, [(NORM, (TAKEN,))]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,11 @@ import torch
 from interlace.arguments.words import FunctionalGroup, FusedAlgorithm
 from interlace.ops.experts.dispatch import DispatchArguments, named, values_and_scales
 from interlace.ops.experts.grouped import GroupedArguments
-from interlace.ops.experts.grouped_combine import ROUTED
+from interlace.ops.experts.grouped_combine import (
+    ROUTED,
+    GroupedCombineArguments,
+    RoutedCombineArguments,
+)
 from interlace.ops.experts.routing import (
     DispatchHandle,
     Received,
@@ -19,6 +24,8 @@ from interlace.ops.experts.routing import (
     routing_for,
     routing_of,
 )
+from interlace.ops.matmul import block_scaled
+from interlace.ops.matmul.formats import Scaled, unpacked_rows
 from interlace.ops.op.calls import check, flag, ints, keeps, refuse, run, run_record
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ Tensor = torch.Tensor
 
 
 def dispatch(
-    x: Tensor | tuple[Tensor, Tensor],
+    x: Tensor | Scaled | tuple[Tensor, Tensor],
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     num_experts: int,
@@ -42,11 +49,11 @@ def dispatch(
 ) -> tuple[Received, DispatchHandle]:
     """Tokens to the ranks of their experts, as :func:`interlace.experts.dispatch`.
 
-    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. With
-    ``num_max_dispatch_tokens_per_rank`` ``received.x`` has rows for the worst case, those that nothing came
-    for are zero. Without it a graph has a size that is found when it runs (an unbacked one), and waits for
-    it. ``low_latency``: as :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and
-    ``topk_weights``: a combine.
+    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. Of an
+    :class:`interlace.Scaled` ``received.x`` is one. With ``num_max_dispatch_tokens_per_rank``
+    ``received.x`` has rows for the worst case, those that nothing came for are zero. Without it a graph has
+    a size that is found when it runs (an unbacked one), and waits for it. ``low_latency``: as
+    :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and ``topk_weights``: a combine.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``dispatch``,
     the bound being ``num_worst_tokens``.
@@ -60,8 +67,12 @@ def dispatch(
     [([[1.0, 1.0], [2.0, 2.0]], [[1.0, 1.0]]), ([[0.0, 0.0], [0.0, 0.0]], [[2.0, 2.0]])]
     """
     flag("dispatch", group, tag, "low_latency", low_latency)
+    rows: Any = x
+    terms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
-        data, scales = values_and_scales(x)
+        if isinstance(x, Scaled):
+            rows, terms = block_scaled.packed_tokens(x)
+        data, scales = values_and_scales(rows)
         routing = routing_of(
             num_experts,
             capacity=capacity,
@@ -73,7 +84,12 @@ def dispatch(
         refuse("dispatch", group, tag, error)
     check("dispatch", group, tag, x=data, topk_idx=topk_idx, topk_weights=topk_weights)
     given = DispatchArguments(data, scales, topk_idx, topk_weights, *routing)
-    return named(run_record("dispatch", group, tag, given), given, group)
+    with terms:
+        received, handle = named(run_record("dispatch", group, tag, given), given, group)
+    if isinstance(x, Scaled):
+        rows = unpacked_rows(received.x, x.kind, x.shape[-1])
+        received = received._replace(x=rows)
+    return received, handle
 
 
 def _matrix(op: str, tag: str, handle: DispatchHandle, name: str, rows: Tensor) -> Any:
@@ -122,8 +138,8 @@ def combine(
 
 
 def grouped_matmul_combine(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     splits: Sequence[int] | DispatchHandle,
     topk_idx: Tensor | None = None,
     topk_weights: Tensor | None = None,
@@ -156,28 +172,34 @@ def grouped_matmul_combine(
     """
     op = "grouped_matmul_combine"
     if isinstance(splits, DispatchHandle):
-        handle, group = splits, splits.group
-        topk_idx, topk_weights = choice(handle, topk_idx, topk_weights)
-        check(op, group, tag, input=input, weight=weight, bias=bias, topk_weights=topk_weights)
-        routing = routing_for(handle, topk_idx)._replace(algorithm=algorithm)
-        rows = _matrix(op, tag, handle, "input", input)
-        kept = topk_weights is not None and keeps(False, [topk_weights])
-        tensors = (rows, weight, bias, handle.segments, topk_idx, topk_weights)
-        given = (kept, *routing, out_dtype)
-        return run(ROUTED, group, tag, *tensors, *given)[0]  # type: ignore[no-any-return]
-    operands: tuple[Any, ...] = (input, weight, bias, topk_idx, topk_weights)
-    names = ("input", "weight", "bias", "topk_idx", "topk_weights")
-    check(op, group, tag, **dict(zip(names, operands, strict=True)))
-    received = ints(op, group, tag, "splits", splits)
-    sent = ints(op, group, tag, "home_splits", home_splits)
-    kept = topk_weights is not None and keeps(False, [topk_weights])
-    about = (sent, received, kept, algorithm, out_dtype)
-    return run(op, group, tag, *operands, *about)[0]  # type: ignore[no-any-return]
+        group = splits.group
+        topk_idx, topk_weights = choice(splits, topk_idx, topk_weights)
+    operands: Any = input, weight, bias, topk_idx, topk_weights
+    about: Any = home_splits, splits, False, algorithm, out_dtype
+    given = GroupedCombineArguments(*operands, *about)
+    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
+    factors = {"input": given.input, "weight": given.weight, "bias": bias}
+    given.return_rows = topk_weights is not None and keeps(False, [topk_weights])
+    if isinstance(splits, DispatchHandle):
+        check(op, group, tag, **factors, topk_weights=topk_weights)
+        routing = routing_for(splits, topk_idx)._replace(algorithm=algorithm)
+        rows = _matrix(op, tag, splits, "input", given.input)
+        routed = RoutedCombineArguments(
+            rows, given.weight, bias, splits.segments, given.topk_idx, topk_weights, given.return_rows,
+            *routing, out_dtype, given.format,
+        )  # fmt: skip
+        with terms:
+            return run_record(blocks.replace(op, ROUTED), group, tag, routed)[0]  # type: ignore[no-any-return]
+    check(op, group, tag, **factors, topk_idx=topk_idx, topk_weights=topk_weights)
+    given.splits = ints(op, group, tag, "splits", splits)
+    given.home_splits = ints(op, group, tag, "home_splits", home_splits)
+    with terms:
+        return run_record(blocks, group, tag, given)[0]  # type: ignore[no-any-return]
 
 
 def all_gather_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     *,
@@ -210,8 +232,8 @@ def all_gather_grouped_matmul(
 
 
 def all_to_all_grouped_matmul(
-    input: Tensor,
-    weight: Tensor,
+    input: Tensor | Scaled,
+    weight: Tensor | Scaled,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     *,
@@ -242,11 +264,13 @@ def all_to_all_grouped_matmul(
 
 
 def _grouped(op: str, group: FunctionalGroup, tag: str, given: GroupedArguments) -> Any:
-    asked = given.return_received
+    asked, input = given.return_received, given.input
+    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
     check(op, group, tag, input=given.input, weight=given.weight, bias=given.bias)
     flag(op, group, tag, "return_received", asked)
     for name in ("input_splits", "output_splits"):
         setattr(given, name, ints(op, group, tag, name, getattr(given, name)))
     given.return_received = keeps(asked, [given.weight])
-    made = run_record(op, group, tag, given)
-    return (made[1], made[0]) if asked else made[0]
+    with terms:
+        made = run_record(blocks, group, tag, given)
+    return block_scaled.with_gathered(input, (made[1], made[0])) if asked else made[0]

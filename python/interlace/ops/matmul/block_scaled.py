@@ -8,27 +8,38 @@ more, ``format``. Scales are not swizzled, so shards may be of any length. A row
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from interlace.arguments.checks import has_memory
+from interlace.arguments.words import FunctionalGroup
 from interlace.kernels.block_scales import INNER
 from interlace.ops.matmul.formats import (
     E4M3,
+    E5M2,
     E8M0,
+    FORMATS,
     FP4,
+    SWIZZLE_COLUMNS,
+    SWIZZLE_ROWS,
     Scaled,
     format_named,
     packed_rows,
     quantize,
     unpacked_rows,
+    unswizzled,
 )
+from interlace.ops.op.calls import refuse
 from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
 from interlace.ops.op.recording import ContinuedWork
+from interlace.runtime.compat.torch_modes import modes_active
+from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
+from interlace.runtime.core.stream import Outcome
 
 FACTORS = ("input", "weight", "weights")
 
@@ -49,8 +60,9 @@ def with_format(op: Op) -> Op:
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
+    gradient = op.gradient if "topk_weights" in op.kinds else None  # which may require one
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=gradient, variants=(),
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -78,7 +90,7 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
     """The format of tensors that ``torch.nn.functional.scaled_mm`` takes; "" without blocks.
 
     The dtypes say it, and the shape of scales in float32: one for all numbers, or for each row or column,
-    is no block.
+    is no block. With k <= 128 such a scale is also that of a block, and means the same.
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return ""
@@ -86,9 +98,36 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
         return "mxfp4" if values.dtype in (FP4, torch.uint8) else "mxfp8"
     if scales.dtype == E4M3:
         return "nvfp4"
-    blocks = -(-values.shape[inner] // INNER) if values.dim() > 1 else 1
-    by_block = scales.dim() == values.dim() and blocks > 1 and scales.shape[inner] == blocks
-    return "fp8_block128" if by_block else ""
+    if values.dim() < 2 or scales.dim() != values.dim() or not values.shape[inner]:
+        return ""
+    blocks = -(-values.shape[inner] // INNER)
+    across = -3 - inner
+    by_row = blocks == 1 and scales.shape[across] in (1, values.shape[across])
+    return "" if scales.shape[inner] != blocks or by_row else "fp8_block128"
+
+
+def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
+    """Scales that ``torch._scaled_mm`` takes, by row and block: it has those of one byte swizzled.
+
+    Whatever their shape, as that is not what it goes by. Raises ValueError for another number of them.
+    """
+    if scales.dtype not in (E8M0, E4M3):
+        return scales
+    matrix = values if inner == -1 else values.mT
+    kind = FORMATS["nvfp4"] if scales.dtype == E4M3 else FORMATS["mxfp8"]
+    packed = 1 if values.dtype in (E4M3, E5M2) else 2
+    *others, length = matrix.shape
+    rows, blocks = math.prod(others), -(-length * packed // kind.block)
+    wanted = (
+        -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * -(-blocks // SWIZZLE_COLUMNS) * SWIZZLE_COLUMNS
+    )
+    if scales.numel() != wanted:
+        raise ValueError(
+            f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
+            f"them: {wanted} for values of shape {tuple(values.shape)}; got shape {tuple(scales.shape)}"
+        )
+    plain = unswizzled(scales.reshape(-1), rows, blocks).view(*others, blocks)
+    return plain if inner == -1 else plain.mT
 
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
@@ -109,6 +148,18 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
         with naming(name_of(index, len(weights) > 1)):
             made.append(Scaled(*pair, format or likely, None, -2 if index else -1))
     return made
+
+
+def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scaled]) -> None:
+    """Raise ValueError on all ranks if scales are by block on some only: then ranks would call two ops."""
+    kind = "by block" if operands else "one, or by row"
+    call = Call(op, (("the kind of scales", kind),))
+
+    def agree() -> Outcome:
+        communicator.told(call)
+        return Outcome(None, None)
+
+    communicator.run(op, agree, async_op=False)
 
 
 def name_of(index: int, several: bool) -> str:
@@ -166,6 +217,12 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
     by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
+    dim = getattr(given, "gather_dim", 0)
+    if isinstance(given.input, Scaled) and dim in (-1, given.input.values.dim() - 1):
+        raise ValueError(
+            f"gather_dim={dim} is k, the last dimension of input, along which its blocks lie: block-scaled "
+            f"operands are gathered along another one; shape of input is {tuple(given.input.shape)}"
+        )
     operands = [given.input, *(weights if several else [weights])]
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
@@ -184,13 +241,40 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     return dataclasses.replace(given, **values)
 
 
-def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, Any]:
+def packed_by_functional(
+    op: str, given: Any, group: FunctionalGroup, tag: str
+) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
+    """The name of an op, its record with packed operands, and a block in which ranks compare k.
+
+    A graph compares no k, and looks at no scales.
+    """
+    if not any(isinstance(getattr(given, name, None), Scaled) for name in FACTORS):
+        return op, given, contextlib.nullcontext()
+    known = not traced()
+    try:
+        made = packed(given, check_scales=known)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(op, group, tag, error)
+    terms = comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
+    return f"block_scaled_{op}", made, terms
+
+
+def traced() -> bool:
+    """Whether the call is one of a graph, or of a mode."""
+    return torch.compiler.is_compiling() or bool(modes_active())
+
+
+def packed_tokens(
+    tokens: Scaled,
+) -> tuple[torch.Tensor, contextlib.AbstractContextManager[None]]:
     """The packed rows of a dispatch, ``(tokens, row_bytes)``, and a block that compares format and k."""
     if tokens.inner != -1 or tokens.values.dim() != 2:
         raise ValueError(
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
             f"along dimension {tokens.inner}"
         )
+    if traced():
+        return packed_rows(tokens), contextlib.nullcontext()
     _check_scales("x", tokens)
     return packed_rows(tokens), comparing(("format", tokens.format), ("k", tokens.shape[-1]))
 

@@ -5,7 +5,6 @@ See ``ops/matmul/scaled.py`` for what the scales of fp8 operands are.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from interlace.arguments.words import (
     Tensors,
     Unscaled,
 )
+from interlace.groups.specs import bound
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import NormedScaled, Scaled
 from interlace.ops.matmul.gather import AllGatherMatmulArguments, listed
@@ -41,8 +41,6 @@ from interlace.ops.matmul.scaled import (
     ScaledMatmulReduceScatterArguments,
 )
 from interlace.ops.op.calls import check, keeps, name_of, own_length, refuse, run_record
-from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.context import comparing
 
 Tensor = torch.Tensor
 
@@ -90,13 +88,19 @@ def gather(
     save_gathered: bool = True,
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
+    op = "all_gather_matmul"
+    if not block_scaled.are_scaled(given.input, given.weights):
+        return _gather(op, given, group, tag, save_gathered)
+    op, made, terms = block_scaled.packed_by_functional(op, given, group, tag)
+    with terms:
+        results = _gather(op, made, group, tag, save_gathered)
+    return block_scaled.with_gathered(given.input, results) if given.return_gathered else results
+
+
+def _gather(
+    op: str, given: AllGatherMatmulArguments, group: FunctionalGroup, tag: str, save_gathered: bool
+) -> Any:
     weight, bias = given.weights, given.biases
-    if block_scaled.are_scaled(given.input, weight):
-        packed, terms = _packed("all_gather_matmul", given, group, tag)
-        with terms:
-            made = gather(packed, group, tag, save_gathered=save_gathered)
-        return block_scaled.with_gathered(given.input, made) if given.return_gathered else made
-    op = "block_scaled_all_gather_matmul" if given.format else "all_gather_matmul"
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
@@ -120,22 +124,15 @@ def gather(
     return (made[len(weights)], outputs) if asked else outputs
 
 
-def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[Any, Any]:
-    """A record of block-scaled operands with their packed rows, and a block that compares k."""
-    known = not (torch.compiler.is_compiling() or modes_active())
-    try:
-        made = block_scaled.packed(given, check_scales=known)
-    except (TypeError, ValueError, RuntimeError) as error:
-        refuse(op, group, tag, error)
-    return made, comparing(("k", given.input.shape[-1])) if known else contextlib.nullcontext()
-
-
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
     """The block-scaled operands that pairs of values and scales are; none if they have no blocks."""
     try:
-        return block_scaled.operands(input, weights)
+        found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
         refuse(op, group, tag, error)
+    if not block_scaled.traced():
+        block_scaled.agree_on_scales(bound(group, tag), op, found)
+    return found
 
 
 def matmul_reduce_scatter(
@@ -291,16 +288,28 @@ def reduce(
     tag: str = "",
 ) -> Any:
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
+    multiplies = op in (SCATTER, ALL_REDUCE)
+    if not multiplies or not block_scaled.are_scaled(given.input, given.weight):
+        return _reduce(op, op, given, norm, quantize, group, tag)
+    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
+    with terms:
+        return _reduce(op, blocks, given, norm, quantize, group, tag)
+
+
+def _reduce(
+    eager: str,
+    op: str,
+    given: ReductionArguments,
+    norm: Any,
+    quantize: Any,
+    group: FunctionalGroup,
+    tag: str,
+) -> Any:
+    """``op`` is ``eager``, or the op of block-scaled operands."""
     factors: dict[str, Any] = {"input": given.input}
-    scatters, multiplies = op in (SCATTER, SCATTER_NORM), op in (SCATTER, ALL_REDUCE)
+    scatters, multiplies = eager in (SCATTER, SCATTER_NORM), eager in (SCATTER, ALL_REDUCE)
     if multiplies:
-        if block_scaled.are_scaled(given.input, given.weight):
-            packed, terms = _packed(op, given, group, tag)
-            with terms:
-                return reduce(op, packed, norm, quantize, group, tag)
         factors = {"input": given.input, "weight": given.weight}
-    if given.format:
-        op = f"block_scaled_{op}"
     dims = {"scatter_dim": given.scatter_dim} if scatters else None
     check(op, group, tag, dims, **factors, bias=given.bias)
     *_, columns = factors.values()

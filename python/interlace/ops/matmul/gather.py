@@ -332,11 +332,12 @@ def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
     several = not isinstance(weights, Tensor)
     weights = list(weights) if several else [weights]
     biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * len(weights)
-    if all(each is None for each in biases):
+    there = next((each for each in biases if each is not None), None)
+    if there is None:
         return weights, []
     # a list of which some are None has no gradients in torch's custom ops
     pairs = zip(weights, biases, strict=True)
-    return weights, [w.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
+    return weights, [there.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
 
 
 def reference(ranks: Sequence[AllGatherMatmulArguments], size: int) -> list[list[Tensor]]:

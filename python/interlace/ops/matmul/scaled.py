@@ -111,22 +111,26 @@ def scaled_mm(
     return product if bias is None else product + bias
 
 
+def repeated(
+    input: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scales, with one for all numbers repeated where the other operand has one by row or column."""
+    if input_scale.numel() == weight_scale.numel() == 1:
+        return input_scale, weight_scale
+    by_row = input_scale.reshape(-1, 1).expand(input.shape[0], 1).contiguous()
+    return by_row, weight_scale.reshape(1, -1).expand(1, weight.shape[1]).contiguous()
+
+
 def multiply(
     operands: ScaledOperands,
     given: AllGatherScaledMatmulArguments | ScaledMatmulReduceScatterArguments,
 ) -> Tensor:
     """The product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
     input, weight, input_scale, weight_scale, bias = operands
-    rows, columns = input.shape[0], weight.shape[1]
-    by_row = input_scale.numel() != 1 or weight_scale.numel() != 1
-    if by_row:
-        input_scale = input_scale.reshape(-1, 1).expand(rows, 1).contiguous()
-        weight_scale = weight_scale.reshape(1, -1).expand(1, columns).contiguous()
     return scaled_mm(
         input.contiguous(),
         weight,
-        input_scale,
-        weight_scale,
+        *repeated(input, weight, input_scale, weight_scale),
         bias=bias,
         out_dtype=given.out_dtype or torch.bfloat16,
         use_fast_accum=given.use_fast_accum,

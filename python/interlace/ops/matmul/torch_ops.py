@@ -29,7 +29,7 @@ from interlace.groups.groups import resolve
 from interlace.ops.collectives.records import ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from interlace.ops.matmul import block_scaled, gather, reduce
 from interlace.ops.matmul.formats import Scaled, multiply_packed
-from interlace.ops.matmul.scaled import scaled_mm
+from interlace.ops.matmul.scaled import repeated, scaled_mm
 from interlace.ops.op import shapes
 from interlace.ops.op.op import Op, Started, finish, register as register_work
 from interlace.runtime.core.communicator import Communicator
@@ -136,11 +136,13 @@ def fused_all_gather_scaled_matmul(
         dim = shapes.dimension("gather_dim", gather_dim, A.dim())
         # a list of dtypes comes as torch's numbers for them
         dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
-        blocks = block_scaled.operands((A, A_scale), list(zip(Bs, B_scales, strict=True)))
-        if blocks:
-            return _gather_blocks(communicator, blocks, dim, biases, result_scales, dtypes)
         full = [*A.shape]
         full[dim] *= communicator.world_size
+        blocks = _blocks((A, _own_scales(communicator, A, A_scale, dim, full)), Bs, B_scales)
+    block_scaled.agree_on_scales(communicator, "fused_all_gather_scaled_matmul", blocks)
+    if blocks:
+        return _gather_blocks(communicator, blocks, dim, biases, result_scales, dtypes)
+    with communicator.accepting("fused_all_gather_scaled_matmul"):
         sharded = A_scale.shape == (*A.shape[:-1], 1)
         replicated = not sharded and A_scale.numel() != 1
         if replicated and list(A_scale.shape[:-1]) != full[:-1]:
@@ -158,12 +160,34 @@ def fused_all_gather_scaled_matmul(
     options = zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True)
     products = []
     for B, B_scale, bias, result_scale, out_dtype, fast in options:
+        left = rows.flatten(0, -2)
         product: Any = scaled_mm(
-            rows.flatten(0, -2), B, scale, B_scale, bias=bias, scale_result=result_scale,
+            left, B, *repeated(left, B, scale, B_scale), bias=bias, scale_result=result_scale,
             out_dtype=out_dtype, use_fast_accum=fast,
         )  # fmt: skip
         products.append(product.unflatten(0, rows.shape[:-1]).movedim(0, dim))
     return whole, products
+
+
+def _blocks(
+    input: tuple[Tensor, Tensor], Bs: Sequence[Tensor], B_scales: Sequence[Tensor]
+) -> list[Scaled]:
+    """The block-scaled operands that these are, with scales as ``torch._scaled_mm`` takes them."""
+    weights = [
+        (B, block_scaled.plain_scales(B, scale, -2)) for B, scale in zip(Bs, B_scales, strict=True)
+    ]
+    return block_scaled.operands(input, weights)
+
+
+def _own_scales(
+    communicator: Communicator, A: Tensor, scales: Tensor, dim: int, full: Sequence[int]
+) -> Tensor:
+    """The scales of this rank's rows, of those, or of all ranks' rows, which torch takes too."""
+    if list(scales.shape[:-1]) != list(full[:-1]):
+        return block_scaled.plain_scales(A, scales, -1)
+    whole = torch.empty(full, dtype=A.dtype, device="meta")
+    plain = block_scaled.plain_scales(whole, scales, -1)
+    return plain.narrow(dim, communicator.rank * A.shape[dim], A.shape[dim])
 
 
 def _gather_blocks(
@@ -175,12 +199,13 @@ def _gather_blocks(
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, list[Tensor]]:
     """The gathered values, and the products of block-scaled operands: in fp32, then rounded once."""
-    _refuse_result_scale(*result_scales)
-    wide = [None if each is None else each.float() for each in biases]
-    call = gather.AllGatherMatmulArguments(
-        operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
-    )
-    call = block_scaled.packed(call, check_scales=True)
+    with communicator.accepting("fused_all_gather_scaled_matmul"):
+        _refuse_result_scale(*result_scales)
+        wide = [None if each is None else each.float() for each in biases]
+        call = gather.AllGatherMatmulArguments(
+            operands[0], list(operands[1:]), wide, dim, True, out_dtype=torch.float32
+        )
+        call = block_scaled.packed(call, check_scales=True)
     with comparing(("k", operands[0].shape[-1])):
         *products, rows = finish(gather.start(communicator, call))
     gathered, _ = block_scaled.with_gathered(operands[0], (rows, None))
@@ -212,7 +237,7 @@ def fused_scaled_matmul_reduce_scatter(
     communicator = _ranks(group_name, A)
     with communicator.accepting("fused_scaled_matmul_reduce_scatter"):
         scale = A_scale
-        blocks = block_scaled.operands((A, A_scale), [(B, B_scale)])
+        blocks = _blocks((A, block_scaled.plain_scales(A, A_scale, -1)), [B], [B_scale])
         if not blocks and A_scale.numel() != 1:
             if A_scale.shape[:-1] != A.shape[:-1]:
                 raise ValueError(
@@ -224,8 +249,9 @@ def fused_scaled_matmul_reduce_scatter(
             _refuse_result_scale(result_scale)
             product = _product_of_blocks(blocks[0], blocks[1], bias).to(out_dtype or torch.bfloat16)
         else:
+            left = A.flatten(0, -2).contiguous()
             product = scaled_mm(
-                A.flatten(0, -2).contiguous(), B, scale, B_scale, bias=bias,
+                left, B, *repeated(left, B, scale, B_scale), bias=bias,
                 scale_result=result_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum,
             )  # fmt: skip
         lengths = A.shape[:-1] if output_shape is None else output_shape[:-1]

@@ -1,0 +1,195 @@
+"""Matmuls that read a gathered tensor, and those whose products are reduced.
+
+A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
+
+    mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
+    addmm(bias, reshape(x), w)   a Linear
+    bmm(x, expand(w))            matmul of a batch with one weight
+    bmm(x, w)                    of a batch with a weight for every entry
+    _scaled_mm(reshape(x), w)    of matrices with scales, as the other ops of ``scales.py``
+    add(product, product)        of several matmuls what is reduced: q, k and v in a backward
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from interlace.compile.graph_nodes import (
+    RESHAPES,
+    SAME_BITS,
+    Unfit,
+    arguments,
+    aten,
+    chain_of_reshapes,
+    is_call,
+    same,
+    shape,
+    static,
+    through_reshapes,
+    value,
+)
+from interlace.compile.scales import Scales, result_of, scaled_call, scaled_operands
+
+
+@dataclass(frozen=True)
+class GraphProduct:
+    """``left @ right + bias + added``, ``right`` ``(k, n)``; a ``batch`` of them in a dim before, or 0."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
+    scales: Scales | None = None
+    batch: int = 0
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """A key that products must share to share a fused op."""
+        if self.scales is None:
+            return (self.batch,)
+        return self.scales.left, self.scales.out_dtype, self.scales.fast, self.scales.format
+
+    @property
+    def blocks(self) -> str:
+        """The format of its operands, if they are block-scaled."""
+        return "" if self.scales is None else self.scales.format
+
+    @property
+    def _weight_shape(self) -> list[Any]:
+        """In numbers, ``(k, n)``."""
+        inner, columns = shape(self.right)[-2:]
+        if self.scales is not None and self.scales.weight_by_rows:
+            inner, columns = columns, inner
+        return [inner * self.scales.kind.packed if self.blocks else inner, columns]  # type: ignore[union-attr]
+
+    @property
+    def inner(self) -> int:
+        return int(self._weight_shape[0])
+
+    @property
+    def columns(self) -> int:
+        return int(self._weight_shape[1])
+
+
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def is_matmul(node: fx.Node) -> bool:
+    return is_call(node, *MATMULS) or scaled_call(node) is not None
+
+
+def product_at(node: fx.Node) -> GraphProduct:
+    """The product that ``node`` is; raises :class:`Unfit`."""
+    bias: fx.Node | None = None
+    added: fx.Node | None = None
+    if is_call(node, aten.mm.default):
+        left, right = arguments(node)
+    elif is_call(node, aten.addmm.default):
+        bias, left, right = arguments(node)
+        if node.kwargs:
+            raise Unfit("addmm with a scaled bias")
+        if shape(bias) != shape(right)[1:]:
+            bias, added = None, bias
+    elif is_call(node, aten.bmm.default):
+        left, right = arguments(node)
+        right = _expanded_weight(right) or right
+    elif (call := scaled_call(node)) is not None:
+        result = result_of(call)
+        if result is None:
+            raise Unfit("its product is read by nobody")
+        left, right, bias, scales = scaled_operands(call)
+        return GraphProduct(result, left, right, bias, scales=scales)
+    else:
+        raise Unfit(f"{node.target} is no matmul")
+    if not static(*shape(right)):
+        raise Unfit("the weight has a symbolic shape")
+    dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
+    if len(dtypes) != 1:
+        raise Unfit("input, weight and bias differ in dtype")
+    batch = shape(right)[0] if value(right).dim() == 3 else 0
+    return GraphProduct(node, left, right, bias, added, batch=batch)
+
+
+def _expanded_weight(node: fx.Node) -> fx.Node | None:
+    """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
+    wanted = shape(node)
+    while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
+        node = arguments(node)[0]
+    if not is_call(node, aten.expand.default):
+        return None
+    source = arguments(node)[0]
+    if is_call(source, aten.unsqueeze.default, *RESHAPES) and shape(source)[:-2] == [1]:
+        source = arguments(source)[0]
+    return source if shape(source) == wanted[1:] else None
+
+
+def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
+    """The products whose rows ``gathered`` are; and matmuls that read it otherwise, with why."""
+    products, others = [], []
+    summed = "the gathered dimension is summed over"
+    for source in chain_of_reshapes(gathered, *SAME_BITS):
+        for user in source.users:
+            if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int):
+                others += [(each, summed) for each in user.users if is_matmul(each)]
+            if not is_matmul(user):
+                continue
+            try:
+                product = product_at(user)
+                if product.scales is not None and product.scales.left is source:
+                    raise Unfit("the gathered tensor has the scales of a matmul")
+                if product.left is not source:
+                    raise Unfit("the gathered tensor is the weight")
+                if not product.blocks and value(source).dtype != value(gathered).dtype:
+                    raise Unfit("the gathered bytes are read as another dtype")
+                if product.right is source:
+                    raise Unfit("the gathered tensor is multiplied with itself")
+                products.append(product)
+            except Unfit as error:
+                others.append((user, str(error)))
+    return products, others
+
+
+def terms(reduced: fx.Node) -> list[GraphProduct]:
+    """The products whose sum ``reduced`` is, and which nothing else reads; raises :class:`Unfit`."""
+    inside, passed = through_reshapes(reduced)
+    for each in (*passed, inside):
+        if each is not reduced and len(each.users) != 1:
+            raise Unfit("the product is read by others too")
+    if is_call(inside, aten.add.Tensor) and not inside.kwargs:
+        found: list[GraphProduct] = []
+        for side in arguments(inside):
+            if not isinstance(side, fx.Node) or value(side) is None:
+                raise Unfit("what is reduced is no matmul: add")
+            if shape(side) != shape(inside):
+                raise Unfit("a term of the sum is broadcast")
+            if len(side.users) != 1:
+                raise Unfit("a term of the sum is read by others too")
+            found += terms(side)
+        if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
+            raise Unfit("a sum of scaled or batched matmuls")
+        return found
+    if is_call(inside, aten.mul.Tensor):
+        return [_multiplied(inside)]
+    if not is_matmul(inside):
+        name = getattr(inside.target, "__name__", inside.target)
+        raise Unfit(f"what is reduced is no matmul: {name}")
+    product = product_at(inside)
+    if product.added is not None:
+        raise Unfit("addmm with a two-dimensional bias")
+    return [product]
+
+
+def _multiplied(node: fx.Node) -> GraphProduct:
+    """A product times a number, as of torchao's NVFP4: the scale of its whole tensors; raises Unfit."""
+    for one, number in (node.args, node.args[::-1]):
+        if not isinstance(one, fx.Node) or not isinstance(number, fx.Node):
+            continue
+        if is_matmul(one) and len(one.users) == 1 and same([value(number).numel()], [1]):
+            product = product_at(one)
+            scales = product.scales
+            if scales is not None and scales.format and product.bias is None:
+                whole = (*scales.whole, number)
+                return replace(product, scales=replace(scales, whole=whole))
+    raise Unfit("what is reduced is no matmul: mul.Tensor")

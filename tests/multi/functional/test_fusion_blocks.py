@@ -1,0 +1,449 @@
+"""The fusion pass on block-scaled operands, in graphs as torchao's and vLLM's: the results of the ops."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import interlace
+import interlace.compile
+from interlace.ops.matmul.formats import Scaled, quantize, swizzled
+from multi.functional.fusion_patterns import Tensor, fused, gathered, scattered, total
+from multi.process_group.backend_ranks import world
+from ranks import ranks
+from stand_ins.models import block_ops, vllm_ops
+from tiers import thorough
+
+E8M0, E4M3, FP4 = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float4_e2m1fn_x2
+BYTES = torch.uint8
+ROWS, INNER, COLUMNS = 12, 256, 32
+GATHER, SCATTER, REDUCE = (
+    f"block_scaled_{name}"
+    for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+)
+
+
+def numbers(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def shard(name: Any, rows: int = ROWS, whole: Tensor | None = None) -> Scaled:
+    return quantize(numbers(rows, INNER, dist.get_rank()), name, whole=whole)
+
+
+def weight(name: Any, seed: int = 9, **how: Any) -> Scaled:
+    return quantize(numbers(COLUMNS, INNER, seed), name, **how)
+
+
+def gathered_bytes(x: Tensor) -> Tensor:
+    return gathered(x.view(BYTES)).view(x.dtype)
+
+
+def of_vllm(x: Tensor) -> Tensor:
+    made: Tensor = torch.ops.vllm.all_gather(x, 0, dist.get_world_size(), "tp:0")
+    return made
+
+
+Made = tuple[Callable[..., Any], tuple[Any, ...], Any]
+"""A function, its arguments, and what it has to return."""
+
+
+def plain(x: Scaled, w: Scaled, **how: Any) -> Any:
+    return interlace.all_gather_matmul(x, w.t(), **how)  # type: ignore[arg-type]
+
+
+def mxfp8_of_torchao() -> Made:
+    """``MXTensor``: scales are gathered plain, and swizzled for the matmul."""
+
+    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
+        return torch._scaled_mm(
+            gathered_bytes(q), w.t(), blocked, w_scales, out_dtype=torch.bfloat16
+        )
+
+    x, w = shard("mxfp8"), weight("mxfp8")
+    return layer, (x.values, x.scales, w.values, swizzled(w.scales)), plain(x, w)
+
+
+def two_readers() -> Made:
+    """A bias, and the gathered values for themselves."""
+
+    def layer(
+        q: Tensor, s: Tensor, w: Tensor, t: Tensor, v: Tensor, u: Tensor, bias: Tensor
+    ) -> Any:
+        whole = gathered_bytes(q)
+        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
+        how: Any = {"out_dtype": torch.bfloat16}
+        one = torch._scaled_mm(whole, w.t(), blocked, t, **how)
+        other = torch._scaled_mm(whole, v.t(), blocked, u, bias=bias, **how)
+        return one, other, whole.view(BYTES)
+
+    x, w, v = shard("mxfp8"), weight("mxfp8"), weight("mxfp8", 8)
+    bias = torch.arange(COLUMNS).bfloat16()
+    weights: Any = [w.t(), v.t()]
+    made: Any = interlace.all_gather_matmul(x, weights, bias=[None, bias], return_gathered=True)
+    given = (x.values, x.scales, w.values, swizzled(w.scales), v.values, swizzled(v.scales), bias)
+    return layer, given, (*made[1], made[0].values.view(BYTES))
+
+
+def mxfp4_of_torchao() -> Made:
+    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        blocked = block_ops.to_blocked(gathered(s.view(BYTES))).view(E8M0)
+        recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+        return F.scaled_mm(
+            gathered(q).view(FP4),
+            w.view(FP4).t(),
+            blocked,
+            recipe,
+            w_scales,
+            recipe,
+            swizzle,
+            swizzle,
+        )
+
+    # of more numbers along k torch's shapes of scales are those of half as many
+    x = quantize(numbers(ROWS, 128, dist.get_rank()), "mxfp4")
+    w = quantize(numbers(COLUMNS, 128, 9), "mxfp4")
+    return (
+        layer,
+        (x.values.view(BYTES), x.scales, w.values.view(BYTES), swizzled(w.scales)),
+        plain(x, w),
+    )
+
+
+def nvfp4_of_torchao() -> Made:
+    """``nvfp4_col_parallel_mm``: swizzled scales are gathered, in tiles."""
+
+    def layer(
+        q: Tensor, s: Tensor, one: Tensor, w: Tensor, w_scales: Tensor, other: Tensor
+    ) -> Tensor:
+        scales = gathered(s.view(BYTES)).view(E4M3).flatten()
+        recipe: Any = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+        swizzle: Any = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+        pairs: Any = [scales, one], recipe, [w_scales, other], recipe, swizzle, swizzle
+        return F.scaled_mm(gathered(q).view(FP4), w.view(FP4).t(), *pairs)
+
+    one, other = torch.tensor(0.5), torch.tensor(2.0**-6)
+    x, w = shard("nvfp4", 128, one), weight("nvfp4", whole=other)
+    tiles = swizzled(x.scales).view(1, INNER // 64, 32, 16)
+    given = x.values.view(BYTES), tiles, one, w.values.view(BYTES), swizzled(w.scales), other
+    return layer, given, plain(x, w)
+
+
+def blocks_of_torchao() -> Made:
+    """Columns of scales, as cuBLAS wants them; those of the weight are padded."""
+
+    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        scales = gathered(s).t().contiguous().t()
+        recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        return F.scaled_mm(gathered_bytes(q), w.t(), scales, recipes[0], w_scales, recipes[1])
+
+    x = shard("fp8_block128")
+    w = quantize(numbers(256, INNER, 9), "fp8_block128", weight=True)
+    padded = torch.ones(2, 4)
+    padded[:, :2] = w.scales
+    return layer, (x.values, x.scales, w.values, padded.t()), plain(x, w)
+
+
+def blocks_of_dtensor() -> Made:
+    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        op = torch.ops.torchao.blockwise_scaled_mm
+        return op(gathered_bytes(q), w.t(), gathered(s), 4, w_scales.t(), 5, torch.bfloat16)  # type: ignore[no-any-return]
+
+    x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
+    return layer, (x.values, x.scales, w.values, w.scales), plain(x, w)
+
+
+def quantized_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(len(x), x.shape[1] // 128)
+    torch.ops._C.per_token_group_fp8_quant(x, q, s, 128, 1e-10, -448.0, 448.0, False, False, False)
+    return q, s
+
+
+def by_op(name: str) -> Callable[[], Made]:
+    def groups_of_vllm() -> Made:
+        def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+            q, s = map(of_vllm, quantized_groups(x))
+            if name == "cutlass_scaled_mm":
+                out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
+                torch.ops._C.cutlass_scaled_mm(out, q, w.t(), s, w_scales.t(), None)
+                return out
+            if name == "fp8_gemm_nt_op":
+                out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
+                torch.ops.vllm.fp8_gemm_nt_op(q, s, w, w_scales, out, False)
+                return out
+            op = getattr(torch.ops.vllm, name)
+            return op(q, w, s, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+
+        x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
+        return layer, (x, w.values, w.scales), plain(quantize(x, "fp8_block128"), w)
+
+    return groups_of_vllm
+
+
+def nvfp4_of_vllm(flashinfer: bool, rows: int) -> Callable[[], Made]:
+    """``flashinfer``: its op, with a weight and scales that are transposed views."""
+
+    def of_op() -> Made:
+        def layer(
+            x: Tensor, of_input: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor
+        ) -> Tensor:
+            q, s = torch.ops._C.scaled_fp4_quant(x, of_input, True)
+            q, s = of_vllm(q), of_vllm(s).view(E4M3)
+            if flashinfer:
+                scales = s.view(BYTES), w_scales.view(BYTES).t()
+                about = alpha, torch.bfloat16, False, "cutlass"
+                return torch.ops.vllm.flashinfer_mm_fp4(q, w.t(), *scales, *about)  # type: ignore[no-any-return]
+            out = x.new_empty(len(q), len(w), dtype=torch.bfloat16)
+            torch.ops._C.cutlass_scaled_fp4_mm(out, q, w, s, w_scales, alpha)
+            return out
+
+        x, rank = numbers(rows, INNER, dist.get_rank()), dist.get_rank()
+        of_input = torch.tensor(64.0)
+        # weights of ranks, and so the alphas that multiply all rows, differ
+        w = quantize(numbers(128, INNER, 9), "nvfp4", whole=torch.tensor(2.0**-7 * (1 + rank)))
+        assert w.whole is not None
+        input = quantize(x, "nvfp4", whole=1 / of_input)
+        scales = swizzled(w.scales).view(128, -1)
+        given = x, of_input, w.values.view(BYTES), scales, w.whole / of_input
+        return layer, given, plain(input, w)
+
+    return of_op
+
+
+def scattered_groups(reduction: str) -> Callable[[], Made]:
+    def of_reduction() -> Made:
+        def layer(x: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+            q, s = quantized_groups(x)
+            op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+            product = op(q, w, s, w_scales, [128, 128], torch.bfloat16)
+            return scattered(product) if reduction == "scatter" else total(product) * 1
+
+        x, w = numbers(ROWS, INNER, dist.get_rank()), weight("fp8_block128", weight=True)
+        form = (
+            interlace.matmul_reduce_scatter
+            if reduction == "scatter"
+            else interlace.matmul_all_reduce
+        )
+        right: Any = form(quantize(x, "fp8_block128"), w.t())  # type: ignore[operator]
+        return layer, (x, w.values, w.scales), right
+
+    return of_reduction
+
+
+def scattered_mxfp8() -> Made:
+    """Scales of the own product, which come swizzled."""
+
+    def layer(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+        how: Any = {"out_dtype": torch.bfloat16}
+        return scattered(
+            torch._scaled_mm(
+                q, w.t(), block_ops.to_blocked(s.view(BYTES)).view(E8M0), w_scales, **how
+            )
+        )
+
+    x, w = shard("mxfp8"), weight("mxfp8")
+    right = interlace.matmul_reduce_scatter(x, w.t())
+    return layer, (x.values, x.scales, w.values, swizzled(w.scales)), right
+
+
+def nvfp4_scattered() -> Made:
+    """``NVFP4Tensor``: the scales of both whole tensors multiply the product, behind the matmul."""
+
+    def layer(
+        q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, one: Tensor, other: Tensor
+    ) -> Tensor:
+        blocked = block_ops.to_blocked(s.view(BYTES)).view(E4M3)
+        factors = q.view(FP4), w.view(FP4).t(), blocked, w_scales
+        product = torch._scaled_mm(*factors, out_dtype=torch.bfloat16)
+        return scattered(product * (one * other).to(torch.bfloat16))
+
+    one, other = torch.tensor(0.5), torch.tensor(2.0**-6)
+    x, w = shard("nvfp4", whole=one), weight("nvfp4", whole=other)
+    right = interlace.matmul_reduce_scatter(x, w.t())
+    given = x.values.view(BYTES), x.scales, w.values.view(BYTES), swizzled(w.scales), one, other
+    return layer, given, right
+
+
+def rows_of_cutlass() -> Made:
+    """A scale for each row, which is no block."""
+
+    def layer(q: Tensor, s: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        out = q.new_empty(len(q) * dist.get_world_size(), len(w), dtype=torch.bfloat16)
+        torch.ops._C.cutlass_scaled_mm(out, of_vllm(q), w.t(), of_vllm(s), t, None)
+        return out
+
+    q, s = quantize(numbers(ROWS, 128, dist.get_rank()), "fp8_block128").values, torch.ones(ROWS, 1)
+    w, t = quantize(numbers(COLUMNS, 128, 9), "fp8_block128").values, torch.ones(1, COLUMNS)
+    right: Any = interlace.functional.all_gather_scaled_matmul(q, w.t(), s, t)
+    return layer, (q, s, w, t), interlace.functional.wait(right)
+
+
+OPERANDS = "its operands are "
+ALONG = (GATHER, ("scales, which travel with the rows",))
+
+
+def both(name: str, op: str = GATHER) -> list[tuple[str, tuple[str, ...]]]:
+    return [(op, (OPERANDS + name,)), ALONG] if op == GATHER else [(op, (OPERANDS + name,))]
+
+
+ROWWISE = "all_gather_matmul"
+CASES: dict[str, tuple[Callable[[], Made], list[tuple[str, tuple[str, ...]]]]] = {
+    "mxfp8 of torchao": (mxfp8_of_torchao, both("mxfp8")),
+    "two readers": (two_readers, both("mxfp8")),
+    "blocks of DTensor": (blocks_of_dtensor, both("fp8_block128")),
+    **{
+        name: (by_op(name), both("fp8_block128"))
+        for name in (
+            *("w8a8_triton_block_scaled_mm_func", "padded_cutlass", "fp8_gemm_nt_op"),
+            "cutlass_scaled_mm",
+        )
+    },
+    "nvfp4 of vLLM": (nvfp4_of_vllm(False, 128), both("nvfp4")),
+    "nvfp4 of FlashInfer": (nvfp4_of_vllm(True, 128), both("nvfp4")),
+    "groups, scattered": (scattered_groups("scatter"), both("fp8_block128", SCATTER)),
+    "groups, all-reduced": (scattered_groups("all"), both("fp8_block128", REDUCE)),
+    "mxfp8, scattered": (scattered_mxfp8, both("mxfp8", SCATTER)),
+    "nvfp4, scattered": (nvfp4_scattered, both("nvfp4", SCATTER)),
+    "rows of cutlass": (
+        rows_of_cutlass,
+        [(ROWWISE, ()), (ROWWISE, ("scales, which travel with the rows",))],
+    ),
+}
+if hasattr(F, "scaled_mm"):
+    CASES |= {
+        "mxfp4 of torchao": (mxfp4_of_torchao, both("mxfp4")),
+        "nvfp4 of torchao": (nvfp4_of_torchao, both("nvfp4")),
+        "blocks of torchao": (blocks_of_torchao, both("fp8_block128")),
+    }
+
+
+@contextlib.contextmanager
+def with_stand_ins(path: Path) -> Iterator[None]:
+    vllm_ops.define()
+    block_ops.define()
+    with world(path / "store"):
+        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
+        yield
+
+
+def listed(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
+
+
+# Not MX formats: on a CPU Inductor has no code for the dtype of their scales.
+BY_INDUCTOR = "cutlass_scaled_mm", "groups, scattered", "nvfp4 of vLLM"
+
+
+@thorough
+@pytest.mark.parametrize(
+    ("codegen", "names"),
+    [("aot_eager", tuple(CASES)), ("inductor", BY_INDUCTOR)],
+    ids=["all", "Inductor"],
+)
+@ranks()
+def test_graphs_of_torchao_and_vllm(tmp_path: Path, codegen: str, names: tuple[str, ...]) -> None:
+    with with_stand_ins(tmp_path):
+        for name in names:
+            make, expected = CASES[name]
+            layer, given, right = make()
+            compiled, reports = fused(layer, codegen)
+            found = compiled(*given)
+            (report,) = reports
+            made = sorted((c.op, c.notes) for c in report.candidates)
+            assert made == sorted(expected), (name, str(report))
+            assert all(c.fused for c in report.candidates), (name, str(report))
+            for one, other in zip(listed(found), listed(right), strict=True):
+                assert torch.equal(one, other), name
+
+
+# -- what is left as it is, and why --------------------------------------------------------------------
+
+
+def scales_of_all(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    """The scales are there without a gather of their own."""
+    whole = torch.cat([s] * dist.get_world_size())
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def other_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    """Scales that are not those of the rows that they are used for."""
+    whole = of_vllm(s).flip(0)
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def in_another_order(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    """The same, by ops that only move numbers."""
+    first, *others = of_vllm(s).chunk(dist.get_world_size())
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    whole = torch.cat([*others, first])
+    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def quantized_after(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    whole = of_vllm(q.bfloat16())
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    return op(*quantized_groups(whole)[:1], w, of_vllm(s), w_scales, [128, 128], torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def scales_for_more(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Others read the gathered scales, too, so their gather stays beside the fused one."""
+    whole = of_vllm(s)
+    op = torch.ops.vllm.w8a8_triton_block_scaled_mm_func
+    return op(of_vllm(q), w, whole, w_scales, [128, 128], torch.bfloat16), whole * 2
+
+
+def other_numbers(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor) -> Tensor:
+    """A matmul of floats, which were gathered as ints."""
+    return of_vllm(s.view(torch.int32)).view(torch.float32) @ w_scales.t()
+
+
+NOT_GATHERED = "its scales are not gathered as the rows are"
+LEFT: dict[Callable[..., Any], tuple[str, int]] = {
+    scales_of_all: (NOT_GATHERED, 0),
+    other_order: (NOT_GATHERED, 0),
+    in_another_order: (NOT_GATHERED, 0),
+    other_numbers: ("the gathered bytes are read as another dtype", 0),
+    quantized_after: ("no matmul reads the gathered tensor", 0),
+    scales_for_more: ("the gathered tensor has the scales of a matmul", 1),
+}
+
+
+@thorough
+@ranks()
+def test_what_is_left_is_said(tmp_path: Path) -> None:
+    with with_stand_ins(tmp_path):
+        x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
+        given = x.values, x.scales, w.values, w.scales
+        for layer, (reason, count) in LEFT.items():
+            compiled, reports = fused(layer)
+            found = compiled(*given)
+            (report,) = reports
+            assert len(report.fused) == count, str(report)
+            assert reason in {c.reason for c in report.candidates}, str(report)
+            for one, other in zip(listed(found), listed(layer(*given)), strict=True):
+                torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-4)
+
+
+def tiles_of_8x4(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor) -> Tensor:
+    group: Any = {"group": interlace.GroupSpec("tp", 2)}
+    q, s = (interlace.functional.all_gather(each, **group) for each in (q, s))
+    about = alpha, torch.bfloat16, True, "trtllm"
+    return torch.ops.vllm.flashinfer_mm_fp4(q, w.t(), s, w_scales.t(), *about)  # type: ignore[no-any-return]
+
+
+def test_explain_needs_no_ranks() -> None:
+    """And a layout of scales that no op of interlace reads is named."""
+    block_ops.define()
+    x, w = (quantize(numbers(128, INNER, seed), "nvfp4") for seed in (1, 2))
+    scales = (swizzled(each.scales).view(128, -1).view(BYTES) for each in (x, w))
+    given = x.values.view(BYTES), next(scales), w.values.view(BYTES), next(scales), torch.ones(())
+    found = interlace.compile.explain(tiles_of_8x4, *given, policy="always")
+    assert "its scales are in tiles of 8 x 4" in {each.reason for each in found.candidates}
