@@ -127,7 +127,7 @@ def test_wrong_operands_are_refused_on_all_ranks() -> None:
     interlace.run(call, 2)
 
 
-def test_weights_of_tokens_learn() -> None:
+def test_weights_of_tokens_learn_by_the_eager_op() -> None:
     """The gradient of a token's weight is its row's product with the gradient of the sum."""
 
     def call() -> None:
@@ -135,18 +135,18 @@ def test_weights_of_tokens_learn() -> None:
         x, w = made("mxfp8", 2, INNER, seed=rank), weights("mxfp8", 1, 3 + rank)
         chosen, grad = torch.tensor([[0], [1]]), torch.randn(2, COLUMNS)
         share = torch.ones(2, 1, requires_grad=True)
-        received, handle = functional.dispatch(x, chosen, share, 2)
+        received, handle = interlace.experts.dispatch(x, chosen, share, 2)
         rows: Any = received.x
         how: Any = {"out_dtype": torch.float32}
-        functional.grouped_matmul_combine(rows, w, handle, **how).backward(grad)
-        alone = interlace.grouped_matmul_combine(
-            rows, w, handle, torch.tensor([[0], [1]]), torch.ones(2, 1), **how
-        )
-        right = (alone * grad).sum(1, keepdim=True)
-        torch.testing.assert_close(share.grad, right)
-        learning = torch.ones(2, 1, requires_grad=True)
-        eager = interlace.grouped_matmul_combine(rows, w, handle, chosen, learning, **how)
-        eager.backward(grad)
-        torch.testing.assert_close(learning.grad, right)
+        given = rows, w, handle, chosen
+        alone = interlace.grouped_matmul_combine(*given, torch.ones(2, 1), **how)
+        interlace.grouped_matmul_combine(*given, share, **how).backward(grad)
+        torch.testing.assert_close(share.grad, (alone * grad).sum(1, keepdim=True))
+        with pytest.raises(
+            RuntimeError, match=r"has no gradient of topk_weights; interlace\.grouped"
+        ):
+            functional.grouped_matmul_combine(*given, share)
+        with torch.no_grad():
+            same(functional.grouped_matmul_combine(*given, share, **how), alone)
 
     interlace.run(call, 2)

@@ -60,9 +60,8 @@ def with_format(op: Op) -> Op:
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
-    gradient = op.gradient if "topk_weights" in op.kinds else None  # which may require one
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=gradient, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -251,7 +250,13 @@ def packed_by_functional(
     if not any(isinstance(getattr(given, name, None), Scaled) for name in FACTORS):
         return op, given, contextlib.nullcontext()
     known = not traced()
+    learning = getattr(given, "topk_weights", None)
     try:
+        if torch.is_grad_enabled() and learning is not None and learning.requires_grad:
+            raise RuntimeError(
+                f"functional.{op} of block-scaled operands has no gradient of topk_weights; interlace.{op} "
+                "has one"
+            )
         made = packed(given, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
         refuse(op, group, tag, error)
