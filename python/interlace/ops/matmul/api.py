@@ -67,6 +67,7 @@ def all_gather_matmul(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
     """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
 
@@ -101,8 +102,9 @@ def all_gather_matmul(
     [tensor(128.), tensor(128.)]
     """
     given = gather.AllGatherMatmulArguments(
-        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
-    )
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation,
+        format=format or "",
+    )  # fmt: skip
     communicator = resolve(group)
     given, terms = block_scaled.taken(communicator, gather.OP, given)
     learning = requires_gradients(given.input, given.weights, bias)
@@ -128,6 +130,7 @@ def matmul_reduce_scatter(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
@@ -177,7 +180,7 @@ def matmul_reduce_scatter(
     """
     given = ReductionArguments(  # by position, for names take twice the time
         input, weight, bias, residual, None, None, reduce_op, scatter_dim, None, algorithm, out_dtype,
-        "", 0.0, "", gather_normed, activation,
+        "", 0.0, "", gather_normed, activation, format or "",
     )  # fmt: skip
     return run_reduction(SCATTER, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
@@ -196,6 +199,7 @@ def matmul_all_reduce(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
@@ -213,7 +217,7 @@ def matmul_all_reduce(
     """
     given = ReductionArguments(
         input, weight, bias, residual, None, None, reduce_op, None, None, algorithm, out_dtype,
-        "", 0.0, "", False, activation,
+        "", 0.0, "", False, activation, format or "",
     )  # fmt: skip
     return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
@@ -370,8 +374,9 @@ def _recorded_gather(
         names = checks.activations(given.activation, count, several)
     asked, learning = given.return_gathered, requires_gradients(given.weights)
     plain = dataclasses.replace(
-        given, activation=None, recorded=True, return_gathered=asked or learning
-    )
+        given, activation=None, recorded=True,
+        return_gathered=asked or (learning and not given.format),
+    )  # fmt: skip
 
     def results(given: gather.AllGatherMatmulArguments, made: Any) -> Any:
         outputs, lengths = made or (None, None)
@@ -383,9 +388,12 @@ def _recorded_gather(
         result = done if several else done[0]
         return (outputs[count], result) if asked else result
 
-    run = functools.partial(gather.gather_matmul, communicator)
+    def run(given: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
+        return gather.gather_matmul(communicator, in_format(given), async_op=async_op)
+
     how: Any = {"results": results, "look": seen_not_by_modes}
-    return run_recorded(gather.ALL_GATHER_MATMUL, communicator, plain, run, finish, async_op, **how)
+    op = block_scaled.op_of(gather.OP, given.format)
+    return run_recorded(op, communicator, plain, run, finish, async_op, **how)
 
 
 def _recorded_reduction(
@@ -397,13 +405,13 @@ def _recorded_reduction(
     plain = dataclasses.replace(given, activation=None)
     with communicator.accepting(given.op):
         name = checks.activation("activation", given.activation)
-        if name and given.kind:
+        if (name or given.format) and given.kind:
             if given.quantize:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
             terms = norms.NormedReduce(communicator, given).more_terms
             nothing: Any = dict.fromkeys(("residual", "norm_weight", "norm_bias"))
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
-    op = OPS[norms.full_name(plain) if plain.kind else plain.op]
+    op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
 
     def results(given: ReductionArguments, made: Any) -> Any:
         outputs = norms.listed(made) if given.kind and made else [made]
@@ -417,10 +425,17 @@ def _recorded_reduction(
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 
-    run = functools.partial(norms.FORMS[plain.op], communicator)
+    def run(given: ReductionArguments, async_op: bool) -> Any:
+        return norms.FORMS[given.op](communicator, in_format(given), async_op=async_op)
+
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
         return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
+
+
+def in_format(given: Any) -> Any:
+    """A record as the kernels take it: with packed rows, if it has a format."""
+    return block_scaled.quantized(given) if given.format else given
 
 
 def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:

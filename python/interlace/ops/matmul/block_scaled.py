@@ -4,6 +4,17 @@ A matrix in a block-scaled format is packed: in bytes, each row's values and the
 ``formats.py``. So what moves rows moves their scales under the same signal, and an op has one argument
 more, ``format``. Scales are not swizzled, so shards may be of any length. A row is padded to a multiple of
 128 numbers, and to one of 16 bytes.
+
+Operands that are floats are quantised by the op, in the format that it is told; then it has a gradient.
+With an input x, a weight w and the gradient dy of their product, three matmuls have six operands, each in
+blocks along the dimension that is summed::
+
+    y = x @ w           x along k, w along k
+    dx = dy @ w.T       dy along n, w along n
+    dw = x.T @ dy       x along rows, dy along rows
+
+So what autograd saves are the floats. Of rows that are gathered for ``dw`` each rank quantises its own, and
+sends bytes: a block never has rows of two ranks. The other factor, which a rank has whole, is cut likewise.
 """
 
 import contextlib
@@ -18,18 +29,33 @@ from interlace.ops.matmul.formats import (
     E4M3,
     E5M2,
     E8M0,
+    FORMATS,
     Scaled,
     format_named,
+    multiply_packed,
     packed_rows,
     quantize,
     unpacked_rows,
 )
-from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
-from interlace.ops.op.recording import ContinuedWork
+from interlace.ops.op.op import (
+    EXAMPLES,
+    OPS,
+    Example,
+    Op,
+    OpGradient,
+    Setting,
+    Started,
+    constant,
+    names_of_tensors,
+    tensors,
+)
+from interlace.ops.op.recording import ContinuedWork, call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
 
 FACTORS = ("input", "weight", "weights")
+OF_EXPERTS = ("input_splits", "home_splits")
+"""Arguments of ops that have a weight for each expert."""
 
 
 def _refuse(*_: Any) -> Any:
@@ -38,20 +64,59 @@ def _refuse(*_: Any) -> Any:
 
 def with_format(op: Op) -> Op:
     """The op of block-scaled operands: the same with a ``format``."""
+    if f"block_scaled_{op.name}" in OPS:
+        return OPS[f"block_scaled_{op.name}"]  # type: ignore[no-any-return]
     without = [name for name in op.without if name != "format"]
+    quantises = not set(op.kinds) & set(OF_EXPERTS)
+
+    def packed_record(given: Any) -> Any:
+        return quantized(given) if quantises else given
 
     def start(communicator: Communicator, given: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
             format_named(given.format)
-        return op.start(communicator, given, **out)
+            made = packed_record(given)
+        with contextlib.nullcontext() if made is given else comparing(("k", given.input.shape[-1])):
+            return op.start(communicator, made, **out)
+
+    def outputs(given: Any, size: Any) -> Any:
+        return op.outputs(packed_record(given), size)
+
+    def reference(ranks: Sequence[Any], size: int) -> list[list[torch.Tensor]]:
+        return op.reference([*map(packed_record, ranks)], size)
 
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference, without=without,
+        gradient=_once(op.gradient) if quantises and op.gradient else None, variants=(),
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
+
+
+def op_of(name: str, format: str) -> Op:
+    """The op of that name, or with a format the one of block-scaled operands."""
+    op: Op = OPS[name]
+    return with_format(op) if format else op
+
+
+def call_in(format: str, name: str, *arguments: Any) -> Any:
+    """Call an op, or with a format the one of block-scaled operands; the last arguments are the group."""
+    *own, size, group = arguments
+    of_format = [format] if format else []
+    return call(op_of(name, format).name, *own, *of_format, size, group)
+
+
+def _once(gradient: OpGradient) -> OpGradient:
+    """The gradient, which has none itself."""
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of products in a block-scaled format have no gradients")
+        return gradient.backward(ctx, grad)
+
+    return gradient._replace(backward=backward)
 
 
 def _packed_example(make: Example, weight: bool) -> Example:
@@ -125,22 +190,50 @@ def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
 def taken(communicator: Communicator, op: str, given: Any) -> tuple[Any, Any]:
     """The record ``given``, with packed operands if they are block-scaled, and a block that compares k.
 
-    ValueError or TypeError on all ranks if an operand is wrong.
+    Operands that are to be quantised, and whose gradients are recorded, stay as they are. ValueError or
+    TypeError on all ranks if an operand is wrong.
     """
-    if not are_scaled(*[getattr(given, name, None) for name in FACTORS]):
+    if not are_formatted(given):
         return given, contextlib.nullcontext()
     with communicator.accepting(op):
         made = packed(given, check_scales=True)
+        made = made if learns(made) else quantized(made)
     return made, comparing(("k", given.input.shape[-1]))
 
 
-def packed(given: Any, *, check_scales: bool) -> Any:
-    """A record of an op with the packed rows of its block-scaled operands, and their format."""
+def are_formatted(given: Any) -> bool:
+    """Whether the operands of a record are block-scaled, or are to be."""
+    asked = getattr(given, "format", "")
+    return bool(asked) or are_scaled(*[getattr(given, name, None) for name in FACTORS])
+
+
+def learns(given: Any) -> bool:
+    """Whether autograd is to know of a call with this record."""
+    every = tensors([getattr(given, name) for name in names_of_tensors(type(given))])
+    return torch.is_grad_enabled() and any(each.requires_grad for each in every)
+
+
+def _factors(given: Any) -> tuple[str, bool, list[Any]]:
+    """The name of the weights of a record, whether they are several, and the input and each of them."""
     name = "weights" if hasattr(given, "weights") else "weight"
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
-    by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
-    operands = [given.input, *(weights if several else [weights])]
+    return name, several, [given.input, *(weights if several else [weights])]
+
+
+def packed(given: Any, *, check_scales: bool) -> Any:
+    """A record of an op with the packed rows of its block-scaled operands, and their format.
+
+    If a format is asked for, and all operands are floats, they stay as they are, for the op quantises them.
+    """
+    name, several, operands = _factors(given)
+    by_expert = any(hasattr(given, each) for each in OF_EXPERTS)
+    if given.format:
+        operands = _formatted(given, operands)
+        if not are_scaled(*operands):
+            return given
+        if isinstance(given.input, torch.Tensor):
+            given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
     for index, each in enumerate(operands):
         each_name = f"weight[{index - 1}]" if several else "weight"
         _check(operands[0], each, each_name, index, by_expert)
@@ -156,6 +249,73 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     input, *rows = map(packed_rows, operands)
     values = {"input": input, name: rows if several else rows[0], "format": operands[0].format}
     return dataclasses.replace(given, **values)
+
+
+def _formatted(given: Any, operands: list[Any]) -> list[Any]:
+    """The operands of a call with ``format``: if some are block-scaled, the others are quantised."""
+    kind = format_named(given.format)
+    if getattr(given, "return_gathered", False):
+        raise ValueError(
+            "return_gathered gives what travels, which with format= is block-scaled: pass "
+            f"interlace.quantize(input, {kind.name!r}) without format="
+        )
+    if not are_scaled(*operands):
+        _check_numbers(given)
+        return operands
+    input, *weights = operands
+    made = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
+    for weight in weights:
+        made.append(weight if isinstance(weight, Scaled) else _as_weight(weight, kind.name))
+    if made[0].format != kind.name:
+        raise ValueError(f"format is {kind.name!r}, input is in {made[0].format}")
+    return made
+
+
+def _check_numbers(given: Any) -> None:
+    name, several, (input, *weights) = _factors(given)
+    for index, weight in enumerate(weights):
+        each_name = f"weight[{index}]" if several else "weight"
+        for of, factor in (("input", input), (each_name, weight)):
+            if not isinstance(factor, torch.Tensor):
+                raise TypeError(f"{of} must be a tensor, got {type(factor).__name__}")
+            if not factor.is_floating_point() or factor.dtype.itemsize < 2:
+                raise TypeError(f"{of} must be of floats that format= quantizes, got {factor.dtype}")
+            format_named(given.format).check_shape(of, factor.shape if of == "input" else factor.mT.shape)
+        if weight.shape[-2] != input.shape[-1]:
+            raise ValueError(
+                f"{each_name} has {weight.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
+                f"{tuple(input.shape)})"
+            )
+    dim = getattr(given, "gather_dim", None) if name == "weights" else given.scatter_dim
+    if isinstance(dim, int) and dim in (-1, input.dim() - 1) and (name == "weights" or learns(given)):
+        raise ValueError(
+            f"format={given.format!r} cannot gather along the last dimension, whose blocks would have to be "
+            f"of one rank each; got {'gather_dim' if name == 'weights' else 'scatter_dim'}={dim}"
+        )
+
+
+@torch.no_grad()
+def quantized(given: Any) -> Any:
+    """A record with packed rows in place of factors that are floats."""
+    name, several, (input, *weights) = _factors(given)
+    if all(each.dtype == torch.uint8 for each in (input, *weights)):
+        return given
+    if input.dtype != torch.uint8:
+        _check_numbers(given)
+        given = dataclasses.replace(
+            given, input=packed_rows(quantize(input, given.format)), out_dtype=given.out_dtype or input.dtype
+        )
+    rows = [packed_weight(each, given.format) for each in weights]
+    return dataclasses.replace(given, **{name: rows if several else rows[0]})
+
+
+def _as_weight(weight: Any, format: str) -> Scaled:
+    return quantize(weight.mT, format, weight=True).t()  # type: ignore[arg-type]
+
+
+def packed_weight(weight: torch.Tensor, format: str) -> torch.Tensor:
+    """Packed columns of a weight ``(k, n)``, which it may be already."""
+    return weight if weight.dtype == torch.uint8 else packed_rows(_as_weight(weight, format))
 
 
 def packed_tokens(tokens: Scaled) -> tuple[torch.Tensor, Any]:
@@ -197,3 +357,57 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
             f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
             f"{tuple(input.shape)})"
         )
+
+
+# -- the products of a backward -----------------------------------------------------------------------
+
+
+@torch.library.custom_op("interlace::multiply_parts", mutates_args=())
+def multiply_parts(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    """The sum over p of ``left[p] @ right[p].T`` of packed rows ``(parts, m, row_bytes)`` and ``(parts, n,
+    row_bytes)``, in float32, in the order of parts."""
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float32, device=left.device)
+    for rows, columns in zip(left, right, strict=True):
+        total += multiply_packed(rows, columns.mT, FORMATS[format])
+    return total
+
+
+@multiply_parts.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    return left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
+
+
+@torch.no_grad()
+def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
+    """A matrix ``(m, k)`` in blocks along m, which begin anew in each of equal ``parts`` of its rows:
+    ``(parts, k, row_bytes)``."""
+    of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
+    return packed_rows(quantize(of_parts.mT, format))  # type: ignore[arg-type]
+
+
+def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    """``left.T @ right`` of matrices with as many rows; in a format in float32.
+
+    Either may be :func:`packed_parts` already, and the other is cut into as many parts then.
+    """
+    if not format:
+        return left.mT @ right
+    parts = max([len(each) for each in (left, right) if each.dtype == torch.uint8], default=1)
+    packed = [
+        each if each.dtype == torch.uint8 else packed_parts(each, parts, format) for each in (left, right)
+    ]
+    return multiply_parts(packed[0], packed[1], format)
+
+
+@torch.no_grad()
+def product(left: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tensor:
+    """``left @ weight`` in a format, rounded to the dtype of ``left``; without a format as torch has it.
+
+    ``weight`` may be packed columns.
+    """
+    if not format:
+        return left @ weight
+    rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
+    columns = packed_weight(weight, format).mT
+    made = multiply_parts(rows[None], columns[None], format).to(left.dtype)
+    return made.view(*left.shape[:-1], weight.shape[1])
