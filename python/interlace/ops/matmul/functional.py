@@ -59,6 +59,7 @@ def all_gather_matmul(
     save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
     """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
 
@@ -77,7 +78,7 @@ def all_gather_matmul(
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
     given = AllGatherMatmulArguments(
-        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, format=format or ""
     )
     return gather(given, group, tag, save_gathered=save_gathered)  # type: ignore[no-any-return]
 
@@ -109,7 +110,8 @@ def gather(
         check(op, group, tag, bias=each)
     asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
-    given.return_gathered = asked or (save_gathered and keeps(False, weights))
+    saved = save_gathered and not given.format and keeps(False, weights)
+    given.return_gathered = asked or saved
     with terms:
         made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
@@ -118,7 +120,7 @@ def gather(
 
 def _packed(op: str, given: Any, group: FunctionalGroup, tag: str) -> tuple[str, Any, Any]:
     """The op and the record for operands that may be block-scaled, and a block that compares k."""
-    if not block_scaled.are_scaled(*[getattr(given, name, None) for name in block_scaled.FACTORS]):
+    if not block_scaled.are_formatted(given):
         return op, given, contextlib.nullcontext()
     known = not (torch.compiler.is_compiling() or modes_active())
     try:
@@ -152,6 +154,7 @@ def matmul_reduce_scatter(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
@@ -170,7 +173,7 @@ def matmul_reduce_scatter(
     """
     given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
-        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed,
+        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, format=format or "",
     )  # fmt: skip
     return reduce(SCATTER, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
@@ -188,6 +191,7 @@ def matmul_all_reduce(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
@@ -204,8 +208,9 @@ def matmul_all_reduce(
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
     given = ReductionArguments(
-        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype
-    )
+        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype,
+        format=format or "",
+    )  # fmt: skip
     return reduce(ALL_REDUCE, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
