@@ -12,7 +12,7 @@ import torch
 from torch.types import Device
 
 from interlace.arguments import checks
-from interlace.arguments.words import Group
+from interlace.arguments.words import BlockFormatName, Group
 from interlace.kernels.epilogue import Activation
 from interlace.nn import regions
 from interlace.nn.linear_functions import (
@@ -44,6 +44,7 @@ class LinearOptions:
     init_method: InitMethod | None = None
     gradient_accumulation_fusion: bool = False
     deferred: DeferredWeightGradients | None = None
+    format: BlockFormatName | None = None
     device: Device = None
     dtype: torch.dtype | None = None
 
@@ -51,7 +52,7 @@ class LinearOptions:
         """Make attributes of ``layer`` of the options that its forward reads, where they can be changed."""
         layer.sequence_parallel, layer.batch_first = self.sequence_parallel, self.batch_first
         layer.gradient_accumulation_fusion = self.gradient_accumulation_fusion
-        layer.deferred = self.deferred
+        layer.deferred, layer.format = self.deferred, self.format
 
 
 class LinearArguments(TypedDict, total=False):
@@ -63,6 +64,7 @@ class LinearArguments(TypedDict, total=False):
     init_method: InitMethod | None
     gradient_accumulation_fusion: bool
     deferred: DeferredWeightGradients | None
+    format: BlockFormatName | None
     device: Device
     dtype: torch.dtype | None
 
@@ -149,7 +151,7 @@ class LinearParameters(ShardedModule):
 def _options(layer: object) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
-    return {name: getattr(layer, name) for name in names}
+    return {name: getattr(layer, name) for name in (*names, "format")}
 
 
 def check_features(
@@ -205,7 +207,7 @@ class ColumnParallelLinear(LinearParameters):
     gather_output : give all features on all ranks, which go on alike.
     skip_bias_add : return ``(output, bias)`` and let the caller add it, to fuse it with what follows.
     init_method : see :class:`LinearParameters`.
-    gradient_accumulation_fusion, save_gathered, deferred, out_dtype : see
+    gradient_accumulation_fusion, save_gathered, deferred, out_dtype, format : see
         :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
     device, dtype : of the parameters, as torch has it.
 

@@ -39,11 +39,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
-from interlace.arguments.words import Group
+from interlace.arguments.words import BlockFormatName, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
-from interlace.ops.matmul import gather as gather_matmul, reduce
+from interlace.ops.matmul.block_scaled import gathered_rows, op_of, product, product_of_rows
+from interlace.ops.matmul.formats import format_named
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments
@@ -67,6 +68,7 @@ def column_parallel_linear(
     save_gathered: bool = False,
     deferred: DeferredWeightGradients | None = None,
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Tensor]:
     """``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``, this rank's columns of each.
@@ -114,6 +116,7 @@ def column_parallel_linear(
             save_gathered=save_gathered,
             deferred=deferred,
             out_dtype=out_dtype,
+            format=format or "",
         )
         _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
@@ -133,6 +136,7 @@ def row_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     deferred: DeferredWeightGradients | None = None,
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor:
     """``(sum over ranks of input @ weight.t()) + bias``: this rank's shard of it, or all of it.
 
@@ -168,6 +172,7 @@ def row_parallel_linear(
             fused=gradient_accumulation_fusion,
             deferred=deferred,
             out_dtype=out_dtype,
+            format=format or "",
         )
         _check_layer(layer, source, {"weight": weight})
         prepare(communicator, source, weight, bias)
@@ -255,6 +260,14 @@ def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> Non
     if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
         raise ValueError("deferred: gradients of weights that are results of other ops cannot wait")
     checks.output_dtype(layer.out_dtype, input)
+    if not layer.format:
+        return
+    format_named(layer.format)
+    if layer.save_gathered:
+        raise ValueError(
+            f"save_gathered cannot be had with format={layer.format!r}: what is gathered is in blocks along "
+            "the features, and the weights' gradients need blocks along the rows"
+        )
 
 
 StepOfFunction = TypeVar("StepOfFunction", bound=Callable[..., Any])
@@ -271,6 +284,7 @@ class Layer:
     save_gathered: bool = False
     deferred: DeferredWeightGradients | None = None
     out_dtype: torch.dtype | None = None
+    format: str = ""
 
     @staticmethod
     def of(communicator: Communicator, dim: int, *, sharded: bool, **options: Any) -> Layer:
@@ -317,7 +331,12 @@ def _as_is(kind: str) -> Any:
     return contextlib.nullcontext()
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, format: str
+) -> Tensor:
+    if format:
+        output = product(input, weight.t(), format, torch.float32)
+        return (output if bias is None else output + bias).to(dtype)
     if dtype == input.dtype:
         return torch.nn.functional.linear(input, weight, bias)
     output = input.new_empty(*input.shape[:-1], weight.shape[0], dtype=dtype)
@@ -346,10 +365,11 @@ def _of_weights(
     """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
     if deferred is None:
         return [
-            weight_gradient(weight, grad, input, fused=layer.fused)
+            weight_gradient(weight, grad, input, fused=layer.fused, format=layer.format)
             for weight, grad in zip(weights, grads, strict=True)
         ]
-    deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
+    about: Any = {"communicator": over, "fused": layer.fused, "format": layer.format}
+    deferred.add(weights, grads, input, **about)
     return [gradient_placeholder(w) if layer.fused else None for w in weights]
 
 
@@ -370,14 +390,22 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                 keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
                 matrices = [weight.t() for weight in weights]
                 call = AllGatherMatmulArguments(
-                    own, matrices, biases, layer.dim, keep, out_dtype=layer.out_dtype
+                    own,
+                    matrices,
+                    biases,
+                    layer.dim,
+                    keep,
+                    out_dtype=layer.out_dtype,
+                    format=layer.format,
                 )
-                outputs = _finished(gather_matmul.start(layer.communicator, call))
+                op = op_of("all_gather_matmul", layer.format)
+                outputs = _finished(op.start(layer.communicator, call))
                 if keep:
                     kept = outputs.pop()
             else:
                 made = layer.out_dtype or dtype
-                outputs = [_linear(own, w, b, made) for w, b in zip(weights, biases, strict=True)]
+                pairs = zip(weights, biases, strict=True)
+                outputs = [_linear(own, w, b, made, layer.format) for w, b in pairs]
         ctx.layer, ctx.shape, ctx.gathered = layer, input.shape, kept is not own
         ctx.input_dtype = input.dtype
         ctx.parameters = given[:count]
@@ -401,7 +429,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             over = layer.communicator if layer.sharded and not ctx.gathered else None
             # under way while the gradient of the input is computed
             deferred = _deferred(layer) if wanted else None
-            whole = gather_rows(over if wanted and deferred is None else None, input)
+            over_now = over if wanted and deferred is None else None
+            whole = gather_rows(over_now, input, layer.format)
             started = None
             if needed[2] and used:
                 started = _start_of_input(
@@ -433,10 +462,10 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
     over = layer.communicator
     if over is None:
-        return Started([grad @ weight], None)
-    return reduce.start(
-        over, ReductionArguments(grad, weight, scatter_dim=0 if layer.sharded else None)
-    )
+        return Started([product(grad, weight, layer.format)], None)
+    op = op_of("matmul_reduce_scatter" if layer.sharded else "matmul_all_reduce", layer.format)
+    dim = 0 if layer.sharded else None
+    return op.start(over, ReductionArguments(grad, weight, scatter_dim=dim, format=layer.format))
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -451,13 +480,14 @@ class RowParallelLinearFunction(torch.autograd.Function):
         communicator = layer.communicator
         with _as_is(input.device.type):
             if communicator is None:
-                output = _linear(own, matrix, vector, layer.out_dtype or dtype)
+                output = _linear(own, matrix, vector, layer.out_dtype or dtype, layer.format)
             else:
                 dim = layer.dim if layer.sharded else None
                 call = ReductionArguments(
-                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype
-                )
-                (output,) = _finished(reduce.start(communicator, call))
+                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype,
+                    format=layer.format,
+                )  # fmt: skip
+                (output,) = _finished(op_of(call.op, layer.format).start(communicator, call))
         ctx.layer, ctx.parameter = layer, weight
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(own, matrix)
@@ -475,12 +505,14 @@ class RowParallelLinearFunction(torch.autograd.Function):
         with _as_is(kept.device.type):
             rows = rows_of(grad.to(kept.dtype), layer.dim)
             started = None
+            # in a format the two matmuls want other blocks
+            at_once = shared and weighed and not layer.format
+            gathered = gather_rows(over if weighed and not at_once else None, rows, layer.format)
             if shared and over is None:
-                started = Started([rows @ weight], None)
+                started = Started([product(rows, weight, layer.format)], None)
             elif shared and over is not None:
-                call = AllGatherMatmulArguments(rows, [weight], [], 0, return_gathered=weighed)
-                started = gather_matmul.start(over, call)
-            gathered = gather_rows(over if weighed and not shared else None, rows)
+                call = AllGatherMatmulArguments(rows, [weight], [], 0, at_once, format=layer.format)
+                started = op_of("all_gather_matmul", layer.format).start(over, call)
             if biased:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
@@ -508,7 +540,7 @@ ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor) -> None:
+def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = "") -> None:
     """``weight.main_grad += grad.t() @ input``, summed in fp32, or in fp64 if ``main_grad`` is.
 
     ``main_grad`` may be wider or narrower than the operands; what is narrower than fp32 is rounded once.
@@ -519,6 +551,9 @@ def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor) -> None:
         weight.main_grad.zero_()  # type: ignore[attr-defined]
     check_main_grad("the weight", weight)
     main: Tensor = weight.main_grad.detach()  # type: ignore[attr-defined]
+    if format:
+        main.add_(product_of_rows(grad, input, format))
+        return
     narrow = grad.dtype in _HALF
     if main.dtype == grad.dtype and (grad.is_cuda or not narrow):
         main.addmm_(grad.t(), input)
@@ -570,19 +605,21 @@ def gradient_placeholder(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool) -> Tensor | None:
+def weight_gradient(
+    weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool, format: str = ""
+) -> Tensor | None:
     """The gradient that backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
     if fused:
-        add_to_main_grad(weight, grad, input)
+        add_to_main_grad(weight, grad, input, format)
         return gradient_placeholder(weight)
-    return (grad.t() @ input).to(weight.dtype)
+    return product_of_rows(grad, input, format).to(weight.dtype)
 
 
-def gather_rows(communicator: Communicator | None, rows: Tensor) -> Started:
+def gather_rows(communicator: Communicator | None, rows: Tensor, format: str = "") -> Started:
     """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
     if communicator is None:
         return Started([rows], None)
-    return records.ALL_GATHER.begin(communicator, (rows, 0))
+    return records.ALL_GATHER.begin(communicator, (gathered_rows(rows, format), 0))
 
 
 class _Deferred(NamedTuple):
@@ -593,9 +630,10 @@ class _Deferred(NamedTuple):
     input: Tensor
     communicator: Communicator | None
     fused: bool
+    format: str
 
     def start(self) -> Started:
-        return gather_rows(self.communicator, self.input)
+        return gather_rows(self.communicator, self.input, self.format)
 
 
 class DeferredWeightGradients:
@@ -641,11 +679,14 @@ class DeferredWeightGradients:
         *,
         communicator: Communicator | None = None,
         fused: bool = False,
+        format: str = "",
     ) -> None:
         """Called by backward. ``grads``: a matrix ``[tokens, out]`` per weight; ``input``: ``[tokens,
         in]``, or this rank's equal part of the rows, which :meth:`run` gathers over ``communicator``.
         """
-        self._pending.append(_Deferred(list(weights), list(grads), input, communicator, fused))
+        self._pending.append(
+            _Deferred(list(weights), list(grads), input, communicator, fused, format)
+        )
 
     @torch.no_grad()
     def run(self, limit: int | None = None) -> int:
@@ -670,9 +711,9 @@ class DeferredWeightGradients:
             following = self._pending[0].start() if left > 1 else None
             for weight, grad in zip(pending.weights, pending.grads, strict=True):
                 if pending.fused:
-                    add_to_main_grad(weight, grad, input)
+                    add_to_main_grad(weight, grad, input, pending.format)
                 else:
-                    own = grad.t() @ input
+                    own = product_of_rows(grad, input, pending.format)
                     before = weight.grad
                     weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
         return count

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import OPS, longest, padded, wait
+from interlace.ops.op.op import longest, padded, wait
 from interlace.ops.op.recording import (
     Ops,
     run_recorded,

@@ -279,15 +279,22 @@ def _check_numbers(given: Any) -> None:
             if not isinstance(factor, torch.Tensor):
                 raise TypeError(f"{of} must be a tensor, got {type(factor).__name__}")
             if not factor.is_floating_point() or factor.dtype.itemsize < 2:
-                raise TypeError(f"{of} must be of floats that format= quantizes, got {factor.dtype}")
-            format_named(given.format).check_shape(of, factor.shape if of == "input" else factor.mT.shape)
+                raise TypeError(
+                    f"{of} must be of floats that format= quantizes, got {factor.dtype}"
+                )
+            shape = factor.shape if of == "input" else factor.shape[::-1]
+            format_named(given.format).check_shape(of, shape)
         if weight.shape[-2] != input.shape[-1]:
             raise ValueError(
                 f"{each_name} has {weight.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
                 f"{tuple(input.shape)})"
             )
     dim = getattr(given, "gather_dim", None) if name == "weights" else given.scatter_dim
-    if isinstance(dim, int) and dim in (-1, input.dim() - 1) and (name == "weights" or learns(given)):
+    if (
+        isinstance(dim, int)
+        and dim in (-1, input.dim() - 1)
+        and (name == "weights" or learns(given))
+    ):
         raise ValueError(
             f"format={given.format!r} cannot gather along the last dimension, whose blocks would have to be "
             f"of one rank each; got {'gather_dim' if name == 'weights' else 'scatter_dim'}={dim}"
@@ -303,7 +310,9 @@ def quantized(given: Any) -> Any:
     if input.dtype != torch.uint8:
         _check_numbers(given)
         given = dataclasses.replace(
-            given, input=packed_rows(quantize(input, given.format)), out_dtype=given.out_dtype or input.dtype
+            given,
+            input=packed_rows(quantize(input, given.format)),
+            out_dtype=given.out_dtype or input.dtype,
         )
     rows = [packed_weight(each, given.format) for each in weights]
     return dataclasses.replace(given, **{name: rows if several else rows[0]})
@@ -394,14 +403,22 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> tor
         return left.mT @ right
     parts = max([len(each) for each in (left, right) if each.dtype == torch.uint8], default=1)
     packed = [
-        each if each.dtype == torch.uint8 else packed_parts(each, parts, format) for each in (left, right)
+        each if each.dtype == torch.uint8 else packed_parts(each, parts, format)
+        for each in (left, right)
     ]
     return multiply_parts(packed[0], packed[1], format)
 
 
+def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """What a rank sends of its ``rows`` for a :func:`product_of_rows`, to be gathered along dimension 0."""
+    return packed_parts(rows, 1, format) if format else rows
+
+
 @torch.no_grad()
-def product(left: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tensor:
-    """``left @ weight`` in a format, rounded to the dtype of ``left``; without a format as torch has it.
+def product(
+    left: torch.Tensor, weight: torch.Tensor, format: str, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``left @ weight`` in a format, in the dtype of ``left`` or another; without a format torch's.
 
     ``weight`` may be packed columns.
     """
@@ -409,5 +426,5 @@ def product(left: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tens
         return left @ weight
     rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
     columns = packed_weight(weight, format).mT
-    made = multiply_parts(rows[None], columns[None], format).to(left.dtype)
+    made = multiply_parts(rows[None], columns[None], format).to(out_dtype or left.dtype)
     return made.view(*left.shape[:-1], weight.shape[1])
