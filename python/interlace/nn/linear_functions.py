@@ -43,8 +43,14 @@ from interlace.arguments.words import BlockFormatName, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
-from interlace.ops.matmul.block_scaled import gathered_rows, op_of, product, product_of_rows
-from interlace.ops.matmul.formats import format_named
+from interlace.ops.matmul.block_scaled import (
+    are_scaled,
+    gathered_rows,
+    op_of,
+    product,
+    product_of_rows,
+)
+from interlace.ops.matmul.formats import Scaled, format_named, packed_rows
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments
@@ -58,7 +64,7 @@ Tensor = torch.Tensor
 
 def column_parallel_linear(
     input: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Sequence[Scaled],
     biases: Sequence[Tensor | None] | None = None,
     *,
     group: Group,
@@ -77,7 +83,8 @@ def column_parallel_linear(
     ----------
     input : ``[..., in]``, 2-D or more; with ``sequence_parallel`` this rank's equal shard along
         ``gather_dim``, as ``[s / world size, b, in]``, else the whole, the same on all ranks.
-    weights : ``[out_local, in]`` each; one gather feeds all of them.
+    weights : ``[out_local, in]`` each; one gather feeds all of them. Or an :class:`interlace.Scaled` each,
+        for inference.
     biases : ``[out_local]`` or None for each weight.
     group : anything that :func:`interlace.groups.resolve` takes.
     gather_dim : the sequence dimension, 0 for ``[s, b, h]``, 1 for ``[b, s, h]``; not the last.
@@ -87,6 +94,8 @@ def column_parallel_linear(
     save_gathered : keep the gathered input for backward, where it is gathered again otherwise.
     deferred : leave the weights' gradients there, for its ``run()``.
     out_dtype : dtype of the outputs, default the input's.
+    format : multiply in a block-scaled format, as "mxfp8", forward and backward; see docs/formats.md. By
+        default that of weights which are scaled.
     names : of the modules whose weights and biases they are, for errors: those of ``"q"`` are ``q.weight``
         and ``q.bias``, of ``""`` ``weight`` and ``bias``; by default ``weights[0]`` and ``biases[0]``.
 
@@ -107,7 +116,10 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        matrices, vectors, called = _checked_weights(weights, biases, source, communicator, names)
+        given, kind = _packed_weights(weights, source, format)
+        matrices, vectors, called = _checked_weights(
+            given, biases, source, communicator, names, kind
+        )
         layer = Layer.of(
             communicator,
             dim,
@@ -116,7 +128,7 @@ def column_parallel_linear(
             save_gathered=save_gathered,
             deferred=deferred,
             out_dtype=out_dtype,
-            format=format or "",
+            format=kind,
         )
         _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
@@ -127,7 +139,7 @@ def column_parallel_linear(
 
 def row_parallel_linear(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | Scaled,
     bias: Tensor | None = None,
     *,
     group: Group,
@@ -148,7 +160,8 @@ def row_parallel_linear(
         sees its own rows only, so the bias' gradient is summed over the group: the same on all ranks.
     scatter_dim : the sequence dimension, whose length the size of the group divides; not the last.
     sequence_parallel : give this rank's shard along ``scatter_dim``; else the whole, on all ranks.
-    group, gradient_accumulation_fusion, deferred, out_dtype : as for :func:`column_parallel_linear`.
+    group, gradient_accumulation_fusion, deferred, out_dtype, format : as for
+        :func:`column_parallel_linear`, and so may the weight be scaled.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
     Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.
@@ -164,7 +177,8 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        _checked_weights([weight], [bias], source, communicator, [""])
+        given, kind = _packed_weights([weight], source, format)
+        (matrix,), _, _ = _checked_weights(given, [bias], source, communicator, [""], kind)
         layer = Layer.of(
             communicator,
             dim,
@@ -172,12 +186,12 @@ def row_parallel_linear(
             fused=gradient_accumulation_fusion,
             deferred=deferred,
             out_dtype=out_dtype,
-            format=format or "",
+            format=kind,
         )
-        _check_layer(layer, source, {"weight": weight})
-        prepare(communicator, source, weight, bias)
-    with needing(_learnt(layer, {"input": [input], "weight": [weight], "bias": [bias]})):
-        return RowParallelLinearFunction.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+        _check_layer(layer, source, {"weight": matrix})
+        prepare(communicator, source, matrix, bias)
+    with needing(_learnt(layer, {"input": [input], "weight": [matrix], "bias": [bias]})):
+        return RowParallelLinearFunction.apply(layer, input, matrix, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
@@ -207,12 +221,37 @@ def _checked_input(
     return source, dim
 
 
+def _packed_weights(weights: Any, input: Tensor, format: BlockFormatName | None) -> tuple[Any, str]:
+    """The weights, with packed rows for those that are block-scaled, and the format of all."""
+    if format is not None:
+        format_named(format)
+    if not are_scaled(weights):
+        return weights, format or ""
+    made: list[Any] = []
+    for index, each in enumerate(weights):
+        if not isinstance(each, Scaled):
+            made.append(each)
+            continue
+        if format not in (None, each.format):
+            raise ValueError(f"format is {format!r}, weight {index} is in {each.format}")
+        format = each.format  # type: ignore[assignment]
+        if each.inner != -1 or each.shape[1:] != input.shape[-1:]:
+            raise ValueError(
+                "input must have as many features as a scaled weight of shape (out, in), its blocks along "
+                f"in; got input {tuple(input.shape)}, weight {index} {tuple(each.shape)}, its blocks along "
+                f"dimension {each.inner}"
+            )
+        made.append(packed_rows(each))
+    return made, format or ""
+
+
 def _checked_weights(
     weights: object,
     biases: object,
     input: Tensor,
     communicator: Communicator,
     modules: Sequence[str] | None,
+    format: str,
 ) -> tuple[list[Tensor], list[Tensor | None], list[str]]:
     """Weights, biases and the names of weights; ``modules``: the names of those that have them."""
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
@@ -226,8 +265,15 @@ def _checked_weights(
         names = [(f"{m}.weight".lstrip("."), f"{m}.bias".lstrip(".")) for m in modules]
     casting = casts(input)
     for (name, bias_name), weight, bias in zip(names, weights, vectors, strict=True):
-        matrix = checks.source(name, weight, communicator)
-        if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
+        matrix, features = checks.source(name, weight, communicator), input.shape[-1]
+        packed = bool(format) and matrix.dtype == torch.uint8
+        if packed and input.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} is block-scaled: the input has no gradient. Call it under torch.no_grad()"
+            )
+        if packed:
+            features = format_named(format).row_bytes(features)
+        if matrix.dim() != 2 or matrix.shape[1] != features:
             raise ValueError(
                 f"input must have as many features as {name} of shape (out, in) = "
                 f"{tuple(matrix.shape)}, got input of shape {tuple(input.shape)}"
@@ -241,7 +287,7 @@ def _checked_weights(
                 )
             if not casting:
                 checks.same_dtype(bias_name, vector.dtype, "input", input.dtype)
-        if not casting:
+        if not casting and not packed:
             checks.same_dtype(name, matrix.dtype, "input", input.dtype)
     return list(weights), list(vectors), [name for name, _ in names]
 
@@ -262,10 +308,9 @@ def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> Non
     checks.output_dtype(layer.out_dtype, input)
     if not layer.format:
         return
-    format_named(layer.format)
     if layer.save_gathered:
         raise ValueError(
-            f"save_gathered cannot be had with format={layer.format!r}: what is gathered is in blocks along "
+            f"save_gathered must be False with format={layer.format!r}: what is gathered has blocks along "
             "the features, and the weights' gradients need blocks along the rows"
         )
 
@@ -322,6 +367,11 @@ def casts(input: Tensor) -> bool:
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(input.device.type) if casts(input) else input.dtype
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in that dtype; packed rows are left as they are."""
+    return weight if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
 def _as_is(kind: str) -> Any:
@@ -381,7 +431,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
         dtype = _compute_dtype(input)
         own = input.to(dtype)
-        weights = [each.to(dtype) for each in given[:count]]
+        weights = [_cast(each, dtype) for each in given[:count]]
         biases = [None if each is None else each.to(dtype) for each in given[count:]]
         kept = own
         with _as_is(input.device.type):
@@ -475,7 +525,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
         dtype = _compute_dtype(input)
-        own, matrix = input.to(dtype), weight.to(dtype)
+        own, matrix = input.to(dtype), _cast(weight, dtype)
         vector = None if bias is None else bias.to(dtype)
         communicator = layer.communicator
         with _as_is(input.device.type):

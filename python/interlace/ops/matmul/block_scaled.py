@@ -89,8 +89,8 @@ def with_format(op: Op) -> Op:
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference, without=without,
-        gradient=_once(op.gradient) if quantises and op.gradient else None, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference,
+        without=without, gradient=_once(op.gradient) if quantises and op.gradient else None, variants=(),
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -209,7 +209,8 @@ def are_formatted(given: Any) -> bool:
 
 def learns(given: Any) -> bool:
     """Whether autograd is to know of a call with this record."""
-    every = tensors([getattr(given, name) for name in names_of_tensors(type(given))])
+    kind: Any = type(given)
+    every = tensors([getattr(given, name) for name in names_of_tensors(kind)])
     return torch.is_grad_enabled() and any(each.requires_grad for each in every)
 
 
@@ -260,7 +261,7 @@ def _formatted(given: Any, operands: list[Any]) -> list[Any]:
             f"interlace.quantize(input, {kind.name!r}) without format="
         )
     if not are_scaled(*operands):
-        _check_numbers(given)
+        _check_numbers(given, operands)
         return operands
     input, *weights = operands
     made = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
@@ -271,33 +272,28 @@ def _formatted(given: Any, operands: list[Any]) -> list[Any]:
     return made
 
 
-def _check_numbers(given: Any) -> None:
-    name, several, (input, *weights) = _factors(given)
-    for index, weight in enumerate(weights):
-        each_name = f"weight[{index}]" if several else "weight"
-        for of, factor in (("input", input), (each_name, weight)):
-            if not isinstance(factor, torch.Tensor):
-                raise TypeError(f"{of} must be a tensor, got {type(factor).__name__}")
-            if not factor.is_floating_point() or factor.dtype.itemsize < 2:
-                raise TypeError(
-                    f"{of} must be of floats that format= quantizes, got {factor.dtype}"
-                )
-            shape = factor.shape if of == "input" else factor.shape[::-1]
-            format_named(given.format).check_shape(of, shape)
-        if weight.shape[-2] != input.shape[-1]:
+def _check_numbers(given: Any, operands: Sequence[Any]) -> None:
+    """Raise unless the input and the weights, which are floats, can be quantised and multiplied."""
+    input, kind = operands[0], format_named(given.format)
+    for index, each in enumerate(operands):
+        name = "weight" if index else "input"
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
+        if not each.is_floating_point() or each.dtype.itemsize < 2:
+            raise TypeError(f"{name} must be of floats that format= quantizes, got {each.dtype}")
+        kind.check_shape(name, each.shape[::-1] if index else each.shape)
+        if index and each.shape[-2] != input.shape[-1]:
             raise ValueError(
-                f"{each_name} has {weight.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
+                f"weight has {each.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
                 f"{tuple(input.shape)})"
             )
-    dim = getattr(given, "gather_dim", None) if name == "weights" else given.scatter_dim
-    if (
-        isinstance(dim, int)
-        and dim in (-1, input.dim() - 1)
-        and (name == "weights" or learns(given))
-    ):
+    gathers = hasattr(given, "gather_dim")
+    name = "gather_dim" if gathers else "scatter_dim"
+    dim = getattr(given, name)
+    if dim in (-1, input.dim() - 1) and (gathers or learns(given)):
         raise ValueError(
-            f"format={given.format!r} cannot gather along the last dimension, whose blocks would have to be "
-            f"of one rank each; got {'gather_dim' if name == 'weights' else 'scatter_dim'}={dim}"
+            f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
+            "of several ranks"
         )
 
 
@@ -305,17 +301,14 @@ def _check_numbers(given: Any) -> None:
 def quantized(given: Any) -> Any:
     """A record with packed rows in place of factors that are floats."""
     name, several, (input, *weights) = _factors(given)
-    if all(each.dtype == torch.uint8 for each in (input, *weights)):
+    numbers = [each for each in weights if each.dtype != torch.uint8]
+    if input.dtype == torch.uint8 and not numbers:
         return given
-    if input.dtype != torch.uint8:
-        _check_numbers(given)
-        given = dataclasses.replace(
-            given,
-            input=packed_rows(quantize(input, given.format)),
-            out_dtype=given.out_dtype or input.dtype,
-        )
-    rows = [packed_weight(each, given.format) for each in weights]
-    return dataclasses.replace(given, **{name: rows if several else rows[0]})
+    _check_numbers(given, [input, *numbers])
+    columns = [packed_weight(each, given.format) for each in weights]
+    rows = packed_rows(quantize(input, given.format))
+    made = {"input": rows, name: columns if several else columns[0]}
+    return dataclasses.replace(given, out_dtype=given.out_dtype or input.dtype, **made)
 
 
 def _as_weight(weight: Any, format: str) -> Scaled:
@@ -406,7 +399,8 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> tor
         each if each.dtype == torch.uint8 else packed_parts(each, parts, format)
         for each in (left, right)
     ]
-    return multiply_parts(packed[0], packed[1], format)
+    made: torch.Tensor = multiply_parts(packed[0], packed[1], format)
+    return made
 
 
 def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
@@ -426,5 +420,5 @@ def product(
         return left @ weight
     rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
     columns = packed_weight(weight, format).mT
-    made = multiply_parts(rows[None], columns[None], format).to(out_dtype or left.dtype)
-    return made.view(*left.shape[:-1], weight.shape[1])
+    made: torch.Tensor = multiply_parts(rows[None], columns[None], format)
+    return made.to(out_dtype or left.dtype).view(*left.shape[:-1], weight.shape[1])

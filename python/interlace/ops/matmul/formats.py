@@ -237,6 +237,45 @@ class Scaled:
         made = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
         return made if self._rows is None else made._of_rows(self._rows.mT)
 
+    def narrow(self, dim: int, start: int, length: int) -> Scaled:
+        """As ``torch.narrow``: ``length`` indices from ``start`` on, along one of the last two dimensions.
+
+        Along k it is cut where blocks begin. Across k anywhere: of scales for 128 x 128 numbers it has one
+        for each row then. Raises ValueError for another dimension, and a cut within a block.
+        """
+        dim = dim - self.values.dim() if dim >= 0 else dim
+        if dim not in (-1, -2):
+            raise ValueError(f"dim must be one of the last two of {tuple(self.shape)}, got {dim}")
+        if self.inner == -2:
+            return self.t().narrow(-3 - dim, start, length).t()
+        kind, (rows, numbers), end = self.kind, self.shape[-2:], start + length
+        values, scales, whole = self.values, self.scales, self.whole
+        if not 0 <= start <= end <= (numbers if dim == -1 else rows):
+            raise ValueError(
+                f"there is no {start} to {end} in dimension {dim} of {tuple(self.shape)}"
+            )
+        if dim == -1:
+            if start % kind.block or (end % kind.block and end != numbers):
+                raise ValueError(
+                    f"{kind.name} has blocks of {kind.block} numbers along k, and {start} to {end} are not "
+                    "whole ones"
+                )
+            values = values.narrow(-1, start // kind.packed, length // kind.packed)
+            scales = scales.narrow(-1, start // kind.block, _blocks(length, kind.block))
+        else:
+            values = values.narrow(-2, start, length)
+            scales = self._scales_of_rows().narrow(-2, start, length)
+            if whole is not None and whole.numel() > 1:
+                whole = whole.narrow(-2, start, length)
+        return Scaled(values, scales, kind.name, whole)
+
+    def _scales_of_rows(self) -> Tensor:
+        """The scales with one for each row, blocks along the last dimension."""
+        rows = self.values.shape[-2]
+        if self.scales.shape[-2] == rows:
+            return self.scales
+        return self.scales.repeat_interleave(self.kind.across, -2)[..., :rows, :]
+
     @property
     def _rows(self) -> Tensor | None:
         """The packed rows of which values and scales are views."""
@@ -256,7 +295,7 @@ class Scaled:
         if self.inner == -2:
             return self.t().packed().t()
         rows = packed_rows(self)
-        return unpacked_rows(rows, self.kind, self.shape[-1])._of_rows(rows)
+        return unpacked_rows(rows, self.kind, self.shape[-1])
 
     def check_scales(self) -> None:
         """Look at every scale: each is finite and above 0, or 0 with values of 0. Waits for the device.
@@ -290,11 +329,9 @@ class Scaled:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, computed in float32 and rounded once to ``dtype``."""
         rows_first = self if self.inner == -1 else self.t()
-        kind, scales = self.kind, rows_first.scales.float()
+        kind, scales = self.kind, rows_first._scales_of_rows().float()
         numbers = _numbers(rows_first.values, kind)
-        rows, length = numbers.shape[-2:]
-        if scales.shape[-2] != rows:
-            scales = scales.repeat_interleave(kind.across, -2)[..., :rows, :]
+        length = numbers.shape[-1]
         made = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
         made = made if rows_first.whole is None else made * rows_first.whole
         return (made if self.inner == -1 else made.mT).to(dtype)
@@ -460,9 +497,7 @@ def packed_rows(scaled: Scaled) -> Tensor:
     made = scaled.values.new_zeros((*others, rows, kind.row_bytes(numbers)), dtype=torch.uint8)
     values, scales, whole = _views(made, kind)
     values[..., : scaled.values.shape[-1]] = scaled.values.view(torch.uint8)
-    of_rows = scaled.scales
-    if of_rows.shape[-2] != rows:
-        of_rows = of_rows.repeat_interleave(kind.across, -2)[..., :rows, :]
+    of_rows = scaled._scales_of_rows()
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
         given = whole.new_ones(()) if scaled.whole is None else scaled.whole
@@ -474,7 +509,8 @@ def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
     """The matrix whose packed rows these are, of so many numbers each."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
-    return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    return made._of_rows(rows)
 
 
 def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:

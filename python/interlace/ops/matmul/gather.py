@@ -255,8 +255,8 @@ def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
     kept, *weights = ctx.saved_tensors
     products = [None if grad is None else grad.to(kept.dtype) for grad in grads[: len(weights)]]
-    gathered = kept if ctx.with_gathered else None
-    if gathered is None and any(ctx.weighed):
+    gathered = kept
+    if not ctx.with_gathered and any(ctx.weighed):
         gathered = _start_of_rows(ctx, kept)
     of_gathered = grads[len(weights)] if ctx.with_gathered else None
     of_input = _of_shards(ctx, products, weights, of_gathered) if ctx.shared else None

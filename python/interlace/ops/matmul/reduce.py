@@ -429,13 +429,13 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
     checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
     total = by_rank.reduced(op, partial_products(ranks), first.reduce_op)
-    for rank, (product, each) in enumerate(zip(products, ranks, strict=True)):
+    for rank, (made, each) in enumerate(zip(products, ranks, strict=True)):
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
         if each.scatter_dim is not None:
             whole = split(whole, size, each.scatter_dim)[rank]
-        product.copy_(whole)  # rounded once
-    return [[product] for product in products]
+        made.copy_(whole)  # rounded once
+    return [[made] for made in products]
 
 
 NORM = ("residual", "norm_weight", "norm_bias", "kind", "eps", "quantize", "gather_normed")
