@@ -43,7 +43,7 @@ def in_blocks(x: Tensor, name: str, across: int) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, w: Tensor, name: str, *, weight: bool = False) -> Tensor:
-    """``x @ w.T`` of ``(m, k)`` and ``(n, k)``: sums of 128 products, each rounded once, added in float32."""
+    """``x @ w.T`` of ``(m, k)`` and ``(n, k)``: sums of 128 products, rounded once, added in float32."""
     across = 128 if weight and name == "fp8_block128" else 1
     (a, of_a), (b, of_b) = in_blocks(x, name, 1), in_blocks(w, name, across)
     total = torch.zeros(len(x), len(w))
@@ -166,3 +166,161 @@ def test_products_are_as_defined(name: str, algorithm: str) -> None:
 def test_gradients_are_within_the_bound_of_the_format(name: str, ranks: int) -> None:
     interlace.run(gathers, ranks, name, 1, "auto")
     interlace.run(scatters, ranks, name, "auto")
+
+
+# -- faces ---------------------------------------------------------------------------------------------
+
+
+def step(form: Any, name: str, around: Callable[[Any], Any] = lambda step: step) -> list[Tensor]:
+    """A pair of linear layers and a sum: the result and the gradients."""
+
+    def forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = functional.wait(form.all_gather_matmul(x, up.t(), format=name))
+        part = functional.wait(form.matmul_reduce_scatter(hidden, down.t(), format=name))
+        return functional.wait(form.matmul_all_reduce(part, up.t(), format=name))
+
+    rank = interlace.get_rank()
+    shapes = (6, BATCH, INNER), (COLUMNS[0], INNER), (INNER, COLUMNS[0])
+    operands = [noise(3 * rank + i, *shape).requires_grad_() for i, shape in enumerate(shapes)]
+    result = around(forward)(*operands)
+    result.square().sum().backward()
+    return [result.detach(), *(each.grad for each in operands)]  # type: ignore[list-item]
+
+
+def compiled(name: str) -> list[Tensor]:
+    def around(forward: Any) -> Any:
+        return torch.compile(forward, backend="aot_eager", fullgraph=True)
+
+    return step(functional, name, around)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_functional_and_compiled_calls_have_the_same_gradients(name: str) -> None:
+    expected = interlace.run(step, 2, interlace, name)
+    others = [
+        interlace.run(step, 2, functional, name),
+        interlace.run(compiled, 2, name, place="shm"),
+    ]
+    for found in others:
+        for rank in range(2):
+            assert all(map(torch.equal, found[rank], expected[rank]))
+
+
+def test_the_dtype_of_the_input_is_that_of_results_and_gradients() -> None:
+    def call() -> None:
+        x = noise(0, 4, 64).bfloat16().requires_grad_()
+        w = noise(1, 64, 8).bfloat16().requires_grad_()
+        y: Any = interlace.all_gather_matmul(x, w, format="mxfp8")
+        wide: Any = interlace.matmul_all_reduce(x, w, format="mxfp8", out_dtype=torch.float32)
+        (y.sum() + wide.sum()).backward()
+        assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+        assert x.grad.dtype == w.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+    interlace.run(call, 2)
+
+
+def tails(form: Any, scatters: bool, options: dict[str, Any]) -> None:
+    """What follows the product, by torch, and in the op."""
+    x, w = noise(interlace.get_rank(), 4, 64), noise(9, 64, 8)
+    op = getattr(form, "matmul_reduce_scatter" if scatters else "matmul_all_reduce")
+    residual = noise(4, 2 if scatters else 4, 8)
+    found = []
+    for apart in (False, True):
+        operands = x.clone().requires_grad_(), w.clone().requires_grad_()
+        if apart:
+            y: Any = functional.wait(op(*operands, format="mxfp8"))
+            total = residual + (y.relu() if options else y)
+            normed = torch.nn.functional.rms_norm(total, (8,), torch.ones(8), 1e-6)
+        else:
+            norm = interlace.RMSNorm(torch.ones(8))
+            how: Any = {"norm": norm, "residual": residual, **options}
+            normed = functional.wait(op(*operands, format="mxfp8", **how)[0])
+        (normed * noise(3, *normed.shape)).sum().backward()
+        found.append([normed.detach(), *(each.grad for each in operands)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("scatters", [True, False])
+def test_an_activation_and_a_norm_have_gradients(scatters: bool) -> None:
+    for form in (interlace, functional):
+        interlace.run(tails, 2, form, scatters, {})
+    interlace.run(tails, 2, interlace, scatters, {"activation": "relu"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_a_gradient_it_is_the_op_of_scaled_operands(name: str) -> None:
+    def call() -> None:
+        x, w = noise(interlace.get_rank(), 4, INNER), noise(9, COLUMNS[0], INNER)
+        left, right = quantize(x, name), quantize(w, name, weight=True).t()  # type: ignore[arg-type]
+        for form in (interlace, functional):
+            for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+                run: Any = getattr(form, op)
+                expected = functional.wait(run(left, right, out_dtype=torch.float32))
+                for mine in ((x, w.t()), (x, right), (left, w.t())):
+                    how: Any = {} if mine[0] is x else {"out_dtype": torch.float32}
+                    found = functional.wait(run(*mine, format=name, **how))
+                    assert torch.equal(found, expected)
+        columns: Any = interlace.matmul_reduce_scatter(x, w.t(), scatter_dim=1, format=name)  # type: ignore[arg-type]
+        assert columns.shape == (4, COLUMNS[0] // 2)
+
+    interlace.run(call, 2)
+
+
+X, W = noise(0, 4, 64), noise(1, 64, 8)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"format": "fp8"}, ValueError, "format must be one of fp8_block128, mxfp8"),
+        ({"return_gathered": True}, ValueError, "pass interlace.quantize"),
+        ({"gather_dim": -1}, ValueError, "gather_dim must not be the last one, -1, with format="),
+        ({"weight": W[:32]}, ValueError, "weight has 32 rows, input has k = 64"),
+        ({"weight": W.int()}, TypeError, "weight must be of floats that format= quantizes"),
+        ({"weight": W[0]}, ValueError, "weight must have at least 2 dimensions"),
+        ({"input": X[:, :33], "format": "mxfp4"}, ValueError, "two numbers in a byte"),
+        ({"input": quantize(X, "mxfp4")}, ValueError, "format is 'mxfp8', input is in mxfp4"),
+    ],
+)
+@pytest.mark.parametrize("form", [interlace.all_gather_matmul, functional.all_gather_matmul])
+@pytest.mark.parametrize("learning", [True, False])
+def test_what_cannot_be_multiplied_is_refused_on_all_ranks(
+    form: Any, learning: bool, how: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    def call() -> None:
+        given: dict[str, Any] = {"input": X, "weight": W, "format": "mxfp8"}
+        if interlace.get_rank():
+            given.update(how)
+        with torch.set_grad_enabled(learning):
+            bias = torch.zeros(8, requires_grad=learning)
+            with pytest.raises(error, match=words if interlace.get_rank() else "rank 1|differ"):
+                form(**given, bias=bias)
+
+    interlace.run(call, 2)
+
+
+def test_ranks_compare_format_and_k() -> None:
+    def call() -> None:
+        rank = interlace.get_rank()
+        w = W.clone().requires_grad_()
+        for form in (interlace, functional):
+            with pytest.raises(ValueError, match="format differs between ranks: mxfp8 on rank 0"):
+                form.all_gather_matmul(X, w, format=("mxfp8", "mxfp8_e5m2")[rank])  # type: ignore[arg-type]
+            k = (64, 60)[rank]  # which have packed rows of the same length
+            with pytest.raises(ValueError, match="k differs between ranks: 64 on rank 0"):
+                form.matmul_all_reduce(X[:, :k], w[:k], format="mxfp8")
+
+    interlace.run(call, 2)
+
+
+def test_a_gradient_has_no_gradient_and_columns_have_none() -> None:
+    def call() -> None:
+        w = W.clone().requires_grad_()
+        y: Any = interlace.all_gather_matmul(X, w, format="mxfp8")
+        with pytest.raises(RuntimeError, match="in a block-scaled format have no gradients"):
+            torch.autograd.grad(y.square().sum(), w, create_graph=True)
+        with pytest.raises(ValueError, match="scatter_dim must not be the last one, 1, with"):
+            interlace.matmul_reduce_scatter(X, w, scatter_dim=1, format="mxfp8")
+
+    interlace.run(call, 2)

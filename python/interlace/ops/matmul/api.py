@@ -404,10 +404,10 @@ def _recorded_reduction(
     plain = dataclasses.replace(given, activation=None)
     with communicator.accepting(given.op):
         name = checks.activation("activation", given.activation)
-        if (name or given.format) and given.kind:
+        if name and given.kind:
             if given.quantize:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-            terms = norms.NormedReduce(communicator, given).more_terms
+            terms = norms.NormedReduce(communicator, in_format(given)).more_terms
             nothing: Any = dict.fromkeys(("residual", "norm_weight", "norm_bias"))
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
     op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
