@@ -116,7 +116,7 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        given, kind = _packed_weights(weights, source, format)
+        given, kind = _packed_weights(weights, source, input.requires_grad, format)
         matrices, vectors, called = _checked_weights(
             given, biases, source, communicator, names, kind
         )
@@ -177,7 +177,7 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        given, kind = _packed_weights([weight], source, format)
+        given, kind = _packed_weights([weight], source, input.requires_grad, format)
         (matrix,), _, _ = _checked_weights(given, [bias], source, communicator, [""], kind)
         layer = Layer.of(
             communicator,
@@ -221,12 +221,22 @@ def _checked_input(
     return source, dim
 
 
-def _packed_weights(weights: Any, input: Tensor, format: BlockFormatName | None) -> tuple[Any, str]:
-    """The weights, with packed rows for those that are block-scaled, and the format of all."""
+def _packed_weights(
+    weights: Any, input: Tensor, learning: bool, format: BlockFormatName | None
+) -> tuple[Any, str]:
+    """The weights, with packed rows for those that are block-scaled, and the format of all.
+
+    ``learning``: the input requires a gradient.
+    """
     if format is not None:
         format_named(format)
     if not are_scaled(weights):
         return weights, format or ""
+    if learning and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a linear function of a scaled weight has no gradient of its input; call it under "
+            "torch.no_grad()"
+        )
     made: list[Any] = []
     for index, each in enumerate(weights):
         if not isinstance(each, Scaled):
@@ -267,10 +277,6 @@ def _checked_weights(
     for (name, bias_name), weight, bias in zip(names, weights, vectors, strict=True):
         matrix, features = checks.source(name, weight, communicator), input.shape[-1]
         packed = bool(format) and matrix.dtype == torch.uint8
-        if packed and input.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} is block-scaled: the input has no gradient. Call it under torch.no_grad()"
-            )
         if packed:
             features = format_named(format).row_bytes(features)
         if matrix.dim() != 2 or matrix.shape[1] != features:
