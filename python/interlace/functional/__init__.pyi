@@ -77,6 +77,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -84,6 +85,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -91,6 +93,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -98,6 +101,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
@@ -105,6 +109,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: bool, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Any: ...
 @overload
 def all_gather_scaled_matmul(
@@ -184,7 +189,7 @@ def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: None = None,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -192,13 +197,14 @@ def matmul_all_reduce(
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
     quantize: Unscaled | None = None, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: FP8,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_all_reduce(
@@ -206,6 +212,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
     quantize: BlockFormatName, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_reduce_scatter(
@@ -213,6 +220,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: None = None, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -220,7 +228,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: Unscaled | None = None, gather_normed: bool = False,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_reduce_scatter(
@@ -228,6 +236,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: FP8, gather_normed: bool = False, group: FunctionalGroup = None,
     tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_reduce_scatter(
@@ -235,7 +244,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: BlockFormatName, gather_normed: bool = False,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def reduce_scatter_norm(

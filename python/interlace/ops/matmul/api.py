@@ -83,6 +83,9 @@ def all_gather_matmul(
     return_gathered : also return the gathered input, contiguous along ``gather_dim``.
     algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
     out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
+    format : quantise ``input`` and ``weight`` to a block-scaled format, as "mxfp8", where they are tensors;
+        so do the matmuls of the backward, each in blocks along its own k: see docs/formats.md. Not with
+        ``return_gathered``, nor for the last dimension.
 
     Returns
     -------
@@ -153,7 +156,8 @@ def matmul_reduce_scatter(
         of nvfp4 its ``whole`` is 1; divide the norm's weight by another.
     gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
         stays scattered. The chain of a sequence-parallel block, in one op.
-    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
+    algorithm, out_dtype, format : as for :func:`all_gather_matmul`. Partial products travel in
+        ``out_dtype``.
 
     Returns
     -------

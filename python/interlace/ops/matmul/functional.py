@@ -67,7 +67,7 @@ def all_gather_matmul(
     such, which makes the output a list; ``bias``: ``(n,)``, or a list with one or None for each. Returns
     ``[..., n]``, or ``(gathered, output)`` with ``return_gathered``. ``save_gathered``: keep the gathered
     input for the weights' gradients; without, it is gathered again in backward, while the gradient of the
-    input is computed. ``algorithm`` and ``out_dtype`` as there.
+    input is computed; in a ``format`` it always is. ``algorithm``, ``out_dtype``, ``format`` as there.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
