@@ -54,7 +54,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import comparing
 
 FACTORS = ("input", "weight", "weights")
-OF_EXPERTS = ("input_splits", "home_splits")
+OF_EXPERTS = ("input_splits", "home_splits", "segments")
 """Arguments of ops that have a weight for each expert."""
 
 

@@ -242,6 +242,10 @@ class Scaled:
 
         Along k it is cut where blocks begin. Across k anywhere: of scales for 128 x 128 numbers it has one
         for each row then. Raises ValueError for another dimension, and a cut within a block.
+
+        >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8")
+        >>> tuple(weight.narrow(0, 2, 2).shape), tuple(weight.narrow(1, 32, 32).shape)
+        ((2, 64), (4, 32))
         """
         dim = dim - self.values.dim() if dim >= 0 else dim
         if dim not in (-1, -2):
