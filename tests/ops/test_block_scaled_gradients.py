@@ -8,7 +8,10 @@ import torch
 
 import interlace
 from interlace import functional
+from interlace.groups.groups import resolve
+from interlace.ops.matmul import formats
 from interlace.ops.matmul.formats import FORMATS, quantize
+from interlace.ops.op import recording
 from tiers import few
 
 Tensor = torch.Tensor
@@ -209,12 +212,16 @@ def test_functional_and_compiled_calls_have_the_same_gradients(name: str) -> Non
 def test_the_dtype_of_the_input_is_that_of_results_and_gradients() -> None:
     def call() -> None:
         x = noise(0, 4, 64).bfloat16().requires_grad_()
-        w = noise(1, 64, 8).bfloat16().requires_grad_()
+        w = noise(1, 64, 8).requires_grad_()  # as optimizers keep it
         y: Any = interlace.all_gather_matmul(x, w, format="mxfp8")
         wide: Any = interlace.matmul_all_reduce(x, w, format="mxfp8", out_dtype=torch.float32)
         (y.sum() + wide.sum()).backward()
         assert (y.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
-        assert x.grad.dtype == w.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+        assert x.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
+        whole = torch.cat([x.detach()] * 2)
+        of_w = product(whole.float().T, torch.ones(8, 8), "mxfp8")
+        y = interlace.all_gather_matmul(x, w, format="mxfp8")
+        assert torch.equal(torch.autograd.grad(y.sum(), w)[0], of_w)
 
     interlace.run(call, 2)
 
@@ -320,6 +327,12 @@ def test_a_gradient_has_no_gradient_and_columns_have_none() -> None:
         y: Any = interlace.all_gather_matmul(X, w, format="mxfp8")
         with pytest.raises(RuntimeError, match="in a block-scaled format have no gradients"):
             torch.autograd.grad(y.square().sum(), w, create_graph=True)
+        packed = [formats.packed_rows(quantize(each, "mxfp8")) for each in (X, W.T)]
+        about = packed[0], [packed[1].T], [torch.zeros(8, requires_grad=True)], 0, False, "auto"
+        with pytest.raises(RuntimeError, match="block-scaled operands have no gradients"):
+            recording.call(
+                "block_scaled_all_gather_matmul", *about, None, "mxfp8", 2, resolve(None)
+            )
         with pytest.raises(ValueError, match="scatter_dim must not be the last one, 1, with"):
             interlace.matmul_reduce_scatter(X, w, scatter_dim=1, format="mxfp8")
 

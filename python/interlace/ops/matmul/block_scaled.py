@@ -90,7 +90,8 @@ def with_format(op: Op) -> Op:
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
         op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference,
-        without=without, gradient=_once(op.gradient) if quantises and op.gradient else None, variants=(),
+        without=without, variants=(),
+        gradient=_of_floats(op.gradient) if quantises and op.gradient else None,
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
 
@@ -108,15 +109,21 @@ def call_in(format: str, name: str, *arguments: Any) -> Any:
     return call(op_of(name, format).name, *own, *of_format, size, group)
 
 
-def _once(gradient: OpGradient) -> OpGradient:
-    """The gradient, which has none itself."""
+def _of_floats(gradient: OpGradient) -> OpGradient:
+    """The gradient of operands that the op quantises; it has none itself."""
+
+    def save(ctx: Any, given: Any, output: Any) -> None:
+        _, _, operands = _factors(given)
+        if any(each.dtype == torch.uint8 for each in operands):
+            _refuse()
+        gradient.save(ctx, given, output)
 
     def backward(ctx: Any, grad: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("gradients of products in a block-scaled format have no gradients")
         return gradient.backward(ctx, grad)
 
-    return gradient._replace(backward=backward)
+    return OpGradient(save, backward)
 
 
 def _packed_example(make: Example, weight: bool) -> Example:
@@ -261,7 +268,7 @@ def _formatted(given: Any, operands: list[Any]) -> list[Any]:
             f"interlace.quantize(input, {kind.name!r}) without format="
         )
     if not are_scaled(*operands):
-        _check_numbers(given, operands)
+        _check_numbers(given)
         return operands
     input, *weights = operands
     made = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
@@ -272,19 +279,25 @@ def _formatted(given: Any, operands: list[Any]) -> list[Any]:
     return made
 
 
-def _check_numbers(given: Any, operands: Sequence[Any]) -> None:
-    """Raise unless the input and the weights, which are floats, can be quantised and multiplied."""
+def _check_numbers(given: Any, *, packed: bool = False) -> None:
+    """Raise unless the input and the weights, which are floats, can be quantised and multiplied.
+
+    ``packed``: weights may be packed columns already.
+    """
+    _, several, operands = _factors(given)
     input, kind = operands[0], format_named(given.format)
     for index, each in enumerate(operands):
-        name = "weight" if index else "input"
+        name = "input" if not index else f"weight[{index - 1}]" if several else "weight"
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
+        if packed and index and each.dtype == torch.uint8:
+            continue
         if not each.is_floating_point() or each.dtype.itemsize < 2:
             raise TypeError(f"{name} must be of floats that format= quantizes, got {each.dtype}")
         kind.check_shape(name, each.shape[::-1] if index else each.shape)
         if index and each.shape[-2] != input.shape[-1]:
             raise ValueError(
-                f"weight has {each.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
+                f"{name} has {each.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
                 f"{tuple(input.shape)})"
             )
     gathers = hasattr(given, "gather_dim")
@@ -301,10 +314,9 @@ def _check_numbers(given: Any, operands: Sequence[Any]) -> None:
 def quantized(given: Any) -> Any:
     """A record with packed rows in place of factors that are floats."""
     name, several, (input, *weights) = _factors(given)
-    numbers = [each for each in weights if each.dtype != torch.uint8]
-    if input.dtype == torch.uint8 and not numbers:
+    if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return given
-    _check_numbers(given, [input, *numbers])
+    _check_numbers(given, packed=True)
     columns = [packed_weight(each, given.format) for each in weights]
     rows = packed_rows(quantize(input, given.format))
     made = {"input": rows, name: columns if several else columns[0]}

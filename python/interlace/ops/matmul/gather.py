@@ -267,7 +267,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
         for index, product in enumerate(products):
             if product is not None and ctx.weighed[index]:
                 found = product_of_rows(whole, _part_rows(ctx, product), ctx.format)
-                of_weights[index] = found.to(kept.dtype)
+                of_weights[index] = found.to(weights[index].dtype)
     of_biases = [
         product.flatten(0, -2).sum(0) if biased and product is not None else None
         for product, biased in zip(products, ctx.biased, strict=False)
