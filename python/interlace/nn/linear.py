@@ -139,7 +139,8 @@ class LinearParameters(ShardedModule):
         else:
             weight, bias = torch.empty(sizes[::-1], **made), torch.zeros(sizes[1], **made)  # type: ignore[call-overload]
             self.init_method(weight)
-        yield "weight", weight
+        if self._loaded is None:
+            yield "weight", weight
         if self.bias is not None:
             yield "bias", bias
 
