@@ -404,10 +404,11 @@ def factor_gradients(
     elif parts is None:
         gathered = [_ops.all_gather(grad, dim, size, name)]
     if parts is not None:
-        equal = padded(input, dim, size * longest(length, size))
-        found["weight"] = product_of_rows(rows(equal, dim), wait(parts), given.format).to(
-            weight.dtype
-        )
+        equal = input
+        if given.length is not None:
+            equal = padded(input, dim, size * longest(length, size))
+        of_weight = product_of_rows(rows(equal, dim), wait(parts), given.format)
+        found["weight"] = of_weight.to(weight.dtype)
     elif weighed:
         whole = wait(gathered[0]).narrow(dim, 0, length)
         found["weight"] = rows(input, dim).mT @ rows(whole, dim)
