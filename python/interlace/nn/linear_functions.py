@@ -596,6 +596,12 @@ ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with 
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def _gradient_matrix(grad: Tensor, input: Tensor, format: str) -> Tensor:
+    """``grad.t() @ input``, ``[out, in]``; in a format with the bits of the ops, whose weights are ``(in,
+    out)``."""
+    return product_of_rows(input, grad, format).t() if format else grad.t() @ input
+
+
 def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = "") -> None:
     """``weight.main_grad += grad.t() @ input``, summed in fp32, or in fp64 if ``main_grad`` is.
 
@@ -608,7 +614,7 @@ def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = 
     check_main_grad("the weight", weight)
     main: Tensor = weight.main_grad.detach()  # type: ignore[attr-defined]
     if format:
-        main.add_(product_of_rows(grad, input, format))
+        main.add_(_gradient_matrix(grad, input, format))
         return
     narrow = grad.dtype in _HALF
     if main.dtype == grad.dtype and (grad.is_cuda or not narrow):
@@ -668,7 +674,7 @@ def weight_gradient(
     if fused:
         add_to_main_grad(weight, grad, input, format)
         return gradient_placeholder(weight)
-    return product_of_rows(grad, input, format).to(weight.dtype)
+    return _gradient_matrix(grad, input, format).to(weight.dtype)
 
 
 def gather_rows(communicator: Communicator | None, rows: Tensor, format: str = "") -> Started:
@@ -769,7 +775,7 @@ class DeferredWeightGradients:
                 if pending.fused:
                     add_to_main_grad(weight, grad, input, pending.format)
                 else:
-                    own = product_of_rows(grad, input, pending.format)
+                    own = _gradient_matrix(grad, input, pending.format)
                     before = weight.grad
                     weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
         return count
