@@ -195,6 +195,7 @@ def all_gather_matmul(
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -203,6 +204,7 @@ def all_gather_matmul(
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[True], async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -211,6 +213,7 @@ def all_gather_matmul(
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[False] = False, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -219,6 +222,7 @@ def all_gather_matmul(
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: Literal[True], async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
@@ -226,7 +230,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: bool = False, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def all_gather_matmul(
@@ -234,7 +238,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     activation: Activation | Sequence[Activation | None] | None = None, group: _Group = None,
     return_gathered: bool = False, async_op: bool = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work: ...
 @overload
 def all_gather_v(
@@ -451,7 +455,7 @@ def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None, activation: Activation | None = None, norm: None = None,
     group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -459,7 +463,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: Unscaled | None = None, group: _Group = None,
     async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_all_reduce(
@@ -467,6 +471,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: FP8, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_all_reduce(
@@ -474,6 +479,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: BlockFormatName, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_all_reduce(
@@ -481,14 +487,14 @@ def matmul_all_reduce(
     bias: Tensor | None = None, activation: Activation | None = None, residual: Tensor | None = None,
     norm: RowNorm | None = None, quantize: FP8 | Unscaled | BlockFormatName | None = None,
     group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     bias: Tensor | None = None, activation: Activation | None = None, norm: None = None,
     group: _Group = None, async_op: bool, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor | Work: ...
 @overload
 def matmul_reduce_scatter(
@@ -496,6 +502,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
     norm: None = None, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -504,6 +511,7 @@ def matmul_reduce_scatter(
     residual: Tensor | None = None, norm: RowNorm, quantize: Unscaled | None = None,
     gather_normed: bool = False, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_reduce_scatter(
@@ -511,7 +519,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
     residual: Tensor | None = None, norm: RowNorm, quantize: FP8, gather_normed: bool = False,
     group: _Group = None, async_op: Literal[False] = False, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_reduce_scatter(
@@ -520,6 +528,7 @@ def matmul_reduce_scatter(
     residual: Tensor | None = None, norm: RowNorm, quantize: BlockFormatName,
     gather_normed: bool = False, group: _Group = None, async_op: Literal[False] = False,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_reduce_scatter(
@@ -528,14 +537,14 @@ def matmul_reduce_scatter(
     residual: Tensor | None = None, norm: RowNorm | None = None,
     quantize: FP8 | Unscaled | BlockFormatName | None = None, gather_normed: bool = False,
     group: _Group = None, async_op: Literal[True], algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Work: ...
 @overload
 def matmul_reduce_scatter(
     input: Tensor | Scaled, weight: Tensor | Scaled, *, reduce_op: FusedReduceOp = "sum",
     scatter_dim: int = 0, bias: Tensor | None = None, activation: Activation | None = None,
     norm: None = None, group: _Group = None, async_op: bool, algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor | Work: ...
 @overload
 def reduce(

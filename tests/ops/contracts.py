@@ -203,6 +203,7 @@ REASONS = (
     Reason("out_dtype", lambda op: op.name in SCALED, "all of its cells ask for a dtype"),
     Reason("empty_on_one", lambda op: LENGTHS.isdisjoint(op.kinds), "parts are of equal shapes"),
     Reason("gradients", lambda op: op.gradient is None, "it has none"),
+    Reason("gradients", lambda op: "format" in op.kinds, "what is rounded has no differences"),
     Reason("gradients_complex", lambda op: op.gradient is None, "it has none"),
     Reason("gradients_complex", lambda op: not is_plain(op), "it refuses complex numbers"),
     Reason("misuse_on_one", lambda op: op.name == "rank", "it takes any tensor, and reads none"),

@@ -78,6 +78,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -85,6 +86,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -92,6 +94,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[False] = False, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> list[Tensor]: ...
 @overload
 def all_gather_matmul(
@@ -99,6 +102,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: Literal[True], save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> tuple[Tensor, list[Tensor]]: ...
 @overload
 def all_gather_matmul(
@@ -106,6 +110,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None, group: FunctionalGroup = None,
     tag: str = "", return_gathered: bool, save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Any: ...
 @overload
 def all_gather_scaled_matmul(
@@ -186,7 +191,7 @@ def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: None = None,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -194,13 +199,14 @@ def matmul_all_reduce(
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
     quantize: Unscaled | None = None, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_all_reduce(
     input: Tensor | Scaled, weight: Tensor | Scaled, reduce_op: FusedReduceOp = "sum", *,
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm, quantize: FP8,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_all_reduce(
@@ -208,6 +214,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None, residual: Tensor | None = None, norm: RowNorm,
     quantize: BlockFormatName, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def matmul_reduce_scatter(
@@ -215,6 +222,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: None = None, group: FunctionalGroup = None, tag: str = "",
     algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -222,7 +230,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: Unscaled | None = None, gather_normed: bool = False,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> Normed: ...
 @overload
 def matmul_reduce_scatter(
@@ -230,6 +238,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: FP8, gather_normed: bool = False, group: FunctionalGroup = None,
     tag: str = "", algorithm: FusedAlgorithm = "auto", out_dtype: dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Quantized: ...
 @overload
 def matmul_reduce_scatter(
@@ -237,7 +246,7 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0, *, bias: Tensor | None = None, residual: Tensor | None = None,
     norm: RowNorm, quantize: BlockFormatName, gather_normed: bool = False,
     group: FunctionalGroup = None, tag: str = "", algorithm: FusedAlgorithm = "auto",
-    out_dtype: dtype | None = None,
+    out_dtype: dtype | None = None, format: BlockFormatName | None = None,
 ) -> NormedScaled: ...
 @overload
 def reduce_scatter_norm(

@@ -12,7 +12,7 @@ import torch
 from torch.types import Device
 
 from interlace.arguments import checks
-from interlace.arguments.words import Group
+from interlace.arguments.words import BlockFormatName, Group
 from interlace.kernels.epilogue import Activation
 from interlace.nn import regions
 from interlace.nn.linear_functions import (
@@ -22,6 +22,7 @@ from interlace.nn.linear_functions import (
     row_parallel_linear,
 )
 from interlace.nn.sharding import HeldGroup, OnGroup, ShardedModule, divisible, positive
+from interlace.ops.matmul.formats import BlockFormat, Scaled, packed_rows, unpacked_rows
 from interlace.runtime.compat.torch_modes import disable
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.numerics.norms import activate
@@ -44,6 +45,7 @@ class LinearOptions:
     init_method: InitMethod | None = None
     gradient_accumulation_fusion: bool = False
     deferred: DeferredWeightGradients | None = None
+    format: BlockFormatName | None = None
     device: Device = None
     dtype: torch.dtype | None = None
 
@@ -51,7 +53,7 @@ class LinearOptions:
         """Make attributes of ``layer`` of the options that its forward reads, where they can be changed."""
         layer.sequence_parallel, layer.batch_first = self.sequence_parallel, self.batch_first
         layer.gradient_accumulation_fusion = self.gradient_accumulation_fusion
-        layer.deferred = self.deferred
+        layer.deferred, layer.format = self.deferred, self.format
 
 
 class LinearArguments(TypedDict, total=False):
@@ -63,6 +65,7 @@ class LinearArguments(TypedDict, total=False):
     init_method: InitMethod | None
     gradient_accumulation_fusion: bool
     deferred: DeferredWeightGradients | None
+    format: BlockFormatName | None
     device: Device
     dtype: torch.dtype | None
 
@@ -117,6 +120,7 @@ class LinearParameters(ShardedModule):
                 divisible(name, size, self.group)
         self.in_features, self.out_features = in_features, out_features
         self.init_method = options.init_method
+        self._loaded: tuple[BlockFormat, int] | None = None
         options.keep(self)
         made: Any = {"device": options.device, "dtype": options.dtype}
         self._add_parameter("weight", (out_features, in_features), dim, copies, **made)
@@ -135,9 +139,47 @@ class LinearParameters(ShardedModule):
         else:
             weight, bias = torch.empty(sizes[::-1], **made), torch.zeros(sizes[1], **made)  # type: ignore[call-overload]
             self.init_method(weight)
-        yield "weight", weight
+        if self._loaded is None:
+            yield "weight", weight
         if self.bias is not None:
             yield "bias", bias
+
+    def load_scaled(self, weight: Scaled) -> None:
+        """Take a block-scaled weight ``[out, in]``, whole or this rank's part, in place of the parameter.
+
+        For inference: the layer's input has no gradient then. ``weight`` becomes a buffer of packed bytes,
+        which no state dict has. Raises ValueError or TypeError on all ranks for another shape, or if the
+        part of a rank would divide a block.
+
+        >>> def forward():
+        ...     layer = nn.ColumnParallelLinear(64, 4, bias=False)
+        ...     layer.load_scaled(interlace.quantize(torch.ones(4, 64), "mxfp8"))
+        ...     return layer(torch.ones(1, 64)).tolist()
+        >>> interlace.run(forward, 2)[0]
+        [[64.0, 64.0], [64.0, 64.0]]
+        """
+        with self.group.accepting(type(self).__name__):
+            if not isinstance(weight, Scaled):
+                raise TypeError(f"weight must be an interlace.Scaled, got {type(weight).__name__}")
+            sharding = self._shardings["weight"]
+            whole = self.out_features, self.in_features
+            here = sharding.local_shape(whole)
+            if tuple(weight.shape) not in (whole, here) or weight.inner != -1:
+                raise ValueError(
+                    f"weight must be {whole}, or this rank's part {here}, its blocks along in_features; "
+                    f"got {tuple(weight.shape)}, blocks along dimension {weight.inner}"
+                )
+            if tuple(weight.shape) != here:
+                weight = weight.narrow(sharding.dim, *sharding.part())  # type: ignore[arg-type]
+            rows = packed_rows(weight)
+        del self.weight
+        self.register_buffer("weight", rows, persistent=False)
+        self._loaded = weight.kind, weight.shape[-1]
+
+    @property
+    def _factor(self) -> Any:
+        """The weight as the functions take it: the parameter, or the scaled one that was loaded."""
+        return unpacked_rows(self.weight, *self._loaded) if self._loaded else self.weight
 
     def extra_repr(self) -> str:
         return (
@@ -149,7 +191,7 @@ class LinearParameters(ShardedModule):
 def _options(layer: object) -> dict[str, Any]:
     """The options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
-    return {name: getattr(layer, name) for name in names}
+    return {name: getattr(layer, name) for name in (*names, "format")}
 
 
 def check_features(
@@ -171,7 +213,7 @@ def check_features(
             raise ValueError(
                 f"input must have {features} features, {meaning}, got shape {tuple(input.shape)}"
             )
-        if weight is not None and not casts(input):
+        if weight is not None and weight.dtype != torch.uint8 and not casts(input):
             checks.same_dtype("input", input.dtype, f"{name} of {kind}", weight.dtype)
 
 
@@ -205,7 +247,7 @@ class ColumnParallelLinear(LinearParameters):
     gather_output : give all features on all ranks, which go on alike.
     skip_bias_add : return ``(output, bias)`` and let the caller add it, to fuse it with what follows.
     init_method : see :class:`LinearParameters`.
-    gradient_accumulation_fusion, save_gathered, deferred, out_dtype : see
+    gradient_accumulation_fusion, save_gathered, deferred, out_dtype, format : see
         :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
     device, dtype : of the parameters, as torch has it.
 
@@ -246,7 +288,7 @@ class ColumnParallelLinear(LinearParameters):
         self._check_alike(self.group)
         bias = self.bias
         (output,) = gathering_linear(
-            self, input, [self.weight], [None if self.skip_bias_add else bias], [""]
+            self, input, [self._factor], [None if self.skip_bias_add else bias], [""]
         )
         if self.gather_output:
             output = regions.gather_from_group(output, group=self.group)
@@ -311,7 +353,7 @@ class RowParallelLinear(LinearParameters):
         check_features(self, input, size // ranks, meaning, self.weight)
         output = row_parallel_linear(
             input,
-            self.weight,
+            self._factor,
             None if self.skip_bias_add else self.bias,
             scatter_dim=regions.sequence_dim(input, self.batch_first),
             **_options(self),
@@ -389,7 +431,7 @@ class SequenceParallelMLP(OnGroup):
         return self._on_all_ranks(self._through, input, layers)
 
     def _through(self, input: Tensor, layers: list[ColumnParallelLinear]) -> Tensor:
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = [layer._factor for layer in layers], [layer.bias for layer in layers]
         names = ["up"] if self.gate is None else ["gate", "up"]
         outputs = gathering_linear(self.up, input, weights, biases, names)
         how = self.activation
@@ -461,7 +503,7 @@ class QKVParallelLinear(OnGroup):
         q, k, v = self.q, self.k, self.v
         check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
         q._check_alike(self.group, layer=self)  # k and v are drawn after it
-        shared: tuple[Tensor | None, ...] = (k.weight, v.weight, k.bias, v.bias)
+        shared: Any = (k._factor, v._factor, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
                 for name in ("gradient_accumulation_fusion", "deferred"):
@@ -473,9 +515,12 @@ class QKVParallelLinear(OnGroup):
             replicas = self._held.of_replicas(self.copies)
             for part in (k, v):
                 part._check_alike(replicas, "weight", "bias", layer=self)
-            shared = regions.copy_to_group(*shared, group=replicas)
+            scaled = [isinstance(each, Scaled) for each in shared]  # which have no gradient
+            learning = [None if s else each for s, each in zip(scaled, shared, strict=True)]
+            copied = regions.copy_to_group(*learning, group=replicas)
+            shared = [own if s else c for s, own, c in zip(scaled, shared, copied, strict=True)]
         k_weight, v_weight, k_bias, v_bias = shared
-        weights, biases = [q.weight, k_weight, v_weight], [q.bias, k_bias, v_bias]
+        weights, biases = [q._factor, k_weight, v_weight], [q.bias, k_bias, v_bias]
         outputs = gathering_linear(self, input, weights, biases, "qkv")
         return outputs[0], outputs[1], outputs[2]
 

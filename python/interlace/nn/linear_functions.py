@@ -39,11 +39,18 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from interlace.arguments import checks
-from interlace.arguments.words import Group
+from interlace.arguments.words import BlockFormatName, Group
 from interlace.groups.groups import resolve
 from interlace.ops.collectives import records
 from interlace.ops.collectives.rootless import _all_reduce
-from interlace.ops.matmul import gather as gather_matmul, reduce
+from interlace.ops.matmul.block_scaled import (
+    are_scaled,
+    gathered_rows,
+    op_of,
+    product,
+    product_of_rows,
+)
+from interlace.ops.matmul.formats import Scaled, format_named, packed_rows
 from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments
@@ -57,7 +64,7 @@ Tensor = torch.Tensor
 
 def column_parallel_linear(
     input: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Sequence[Scaled],
     biases: Sequence[Tensor | None] | None = None,
     *,
     group: Group,
@@ -67,6 +74,7 @@ def column_parallel_linear(
     save_gathered: bool = False,
     deferred: DeferredWeightGradients | None = None,
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Tensor]:
     """``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``, this rank's columns of each.
@@ -75,7 +83,8 @@ def column_parallel_linear(
     ----------
     input : ``[..., in]``, 2-D or more; with ``sequence_parallel`` this rank's equal shard along
         ``gather_dim``, as ``[s / world size, b, in]``, else the whole, the same on all ranks.
-    weights : ``[out_local, in]`` each; one gather feeds all of them.
+    weights : ``[out_local, in]`` each; one gather feeds all of them. Or an :class:`interlace.Scaled` each,
+        for inference.
     biases : ``[out_local]`` or None for each weight.
     group : anything that :func:`interlace.groups.resolve` takes.
     gather_dim : the sequence dimension, 0 for ``[s, b, h]``, 1 for ``[b, s, h]``; not the last.
@@ -85,6 +94,8 @@ def column_parallel_linear(
     save_gathered : keep the gathered input for backward, where it is gathered again otherwise.
     deferred : leave the weights' gradients there, for its ``run()``.
     out_dtype : dtype of the outputs, default the input's.
+    format : multiply in a block-scaled format, as "mxfp8", forward and backward; see docs/formats.md. By
+        default that of weights which are scaled.
     names : of the modules whose weights and biases they are, for errors: those of ``"q"`` are ``q.weight``
         and ``q.bias``, of ``""`` ``weight`` and ``bias``; by default ``weights[0]`` and ``biases[0]``.
 
@@ -105,7 +116,10 @@ def column_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("column_parallel_linear"):
         source, dim = _checked_input(input, "gather_dim", gather_dim, communicator)
-        matrices, vectors, called = _checked_weights(weights, biases, source, communicator, names)
+        given, kind = _packed_weights(weights, source, input.requires_grad, format)
+        matrices, vectors, called = _checked_weights(
+            given, biases, source, communicator, names, kind
+        )
         layer = Layer.of(
             communicator,
             dim,
@@ -114,6 +128,7 @@ def column_parallel_linear(
             save_gathered=save_gathered,
             deferred=deferred,
             out_dtype=out_dtype,
+            format=kind,
         )
         _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
         prepare(communicator, source, *matrices, *vectors)
@@ -124,7 +139,7 @@ def column_parallel_linear(
 
 def row_parallel_linear(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensor | Scaled,
     bias: Tensor | None = None,
     *,
     group: Group,
@@ -133,6 +148,7 @@ def row_parallel_linear(
     gradient_accumulation_fusion: bool = False,
     deferred: DeferredWeightGradients | None = None,
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor:
     """``(sum over ranks of input @ weight.t()) + bias``: this rank's shard of it, or all of it.
 
@@ -144,7 +160,8 @@ def row_parallel_linear(
         sees its own rows only, so the bias' gradient is summed over the group: the same on all ranks.
     scatter_dim : the sequence dimension, whose length the size of the group divides; not the last.
     sequence_parallel : give this rank's shard along ``scatter_dim``; else the whole, on all ranks.
-    group, gradient_accumulation_fusion, deferred, out_dtype : as for :func:`column_parallel_linear`.
+    group, gradient_accumulation_fusion, deferred, out_dtype, format : as for
+        :func:`column_parallel_linear`, and so may the weight be scaled.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
     Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.
@@ -160,7 +177,8 @@ def row_parallel_linear(
     communicator = resolve(group).on(input)
     with communicator.accepting("row_parallel_linear"):
         source, dim = _checked_input(input, "scatter_dim", scatter_dim, communicator)
-        _checked_weights([weight], [bias], source, communicator, [""])
+        given, kind = _packed_weights([weight], source, input.requires_grad, format)
+        (matrix,), _, _ = _checked_weights(given, [bias], source, communicator, [""], kind)
         layer = Layer.of(
             communicator,
             dim,
@@ -168,11 +186,12 @@ def row_parallel_linear(
             fused=gradient_accumulation_fusion,
             deferred=deferred,
             out_dtype=out_dtype,
+            format=kind,
         )
-        _check_layer(layer, source, {"weight": weight})
-        prepare(communicator, source, weight, bias)
-    with needing(_learnt(layer, {"input": [input], "weight": [weight], "bias": [bias]})):
-        return RowParallelLinearFunction.apply(layer, input, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+        _check_layer(layer, source, {"weight": matrix})
+        prepare(communicator, source, matrix, bias)
+    with needing(_learnt(layer, {"input": [input], "weight": [matrix], "bias": [bias]})):
+        return RowParallelLinearFunction.apply(layer, input, matrix, bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
@@ -202,12 +221,47 @@ def _checked_input(
     return source, dim
 
 
+def _packed_weights(
+    weights: Any, input: Tensor, learning: bool, format: BlockFormatName | None
+) -> tuple[Any, str]:
+    """The weights, with packed rows for those that are block-scaled, and the format of all.
+
+    ``learning``: the input requires a gradient.
+    """
+    if format is not None:
+        format_named(format)
+    if not are_scaled(*weights):
+        return weights, format or ""
+    if learning and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a linear function of a scaled weight has no gradient of its input; call it under "
+            "torch.no_grad()"
+        )
+    made: list[Any] = []
+    for index, each in enumerate(weights):
+        if not isinstance(each, Scaled):
+            made.append(each)
+            continue
+        if format not in (None, each.format):
+            raise ValueError(f"format is {format!r}, weight {index} is in {each.format}")
+        format = each.format  # type: ignore[assignment]
+        if each.inner != -1 or each.shape[1:] != input.shape[-1:]:
+            raise ValueError(
+                "input must have as many features as a scaled weight of shape (out, in), its blocks along "
+                f"in; got input {tuple(input.shape)}, weight {index} {tuple(each.shape)}, its blocks along "
+                f"dimension {each.inner}"
+            )
+        made.append(packed_rows(each))
+    return made, format or ""
+
+
 def _checked_weights(
     weights: object,
     biases: object,
     input: Tensor,
     communicator: Communicator,
     modules: Sequence[str] | None,
+    format: str,
 ) -> tuple[list[Tensor], list[Tensor | None], list[str]]:
     """Weights, biases and the names of weights; ``modules``: the names of those that have them."""
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
@@ -221,8 +275,11 @@ def _checked_weights(
         names = [(f"{m}.weight".lstrip("."), f"{m}.bias".lstrip(".")) for m in modules]
     casting = casts(input)
     for (name, bias_name), weight, bias in zip(names, weights, vectors, strict=True):
-        matrix = checks.source(name, weight, communicator)
-        if matrix.dim() != 2 or matrix.shape[1] != input.shape[-1]:
+        matrix, features = checks.source(name, weight, communicator), input.shape[-1]
+        packed = bool(format) and matrix.dtype == torch.uint8
+        if packed:
+            features = format_named(format).row_bytes(features)
+        if matrix.dim() != 2 or matrix.shape[1] != features:
             raise ValueError(
                 f"input must have as many features as {name} of shape (out, in) = "
                 f"{tuple(matrix.shape)}, got input of shape {tuple(input.shape)}"
@@ -236,7 +293,7 @@ def _checked_weights(
                 )
             if not casting:
                 checks.same_dtype(bias_name, vector.dtype, "input", input.dtype)
-        if not casting:
+        if not casting and not packed:
             checks.same_dtype(name, matrix.dtype, "input", input.dtype)
     return list(weights), list(vectors), [name for name, _ in names]
 
@@ -255,6 +312,13 @@ def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> Non
     if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
         raise ValueError("deferred: gradients of weights that are results of other ops cannot wait")
     checks.output_dtype(layer.out_dtype, input)
+    if not layer.format:
+        return
+    if layer.save_gathered:
+        raise ValueError(
+            f"save_gathered must be False with format={layer.format!r}: what is gathered has blocks along "
+            "the features, and the weights' gradients need blocks along the rows"
+        )
 
 
 StepOfFunction = TypeVar("StepOfFunction", bound=Callable[..., Any])
@@ -271,6 +335,7 @@ class Layer:
     save_gathered: bool = False
     deferred: DeferredWeightGradients | None = None
     out_dtype: torch.dtype | None = None
+    format: str = ""
 
     @staticmethod
     def of(communicator: Communicator, dim: int, *, sharded: bool, **options: Any) -> Layer:
@@ -310,6 +375,11 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(input.device.type) if casts(input) else input.dtype
 
 
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in that dtype; packed rows are left as they are."""
+    return weight if weight.dtype == torch.uint8 else weight.to(dtype)
+
+
 def _as_is(kind: str) -> Any:
     """Around matmuls whose operands were cast."""
     if torch.is_autocast_enabled(kind):
@@ -317,7 +387,12 @@ def _as_is(kind: str) -> Any:
     return contextlib.nullcontext()
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, format: str
+) -> Tensor:
+    if format:
+        output = product(input, weight.t(), format, torch.float32)
+        return (output if bias is None else output + bias).to(dtype)
     if dtype == input.dtype:
         return torch.nn.functional.linear(input, weight, bias)
     output = input.new_empty(*input.shape[:-1], weight.shape[0], dtype=dtype)
@@ -346,10 +421,11 @@ def _of_weights(
     """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
     if deferred is None:
         return [
-            weight_gradient(weight, grad, input, fused=layer.fused)
+            weight_gradient(weight, grad, input, fused=layer.fused, format=layer.format)
             for weight, grad in zip(weights, grads, strict=True)
         ]
-    deferred.add(weights, grads, input, communicator=over, fused=layer.fused)
+    about: Any = {"communicator": over, "fused": layer.fused, "format": layer.format}
+    deferred.add(weights, grads, input, **about)
     return [gradient_placeholder(w) if layer.fused else None for w in weights]
 
 
@@ -361,7 +437,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, layer: Layer, count: int, input: Tensor, *given: Any) -> Any:
         dtype = _compute_dtype(input)
         own = input.to(dtype)
-        weights = [each.to(dtype) for each in given[:count]]
+        weights = [_cast(each, dtype) for each in given[:count]]
         biases = [None if each is None else each.to(dtype) for each in given[count:]]
         kept = own
         with _as_is(input.device.type):
@@ -370,14 +446,22 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
                 keep = layer.save_gathered and any(ctx.needs_input_grad[3 : 3 + count])
                 matrices = [weight.t() for weight in weights]
                 call = AllGatherMatmulArguments(
-                    own, matrices, biases, layer.dim, keep, out_dtype=layer.out_dtype
+                    own,
+                    matrices,
+                    biases,
+                    layer.dim,
+                    keep,
+                    out_dtype=layer.out_dtype,
+                    format=layer.format,
                 )
-                outputs = _finished(gather_matmul.start(layer.communicator, call))
+                op = op_of("all_gather_matmul", layer.format)
+                outputs = _finished(op.start(layer.communicator, call))
                 if keep:
                     kept = outputs.pop()
             else:
                 made = layer.out_dtype or dtype
-                outputs = [_linear(own, w, b, made) for w, b in zip(weights, biases, strict=True)]
+                pairs = zip(weights, biases, strict=True)
+                outputs = [_linear(own, w, b, made, layer.format) for w, b in pairs]
         ctx.layer, ctx.shape, ctx.gathered = layer, input.shape, kept is not own
         ctx.input_dtype = input.dtype
         ctx.parameters = given[:count]
@@ -401,7 +485,8 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             over = layer.communicator if layer.sharded and not ctx.gathered else None
             # under way while the gradient of the input is computed
             deferred = _deferred(layer) if wanted else None
-            whole = gather_rows(over if wanted and deferred is None else None, input)
+            over_now = over if wanted and deferred is None else None
+            whole = gather_rows(over_now, input, layer.format)
             started = None
             if needed[2] and used:
                 started = _start_of_input(
@@ -433,10 +518,10 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
     over = layer.communicator
     if over is None:
-        return Started([grad @ weight], None)
-    return reduce.start(
-        over, ReductionArguments(grad, weight, scatter_dim=0 if layer.sharded else None)
-    )
+        return Started([product(grad, weight, layer.format)], None)
+    op = op_of("matmul_reduce_scatter" if layer.sharded else "matmul_all_reduce", layer.format)
+    dim = 0 if layer.sharded else None
+    return op.start(over, ReductionArguments(grad, weight, scatter_dim=dim, format=layer.format))
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
@@ -446,18 +531,19 @@ class RowParallelLinearFunction(torch.autograd.Function):
     @on_all_ranks("row_parallel_linear")
     def forward(ctx: Any, layer: Layer, input: Tensor, weight: Tensor, bias: Any) -> Tensor:
         dtype = _compute_dtype(input)
-        own, matrix = input.to(dtype), weight.to(dtype)
+        own, matrix = input.to(dtype), _cast(weight, dtype)
         vector = None if bias is None else bias.to(dtype)
         communicator = layer.communicator
         with _as_is(input.device.type):
             if communicator is None:
-                output = _linear(own, matrix, vector, layer.out_dtype or dtype)
+                output = _linear(own, matrix, vector, layer.out_dtype or dtype, layer.format)
             else:
                 dim = layer.dim if layer.sharded else None
                 call = ReductionArguments(
-                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype
-                )
-                (output,) = _finished(reduce.start(communicator, call))
+                    own, matrix.t(), vector, scatter_dim=dim, out_dtype=layer.out_dtype,
+                    format=layer.format,
+                )  # fmt: skip
+                (output,) = _finished(op_of(call.op, layer.format).start(communicator, call))
         ctx.layer, ctx.parameter = layer, weight
         ctx.input_dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(own, matrix)
@@ -475,12 +561,14 @@ class RowParallelLinearFunction(torch.autograd.Function):
         with _as_is(kept.device.type):
             rows = rows_of(grad.to(kept.dtype), layer.dim)
             started = None
+            # in a format the two matmuls want other blocks
+            at_once = shared and weighed and not layer.format
+            gathered = gather_rows(over if weighed and not at_once else None, rows, layer.format)
             if shared and over is None:
-                started = Started([rows @ weight], None)
+                started = Started([product(rows, weight, layer.format)], None)
             elif shared and over is not None:
-                call = AllGatherMatmulArguments(rows, [weight], [], 0, return_gathered=weighed)
-                started = gather_matmul.start(over, call)
-            gathered = gather_rows(over if weighed and not shared else None, rows)
+                call = AllGatherMatmulArguments(rows, [weight], [], 0, at_once, format=layer.format)
+                started = op_of("all_gather_matmul", layer.format).start(over, call)
             if biased:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 of_bias = grad.flatten(0, -2).sum(0, dtype=wide)
@@ -508,7 +596,13 @@ ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor) -> None:
+def _gradient_matrix(grad: Tensor, input: Tensor, format: str) -> Tensor:
+    """``grad.t() @ input``, ``[out, in]``; in a format with the bits of the ops, whose weights are ``(in,
+    out)``."""
+    return product_of_rows(input, grad, format).t() if format else grad.t() @ input
+
+
+def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = "") -> None:
     """``weight.main_grad += grad.t() @ input``, summed in fp32, or in fp64 if ``main_grad`` is.
 
     ``main_grad`` may be wider or narrower than the operands; what is narrower than fp32 is rounded once.
@@ -519,6 +613,9 @@ def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor) -> None:
         weight.main_grad.zero_()  # type: ignore[attr-defined]
     check_main_grad("the weight", weight)
     main: Tensor = weight.main_grad.detach()  # type: ignore[attr-defined]
+    if format:
+        main.add_(_gradient_matrix(grad, input, format))
+        return
     narrow = grad.dtype in _HALF
     if main.dtype == grad.dtype and (grad.is_cuda or not narrow):
         main.addmm_(grad.t(), input)
@@ -570,19 +667,21 @@ def gradient_placeholder(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool) -> Tensor | None:
+def weight_gradient(
+    weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool, format: str = ""
+) -> Tensor | None:
     """The gradient that backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
     if fused:
-        add_to_main_grad(weight, grad, input)
+        add_to_main_grad(weight, grad, input, format)
         return gradient_placeholder(weight)
-    return (grad.t() @ input).to(weight.dtype)
+    return _gradient_matrix(grad, input, format).to(weight.dtype)
 
 
-def gather_rows(communicator: Communicator | None, rows: Tensor) -> Started:
+def gather_rows(communicator: Communicator | None, rows: Tensor, format: str = "") -> Started:
     """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
     if communicator is None:
         return Started([rows], None)
-    return records.ALL_GATHER.begin(communicator, (rows, 0))
+    return records.ALL_GATHER.begin(communicator, (gathered_rows(rows, format), 0))
 
 
 class _Deferred(NamedTuple):
@@ -593,9 +692,10 @@ class _Deferred(NamedTuple):
     input: Tensor
     communicator: Communicator | None
     fused: bool
+    format: str
 
     def start(self) -> Started:
-        return gather_rows(self.communicator, self.input)
+        return gather_rows(self.communicator, self.input, self.format)
 
 
 class DeferredWeightGradients:
@@ -641,11 +741,14 @@ class DeferredWeightGradients:
         *,
         communicator: Communicator | None = None,
         fused: bool = False,
+        format: str = "",
     ) -> None:
         """Called by backward. ``grads``: a matrix ``[tokens, out]`` per weight; ``input``: ``[tokens,
         in]``, or this rank's equal part of the rows, which :meth:`run` gathers over ``communicator``.
         """
-        self._pending.append(_Deferred(list(weights), list(grads), input, communicator, fused))
+        self._pending.append(
+            _Deferred(list(weights), list(grads), input, communicator, fused, format)
+        )
 
     @torch.no_grad()
     def run(self, limit: int | None = None) -> int:
@@ -670,9 +773,9 @@ class DeferredWeightGradients:
             following = self._pending[0].start() if left > 1 else None
             for weight, grad in zip(pending.weights, pending.grads, strict=True):
                 if pending.fused:
-                    add_to_main_grad(weight, grad, input)
+                    add_to_main_grad(weight, grad, input, pending.format)
                 else:
-                    own = grad.t() @ input
+                    own = _gradient_matrix(grad, input, pending.format)
                     before = weight.grad
                     weight.grad = own.to(weight.dtype) if before is None else before.add_(own)
         return count

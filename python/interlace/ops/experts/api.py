@@ -596,7 +596,7 @@ def grouped_matmul_combine(
     about: Any = [], splits, False, algorithm, out_dtype
     given = GroupedCombineArguments(*operands, *about)
     run = functools.partial(_grouped_combine, group)
-    if block_scaled.are_scaled(input, weight):
+    if isinstance(input, Scaled) or isinstance(weight, Scaled):
         return block_scaled.run_packed(run, communicator, OP, given, async_op)  # type: ignore[no-any-return]
     return run(communicator.on(input), given, async_op)  # type: ignore[no-any-return]
 
@@ -640,7 +640,7 @@ def _run_grouped(
 ) -> Any:
     """Call ``run(communicator, given, async_op)``, with packed operands if they are block-scaled."""
     communicator = resolve(group)
-    if block_scaled.are_scaled(given.input, given.weight):
+    if isinstance(given.input, Scaled) or isinstance(given.weight, Scaled):
         call: Any = run, communicator, given.op, given, async_op
         return block_scaled.run_packed(*call, gathers=given.return_received)
     return run(communicator.on(given.input), given, async_op)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import OPS, longest, padded, requires_gradients, wait
+from interlace.ops.op.op import longest, padded, requires_gradients, wait
 from interlace.ops.op.recording import Ops, run_recorded
 from interlace.runtime.core.call import Terms
 from interlace.runtime.core.communicator import Communicator
@@ -63,6 +62,7 @@ def all_gather_matmul(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
     """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
 
@@ -79,6 +79,9 @@ def all_gather_matmul(
     return_gathered : also return the gathered input, contiguous along ``gather_dim``.
     algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
     out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
+    format : quantise ``input`` and ``weight`` to a block-scaled format, as "mxfp8", where they are tensors;
+        so do the matmuls of the backward, each in blocks along its own k: see docs/formats.md. Not with
+        ``return_gathered``, nor for the last dimension.
 
     Returns
     -------
@@ -97,12 +100,13 @@ def all_gather_matmul(
     [tensor(128.), tensor(128.)]
     """
     given = gather.AllGatherMatmulArguments(
-        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation
-    )
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, activation,
+        format=format or "",
+    )  # fmt: skip
     communicator = resolve(group)
     learning = requires_gradients(input, weight, bias)
     run: Any = _recorded_gather if learning else gather.gather_matmul
-    if block_scaled.are_scaled(input, weight):
+    if format or isinstance(input, Scaled) or isinstance(weight, Scaled):
         call: Any = run, communicator, gather.OP, given, async_op
         return block_scaled.run_packed(*call, gathers=return_gathered)  # type: ignore[no-any-return]
     return run(communicator.on(input), given, async_op=async_op)  # type: ignore[no-any-return]
@@ -124,6 +128,7 @@ def matmul_reduce_scatter(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
@@ -147,7 +152,8 @@ def matmul_reduce_scatter(
         of nvfp4 its ``whole`` is 1; divide the norm's weight by another.
     gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
         stays scattered. The chain of a sequence-parallel block, in one op.
-    algorithm, out_dtype : as for :func:`all_gather_matmul`. Partial products travel in ``out_dtype``.
+    algorithm, out_dtype, format : as for :func:`all_gather_matmul`. Partial products travel in
+        ``out_dtype``.
 
     Returns
     -------
@@ -173,7 +179,7 @@ def matmul_reduce_scatter(
     """
     given = ReductionArguments(  # by position, for names take twice the time
         input, weight, bias, residual, None, None, reduce_op, scatter_dim, None, algorithm, out_dtype,
-        "", 0.0, "", gather_normed, activation,
+        "", 0.0, "", gather_normed, activation, format or "",
     )  # fmt: skip
     return run_reduction(SCATTER, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
@@ -192,6 +198,7 @@ def matmul_all_reduce(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
     """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
 
@@ -209,7 +216,7 @@ def matmul_all_reduce(
     """
     given = ReductionArguments(
         input, weight, bias, residual, None, None, reduce_op, None, None, algorithm, out_dtype,
-        "", 0.0, "", False, activation,
+        "", 0.0, "", False, activation, format or "",
     )  # fmt: skip
     return run_reduction(ALL_REDUCE, given, norm, quantize, group, async_op)  # type: ignore[no-any-return]
 
@@ -335,7 +342,8 @@ def run_reduction(
     vectors = given.residual, given.norm_weight, given.norm_bias
     learning = requires_gradients(given.input, given.weight, given.bias, *vectors)
     run = _recorded_reduction if learning else norms.FORMS[op]
-    if op in (SCATTER, ALL_REDUCE) and block_scaled.are_scaled(given.input, given.weight):
+    scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
+    if (given.format or scaled) and op in (SCATTER, ALL_REDUCE):
         return block_scaled.run_packed(run, communicator, op, given, async_op)
     return run(communicator.on(given.input), given, async_op=async_op)
 
@@ -353,8 +361,9 @@ def _recorded_gather(
         names = checks.activations(given.activation, count, several)
     asked, learning = given.return_gathered, requires_gradients(given.weights)
     plain = dataclasses.replace(
-        given, activation=None, recorded=True, return_gathered=asked or learning
-    )
+        given, activation=None, recorded=True,
+        return_gathered=asked or (learning and not given.format),
+    )  # fmt: skip
 
     def results(given: gather.AllGatherMatmulArguments, made: Any) -> Any:
         outputs, lengths = made or (None, None)
@@ -366,8 +375,10 @@ def _recorded_gather(
         result = done if several else done[0]
         return (outputs[count], result) if asked else result
 
-    run = functools.partial(gather.gather_matmul, communicator)
-    op = gather.ALL_GATHER_MATMUL
+    def run(given: gather.AllGatherMatmulArguments, async_op: bool) -> Any:
+        return gather.gather_matmul(communicator, in_format(given), async_op=async_op)
+
+    op = block_scaled.op_of(gather.OP, given.format)
     with gather.taking_any_lengths():
         return run_recorded(op, communicator, plain, run, finish, async_op, results=results)
 
@@ -384,10 +395,10 @@ def _recorded_reduction(
         if name and given.kind:
             if given.quantize:
                 raise ValueError("quantize has no gradient; call the op under torch.no_grad()")
-            terms = norms.NormedReduce(communicator, given).more_terms
+            terms = norms.NormedReduce(communicator, in_format(given)).more_terms
             nothing: Any = dict.fromkeys(("residual", "norm_weight", "norm_bias"))
             plain = dataclasses.replace(plain, kind="", gather_normed=False, **nothing)
-    op = OPS[norms.full_name(plain) if plain.kind else plain.op]
+    op = block_scaled.op_of(norms.full_name(plain) if plain.kind else plain.op, plain.format)
 
     def results(given: ReductionArguments, made: Any) -> Any:
         outputs = norms.listed(made) if given.kind and made else [made]
@@ -401,12 +412,19 @@ def _recorded_reduction(
         total = activate(outputs[0], name)
         return _normed(communicator, given, total) if given.kind else total
 
-    run = functools.partial(norms.FORMS[plain.op], communicator)
+    def run(given: ReductionArguments, async_op: bool) -> Any:
+        return norms.FORMS[given.op](communicator, in_format(given), async_op=async_op)
+
     compared = comparing(("activation", name), *terms) if name else contextlib.nullcontext()
     with compared:
         return run_recorded(
             op, communicator, plain, run, finish, async_op, results=results, differs=bool(name)
         )
+
+
+def in_format(given: Any) -> Any:
+    """A record as the kernels take it: with packed rows, if it has a format."""
+    return block_scaled.quantized(given) if given.format else given
 
 
 def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:

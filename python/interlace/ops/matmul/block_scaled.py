@@ -4,6 +4,17 @@ A matrix in a block-scaled format is packed: in bytes, each row's values and the
 ``formats.py``. So what moves rows moves their scales under the same signal, and an op has one argument
 more, ``format``. Scales are not swizzled, so shards may be of any length. A row is padded to a multiple of
 128 numbers, and to one of 16 bytes.
+
+Operands that are floats are quantised by the op, in the format that it is told; then it has a gradient.
+With an input x, a weight w and the gradient dy of their product, three matmuls have six operands, each in
+blocks along the dimension that is summed::
+
+    y = x @ w           x along k, w along k
+    dx = dy @ w.T       dy along n, w along n
+    dw = x.T @ dy       x along rows, dy along rows
+
+So what autograd saves are the floats. Of rows that are gathered for ``dw`` each rank quantises its own, and
+sends bytes: a block never has rows of two ranks. The other factor, which a rank has whole, is cut likewise.
 """
 
 import contextlib
@@ -27,14 +38,26 @@ from interlace.ops.matmul.formats import (
     SWIZZLE_ROWS,
     Scaled,
     format_named,
+    multiply_packed,
     packed_rows,
     quantize,
     unpacked_rows,
     unswizzled,
 )
 from interlace.ops.op.calls import refuse
-from interlace.ops.op.op import EXAMPLES, Example, Op, Setting, Started, constant
-from interlace.ops.op.recording import ContinuedWork
+from interlace.ops.op.op import (
+    EXAMPLES,
+    OPS,
+    Example,
+    Op,
+    OpGradient,
+    Setting,
+    Started,
+    constant,
+    names_of_tensors,
+    tensors,
+)
+from interlace.ops.op.recording import ContinuedWork, call
 from interlace.runtime.compat.torch_modes import modes_active
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
@@ -42,6 +65,8 @@ from interlace.runtime.core.context import comparing
 from interlace.runtime.core.stream import Outcome
 
 FACTORS = ("input", "weight", "weights")
+OF_EXPERTS = ("input_splits", "home_splits", "segments")
+"""Arguments of ops that have a weight for each expert."""
 
 
 def _refuse(*_: Any) -> Any:
@@ -50,20 +75,66 @@ def _refuse(*_: Any) -> Any:
 
 def with_format(op: Op) -> Op:
     """The op of block-scaled operands: the same with a ``format``."""
+    if f"block_scaled_{op.name}" in OPS:
+        return OPS[f"block_scaled_{op.name}"]  # type: ignore[no-any-return]
     without = [name for name in op.without if name != "format"]
+    quantises = not set(op.kinds) & set(OF_EXPERTS)
+
+    def packed_record(given: Any) -> Any:
+        return quantized(given) if quantises else given
 
     def start(communicator: Communicator, given: Any, **out: torch.Tensor) -> Started:
         with communicator.accepting(op.name):
             format_named(given.format)
-        return op.start(communicator, given, **out)
+            made = packed_record(given)
+        with contextlib.nullcontext() if made is given else comparing(("k", given.input.shape[-1])):
+            return op.start(communicator, made, **out)
+
+    def outputs(given: Any, size: Any) -> Any:
+        return op.outputs(packed_record(given), size)
+
+    def reference(ranks: Sequence[Any], size: int) -> list[list[torch.Tensor]]:
+        return op.reference([*map(packed_record, ranks)], size)
 
     examples = {**EXAMPLES, **op.examples}
     of_factors = {each: _packed_example(examples[each], each != "input") for each in FACTORS}
     plain = {"format": constant("mxfp8"), "out_dtype": lambda setting: setting.dtype}
     return dataclasses.replace(
-        op, name=f"block_scaled_{op.name}", start=start, without=without, gradient=None, variants=(),
+        op, name=f"block_scaled_{op.name}", start=start, outputs=outputs, reference=reference,
+        without=without, variants=(),
+        gradient=_of_floats(op.gradient) if quantises and op.gradient else None,
         examples={**op.examples, **of_factors, **plain},
     )  # fmt: skip
+
+
+def op_of(name: str, format: str) -> Op:
+    """The op of that name, or with a format the one of block-scaled operands."""
+    op: Op = OPS[name]
+    return with_format(op) if format else op
+
+
+def call_in(format: str, name: str, *arguments: Any) -> Any:
+    """Call an op, or with a format the one of block-scaled operands; the last arguments are the group."""
+    *own, size, group = arguments
+    of_format = [format] if format else []
+    return call(op_of(name, format).name, *own, *of_format, size, group)
+
+
+def _of_floats(gradient: OpGradient) -> OpGradient:
+    """The gradient of operands that the op quantises; it has none itself."""
+
+    def save(ctx: Any, given: Any, output: Any) -> None:
+        _, _, operands = _factors(given)
+        if any(each.dtype == torch.uint8 for each in operands):
+            _refuse()
+        gradient.save(ctx, given, output)
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of products in a block-scaled format have no gradients")
+        return gradient.backward(ctx, grad)
+
+    return OpGradient(save, backward)
 
 
 def _packed_example(make: Example, weight: bool) -> Example:
@@ -80,9 +151,9 @@ def _packed_example(make: Example, weight: bool) -> Example:
     return example
 
 
-def are_scaled(input: object, weight: object) -> bool:
-    """Whether operands are block-scaled; several weights are if the input is."""
-    return isinstance(input, Scaled) or isinstance(weight, Scaled)
+def are_scaled(*operands: object) -> bool:
+    """Return whether any of these is a :class:`Scaled`."""
+    return any(isinstance(each, Scaled) for each in operands)
 
 
 def format_of(values: Any, scales: Any, inner: int) -> str:
@@ -200,29 +271,58 @@ def run_packed(
 ) -> Any:
     """Call ``run(communicator, given, async_op)`` with packed operands; ranks compare k, too.
 
-    ``given``: the record of a call of ``op`` on block-scaled operands. ``gathers``: what ``run`` returns
-    begins with the gathered input. ValueError or TypeError on all ranks if an operand is wrong.
+    ``given``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
+    stay as they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered
+    input. ValueError or TypeError on all ranks if an operand is wrong.
     """
     with communicator.accepting(op):
-        packed_record = packed(given, check_scales=True)
+        made = packed(given, check_scales=True)
+        made = made if learns(made) else quantized(made)
     with comparing(("k", given.input.shape[-1])):
-        made = run(communicator.on(packed_record.input), packed_record, async_op=async_op)
-    return with_gathered(given.input, made, async_op=async_op) if gathers else made
+        result = run(communicator.on(made.input), made, async_op=async_op)
+    return with_gathered(given.input, result, async_op=async_op) if gathers else result
 
 
-def packed(given: Any, *, check_scales: bool) -> Any:
-    """A record of an op with the packed rows of its block-scaled operands, and their format."""
+def are_formatted(given: Any) -> bool:
+    """Whether the operands of a record are block-scaled, or are to be."""
+    asked = getattr(given, "format", "")
+    return bool(asked) or are_scaled(*[getattr(given, name, None) for name in FACTORS])
+
+
+def learns(given: Any) -> bool:
+    """Whether autograd is to know of a call with this record."""
+    kind: Any = type(given)
+    every = tensors([getattr(given, name) for name in names_of_tensors(kind)])
+    return torch.is_grad_enabled() and any(each.requires_grad for each in every)
+
+
+def _factors(given: Any) -> tuple[str, bool, list[Any]]:
+    """The name of the weights of a record, whether they are several, and the input and each of them."""
     name = "weights" if hasattr(given, "weights") else "weight"
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
-    by_expert = any(hasattr(given, each) for each in ("input_splits", "home_splits"))
+    return name, several, [given.input, *(weights if several else [weights])]
+
+
+def packed(given: Any, *, check_scales: bool) -> Any:
+    """A record of an op with the packed rows of its block-scaled operands, and their format.
+
+    If a format is asked for, and all operands are floats, they stay as they are, for the op quantises them.
+    """
+    name, several, operands = _factors(given)
     dim = getattr(given, "gather_dim", 0)
     if isinstance(given.input, Scaled) and dim in (-1, given.input.values.dim() - 1):
         raise ValueError(
             f"gather_dim={dim} is k, the last dimension of input, along which its blocks lie: block-scaled "
             f"operands are gathered along another one; shape of input is {tuple(given.input.shape)}"
         )
-    operands = [given.input, *(weights if several else [weights])]
+    by_expert = any(hasattr(given, each) for each in OF_EXPERTS)
+    if given.format:
+        operands = _formatted(given, operands)
+        if not are_scaled(*operands):
+            return given
+        if isinstance(given.input, torch.Tensor):
+            given = dataclasses.replace(given, out_dtype=given.out_dtype or given.input.dtype)
     for index, each in enumerate(operands):
         operand_name = name_of(index, several)
         _check(operands[0], each, operand_name, index, by_expert)
@@ -240,6 +340,79 @@ def packed(given: Any, *, check_scales: bool) -> Any:
     return dataclasses.replace(given, **values)
 
 
+def _formatted(given: Any, operands: list[Any]) -> list[Any]:
+    """The operands of a call with ``format``: if some are block-scaled, the others are quantised."""
+    kind = format_named(given.format)
+    if getattr(given, "return_gathered", False):
+        raise ValueError(
+            "return_gathered gives what travels, which with format= is block-scaled: pass "
+            f"interlace.quantize(input, {kind.name!r}) without format="
+        )
+    if not are_scaled(*operands):
+        _check_numbers(given)
+        return operands
+    input, *weights = operands
+    made = [input if isinstance(input, Scaled) else quantize(input, kind.name)]  # type: ignore[arg-type]
+    for weight in weights:
+        made.append(weight if isinstance(weight, Scaled) else _as_weight(weight, kind.name))
+    if made[0].format != kind.name:
+        raise ValueError(f"format is {kind.name!r}, input is in {made[0].format}")
+    return made
+
+
+def _check_numbers(given: Any, *, packed: bool = False) -> None:
+    """Raise unless the input and the weights, which are floats, can be quantised and multiplied.
+
+    ``packed``: weights may be packed columns already.
+    """
+    _, several, operands = _factors(given)
+    input, kind = operands[0], format_named(given.format)
+    for index, each in enumerate(operands):
+        name = name_of(index, several)
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(each).__name__}")
+        if packed and index and each.dtype == torch.uint8:
+            continue
+        if not each.is_floating_point() or each.dtype.itemsize < 2:
+            raise TypeError(f"{name} must be of floats that format= quantizes, got {each.dtype}")
+        kind.check_shape(name, each.shape[::-1] if index else each.shape)
+        if index and each.shape[-2] != input.shape[-1]:
+            raise ValueError(
+                f"{name} has {each.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
+                f"{tuple(input.shape)})"
+            )
+    gathers = hasattr(given, "gather_dim")
+    name = "gather_dim" if gathers else "scatter_dim"
+    dim = getattr(given, name)
+    if dim in (-1, input.dim() - 1) and (gathers or learns(given)):
+        raise ValueError(
+            f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
+            "of several ranks"
+        )
+
+
+@torch.no_grad()
+def quantized(given: Any) -> Any:
+    """A record with packed rows in place of factors that are floats."""
+    name, several, (input, *weights) = _factors(given)
+    if all(each.dtype == torch.uint8 for each in (input, *weights)):
+        return given
+    _check_numbers(given, packed=True)
+    columns = [packed_weight(each, given.format) for each in weights]
+    rows = packed_rows(quantize(input, given.format))
+    made = {"input": rows, name: columns if several else columns[0]}
+    return dataclasses.replace(given, out_dtype=given.out_dtype or input.dtype, **made)
+
+
+def _as_weight(weight: Any, format: str) -> Scaled:
+    return quantize(weight.mT, format, weight=True).t()  # type: ignore[arg-type]
+
+
+def packed_weight(weight: torch.Tensor, format: str) -> torch.Tensor:
+    """Packed columns of a weight ``(k, n)``, which it may be already."""
+    return weight if weight.dtype == torch.uint8 else packed_rows(_as_weight(weight, format))
+
+
 def packed_by_functional(
     op: str, given: Any, group: FunctionalGroup, tag: str
 ) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
@@ -247,7 +420,7 @@ def packed_by_functional(
 
     A graph compares no k, and looks at no scales.
     """
-    if not any(isinstance(getattr(given, name, None), Scaled) for name in FACTORS):
+    if not are_formatted(given):
         return op, given, contextlib.nullcontext()
     known = not traced()
     learning = getattr(given, "topk_weights", None)
@@ -316,3 +489,66 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
             f"{name} has {operand.shape[-2]} rows, input has k = {input.shape[-1]} (shape "
             f"{tuple(input.shape)})"
         )
+
+
+# -- the products of a backward -----------------------------------------------------------------------
+
+
+@torch.library.custom_op("interlace::multiply_parts", mutates_args=())
+def multiply_parts(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    """The sum over p of ``left[p] @ right[p].T`` of packed rows ``(parts, m, row_bytes)`` and ``(parts, n,
+    row_bytes)``, in float32, in the order of parts."""
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float32, device=left.device)
+    for rows, columns in zip(left, right, strict=True):
+        total += multiply_packed(rows, columns.mT, FORMATS[format])
+    return total
+
+
+@multiply_parts.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    return left.new_empty(left.shape[1], right.shape[1], dtype=torch.float32)
+
+
+@torch.no_grad()
+def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
+    """A matrix ``(m, k)`` in blocks along m, which begin anew in each of equal ``parts`` of its rows:
+    ``(parts, k, row_bytes)``."""
+    of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
+    return packed_rows(quantize(of_parts.mT, format))  # type: ignore[arg-type]
+
+
+def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
+    """``left.T @ right`` of matrices with as many rows; in a format in float32.
+
+    Either may be :func:`packed_parts` already, and the other is cut into as many parts then.
+    """
+    if not format:
+        return left.mT @ right
+    parts = max([len(each) for each in (left, right) if each.dtype == torch.uint8], default=1)
+    packed = [
+        each if each.dtype == torch.uint8 else packed_parts(each, parts, format)
+        for each in (left, right)
+    ]
+    made: torch.Tensor = multiply_parts(packed[0], packed[1], format)
+    return made
+
+
+def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
+    """What a rank sends of its ``rows`` for a :func:`product_of_rows`, to be gathered along dimension 0."""
+    return packed_parts(rows, 1, format) if format else rows
+
+
+@torch.no_grad()
+def product(
+    left: torch.Tensor, weight: torch.Tensor, format: str, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``left @ weight`` in a format, in the dtype of ``left`` or another; without a format torch's.
+
+    ``weight`` may be packed columns.
+    """
+    if not format:
+        return left @ weight
+    rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
+    columns = packed_weight(weight, format).mT
+    made: torch.Tensor = multiply_parts(rows[None], columns[None], format)
+    return made.to(out_dtype or left.dtype).view(*left.shape[:-1], weight.shape[1])

@@ -233,6 +233,49 @@ class Scaled:
         made = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
         return made if self._rows is None else made._of_rows(self._rows.mT)
 
+    def narrow(self, dim: int, start: int, length: int) -> Scaled:
+        """As ``torch.narrow``: ``length`` indices from ``start`` on, along one of the last two dimensions.
+
+        Along k it is cut where blocks begin. Across k anywhere: of scales for 128 x 128 numbers it has one
+        for each row then. Raises ValueError for another dimension, and a cut within a block.
+
+        >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8")
+        >>> tuple(weight.narrow(0, 2, 2).shape), tuple(weight.narrow(1, 32, 32).shape)
+        ((2, 64), (4, 32))
+        """
+        dim = dim - self.values.dim() if dim >= 0 else dim
+        if dim not in (-1, -2):
+            raise ValueError(f"dim must be one of the last two of {tuple(self.shape)}, got {dim}")
+        if self.inner == -2:
+            return self.t().narrow(-3 - dim, start, length).t()
+        kind, (rows, numbers), end = self.kind, self.shape[-2:], start + length
+        values, scales, whole = self.values, self.scales, self.whole
+        if not 0 <= start <= end <= (numbers if dim == -1 else rows):
+            raise ValueError(
+                f"there is no {start} to {end} in dimension {dim} of {tuple(self.shape)}"
+            )
+        if dim == -1:
+            if start % kind.block or (end % kind.block and end != numbers):
+                raise ValueError(
+                    f"{kind.name} has blocks of {kind.block} numbers along k, and {start} to {end} are not "
+                    "whole ones"
+                )
+            values = values.narrow(-1, start // kind.packed, length // kind.packed)
+            scales = scales.narrow(-1, start // kind.block, _blocks(length, kind.block))
+        else:
+            values = values.narrow(-2, start, length)
+            scales = self._scales_of_rows().narrow(-2, start, length)
+            if whole is not None and whole.numel() > 1:
+                whole = whole.narrow(-2, start, length)
+        return Scaled(values, scales, kind.name, whole)
+
+    def _scales_of_rows(self) -> Tensor:
+        """The scales with one for each row, blocks along the last dimension."""
+        rows = self.values.shape[-2]
+        if self.scales.shape[-2] == rows:
+            return self.scales
+        return self.scales.repeat_interleave(self.kind.across, -2)[..., :rows, :]
+
     @property
     def advice(self) -> str:
         """What an error adds to the name of this class, where only a tensor can be taken."""
@@ -322,11 +365,9 @@ class Scaled:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, computed in float32 and rounded once to ``dtype``."""
         rows_first = self if self.inner == -1 else self.t()
-        kind, scales = self.kind, rows_first.scales.float()
+        kind, scales = self.kind, rows_first._scales_of_rows().float()
         numbers = _numbers(rows_first.values, kind)
-        rows, length = numbers.shape[-2:]
-        if scales.shape[-2] != rows:
-            scales = scales.repeat_interleave(kind.across, -2)[..., :rows, :]
+        length = numbers.shape[-1]
         made = numbers * scales.repeat_interleave(kind.block, -1)[..., :length]
         made = made if rows_first.whole is None else made * rows_first.whole
         return (made if self.inner == -1 else made.mT).to(dtype)
@@ -510,9 +551,7 @@ def packed_rows(scaled: Scaled) -> Tensor:
     made = scaled.values.new_zeros((*others, rows, kind.row_bytes(numbers)), dtype=torch.uint8)
     values, scales, whole = _views(made, kind)
     values[..., : scaled.values.shape[-1]] = scaled.values.view(torch.uint8)
-    of_rows = scaled.scales
-    if of_rows.shape[-2] != rows:
-        of_rows = of_rows.repeat_interleave(kind.across, -2)[..., :rows, :]
+    of_rows = scaled._scales_of_rows()
     scales[..., : of_rows.shape[-1]] = of_rows
     if whole is not None:
         whole.copy_(whole.new_ones(()) if scaled.whole is None else scaled.whole)

@@ -57,6 +57,7 @@ def all_gather_matmul(
     save_gathered: bool = True,
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
     """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
 
@@ -64,7 +65,7 @@ def all_gather_matmul(
     such, which makes the output a list; ``bias``: ``(n,)``, or a list with one or None for each. Returns
     ``[..., n]``, or ``(gathered, output)`` with ``return_gathered``. ``save_gathered``: keep the gathered
     input for the weights' gradients; without, it is gathered again in backward, while the gradient of the
-    input is computed. ``algorithm`` and ``out_dtype`` as there.
+    input is computed; in a ``format`` it always is. ``algorithm``, ``out_dtype``, ``format`` as there.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
@@ -75,7 +76,7 @@ def all_gather_matmul(
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
     given = AllGatherMatmulArguments(
-        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype
+        input, weight, bias, gather_dim, return_gathered, algorithm, out_dtype, format=format or ""
     )
     return gather(given, group, tag, save_gathered=save_gathered)  # type: ignore[no-any-return]
 
@@ -89,7 +90,7 @@ def gather(
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
     op = "all_gather_matmul"
-    if not block_scaled.are_scaled(given.input, given.weights):
+    if not (given.format or block_scaled.are_scaled(given.input, given.weights)):
         return _gather(op, given, group, tag, save_gathered)
     op, made, terms = block_scaled.packed_by_functional(op, given, group, tag)
     with terms:
@@ -118,7 +119,8 @@ def _gather(
             check(op, group, tag, bias=each)
     asked = given.return_gathered
     given.weights, given.biases = listed(weights, biases)
-    given.return_gathered = asked or (save_gathered and keeps(False, weights))
+    saved = save_gathered and not given.format and keeps(False, weights)
+    given.return_gathered = asked or saved
     made = run_record(op, group, tag, given)
     outputs = made[: len(weights)] if several else made[0]
     return (made[len(weights)], outputs) if asked else outputs
@@ -150,6 +152,7 @@ def matmul_reduce_scatter(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
     """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
@@ -168,7 +171,7 @@ def matmul_reduce_scatter(
     """
     given = ReductionArguments(
         input, weight, bias, residual, reduce_op=reduce_op, scatter_dim=scatter_dim,
-        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed,
+        algorithm=algorithm, out_dtype=out_dtype, gather_normed=gather_normed, format=format or "",
     )  # fmt: skip
     return reduce(SCATTER, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
@@ -186,6 +189,7 @@ def matmul_all_reduce(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
+    format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
     """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
@@ -202,8 +206,9 @@ def matmul_all_reduce(
     [[[16.0, 16.0]], [[16.0, 16.0]]]
     """
     given = ReductionArguments(
-        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype
-    )
+        input, weight, bias, residual, reduce_op=reduce_op, algorithm=algorithm, out_dtype=out_dtype,
+        format=format or "",
+    )  # fmt: skip
     return reduce(ALL_REDUCE, given, norm, quantize, group, tag)  # type: ignore[no-any-return]
 
 
@@ -289,11 +294,12 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     multiplies = op in (SCATTER, ALL_REDUCE)
-    if not multiplies or not block_scaled.are_scaled(given.input, given.weight):
+    blocks = given.format or block_scaled.are_scaled(given.input, given.weight)
+    if not multiplies or not blocks:
         return _reduce(op, op, given, norm, quantize, group, tag)
-    blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
+    of_blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
     with terms:
-        return _reduce(op, blocks, given, norm, quantize, group, tag)
+        return _reduce(op, of_blocks, given, norm, quantize, group, tag)
 
 
 def _reduce(

@@ -19,6 +19,7 @@ import torch
 from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
+from interlace.ops.matmul.block_scaled import call_in, packed_parts, product_of_rows
 from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
@@ -37,6 +38,7 @@ from interlace.ops.op.op import (
     fused_by,
     names_of_tensors,
     own_rows,
+    padded,
     rows,
     spread,
     start_form,
@@ -260,7 +262,7 @@ def start(communicator: Communicator, given: AllGatherMatmulArguments) -> Starte
 
 
 def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -> None:
-    ctx.dim, ctx.algorithm = given.gather_dim, given.algorithm
+    ctx.dim, ctx.algorithm, ctx.format = given.gather_dim, given.algorithm, given.format
     ctx.with_gathered = given.return_gathered
     count = len(given.weights)
     of_op = output[count + given.return_gathered :]
@@ -278,15 +280,17 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
     products = [None if grad is None else grad.to(kept.dtype) for grad in grads[: len(weights)]]
     gathered = kept
     if not ctx.with_gathered and any(ctx.weighed):
-        gathered = _ops.all_gather(kept, ctx.dim, ctx.size, ctx.name)
+        gathered = _start_of_rows(ctx, kept)
     of_gathered = grads[len(weights)] if ctx.with_gathered else None
     of_input = _of_shards(ctx, products, weights, of_gathered) if ctx.shared else None
     of_weights: list[Tensor | None] = [None] * len(weights)
     if any(ctx.weighed):
-        whole = rows(wait(gathered), ctx.dim)
+        whole = wait(gathered)
+        whole = whole if ctx.format else rows(whole, ctx.dim)
         for index, product in enumerate(products):
             if product is not None and ctx.weighed[index]:
-                of_weights[index] = whole.mT @ rows(product, ctx.dim)
+                found = product_of_rows(whole, _part_rows(ctx, product), ctx.format)
+                of_weights[index] = found.to(weights[index].dtype)
     of_biases = [
         product.flatten(0, -2).sum(0) if biased and product is not None else None
         for product, biased in zip(products, ctx.biased, strict=False)
@@ -296,6 +300,22 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
         if ctx.lengths is not None:
             of_input = of_input.narrow(ctx.dim, 0, ctx.length)
     return {"input": of_input, "weights": of_weights, "biases": of_biases}
+
+
+def _start_of_rows(ctx: Any, shard: Tensor) -> Any:
+    """The gathered rows of the input, in flight; in a format as parts, which are packed."""
+    if not ctx.format:
+        return _ops.all_gather(shard, ctx.dim, ctx.size, ctx.name)
+    dim = ctx.dim % shard.dim()
+    equal = shard if ctx.lengths is None else padded(shard, dim, max(ctx.lengths))
+    part = packed_parts(rows(equal, dim), 1, ctx.format)
+    return _ops.all_gather(part, 0, ctx.size, ctx.name)
+
+
+def _part_rows(ctx: Any, product: Tensor) -> Tensor:
+    """The rows of a product's gradient; in a format each rank's are as many as the most."""
+    lengths = ctx.lengths if ctx.format else None
+    return rows(spread(product, lengths, ctx.dim), ctx.dim)
 
 
 def _of_shards(
@@ -324,7 +344,7 @@ def _of_shards(
     else:
         product = spread(product, lengths, dim)
     how = ("sum", dim, None, ctx.algorithm, None, size, name)
-    return _ops.matmul_reduce_scatter(product, weight.t(), None, *how)
+    return call_in(ctx.format, "matmul_reduce_scatter", product, weight.t(), None, *how)
 
 
 def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:

@@ -21,6 +21,7 @@ from interlace.arguments import checks
 from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
+from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
 from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
@@ -375,9 +376,10 @@ def factor_gradients(
         if given.reduce_op == "avg":
             total = total / size
         if shared:
-            found["input"] = total @ weight.t()
+            found["input"] = product(total, weight.t(), given.format)
         if weighed:
-            found["weight"] = rows(input, 0).mT @ rows(total, 0)
+            of_weight = product_of_rows(rows(input, 0), rows(total, 0), given.format)
+            found["weight"] = of_weight.to(weight.dtype)
         return found
     if given.reduce_op == "avg":
         grad = grad / size
@@ -388,16 +390,26 @@ def factor_gradients(
         algorithm = "auto"  # of the contracted dimension not all can gather
         if given.length is not None:
             factor = padded(factor, 0, size * longest(length, size))
+    parts = None
+    if given.format and weighed:
+        parts = _ops.all_gather(packed_parts(rows(grad, dim), 1, given.format), 0, size, name)
     if shared:
-        of_input, *gathered = _ops.all_gather_matmul(
-            grad, [factor], [], dim, weighed, algorithm, None, size, name
-        )
+        of_input, *gathered = call_in(
+            given.format, "all_gather_matmul",
+            grad, [factor], [], dim, weighed and parts is None, algorithm, None, size, name,
+        )  # fmt: skip
         of_input = wait(of_input)
         # what was padded is behind all parts
         found["input"] = of_input if columns else of_input.narrow(dim, 0, length)
-    else:
+    elif parts is None:
         gathered = [_ops.all_gather(grad, dim, size, name)]
-    if weighed:
+    if parts is not None:
+        equal = input
+        if given.length is not None:
+            equal = padded(input, dim, size * longest(length, size))
+        of_weight = product_of_rows(rows(equal, dim), wait(parts), given.format)
+        found["weight"] = of_weight.to(weight.dtype)
+    elif weighed:
         whole = wait(gathered[0]).narrow(dim, 0, length)
         found["weight"] = rows(input, dim).mT @ rows(whole, dim)
     return found
@@ -418,13 +430,13 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     checks.one_of("reduce_op", first.reduce_op, checks.REDUCE_OPS)
     checks.equal_on_all(op, "whether there is a bias", [each.bias is not None for each in ranks])
     total = by_rank.reduced(op, partial_products(ranks), first.reduce_op)
-    for rank, (product, each) in enumerate(zip(products, ranks, strict=True)):
+    for rank, (made, each) in enumerate(zip(products, ranks, strict=True)):
         bias = checked_bias(each.bias, total.shape[-1], each.input)
         whole = total if bias is None else total + bias
         if each.scatter_dim is not None:
             whole = split(whole, size, each.scatter_dim)[rank]
-        product.copy_(whole)  # rounded once
-    return [[product] for product in products]
+        made.copy_(whole)  # rounded once
+    return [[made] for made in products]
 
 
 NORM = ("residual", "norm_weight", "norm_bias", "kind", "eps", "quantize", "gather_normed")
