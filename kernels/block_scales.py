@@ -97,21 +97,21 @@ def _scales(loaded, TILES: tl.constexpr):
 
 
 @triton.jit
-def _for_rows(scales, TILES: tl.constexpr):
-    """``[M, blocks]`` repeated: ``[M, numbers]``."""
+def _for_rows(scales, NUMBERS: tl.constexpr):
+    """``[M, blocks]`` repeated: ``[M, NUMBERS]``."""
     M: tl.constexpr = scales.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]
-    repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, TILES.BLOCK))
-    return tl.reshape(repeated, (M, BLOCKS * TILES.BLOCK))
+    repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, NUMBERS // BLOCKS))
+    return tl.reshape(repeated, (M, NUMBERS))
 
 
 @triton.jit
-def _for_columns(scales, TILES: tl.constexpr):
-    """``[blocks, N]`` repeated: ``[numbers, N]``."""
+def _for_columns(scales, NUMBERS: tl.constexpr):
+    """``[blocks, N]`` repeated: ``[NUMBERS, N]``."""
     BLOCKS: tl.constexpr = scales.shape[0]
     N: tl.constexpr = scales.shape[1]
-    repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, TILES.BLOCK, N))
-    return tl.reshape(repeated, (BLOCKS * TILES.BLOCK, N))
+    repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, NUMBERS // BLOCKS, N))
+    return tl.reshape(repeated, (NUMBERS, N))
 
 
 @triton.jit
@@ -125,12 +125,12 @@ def _native(scales, TILES: tl.constexpr):
 
 @triton.jit
 def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
-    """``acc`` + A's tile times B's, both of 128 numbers along k, with their scales.
+    """``acc`` + A's tile times B's, both of ``BLOCK_K`` numbers along k, with their scales.
 
     Legend: ``a`` ``[M, bytes]``, ``a_scales`` ``[M, blocks]``, ``b`` ``[bytes, N]``, ``b_scales``
     ``[blocks, N]``. A scale of 8 bits is multiplied into its values first: what comes out is a bf16 number,
-    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all 128, and multiplies
-    the sum, which is added in fp32 outside of the tensor cores.
+    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all of them, and
+    multiplies the sum, which is added in fp32 outside of the tensor cores.
     """
     if TILES.NATIVE == "scales":
         of_rows = _native(a_scales, TILES)
@@ -153,8 +153,8 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
             right = _numbers_in_columns(b, TILES).to(tl.bfloat16)
             acc += tl.dot(left, right) * (of_rows * of_columns)
         else:
-            left = _numbers_in_rows(a, TILES) * _for_rows(of_rows, TILES)
-            right = _numbers_in_columns(b, TILES) * _for_columns(of_columns, TILES)
+            left = _numbers_in_rows(a, TILES) * _for_rows(of_rows, TILES.BLOCK_K)
+            right = _numbers_in_columns(b, TILES) * _for_columns(of_columns, TILES.BLOCK_K)
             acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
     return acc
 
@@ -166,10 +166,10 @@ def multiply_packed(
     """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
-    SCALES: tl.constexpr = _INNER // TILES.BLOCK
+    BLOCK_K: tl.constexpr = TILES.BLOCK_K
+    VALUE_BYTES: tl.constexpr = BLOCK_K // 2 if TILES.VALUES == "e2m1" else BLOCK_K
+    SCALES: tl.constexpr = max(1, BLOCK_K // TILES.BLOCK)
     KIND: tl.constexpr = tl.float32 if TILES.SCALE == "fp32" else tl.uint8
-    SCALE_BYTES: tl.constexpr = 4 * SCALES if TILES.SCALE == "fp32" else SCALES
     # int64, because their product with a stride may pass 2**31.
     offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,29 +177,29 @@ def multiply_packed(
     offs_scale = tl.arange(0, SCALES)
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
-    steps = K // (VALUE_BYTES + SCALE_BYTES)  # padding is less than one
+    numbers = numbers_of(K, TILES)
+    value_bytes = numbers * VALUE_BYTES // BLOCK_K
     a_rows = a_ptr + offs_m * stride_am
     b_columns = b_ptr + offs_n * weight.stride_n
-    a_scales = (a_rows + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
-    b_scales = (b_columns + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
+    a_scales = (a_rows + value_bytes).to(tl.pointer_type(KIND))
+    b_scales = (b_columns + value_bytes).to(tl.pointer_type(KIND))
     a_ptrs = a_rows[:, None] + offs_value[None, :]
     b_ptrs = b_columns[None, :] + offs_value[:, None]
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
     b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for _ in range(steps):
+    for k in range(0, numbers, BLOCK_K):
+        block = k // TILES.BLOCK
         a = tl.load(a_ptrs, mask=mask_m, other=0)
         b = tl.load(b_ptrs, mask=mask_n, other=0)
-        of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
-        of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
+        of_rows = tl.load(a_scale_ptrs + block, mask=mask_m, other=0)
+        of_columns = tl.load(b_scale_ptrs + block, mask=mask_n, other=0)
         acc = add_scaled_product(acc, a, of_rows, b, of_columns, TILES)
         a_ptrs += VALUE_BYTES
         b_ptrs += VALUE_BYTES
-        a_scale_ptrs += SCALES
-        b_scale_ptrs += SCALES
     if TILES.SCALE == "e4m3":
-        of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
-        of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
+        of_row = (a_scales + numbers // TILES.BLOCK).to(tl.pointer_type(tl.float32))
+        of_column = (b_scales + numbers // TILES.BLOCK).to(tl.pointer_type(tl.float32))
         acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
         acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
     return acc
@@ -215,10 +215,21 @@ def packed_length(N, TILES: tl.constexpr):
 def packed_end(N, TILES: tl.constexpr):
     """The bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
+    return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
+
+
+@triton.jit
+def numbers_of(K, TILES: tl.constexpr):
+    """How many numbers a packed row of K bytes has, with those that fill up the last 128."""
+    return K // _step_bytes(TILES) * _INNER  # padding is less than 128 numbers
+
+
+@triton.jit
+def _step_bytes(TILES: tl.constexpr):
+    """The bytes of 128 numbers, and of their scales."""
     SCALE_BYTES: tl.constexpr = 4 if TILES.SCALE == "fp32" else 1
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
-    STEP: tl.constexpr = VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
-    return tl.cdiv(N, _INNER) * STEP + WHOLE
+    return VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
 
 
 @triton.jit
@@ -267,7 +278,7 @@ def quantized(numbers, TILES: tl.constexpr):
     else:
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         scales = tl.minimum(exponent, 255).to(tl.uint8)
-    quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), TILES))
+    quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), numbers.shape[1]))
     sign = tl.where(quotient.to(tl.int32, bitcast=True) < 0, 1, 0)
     values = _rounded(tl.abs(quotient), TILES.VALUES)
     if TILES.VALUES == "e2m1":

@@ -247,14 +247,22 @@ def capability_of(place: Place) -> int | None:
 
 
 def choose(
-    place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int, *, grouped: bool = False
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    grouped: bool = False,
+    fast_accum: bool = True,
 ) -> Configuration:
     """The default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with overrides."""
     capability, extents = capability_of(place), (rows, columns, inner)
     if capability is None:
         chosen = interpreted_default(*extents)
     else:
-        chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
+        how = {"grouped": grouped, "fast_accum": fast_accum}
+        chosen = gpu_default(capability, dtype, *extents, **how)
     return with_overrides(chosen)
 
 

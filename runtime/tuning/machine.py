@@ -114,7 +114,7 @@ class Problem:
 
     ``rows``: of the longest shard, of all rows for an op that shards none. ``columns``, ``inner``: of the
     widest weight and the longest contraction of all ranks. ``extents``: "even", "odd N" or "odd K", if it
-    does not follow from them.
+    does not follow from them. ``format``: that of packed rows, whose bytes ``inner`` are then.
     """
 
     op: str
@@ -125,6 +125,7 @@ class Problem:
     world_size: int
     fast_accum: bool = True
     extents: str = ""
+    format: str = ""
 
     @property
     def product(self) -> str:

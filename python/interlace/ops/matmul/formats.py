@@ -125,6 +125,11 @@ FORMATS = {
 }
 
 
+def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
+    """What a problem of the tuning cache says of operands in that format."""
+    return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
+
+
 def format_named(name: object) -> BlockFormat:
     """The format of that name. Raises ValueError that lists the names."""
     if not isinstance(name, str) or name not in FORMATS:
@@ -255,8 +260,7 @@ class Scaled:
         """
         if self.inner == -2:
             return self.t().packed().t()
-        rows = packed_rows(self)
-        return unpacked_rows(rows, self.kind, self.shape[-1])._of_rows(rows)
+        return unpacked_rows(packed_rows(self), self.kind, self.shape[-1])
 
     def check_scales(self) -> None:
         """Look at every scale: each is finite and above 0, or 0 with values of 0. Waits for the device.
@@ -471,10 +475,11 @@ def packed_rows(scaled: Scaled) -> Tensor:
 
 
 def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
-    """The matrix whose packed rows these are, of so many numbers each."""
+    """The matrix whose packed rows these are, of so many numbers each; an op takes it without a copy."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
-    return Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
+    return made._of_rows(rows)
 
 
 def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -287,7 +287,8 @@ def product(
     )
     if linear.format is not None:
         tiles = tiles._replace(
-            BLOCK_K=INNER,
+            # what is interpreted is defined: sums of so many numbers are exact
+            BLOCK_K=min(INNER, configuration.block_k) if communicator.place.compiled else INNER,
             NATIVE=linear.format.native_kind(configuration),
             **linear.format.kernel_constants,
         )
