@@ -10,6 +10,8 @@ of 16 bytes, so the length of a row, K, says how many numbers it has. Constants 
 ``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
 ``BLOCK``   numbers along k with one scale
+``BLOCK_K`` numbers along k that are multiplied at a time, at most 128; so many in the interpreter, as sums
+            of 128 are the definition
 ``NATIVE``  "" converts both factors to bf16, exactly, with integers and one multiplication: the same on
             every GPU and in the interpreter. "values": instructions for fp8, from sm_89 on, convert e4m3,
             and tensor cores take factors of e4m3 as they are where a scale in fp32 multiplies the sum.
@@ -177,8 +179,8 @@ def multiply_packed(
     offs_scale = tl.arange(0, SCALES)
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
-    numbers = numbers_of(K, TILES)
-    value_bytes = numbers * VALUE_BYTES // BLOCK_K
+    steps = K // _step_bytes(TILES) * (_INNER // BLOCK_K)  # padding is less than 128 numbers
+    value_bytes = steps * VALUE_BYTES
     a_rows = a_ptr + offs_m * stride_am
     b_columns = b_ptr + offs_n * weight.stride_n
     a_scales = (a_rows + value_bytes).to(tl.pointer_type(KIND))
@@ -188,18 +190,22 @@ def multiply_packed(
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
     b_scale_ptrs = b_scales[None, :] + offs_scale[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, numbers, BLOCK_K):
-        block = k // TILES.BLOCK
+    for step in range(steps):
         a = tl.load(a_ptrs, mask=mask_m, other=0)
         b = tl.load(b_ptrs, mask=mask_n, other=0)
-        of_rows = tl.load(a_scale_ptrs + block, mask=mask_m, other=0)
-        of_columns = tl.load(b_scale_ptrs + block, mask=mask_n, other=0)
+        of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
+        of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
         acc = add_scaled_product(acc, a, of_rows, b, of_columns, TILES)
         a_ptrs += VALUE_BYTES
         b_ptrs += VALUE_BYTES
+        passed = SCALES
+        if BLOCK_K < TILES.BLOCK:  # the last of several steps with the same scale
+            passed = (step + 1) % (TILES.BLOCK // BLOCK_K) == 0
+        a_scale_ptrs += passed
+        b_scale_ptrs += passed
     if TILES.SCALE == "e4m3":
-        of_row = (a_scales + numbers // TILES.BLOCK).to(tl.pointer_type(tl.float32))
-        of_column = (b_scales + numbers // TILES.BLOCK).to(tl.pointer_type(tl.float32))
+        of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
+        of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
         acc *= tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
         acc *= tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
     return acc
@@ -216,12 +222,6 @@ def packed_end(N, TILES: tl.constexpr):
     """The bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
     return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
-
-
-@triton.jit
-def numbers_of(K, TILES: tl.constexpr):
-    """How many numbers a packed row of K bytes has, with those that fill up the last 128."""
-    return K // _step_bytes(TILES) * _INNER  # padding is less than 128 numbers
 
 
 @triton.jit

@@ -4,6 +4,7 @@ CuPy is stood for by ``cupy_stand_in.py``; here its launches are run. Every op h
 interlace's own op, unfused.
 """
 
+import functools
 import itertools
 import pathlib
 import sys
@@ -22,6 +23,7 @@ from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.library import BY_NAME
+from interlace.ops.matmul.formats import FORMATS, packed_rows
 from interlace.ops.op.calls import run_record
 from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.verify import launch_ptx
@@ -32,6 +34,7 @@ SMALL: dict[int, dict[str, Any]] = {  # by architecture; that for 9.0 loads and 
     90: {"block_m": 64, "block_n": 32, "block_k": 32, "copiers": 1, "output_descriptors": True},
 }
 ROWS, INNER, COLUMNS = 24, 32, 16
+WIDE = 160  # numbers along k of which 128 are not all
 WORLD = 2
 Numbers = dict[str, Any]
 Case = tuple[Numbers, Numbers, list[torch.Tensor], list[torch.Tensor]]
@@ -75,6 +78,36 @@ def all_gather_matmul(rank: int) -> Case:
     }
     expected = interlace.all_gather_matmul(shard, weight, algorithm="unfused")
     return values, arguments, [output], [expected]
+
+
+def _packed(format: str, rank: int, rows: int) -> tuple[Numbers, tuple[Any, Any]]:
+    """Operands in a block-scaled format, of more than 128 numbers along k, and arguments of a bundle."""
+    numbers = some(rank, rows, WIDE), some(rank + 9, COLUMNS, WIDE)
+    x, weight = (interlace.quantize(each, format).packed() for each in numbers)  # type: ignore[arg-type]
+    stride = x.kind.row_bytes(WIDE)
+    arguments = {
+        **{"input_ptr": packed_rows(x), "input_stride": stride, "K": stride, "N": COLUMNS},
+        **{"weight_ptr": packed_rows(weight), "weight_stride_n": stride},
+    }
+    return arguments, (x, weight.t())
+
+
+def block_scaled_gather(format: str, rank: int) -> Case:
+    arguments, operands = _packed(format, rank, ROWS)
+    output = torch.empty(WORLD * ROWS, COLUMNS, dtype=torch.bfloat16)
+    values = {"rows": [ROWS] * WORLD, "N": COLUMNS, "K": arguments.pop("K"), "resident": 3}
+    right = interlace.all_gather_matmul(*operands, algorithm="unfused")
+    return values, arguments | {"output_ptr": output}, [output], [right]
+
+
+def block_scaled_reduction(format: str, rank: int) -> Case:
+    rows = [ROWS, ROWS - 7]
+    arguments, operands = _packed(format, rank, sum(rows))
+    output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
+    values = {"rows": rows, "N": COLUMNS, "K": arguments.pop("K"), "resident": 2}
+    how: Any = {"length": rows[rank], "algorithm": "unfused"}
+    right = interlace.functional.matmul_reduce_scatter(*operands, "sum", 0, **how)
+    return values, arguments | {"output_ptr": output}, [output], [right]
 
 
 def reduce_norm(rank: int) -> Case:
@@ -467,3 +500,17 @@ def test_bundles_of_a_layer_run_by_their_manifests(
     made, options = CASES[op]
     assert op in OPS
     run(BundleTarget(op, options, [80], tmp_path), made)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("op", "made"),
+    [("all_gather_matmul", block_scaled_gather), ("matmul_reduce_scatter", block_scaled_reduction)],
+)
+def test_bundles_of_block_scaled_operands(
+    op: str, made: Callable[..., Case], format: str, tmp_path: pathlib.Path, cupy: None
+) -> None:
+    how = {"rows": ROWS, "columns": COLUMNS, "inner": WIDE, "overrides": SMALL[80]}
+    options = KernelOptions(weight="nk", format=format, **how)  # type: ignore[arg-type]
+    run(BundleTarget(op, options, [80], tmp_path), functools.partial(made, format))

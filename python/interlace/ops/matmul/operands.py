@@ -21,6 +21,9 @@ from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
+LEAST_PACKED = 32
+"""Numbers along k that are multiplied at a time. Products of 16 of 4 bits, which are 8 bytes, come out
+wrong as Triton 3.7.1 compiles them for 8.0."""
 
 
 @dataclass
@@ -250,6 +253,16 @@ def stores_by_descriptor(configuration: Configuration, linear: Linear, descripto
     )
 
 
+def packed_step(communicator: Communicator, configuration: Configuration) -> int:
+    """How many numbers along k of block-scaled operands are multiplied at a time.
+
+    What is interpreted is the definition, of sums of 128.
+    """
+    if not communicator.place.compiled:
+        return INNER
+    return min(INNER, max(LEAST_PACKED, configuration.block_k))
+
+
 def product(
     communicator: Communicator,
     configuration: Configuration,
@@ -287,8 +300,7 @@ def product(
     )
     if linear.format is not None:
         tiles = tiles._replace(
-            # what is interpreted is defined: sums of so many numbers are exact
-            BLOCK_K=min(INNER, configuration.block_k) if communicator.place.compiled else INNER,
+            BLOCK_K=packed_step(communicator, configuration),
             NATIVE=linear.format.native_kind(configuration),
             **linear.format.kernel_constants,
         )

@@ -332,7 +332,7 @@ class MatmulVariant:
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.layout == "nk":
             weight = meta(*experts, columns, inner, dtype=dtype).mT
-        output_dtype = torch.bfloat16 if self.scales or self.format else dtype
+        output_dtype = torch.bfloat16 if self.scales else DTYPES[self.dtype]
         bias = meta(columns, dtype=output_dtype) if self.bias else None
         output = meta(rows, columns, dtype=output_dtype)
         linear = Linear(
