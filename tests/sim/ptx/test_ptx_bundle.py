@@ -81,7 +81,10 @@ def all_gather_matmul(rank: int) -> Case:
 
 
 def _packed(format: str, rank: int, rows: int) -> tuple[Numbers, tuple[Any, Any]]:
-    """Operands in a block-scaled format, of more than 128 numbers along k, and arguments of a bundle."""
+    """Operands in a block-scaled format, of more than 128 numbers along k, and arguments of a bundle.
+
+    The right bits are those of the same kernel by Triton: what is interpreted sums in another order.
+    """
     numbers = some(rank, rows, WIDE), some(rank + 9, COLUMNS, WIDE)
     x, weight = (interlace.quantize(each, format).packed() for each in numbers)  # type: ignore[arg-type]
     stride = x.kind.row_bytes(WIDE)
@@ -96,7 +99,8 @@ def block_scaled_gather(format: str, rank: int) -> Case:
     arguments, operands = _packed(format, rank, ROWS)
     output = torch.empty(WORLD * ROWS, COLUMNS, dtype=torch.bfloat16)
     values = {"rows": [ROWS] * WORLD, "N": COLUMNS, "K": arguments.pop("K"), "resident": 3}
-    right = interlace.all_gather_matmul(*operands, algorithm="unfused")
+    with interlace.configured(**SMALL[80]):
+        right = interlace.all_gather_matmul(*operands, algorithm="fused")
     return values, arguments | {"output_ptr": output}, [output], [right]
 
 
@@ -105,8 +109,9 @@ def block_scaled_reduction(format: str, rank: int) -> Case:
     arguments, operands = _packed(format, rank, sum(rows))
     output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
     values = {"rows": rows, "N": COLUMNS, "K": arguments.pop("K"), "resident": 2}
-    how: Any = {"length": rows[rank], "algorithm": "unfused"}
-    right = interlace.functional.matmul_reduce_scatter(*operands, "sum", 0, **how)
+    how: Any = {"length": rows[rank], "algorithm": "fused"}
+    with interlace.configured(**SMALL[80]):
+        right = interlace.functional.matmul_reduce_scatter(*operands, "sum", 0, **how)
     return values, arguments | {"output_ptr": output}, [output], [right]
 
 
