@@ -144,7 +144,7 @@ def candidates(
     itemsize = problem.dtype.itemsize
     every_tile = tile_candidates(base, capability, itemsize)
     if problem.format:  # of which tensor cores, or registers, take so many numbers at once
-        every_tile = (each for each in every_tile if each.block_k == base.block_k)
+        every_tile = (replace(each, block_k=base.block_k) for each in every_tile)
     tiles = _ranked(problem, capability, every_tile, MOST_TILES)
     groups = [replace(base, group_m=group) for group in (4, 16)]
     sent = []
