@@ -198,7 +198,7 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     # block-scaled operands, by pointers: what they are converted to takes registers. Of 64 numbers along
     # k, and not 32, ptxas spills on 8.0
     ((8, 12, ANY),   "packed",    ANY,     ANY,    128,  64,  32,  8,    2,    1,   "",            _PACKED),
-    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    4,   "values",      _PACKED),
+    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    4,    4,   "values",      _PACKED),
     ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    4,   _NATIVE,       _PACKED),
     ((10,),          "packed fast",  ANY,  ANY,    128, 256, 128,  8,    3,    1,   _NATIVE,       _PACKED),
     # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every one has
@@ -213,7 +213,11 @@ FEW_ROWS = 64
 # ptxas of Triton 3.6 spills on 10.0.
 GROUPED: dict[tuple[str, str], Values] = {
     ("16 bit", "odd N"): {"epilogue_subtile": 2},
-    **{("packed", extents): {"block_n": 64} for extents in ("even", "odd N", "odd K")},
+    **{
+        (dtype, extents): {"block_n": 64}
+        for dtype in ("packed", "packed exact", "packed fast")
+        for extents in ("even", "odd N", "odd K")
+    },
 }
 
 _FITS = "assumed: compiles without spills on 9.0 and 10.0, with few on 8.0; never run on a GPU"

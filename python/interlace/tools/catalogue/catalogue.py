@@ -418,7 +418,7 @@ def _fused(arch: int) -> Iterator[Entry]:
             yield matmul_reduce_scatter(arch, operands)
     for name in FORMATS:
         operands = MatmulVariant(tma=False, layout="nk", format=name)
-        for make in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul):
+        for make in _OF_PACKED_ROWS:
             yield replace(make(arch, operands), default=True)
 
 
@@ -664,3 +664,14 @@ def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
 
     (launch,) = launched(run)
     return _rows_entry(arch, operands, launch, ignore=("weak poll",))
+
+
+_OF_PACKED_ROWS = (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    grouped_matmul,
+    grouped_matmul_combine,
+    matmul_reduce_scatter_norm,
+    matmul_all_reduce_norm,
+)
