@@ -46,8 +46,9 @@ from interlace.ops.collectives.launch import (
     MOST_PROGRAMS,
     WORDS_OFFSET,
 )
-from interlace.ops.matmul.formats import format_named
+from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
+from interlace.runtime.numerics.norms import QUANTIZE
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
 from interlace.tools.catalogue.build import BuildReport, build
@@ -73,7 +74,8 @@ class KernelOptions:
 
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
     "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
-    and, with ``quantize``, "fp8" or "fp8_static", are made fp8; ``gather`` "none", or which of them all
+    and, with ``quantize``, "fp8" or "fp8_static", are made fp8, or, with the name of a block-scaled format,
+    packed rows of that, which are not gathered; ``gather`` "none", or which of them all
     ranks get, "normed" or "both" with the sums. ``format`` is of block-scaled operands, with packed rows
     (``kernels/block_scales.py``): ``inner`` are numbers then, K of a launch is the bytes of a row, and
     ``dtype`` the output's. ``head_dim`` is of an attention, ``value_dim`` of its
@@ -110,7 +112,11 @@ class KernelOptions:
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def operands(self, arch: int) -> MatmulVariant:
-        if self.quantize and arch < 89:
+        if self.quantize in FORMATS and self.gather != "none":
+            raise ValueError(
+                f"gather is {self.gather!r}: no bundle gathers rows in {self.quantize}"
+            )
+        if self.quantize in QUANTIZE and arch < 89:
             raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
         if self.format and format_named(self.format) and self.weight != "nk":
             raise ValueError(f"weight is 'kn': columns of {self.format} are packed, which is 'nk'")

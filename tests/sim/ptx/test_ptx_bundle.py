@@ -105,13 +105,12 @@ def block_scaled_gather(format: str, rank: int) -> Case:
 
 
 def block_scaled_reduction(format: str, rank: int) -> Case:
-    rows = [ROWS, ROWS - 7]
+    rows = [21, 20]  # as the op shares 41 out
     arguments, operands = _packed(format, rank, sum(rows))
     output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
     values = {"rows": rows, "N": COLUMNS, "K": arguments.pop("K"), "resident": 2}
-    how: Any = {"length": rows[rank], "algorithm": "fused"}
     with interlace.configured(**SMALL[80]):
-        right = interlace.functional.matmul_reduce_scatter(*operands, "sum", 0, **how)
+        right = interlace.matmul_reduce_scatter(*operands, algorithm="fused")
     return values, arguments | {"output_ptr": output}, [output], [right]
 
 
@@ -148,6 +147,20 @@ def low_latency_norm(rank: int) -> Case:
     how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual}
     right = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
     return {"tokens": 3, "N": 32}, arguments, [normed, total], list(right)
+
+
+def block_scaled_norm(format: str, rank: int) -> Case:
+    """The normed rows are packed, of more than 128 numbers."""
+    input, weight, residual = some(rank, 3, WIDE), some(7, WIDE), some(8, 3, WIDE)
+    total = torch.empty_like(input)
+    normed = torch.empty(3, FORMATS[format].row_bytes(WIDE), dtype=torch.uint8)
+    arguments = {
+        **{"input_ptr": input, "residual_ptr": residual, "norm_weight_ptr": weight},
+        **{"normed_ptr": normed, "output_ptr": total},
+    }
+    how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual, "quantize": format}
+    rows, sums = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
+    return {"tokens": 3, "N": WIDE}, arguments, [normed, total], [packed_rows(rows), sums]
 
 
 def broadcast(rank: int) -> Case:
@@ -519,3 +532,17 @@ def test_bundles_of_block_scaled_operands(
     how = {"rows": ROWS, "columns": COLUMNS, "inner": WIDE, "overrides": SMALL[80]}
     options = KernelOptions(weight="nk", format=format, **how)  # type: ignore[arg-type]
     run(BundleTarget(op, options, [80], tmp_path), functools.partial(made, format))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("format", ("mxfp8", "nvfp4"))
+def test_bundles_of_rows_normed_in_a_format(
+    format: str, tmp_path: pathlib.Path, cupy: None
+) -> None:
+    options = KernelOptions(columns=WIDE, quantize=format)
+    made = functools.partial(block_scaled_norm, format)
+    run(BundleTarget("low_latency_norm", options, [80], tmp_path), made)
+    with pytest.raises(ValueError, match="gather is 'both': no bundle gathers rows in mxfp8"):
+        KernelOptions(quantize="mxfp8", gather="both").operands(80)
+    with pytest.raises(ValueError, match="weight is 'kn': columns of mxfp4 are packed"):
+        KernelOptions(format="mxfp4").operands(80)

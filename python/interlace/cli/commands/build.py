@@ -73,9 +73,9 @@ class BuildOptions(CommandOptions):
         None,
         nargs="?",
         const="fp8",
-        choices=("fp8", "fp8_static"),
+        choices=("fp8", "fp8_static", *FORMATS),
         help="to fp8, where an op has a norm: with a scale for each row (fp8, if nothing is said), or one "
-        "that the weight has",
+        "that the weight has; or to a block-scaled format, without --gather",
     )
     gather: str | None = option(
         None,
