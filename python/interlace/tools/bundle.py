@@ -48,7 +48,6 @@ from interlace.ops.collectives.launch import (
 )
 from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
-from interlace.runtime.numerics.norms import QUANTIZE
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
 from interlace.tools.catalogue.build import BuildReport, build
@@ -112,11 +111,12 @@ class KernelOptions:
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def operands(self, arch: int) -> MatmulVariant:
-        if self.quantize in FORMATS and self.gather != "none":
+        packs = self.quantize in FORMATS
+        if packs and self.gather != "none":
             raise ValueError(
                 f"gather is {self.gather!r}: no bundle gathers rows in {self.quantize}"
             )
-        if self.quantize in QUANTIZE and arch < 89:
+        if self.quantize and not packs and arch < 89:
             raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
         if self.format and format_named(self.format) and self.weight != "nk":
             raise ValueError(f"weight is 'kn': columns of {self.format} are packed, which is 'nk'")
