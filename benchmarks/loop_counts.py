@@ -5,18 +5,25 @@
 writes what the kernels of the imported interlace compile to, beside what they did before: ``--before`` is a
 file of this script's, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. Where it
 has counts from before of a kernel, those are kept. ``python -m interlace build --json`` has all loops.
+
+    python benchmarks/loop_counts.py benchmarks/results/packed.json --packed
+
+writes those of the products of block-scaled operands.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from circumstances import circumstances, said_by
 
 import interlace
-from interlace.tools.catalogue.build import build
+from interlace.ops.matmul.formats import FORMATS
+from interlace.runtime.compiler.request import Entry
+from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import ARCHES, entries
 
 SLOTS = "wait_contributions|wait_sources|publish_\\w+"
@@ -43,31 +50,65 @@ CASES = {
     "attention_keys_backward bf16 head 128": "_take_queries",
     "attention_keys_backward bf16 head 256": "_take_queries",
 }
+PACKED = {
+    f"{op} {name} nk pointers{copiers}": "multiply_packed"
+    for name in FORMATS
+    for op, copiers in (
+        ("all_gather_matmul", " copiers"),
+        ("matmul_reduce_scatter", ""),
+        ("matmul_all_reduce", ""),
+        ("grouped_matmul", " copiers"),
+    )
+}
 FEW = 10  # instructions: such a loop polls an mbarrier
-WHOLE = r"attention_\w+backward"  # kernels that have no loop of their own for edges
 
 
-def counted() -> dict[str, Any]:
-    """Every loop of ``CASES``, but those of FEW, and those that load an element at a time, for edges."""
+def _has_no_edges(kernel: str) -> bool:
+    """Whether a kernel has no loop of its own for edges."""
+    return kernel in PACKED or re.match(r"attention_\w+backward", kernel) is not None
+
+
+def counted(cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[str, Any]]) -> Any:
+    """Every loop of ``cases``, but those of FEW, and those that load an element at a time, for edges.
+
+    ``more``: what is said of a kernel besides.
+    """
     package = Path(interlace.__file__).parent
-    wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in CASES]
+    wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in cases]
+    both = sorted(
+        zip(build(wanted), wanted, strict=True), key=lambda each: list(cases).index(each[1].name)
+    )
     rows = [
-        {"kernel": report.name, "arch": report.arch, "registers": report.registers, **vars(loop)}
-        for report in sorted(build(wanted), key=lambda report: list(CASES).index(report.name))
+        {"kernel": report.name, "arch": report.arch, **more(report, entry), **vars(loop)}
+        for report, entry in both
         for loop in report.loops
-        if re.fullmatch(CASES[report.name], loop.where.split(" in ")[-1])
+        if re.fullmatch(cases[report.name], loop.where.split(" in ")[-1])
         and loop.instructions > FEW
-        and (re.match(WHOLE, report.name) or not 0 < loop.loaded_bytes < 16 * loop.loads_in_flight)
+        and (_has_no_edges(report.name) or not 0 < loop.loaded_bytes < 16 * loop.loads_in_flight)
     ]
     return {"commit": said_by("git", "-C", str(package), "rev-parse", "HEAD"), "loops": rows}
+
+
+def registers(report: BuildReport, entry: Entry) -> dict[str, Any]:
+    return {"registers": report.registers}
+
+
+def resources(report: BuildReport, entry: Entry) -> dict[str, Any]:
+    """Of a product: its tile, too, which says how many numbers along k a round has."""
+    names = "BLOCK_M", "BLOCK_N", "BLOCK_K"
+    tile = [entry.fixed[name] for name in names]
+    own = {"spills": report.spills, "warps": entry.num_warps, "tile": tile}
+    return {**registers(report, entry), **own}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--packed", action="store_true")
     options = parser.parse_args()
-    document = {**circumstances(), "protocol": "counts of instructions", **counted()}
+    found = counted(PACKED, resources) if options.packed else counted(CASES, registers)
+    document = {**circumstances(), "protocol": "counts of instructions", **found}
     if options.before:
         older = json.loads(options.before.read_text())
         before = older.get("before", {"commit": older["commit"], "loops": []})

@@ -9,6 +9,7 @@ and ``<!-- end -->``; this rewrites all of them. Kinds::
     hosts     hosts: interlace and gloo, by the cable between two hosts, ranks, op and size
     gpu       the records of gpu.py
     loops     loop_counts.py: what a round of some loops does, before and now
+    packed    loop_counts.py --packed: what 128 numbers along k of block-scaled operands take
     rows      rows_in_flight.py: what kernels that move rows have on their way, before and now
     messages  messages: interlace beside gloo and OpenMPI, by op and size
     crowds    crowds: a step beside busy loops, through gloo and through interlace
@@ -222,6 +223,39 @@ def loops(document: Document) -> str:
     return _table(head, rows())
 
 
+PACKED_STEP = 128  # numbers along k
+
+
+def packed(document: Document) -> str:
+    """A line per format and chip: of all-gather + matmul, and registers and spills of all four ops."""
+
+    def rows() -> Rows:
+        by_format: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for loop in document["loops"]:
+            by_format.setdefault((loop["kernel"].split()[1], loop["arch"]), []).append(loop)
+        for (name, arch), found in by_format.items():
+            first = next(each for each in found if each["kernel"].startswith("all_gather_matmul "))
+            rounds = PACKED_STEP // first["tile"][-1]
+            counts = (
+                "instructions",
+                "products",
+                "conversions",
+                "loads",
+                "loaded_bytes",
+                "barriers",
+            )
+            numbers = [rounds * first[each] for each in counts]
+            most = [max(each[of] for each in found) for of in ("registers", "spills")]
+            tile = f"{' x '.join(map(str, first['tile']))}, {first['warps']} warps"
+            yield [name, f"sm_{arch}", tile, *map(str, numbers), *map(str, most)]
+
+    head = [
+        "format", "chip", "tile", "instructions", "products", "conversions", "loads", "bytes loaded",
+        "barriers", "registers", "spills",
+    ]  # fmt: skip
+    return _table(head, rows())
+
+
 def rows_in_flight(document: Document) -> str:
     """A line per kernel, of the first of its variants, and loop, as it was and as it is."""
 
@@ -254,6 +288,7 @@ KINDS: dict[str, Callable[[Document], str]] = {
     "gpu": gpu,
     "loops": loops,
     "messages": messages,
+    "packed": packed,
     "rows": rows_in_flight,
     "crowds": crowds,
     "hosts": hosts,

@@ -10,6 +10,8 @@ of 16 bytes, so the length of a row, K, says how many numbers it has. Constants 
 ``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
 ``BLOCK``   numbers along k with one scale
+``BLOCK_K`` bytes of values along k that are multiplied at a time, at most 128 numbers; always 128 numbers
+            in the interpreter, because sums of 128 are the definition
 ``NATIVE``  "" converts both factors to bf16, exactly, with integers and one multiplication: the same on
             every GPU and in the interpreter. "values": instructions for fp8, from sm_89 on, convert e4m3,
             and tensor cores take factors of e4m3 as they are where a scale in fp32 multiplies the sum.
@@ -88,21 +90,21 @@ def _scales(loaded, TILES: tl.constexpr):
 
 
 @triton.jit
-def _for_rows(scales, TILES: tl.constexpr):
-    """``[M, blocks]`` repeated: ``[M, numbers]``."""
+def _for_rows(scales, NUMBERS: tl.constexpr):
+    """``[M, blocks]`` repeated: ``[M, NUMBERS]``."""
     M: tl.constexpr = scales.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]
-    repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, TILES.BLOCK))
-    return tl.reshape(repeated, (M, BLOCKS * TILES.BLOCK))
+    repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, NUMBERS // BLOCKS))
+    return tl.reshape(repeated, (M, NUMBERS))
 
 
 @triton.jit
-def _for_columns(scales, TILES: tl.constexpr):
-    """``[blocks, N]`` repeated: ``[numbers, N]``."""
+def _for_columns(scales, NUMBERS: tl.constexpr):
+    """``[blocks, N]`` repeated: ``[NUMBERS, N]``."""
     BLOCKS: tl.constexpr = scales.shape[0]
     N: tl.constexpr = scales.shape[1]
-    repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, TILES.BLOCK, N))
-    return tl.reshape(repeated, (BLOCKS * TILES.BLOCK, N))
+    repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, NUMBERS // BLOCKS, N))
+    return tl.reshape(repeated, (NUMBERS, N))
 
 
 @triton.jit
@@ -116,12 +118,12 @@ def _native(scales, TILES: tl.constexpr):
 
 @triton.jit
 def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
-    """``acc`` + A's tile times B's, both of 128 numbers along k, with their scales.
+    """``acc`` + A's tile times B's, both of ``BLOCK_K`` bytes along k, with their scales.
 
     Legend: ``a`` ``[M, bytes]``, ``a_scales`` ``[M, blocks]``, ``b`` ``[bytes, N]``, ``b_scales``
     ``[blocks, N]``. A scale of 8 bits is multiplied into its values first: what comes out is a bf16 number,
-    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all 128, and multiplies
-    the sum, which is added in fp32 outside of the tensor cores.
+    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all of them, and
+    multiplies the sum, which is added in fp32 outside of the tensor cores.
     """
     if TILES.NATIVE == "scales":
         of_rows = _native(a_scales, TILES)
@@ -144,8 +146,10 @@ def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
             right = _numbers(b, TILES, 0).to(tl.bfloat16)
             acc += tl.dot(left, right) * (of_rows * of_columns)
         else:
-            left = _numbers(a, TILES, 1) * _for_rows(of_rows, TILES)
-            right = _numbers(b, TILES, 0) * _for_columns(of_columns, TILES)
+            left = _numbers(a, TILES, 1)
+            right = _numbers(b, TILES, 0)
+            left = left * _for_rows(of_rows, left.shape[1])
+            right = right * _for_columns(of_columns, right.shape[0])
             acc = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16), acc)
     return acc
 
@@ -161,10 +165,10 @@ def multiply_packed(
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
-    SCALES: tl.constexpr = _INNER // TILES.BLOCK
+    VALUE_BYTES: tl.constexpr = TILES.BLOCK_K
+    NUMBERS: tl.constexpr = 2 * VALUE_BYTES if TILES.VALUES == "e2m1" else VALUE_BYTES
+    SCALES: tl.constexpr = max(1, NUMBERS // TILES.BLOCK)
     KIND: tl.constexpr = tl.float32 if TILES.SCALE == "fp32" else tl.uint8
-    SCALE_BYTES: tl.constexpr = 4 * SCALES if TILES.SCALE == "fp32" else SCALES
     # int64, because their product with a stride may pass 2**31.
     offs_m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -172,11 +176,12 @@ def multiply_packed(
     offs_scale = tl.arange(0, SCALES)
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
-    steps = K // (VALUE_BYTES + SCALE_BYTES)  # padding is less than one
+    steps = K // _step_bytes(TILES) * (_INNER // NUMBERS)  # padding is less than 128 numbers
+    value_bytes = steps * VALUE_BYTES
     a_rows = a_ptr + offs_m * stride_am
     b_columns = b_ptr + offs_n * weight.stride_n
-    a_scales = (a_rows + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
-    b_scales = (b_columns + steps * VALUE_BYTES).to(tl.pointer_type(KIND))
+    a_scales = (a_rows + value_bytes).to(tl.pointer_type(KIND))
+    b_scales = (b_columns + value_bytes).to(tl.pointer_type(KIND))
     a_ptrs = a_rows[:, None] + offs_value[None, :]
     b_ptrs = b_columns[None, :] + offs_value[:, None]
     a_scale_ptrs = a_scales[:, None] + offs_scale[None, :]
@@ -196,8 +201,11 @@ def multiply_packed(
         of_rows = tl.load(a_scale_ptrs, mask=mask_m, other=0)
         of_columns = tl.load(b_scale_ptrs, mask=mask_n, other=0)
         acc = add_scaled_product(acc, a_values, of_rows, b_values, of_columns, TILES)
-        a_scale_ptrs += SCALES
-        b_scale_ptrs += SCALES
+        passed = SCALES
+        if NUMBERS < TILES.BLOCK:  # the last of several steps with the same scale
+            passed = (step + 1) % (TILES.BLOCK // NUMBERS) == 0
+        a_scale_ptrs += passed
+        b_scale_ptrs += passed
     if TILES.SCALE == "e4m3":
         of_row = (a_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
         of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
@@ -221,10 +229,15 @@ def packed_length(N, TILES: tl.constexpr):
 def packed_end(N, TILES: tl.constexpr):
     """The bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
+    return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
+
+
+@triton.jit
+def _step_bytes(TILES: tl.constexpr):
+    """The bytes of 128 numbers, and of their scales."""
     SCALE_BYTES: tl.constexpr = 4 if TILES.SCALE == "fp32" else 1
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
-    STEP: tl.constexpr = VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
-    return tl.cdiv(N, _INNER) * STEP + WHOLE
+    return VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
 
 
 @triton.jit
@@ -273,7 +286,7 @@ def quantized(numbers, TILES: tl.constexpr):
     else:
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         scales = tl.minimum(exponent, 255).to(tl.uint8)
-    quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), TILES))
+    quotient = tl.div_rn(numbers, _for_rows(_scales(scales, TILES), numbers.shape[1]))
     sign = tl.where(quotient.to(tl.int32, bitcast=True) < 0, 1, 0)
     values = _rounded(tl.abs(quotient), TILES.VALUES)
     if TILES.VALUES == "e2m1":

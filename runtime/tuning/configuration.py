@@ -251,7 +251,14 @@ def capability_of(place: Place) -> int | None:
 
 
 def choose(
-    place: Place, dtype: torch.dtype, rows: int, columns: int, inner: int, *, grouped: bool = False
+    place: Place,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    grouped: bool = False,
+    fast_accum: bool = True,
 ) -> Configuration:
     """Return the default for a ``rows x inner @ inner x columns`` matmul per rank and shard, with
     overrides."""
@@ -259,7 +266,8 @@ def choose(
     if capability is None:
         chosen = interpreted_default(*extents)
     else:
-        chosen = gpu_default(capability, dtype, *extents, grouped=grouped)
+        how = {"grouped": grouped, "fast_accum": fast_accum}
+        chosen = gpu_default(capability, dtype, *extents, **how)
     return with_overrides(chosen)
 
 

@@ -114,7 +114,7 @@ class Problem:
 
     ``rows``: of the longest shard, or all rows if the op does not shard them. ``columns``, ``inner``: of
     the widest weight and the longest contraction of all ranks. ``extents``: "even", "odd N" or "odd K", if
-    it does not follow from them.
+    it does not follow from them. ``format``: of packed rows; ``inner`` is then their length in bytes.
     """
 
     op: str
@@ -125,6 +125,7 @@ class Problem:
     world_size: int
     fast_accum: bool = True
     extents: str = ""
+    format: str = ""
 
     @property
     def product(self) -> str:

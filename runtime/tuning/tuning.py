@@ -102,7 +102,12 @@ def distance(a: Bucket, b: Bucket) -> int:
 
 
 def dtype_name(problem: Problem) -> str:
-    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``."""
+    """Return the dtype's name in cache files: torch's, with "exact" for fp8 without ``fast_accum``.
+
+    For packed rows it is the name of their format.
+    """
+    if problem.format:
+        return problem.format
     name = str(problem.dtype).removeprefix("torch.")
     exact = problem.dtype.itemsize == 1 and not problem.fast_accum
     return f"{name} exact" if exact else name
@@ -248,12 +253,13 @@ def gather_problem(
     inner: int,
     *,
     fast_accum: bool = True,
+    format: str = "",
 ) -> Problem:
     """Return the problem of an all-gather + matmul. ``columns`` are those of all weights of all ranks."""
     kinds = {configuration.extents_class(each, inner) for each in columns}
     extents = next(kind for kind in ("odd N", "odd K", "even") if kind in kinds)
     extent = (rows, max(columns), inner, world_size)
-    return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents)
+    return Problem("all_gather_matmul", dtype, *extent, fast_accum, extents, format)
 
 
 # -- of a group ------------------------------------------------------------------------------------
@@ -425,6 +431,8 @@ def _agree(communicator: Communicator, op: str) -> _Agreed:
 
 
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MULTIPLIED_DTYPES = (*FUSED_DTYPES, torch.uint8)
+"""Of operands that kernels multiply; bytes are packed rows of block-scaled numbers."""
 SMALLEST_FUSED_ROWS = threshold("smallest_fused_rows")
 SMALLEST_PIPELINED_BYTES = threshold("smallest_pipelined_bytes")
 LARGEST_LOW_LATENCY_BYTES = threshold("largest_low_latency_bytes")
@@ -456,8 +464,7 @@ def choose_algorithm(
     ``bytes_gathered`` are the bytes that a rank receives before its matmul, 0 if its collective comes
     after. ``empty`` marks an op without any arithmetic. ``tuned`` is the answer of a row for the shape.
     """
-    multiplied = (*FUSED_DTYPES, torch.uint8)  # uint8: packed rows of block-scaled operands
-    if empty or dtype not in multiplied or not place.mapped:
+    if empty or dtype not in MULTIPLIED_DTYPES or not place.mapped:
         return "unfused"
     if place.simulated:
         return "fused"

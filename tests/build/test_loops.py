@@ -14,7 +14,14 @@ import triton.language as tl
 from interlace.kernels.transfer import IN_FLIGHT_BYTES
 from interlace.runtime.compiler.lint.sass import Loop, loops
 from interlace.tools.catalogue.build import BuildReport, build
-from interlace.tools.catalogue.catalogue import entries
+from interlace.tools.catalogue.catalogue import (
+    MatmulVariant,
+    all_gather_matmul,
+    entries,
+    grouped_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant, heads_kernels
 from interlace_verify.lint_check.check import LintRequest, lint_many
 from mutants.mutations import Edit, Mutant, importable
@@ -96,6 +103,14 @@ def test_bytes_in_flight(instructions: tuple[str, ...], size: int) -> None:
         ("barriers", "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.ARRIVE.TRANS64 RZ, [R5], R162"),
         ("fences", "MEMBAR.ALL.SYS", "MEMBAR.ALL.CTA"),
         ("wgmma_waits", "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.ARRIVE"),
+        ("products", "HMMA.16816.F32.BF16 R8, R4, R2, R8", "HFMA2.BF16 R8, R4, R2, R8"),
+        ("products", "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24", "WARPGROUP.ARRIVE"),
+        ("products", "UTCQMMA gdesc[UR4], gdesc[UR6], tmem[UR8], UP0", "UTCBAR [UR4], URZ"),
+        ("conversions", "F2FP.BF16.PACK_AB R4, R5, R4", "PRMT R4, R5, 0x5410, R6"),
+        ("conversions", "HADD2.F32 R4, -RZ, R5.H0_H0", "HADD2 R4, R5, R6"),
+        ("loads", LOAD, "LDS.128 R4, [UR4]"),
+        ("loads", COPY, POLL),
+        ("loads", TMA, GROUP),
     ],
 )
 def test_counts(count: str, instruction: str, other: str) -> None:
@@ -218,6 +233,24 @@ def test_kernels(arch: int) -> None:
         products = [loop for loop in report.loops if loop.depth == 2 and loop.loads_in_flight]
         assert [loop.loads_in_flight for loop in products] == [2]
         assert [loop.wgmma_waits for loop in products] == [1 if request.arch == 90 else 0]
+
+
+PACKED = ("fp8_block128", "mxfp8", "nvfp4")  # the other formats have values of the same kinds
+MAKERS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul)
+
+
+@pytest.mark.thorough
+def test_products_of_packed_rows_need_no_stack_on_older_chips() -> None:
+    """The default of 8.0; of all 128 numbers at a time there are more than registers hold."""
+    operands = [MatmulVariant(tma=False, layout="nk", format=name) for name in PACKED]
+    reports = build([make(80, each) for make in MAKERS for each in operands])
+    assert [(report.name, report.stack, report.spills) for report in reports if report.spills] == []
+    for report in reports:
+        (loop,) = [loop for loop in report.loops if loop.products]
+        assert " in multiply_packed" in loop.where and loop.conversions and loop.loads
+    wide = replace(operands[0], overrides={"block_k": 128})
+    (control,) = build([matmul_reduce_scatter(80, wide)])
+    assert control.error is None and control.spills
 
 
 ONE_BY_ONE = Mutant(

@@ -3,10 +3,17 @@
 The table in docs/explanation/checks.md shows all checks that catch them (``python tests/mutant_table.py`` makes it).
 Here are those of publish and wait, of kernels that use it plainly, and of kernels of users; those of the
 other algorithms are in ``algorithm_mutants.py``, those of experts in ``expert_mutants.py``, those of
-attention in ``attention_mutants.py``, those of norms in ``norm_mutants.py``.
+attention in ``attention_mutants.py``, those of norms in ``norm_mutants.py``, those of scales in
+``block_scale_mutants.py``.
 """
 
-from mutants import algorithm_mutants, attention_mutants, expert_mutants, norm_mutants
+from mutants import (
+    algorithm_mutants,
+    attention_mutants,
+    block_scale_mutants,
+    expert_mutants,
+    norm_mutants,
+)
 from mutants.mutations import Case, Mutant, mutant_of
 
 _PUBLISH = 'tl.atomic_xchg(slot_ptr, epoch, sem="release", scope="sys")'
@@ -139,6 +146,7 @@ CASES = [
     *expert_mutants.CASES,
     *attention_mutants.CASES,
     *norm_mutants.CASES,
+    *block_scale_mutants.CASES,
     # -- a counter that elects the last program, in a user's kernel ----------------------------------
     Case(mutant_of(_USER, "last program counter relaxed", (_COUNT, _COUNT.replace("acq_rel", "relaxed"))),
      "races", "last_program"),

@@ -298,7 +298,9 @@ class DecodeRows(_HeadTensors):
         self.result_rows = (0, self.batch)
 
     @classmethod
-    def problem(cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int) -> Problem:
+    def problem(
+        cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int, **settings: Any
+    ) -> Problem:
         """Ranks do not know how long each other's caches are: of one token."""
         return Problem(cls.op, dtype, 1, sizes[1], sizes[2], world_size)
 

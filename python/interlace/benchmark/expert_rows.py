@@ -15,9 +15,17 @@ import interlace
 from interlace import reference
 from interlace.benchmark import protocol
 from interlace.benchmark.figures import bus_factor
-from interlace.benchmark.fused import AllGatherMatmul, ByRows, Expected, Fused
+from interlace.benchmark.fused import (
+    WEIGHT,
+    AllGatherMatmul,
+    ByRows,
+    Expected,
+    Fused,
+    refuse_odd,
+)
 from interlace.benchmark.plain import AllToAll, Tensors
 from interlace.ops.experts.routing import Assignment
+from interlace.ops.matmul.formats import FORMATS, multiply_packed, packed_rows, unpacked_rows
 from interlace.runtime.core.place import Place
 
 TOPK = 2
@@ -33,14 +41,16 @@ def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
 class _RowsOfTokens(ByRows):
     """M are the rows that a rank sends: its tokens, for each of their experts."""
 
-    def __init__(self, place: Place, dtype: torch.dtype, m: int, *sizes: int) -> None:
-        super().__init__(place, dtype, m, *sizes)
+    def __init__(
+        self, place: Place, dtype: torch.dtype, m: int, *sizes: int, **settings: Any
+    ) -> None:
+        super().__init__(place, dtype, m, *sizes, **settings)
         self.topk = min(TOPK, self.world_size)
         self.chosen = evenly(m // self.topk, self.world_size, self.device)
 
     @classmethod
     def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
-        super().refuse(world_size, sizes, dtype)
+        super().refuse(world_size, sizes, dtype, **settings)
         topk = min(TOPK, world_size)
         parts = world_size * topk
         if sizes[0] % parts:
@@ -92,16 +102,45 @@ class _MovedRows(_RowsOfTokens):
 
 class DispatchRows(_MovedRows):
     op = "dispatch"
+    settings = ("format",)
 
     def __init__(
-        self, place: Place, dtype: torch.dtype, m: int, n: int, *, use_fp8: bool = False
+        self,
+        place: Place,
+        dtype: torch.dtype,
+        m: int,
+        n: int,
+        *,
+        use_fp8: bool = False,
+        format: str = "",
     ) -> None:
-        """``use_fp8``: interlace's rows travel so, with their scales; torch's do not."""
+        """``use_fp8``: interlace's rows travel so, with their scales; torch's do not.
+
+        ``format``: tokens are block-scaled, and travel so with both.
+        """
         super().__init__(place, dtype, m, n)
-        self._use_fp8 = use_fp8
+        self._use_fp8, self._format = use_fp8, FORMATS.get(format)
+        if self._format is not None:
+            self.nbytes = m * self._format.row_bytes(n)
+
+    @classmethod
+    def refuse(
+        cls, world_size: int, sizes: Sequence[int], dtype: str, *, format: str = "", **settings: Any
+    ) -> None:
+        super().refuse(world_size, sizes, dtype, **settings)
+        refuse_odd(format, "n", sizes[1])
+
+    @classmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, format: str = "", **settings: Any) -> int:
+        if not format:
+            return super().memory(dtype, *sizes)
+        return sizes[0] * FORMATS[format].row_bytes(sizes[1])
 
     def inputs(self, call: int) -> Tensors:
-        return (self.tokens(call, len(self.chosen.topk_idx)),)
+        tokens = self.tokens(call, len(self.chosen.topk_idx))
+        if self._format is None:
+            return (tokens,)
+        return (unpacked_rows(self._format.packed_rows(tokens), self._format, self.n),)
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         idx, experts = self.chosen.topk_idx, self.world_size
@@ -111,6 +150,10 @@ class DispatchRows(_MovedRows):
         return lambda x: dispatch(x, idx, None, experts, **how)[0][taken]
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
+        if self._format is not None:
+            rows = self._format.packed_rows(self.right(call))
+            made = result if isinstance(result, torch.Tensor) else packed_rows(result)
+            return 0.0 if torch.equal(made, rows) else float("inf")
         if not self._use_fp8:
             return super().check(result, call, rounds_often)
         wanted = interlace.experts.quantize(self.right(call))
@@ -118,7 +161,8 @@ class DispatchRows(_MovedRows):
         return 0.0 if all(right) else float("inf")
 
     def theirs(self, *arguments: Any) -> Any:
-        return self.exchanged(arguments[0][self.slots // self.topk])
+        rows = arguments[0] if self._format is None else packed_rows(arguments[0])
+        return self.exchanged(rows[self.slots // self.topk])
 
     def right(self, call: int) -> torch.Tensor:
         tokens = (self.slots // self.topk).view(self.world_size, -1)[self.rank]
@@ -166,9 +210,15 @@ class _Exchanged(Fused):
     communication = AllToAll
 
     def _arrived(self, call: int) -> torch.Tensor:
-        """The rows of this rank's expert, those of one source after another."""
+        """The rows of this rank's expert, those of one source after another, before they are quantised."""
         rows = self.own + torch.arange(self.rows, device=self.device)
-        return torch.cat([self.rows_of(rank, rows, call) for rank in range(self.world_size)])
+        return torch.cat([self.raw_rows_of(rank, rows, call) for rank in range(self.world_size)])
+
+    def of_expert(self, weight: Any) -> Any:
+        """``(1, k, n)``: the weight of one expert as the op takes it."""
+        if self.format is None:
+            return weight.unsqueeze(0)
+        return unpacked_rows(packed_rows(weight).mT.unsqueeze(0), self.format, self.k).t()
 
 
 class AllToAllGroupedRows(_Exchanged):
@@ -176,19 +226,20 @@ class AllToAllGroupedRows(_Exchanged):
     communicated = "k"
 
     def inputs(self, call: int) -> Tensors:
-        return (*self.matmul_inputs(call), self.empty(self.m, self.k))
+        return (*self.matmul_inputs(call), self.empty_rows(self.m))
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        splits, op = [self.rows] * self.world_size, getattr(interlace, self.op)
-        return lambda input, weight, buffer: op(
-            input, weight.unsqueeze(0), splits, algorithm=algorithm
-        )[0]
+        splits, how = [self.rows] * self.world_size, self.options(algorithm)
+        op = getattr(interlace, self.op)
+        return lambda input, weight, buffer: op(input, self.of_expert(weight), splits, **how)[0]
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return torch.mm(self.collectives.all_to_all(buffer, input), weight)
+        arrived = self.collectives.all_to_all(buffer, self.rows_to_move(input))
+        return self.product(arrived, weight)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        weight, arrived = self.weight(self.rank, call), self._arrived(call)[rows]
+        weight = self.weight(self.rank, call)
+        arrived = self.exact(self._arrived(call)[rows])
         value, bound = reference.matmul(arrived, weight, self.dtype, roundings=2)
         return value, bound, bound
 
@@ -201,34 +252,46 @@ class AllGatherGroupedRows(AllGatherMatmul):
 
     @classmethod
     def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
-        super().refuse(world_size, sizes, dtype)
+        super().refuse(world_size, sizes, dtype, **settings)
         if sizes[0] % (world_size * TOPK):
             raise ValueError(
                 f"--m {sizes[0]}: {cls.op} has {TOPK} experts, {world_size * TOPK} must divide the rows"
             )
 
     def _stacked(self, call: int) -> torch.Tensor:
-        experts = [self.weight(self.rank * TOPK + expert, call) for expert in range(TOPK)]
-        return torch.stack(experts)
+        """``(experts, n, k)``, before they are quantised."""
+        ranks = [self.rank * TOPK + expert for expert in range(TOPK)]
+        return torch.stack([self.matrix(WEIGHT, self.n, self.k, rank, call) for rank in ranks])
 
     def inputs(self, call: int) -> Tensors:
         input, _, buffer = super().inputs(call)
-        return input, self._stacked(call), buffer
+        stacked = self.operand(self._stacked(call))
+        return input, stacked.mT if self.format is None else stacked.t(), buffer
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        splits, op = [self.rows // TOPK] * TOPK, getattr(interlace, self.op)
-        return lambda input, weight, buffer: op(input, weight, splits, algorithm=algorithm)[0]
+        splits, how = [self.rows // TOPK] * TOPK, self.options(algorithm)
+        op = getattr(interlace, self.op)
+        return lambda input, weight, buffer: op(input, weight, splits, **how)[0]
+
+    def _products(self, input: Any, weight: Any) -> torch.Tensor:
+        """Of every expert, as baselines multiply."""
+        if self.format is None:
+            return torch.bmm(input, weight)
+        by_expert = zip(input, packed_rows(weight), strict=True)
+        made = [multiply_packed(*each, self.format) for each in by_expert]
+        return torch.stack(made).to(self.dtype)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        gathered = self.collectives.all_gather(buffer, input)
-        rows = gathered.view(self.world_size, TOPK, -1, self.k).transpose(0, 1)
-        return torch.bmm(rows.reshape(TOPK, -1, self.k), weight).view(self.m, self.n)
+        gathered = self.collectives.all_gather(buffer, self.rows_to_move(input))
+        rows = gathered.view(self.world_size, TOPK, -1, self.row).transpose(0, 1)
+        return self._products(rows.reshape(TOPK, -1, self.row), weight).view(self.m, self.n)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         each = self.rows // TOPK  # rows of one source for one expert
         expert, source = rows // (self.m // TOPK), rows // each % self.world_size
         index, parts = expert * each + rows % each, []
-        for number, weight in enumerate(self._stacked(call)):  # rows come by expert, then by source
+        weights = self.exact(self._stacked(call)).mT
+        for number, weight in enumerate(weights):  # rows come by expert, then by source
             pieces = [
                 self.rows_of(rank, index[(expert == number) & (source == rank)], call)
                 for rank in range(self.world_size)
@@ -241,23 +304,23 @@ class AllGatherGroupedRows(AllGatherMatmul):
 class GroupedMatmulCombineRows(_RowsOfTokens, _Exchanged):
     op = "grouped_matmul_combine"
 
-    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
-        super().__init__(place, dtype, m, n, k)
+    def __init__(
+        self, place: Place, dtype: torch.dtype, m: int, n: int, k: int, **settings: Any
+    ) -> None:
+        super().__init__(place, dtype, m, n, k, **settings)
         self.result_rows = (0, m // self.topk)
 
     def inputs(self, call: int) -> Tensors:
         buffer = self.empty(self.m, self.n)
-        return self._arrived(call), self.weight(self.rank, call), buffer
+        return self.operand(self._arrived(call)), self.weight_operand(self.rank, call), buffer
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         splits, idx = [self.rows] * self.world_size, self.chosen.topk_idx
-        op: Any = interlace.grouped_matmul_combine
-        return lambda input, weight, buffer: op(
-            input, weight.unsqueeze(0), splits, idx, algorithm=algorithm
-        )
+        op, how = interlace.grouped_matmul_combine, self.options(algorithm)
+        return lambda input, weight, buffer: op(input, self.of_expert(weight), splits, idx, **how)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return self.sums(self.collectives.all_to_all(buffer, torch.mm(input, weight)))
+        return self.sums(self.collectives.all_to_all(buffer, self.product(input, weight)))
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         inverse, idx = self.chosen.inverse[rows], self.chosen.topk_idx[rows]

@@ -6,6 +6,9 @@ scattered; N are the columns of this rank's weight; K is what this rank contract
 all-to-all + matmul, M are the rows of one rank, and all ranks have the weight; rank r has the r-th part of
 the N columns of all rows, or of K.
 
+With a block-scaled format (``--format``) both operands are quantised before, and the dtype is that of the
+result. Baselines move the rows as interlace does, values and scales together, and multiply as "unfused".
+
 Results are compared with float64 in 1 row of 16, others in every call, all columns: a tile has at least
 16 rows, so none is left out; up to 512 rows all are.
 """
@@ -29,6 +32,15 @@ from interlace.benchmark.plain import (
     Plain,
     ReduceScatter,
     Tensors,
+)
+from interlace.ops.matmul.formats import (
+    FORMATS,
+    Scaled,
+    format_named,
+    multiply_packed,
+    packed_rows,
+    tuned_as,
+    unpacked_rows,
 )
 from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.tuning import Problem
@@ -85,11 +97,16 @@ class ByRows(MeasuredOp):
         return math.prod(sizes) * dtype.itemsize
 
     @classmethod
-    def problem(cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int) -> Problem:
+    def problem(
+        cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int, *, format: str = ""
+    ) -> Problem:
         """What ``tune`` keeps of the op at these sizes, as the op itself asks for it."""
         m, n, k = (*sizes, 1)[:3]
+        kind = FORMATS.get(format)
+        if kind is not None:
+            dtype, k = torch.uint8, kind.row_bytes(k)
         rows = m // world_size if cls.shards else m
-        return Problem(cls.op, dtype, rows, n, k, world_size)
+        return Problem(cls.op, dtype, rows, n, k, world_size, **tuned_as(kind))
 
     @abstractmethod
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
@@ -117,40 +134,107 @@ class ByRows(MeasuredOp):
         return flat.view(rows, columns)
 
 
+def refuse_odd(format: str, name: str, size: int) -> None:
+    """Raise ValueError if rows of that size do not have the format."""
+    if format and size % format_named(format).packed:
+        raise ValueError(f"--{name} {size}: {format} has two numbers in a byte; give an even size")
+
+
 class Fused(ByRows):
-    """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns."""
+    """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns.
+
+    ``format``: of the operands, if they are block-scaled; the gathered rows then are bytes.
+    """
 
     communication: type[Plain]
     communicated = "n"
     shards = True
+    settings: tuple[str, ...] = ("format",)
 
-    def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    def __init__(
+        self, place: Place, dtype: torch.dtype, m: int, n: int, k: int, *, format: str = ""
+    ) -> None:
         super().__init__(place, dtype, m, n, k)
-        self.k, self.flops = k, 2 * m * n * k
-        self.nbytes = m * self.shape[self.communicated] * dtype.itemsize
-        self.collective = self.communication(place, dtype, self.nbytes)
+        self.k, self.flops, self.format = k, 2 * m * n * k, FORMATS.get(format)
+        self.row, self.row_dtype = k, dtype  # elements of a row of the input, and their dtype
+        if self.format is not None:
+            self.row, self.row_dtype = self.format.row_bytes(k), torch.uint8
+        row_bytes = n * dtype.itemsize
+        if self.communicated == "k":
+            row_bytes = self.row * self.row_dtype.itemsize
+        self.nbytes = m * row_bytes
+        moved = self.row_dtype if self.communicated == "k" else dtype
+        self.collective = self.communication(place, moved, self.nbytes)
         self.bus_factor = self.collective.bus_factor
 
     @classmethod
-    def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
+    def refuse(
+        cls, world_size: int, sizes: Sequence[int], dtype: str, *, format: str = "", **settings: Any
+    ) -> None:
+        super().refuse(world_size, sizes, dtype, **settings)
+        refuse_odd(format, "k", sizes[2])
+
+    @classmethod
+    def memory(cls, dtype: torch.dtype, *sizes: int, format: str = "", **settings: Any) -> int:
         m, n, k = sizes
-        return (m * k + k * n + m * n) * dtype.itemsize
+        row = FORMATS[format].row_bytes(k) if format else k * dtype.itemsize
+        return (m + n) * row + m * n * dtype.itemsize
+
+    def operand(self, numbers: torch.Tensor) -> Any:
+        """``[..., rows, k]`` as an operand."""
+        if self.format is None:
+            return numbers
+        return unpacked_rows(self.format.packed_rows(numbers), self.format, self.k)
+
+    def exact(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The numbers that :meth:`operand` has."""
+        return numbers if self.format is None else self.operand(numbers).dequantize()
+
+    def rows_to_move(self, operand: Any) -> torch.Tensor:
+        """The input as baselines move it."""
+        return operand if self.format is None else packed_rows(operand)
+
+    def empty_rows(self, count: int) -> torch.Tensor:
+        """Memory for so many of those rows."""
+        rows = torch.empty(count, self.row, dtype=self.row_dtype, device=self.device)
+        return protocol.poison(rows)
+
+    def product(self, input: Any, weight: Any) -> torch.Tensor:
+        """As baselines multiply."""
+        if self.format is None:
+            return torch.mm(input, weight)
+        rows = packed_rows(input) if isinstance(input, Scaled) else input
+        return multiply_packed(rows, packed_rows(weight), self.format).to(self.dtype)
 
     def weight(self, rank: int, call: int) -> torch.Tensor:
-        """``[k, n]``, a transposed view."""
-        return self.matrix(WEIGHT, self.n, self.k, rank, call).t()
+        """``[k, n]``, a transposed view; the numbers."""
+        return self.exact(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
+
+    def weight_operand(self, rank: int, call: int) -> Any:
+        """The weight as the op takes it."""
+        return self.operand(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         """Called with input, weight, and a buffer of the communicated size, which is torch's."""
-        op = getattr(interlace, self.op)
-        return lambda input, weight, buffer: op(input, weight, algorithm=algorithm)
+        op, how = getattr(interlace, self.op), self.options(algorithm)
+        return lambda input, weight, buffer: op(input, weight, **how)
+
+    def options(self, algorithm: str) -> dict[str, Any]:
+        """Those of interlace's op."""
+        how: dict[str, Any] = {"algorithm": algorithm}
+        return how if self.format is None else how | {"out_dtype": self.dtype}
 
     def matmul_inputs(self, call: int) -> Tensors:
-        return self.matrix(INPUT, self.m, self.k, self.rank, call), self.weight(self.rank, call)
+        input = self.operand(self.matrix(INPUT, self.m, self.k, self.rank, call))
+        return input, self.weight_operand(self.rank, call)
+
+    def raw_rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
+        """These rows of the input of ``rank``, before they are quantised."""
+        return protocol.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
 
     def rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
-        """These rows of the input of ``rank``."""
-        return protocol.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
+        """The numbers of these rows of the input of ``rank``."""
+        return self.exact(self.raw_rows_of(rank, rows, call))
 
     def rows_by_owner(self, rows: torch.Tensor, each: int, call: int) -> list[torch.Tensor]:
         """These rows of what all ranks' inputs are, ``each`` of a rank, one below the other."""
@@ -174,11 +258,12 @@ class AllGatherMatmul(Fused):
     communicated = "k"
 
     def inputs(self, call: int) -> Tensors:
-        shard = self.matrix(INPUT, self.rows, self.k, self.rank, call)
-        return shard, self.weight(self.rank, call), self.empty(self.m, self.k)
+        shard = self.operand(self.matrix(INPUT, self.rows, self.k, self.rank, call))
+        return shard, self.weight_operand(self.rank, call), self.empty_rows(self.m)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return torch.mm(self.collectives.all_gather(buffer, input), weight)
+        gathered = self.collectives.all_gather(buffer, self.rows_to_move(input))
+        return self.product(gathered, weight)
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         pieces, weight = self.rows_by_owner(rows, self.rows, call), self.weight(self.rank, call)
@@ -195,7 +280,7 @@ class MatmulReduceScatter(Fused):
         return (*self.matmul_inputs(call), self.empty(self.rows, self.n))
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return self.collectives.reduce_scatter(buffer, torch.mm(input, weight))
+        return self.collectives.reduce_scatter(buffer, self.product(input, weight))
 
 
 class MatmulAllReduce(Fused):
@@ -207,13 +292,14 @@ class MatmulAllReduce(Fused):
         return (*self.matmul_inputs(call), None)
 
     def theirs(self, input: Any, weight: Any, buffer: Any) -> torch.Tensor:
-        return self.collectives.all_reduce(torch.mm(input, weight))
+        return self.collectives.all_reduce(self.product(input, weight))
 
 
 class _HeadExchange(Fused):
     """What is ``communicated`` has the extent of which ranks have parts."""
 
     communication = AllToAll
+    settings = ()
     varied = ({"group_m": 4}, {"group_m": 16})
 
     def __init__(self, place: Place, dtype: torch.dtype, m: int, n: int, k: int) -> None:

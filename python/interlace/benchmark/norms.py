@@ -17,7 +17,13 @@ import torch.nn.functional as F
 import interlace
 from interlace import reference
 from interlace.benchmark import protocol
-from interlace.benchmark.fused import ByRows, Expected, MatmulAllReduce, MatmulReduceScatter
+from interlace.benchmark.fused import (
+    ByRows,
+    Expected,
+    Fused,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 from interlace.benchmark.plain import AllReduce, Plain, ReduceScatter, Tensors
 from interlace.ops.matmul.formats import Scaled
 from interlace.ops.matmul.norms import GATHERED_ROWS
@@ -38,8 +44,9 @@ class _WithNorm(ByRows):
         *sizes: int,
         norm: str = "rms",
         quantize: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(place, dtype, *sizes)
+        super().__init__(place, dtype, *sizes, **settings)
         # rank 0's: the residual of a row is the same on all ranks
         self._residuals = self.matrix(0, self.m, self.n, 0, RESIDUAL)
         first, count = self.result_rows
@@ -92,9 +99,10 @@ class _WithNorm(ByRows):
         return reference.worst_ratio(normed, value, bound)
 
 
-class _ProductWithNorm(_WithNorm):
+class _ProductWithNorm(_WithNorm, Fused):
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        op, how = getattr(interlace, self.op.removesuffix("_norm")), self._how(algorithm)
+        op = getattr(interlace, self.op.removesuffix("_norm"))
+        how = {**self.options(algorithm), **self._how(algorithm)}
         return lambda input, weight, buffer: op(input, weight, **how)
 
 

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import interlace
 from interlace import reference
 from interlace.groups import groups
+from interlace.ops.matmul.formats import Scaled, packed_rows, unpacked_rows
 from interlace.runtime.core import plain
 
 BLOCK_SECONDS = 0.02
@@ -134,12 +135,15 @@ class Rotation:
 
 
 def total_bytes(value: Any) -> int:
-    """Bytes of the storages of all tensors in nested tuples and lists."""
+    """Bytes of the storages of all tensors in nested tuples and lists, and of matrices that are packed."""
     return sum(storage.nbytes() for storage in _storages(value).values())
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
-    """A list of ``count`` copies of the tensors, each in one allocation: thousands are made in no time."""
+    """A list of ``count`` copies of the tensors, each in one allocation: thousands are made in no time.
+
+    A block-scaled matrix that is packed is one, too.
+    """
     copies: dict[int, tuple[torch.Tensor, int]] = {}
     for address, storage in _storages(value).items():
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -148,19 +152,27 @@ def copies_of(value: Any, count: int) -> list[Any]:
         rows[:, : storage.nbytes()] = raw
         copies[address] = (rows, padded)
 
-    def copied(number: int, each: torch.Tensor) -> torch.Tensor:
+    def copied(number: int, each: Any) -> Any:
+        if isinstance(each, Scaled) and each.inner == -2:
+            return copied(number, each.t()).t()
+        if isinstance(each, Scaled):
+            return unpacked_rows(copied(number, packed_rows(each)), each.kind, each.shape[-1])
         rows, padded = copies[each.untyped_storage().data_ptr()]
         first = number * padded // each.element_size() + each.storage_offset()
         empty = torch.empty(0, dtype=each.dtype, device=each.device)
         return empty.set_(rows.untyped_storage(), first, each.shape, each.stride())
 
     numbers = range(count)
-    return [tree_map_only(torch.Tensor, functools.partial(copied, n), value) for n in numbers]
+    kinds = torch.Tensor, Scaled
+    return [tree_map_only(kinds, functools.partial(copied, n), value) for n in numbers]
 
 
 def _storages(value: Any) -> dict[int, Any]:
     """By address."""
-    tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+    leaves = (
+        packed_rows(each) if isinstance(each, Scaled) else each for each in tree_leaves(value)
+    )
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
 
 

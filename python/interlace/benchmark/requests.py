@@ -123,6 +123,10 @@ def source(request: BenchRequest, place: Place) -> Source:
         baselines.refuse(name, place.name, device, virtual=request.virtual)
     kind: Any = OPS[request.target]
     sizes, settings = request.sizes, dict(request.settings)
+    if "symm_mem" in chosen and "format" in settings:
+        raise ValueError(
+            "--baseline symm_mem: torch's fused ops are measured without --format only"
+        )
     op = kind(place, DTYPES[request.dtype], *sizes, **settings)
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
@@ -176,9 +180,10 @@ def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) ->
             found.append(BenchCandidate(name, BASELINE, run, op.inputs, loose))
     subject = Subject(op.op, op.shape, op.nbytes, op.bus_factor, op.flops, candidates=found)
     if isinstance(op, Fused):
-        subject.matmul, subject.communication = "torch.mm alone", f"{op.collective.op} alone"
+        product = "torch.mm alone" if op.format is None else "product alone"
+        subject.matmul, subject.communication = product, f"{op.collective.op} alone"
         communicate, inputs = op.collective.ours("auto"), op.collective.timed_inputs
-        found.append(BenchCandidate(subject.matmul, PART, torch.mm, op.matmul_inputs))
+        found.append(BenchCandidate(subject.matmul, PART, op.product, op.matmul_inputs))
         found.append(BenchCandidate(subject.communication, PART, communicate, inputs))
     return subject
 
@@ -280,6 +285,7 @@ class MeasuredSize(Facts):
     device: str
     world_size: int
     dtype: str
+    format: str
     cache_bytes: int
     left_out: list[str]
     rows: list[BenchRow]
@@ -358,6 +364,7 @@ def measure(request: BenchRequest, tick: Tick) -> MeasuredSize:
         device=place.device.type,
         world_size=place.world_size,
         dtype=request.dtype,
+        format=str(dict(request.settings).get("format", "")),
         cache_bytes=cache_bytes(place.device),
         left_out=left_out,
         rows=rows,

@@ -41,7 +41,7 @@ from interlace.runtime.tuning.configuration import (
     tile_candidates,
     why_not,
 )
-from interlace.runtime.tuning.tuning import FUSED_DTYPES, Problem, choose_algorithm
+from interlace.runtime.tuning.tuning import MULTIPLIED_DTYPES, Problem, choose_algorithm
 
 MOST_TILES = 16
 MOST_SENDINGS = 6
@@ -124,7 +124,7 @@ def candidates(
     algorithm, choice = untuned(place, capability, problem)
     base = choice.configuration
     if place == "shm":
-        names = ["unfused", "pipelined"] if problem.dtype in FUSED_DTYPES else ["unfused"]
+        names = ["unfused", "pipelined"] if problem.dtype in MULTIPLIED_DTYPES else ["unfused"]
         found = [TuneCandidate(name, (), name == algorithm) for name in names]
         return sorted(found, key=lambda each: not each.default)
     if capability is None:
@@ -134,7 +134,7 @@ def candidates(
     if algorithm != "unfused":
         first = made(algorithm, base, default=True)
     found = [first, TuneCandidate("unfused")]
-    if problem.dtype not in FUSED_DTYPES:
+    if problem.dtype not in MULTIPLIED_DTYPES:
         return list(dict.fromkeys(found))
     gathers = problem.op == "all_gather_matmul"
     parts = (1, 2, 4, 8) if gathers else (base.chunks,)
@@ -142,7 +142,10 @@ def candidates(
     if problem.product == "matmul_all_reduce" and not one_shot:
         return list(dict.fromkeys([*found, made("fused", base)]))
     itemsize = problem.dtype.itemsize
-    tiles = _ranked(problem, capability, tile_candidates(base, capability, itemsize), MOST_TILES)
+    every_tile = tile_candidates(base, capability, itemsize)
+    if problem.format:  # of which tensor cores, or registers, take so many numbers at once
+        every_tile = (replace(each, block_k=base.block_k) for each in every_tile)
+    tiles = _ranked(problem, capability, every_tile, MOST_TILES)
     groups = [replace(base, group_m=group) for group in (4, 16)]
     sent = []
     if gathers:
@@ -208,7 +211,7 @@ class CandidateError(Exception):
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """One op at one shape: its sizes, of which the first are all rows."""
+    """One op at one shape: its sizes, of which the first are all rows. ``settings``: as of ``bench``."""
 
     op: str
     dtype: torch.dtype
@@ -216,6 +219,7 @@ class TuneRequest:
     candidates: tuple[TuneCandidate, ...]
     seconds: float
     virtual: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass
@@ -245,7 +249,8 @@ class _Search:
     def __init__(self, request: TuneRequest, tick: Tick) -> None:
         place = groups.default_group().place
         self._request, self._tick = request, tick
-        self._op = TUNED[request.op](place, request.dtype, *request.sizes)
+        kind: Any = TUNED[request.op]
+        self._op = kind(place, request.dtype, *request.sizes, **dict(request.settings))
         self._timed = [Timed(each) for each in request.candidates]
         self._start = time.perf_counter()
         self._first = self._op.inputs(0)

@@ -46,6 +46,7 @@ from interlace.ops.collectives.launch import (
     MOST_PROGRAMS,
     WORDS_OFFSET,
 )
+from interlace.ops.matmul.formats import FORMATS, format_named
 from interlace.runtime.core.memory import DATA_ALIGNMENT, WORD
 from interlace.runtime.tuning.configuration import Configuration, check_values, gpu_default
 from interlace.tools.catalogue import catalogue, catalogue_attention
@@ -72,8 +73,11 @@ class KernelOptions:
 
     ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
     "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
-    and, with ``quantize``, "fp8" or "fp8_static", are made fp8; ``gather`` "none", or which of them all
-    ranks get, "normed" or "both" with the sums. ``head_dim`` is of an attention, ``value_dim`` of its
+    and, with ``quantize``, "fp8" or "fp8_static", are made fp8, or, with the name of a block-scaled format,
+    packed rows of that, which are not gathered; ``gather`` "none", or which of them all
+    ranks get, "normed" or "both" with the sums. ``format`` is of block-scaled operands, with packed rows
+    (``kernels/block_scales.py``): ``inner`` are numbers then, K of a launch is the bytes of a row, and
+    ``dtype`` the output's. ``head_dim`` is of an attention, ``value_dim`` of its
     values, 0 for the same; ``topk`` are slots of a token, ``experts`` those of a rank. For ``rows`` per
     rank, ``columns`` and ``inner`` the tiles are chosen; where the last two are multiples of 16, so they
     must be at every launch. ``overrides`` are values of the configuration.
@@ -90,6 +94,7 @@ class KernelOptions:
     norm: str = "rms"
     quantize: str = ""
     gather: str = "none"
+    format: str = ""
     head_dim: int = 128
     value_dim: int = 0
     topk: int = catalogue.TOPK
@@ -106,13 +111,20 @@ class KernelOptions:
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
     def operands(self, arch: int) -> MatmulVariant:
-        if self.quantize and arch < 89:
+        packs = self.quantize in FORMATS
+        if packs and self.gather != "none":
+            raise ValueError(
+                f"gather is {self.gather!r}: no bundle gathers rows in {self.quantize}"
+            )
+        if self.quantize and not packs and arch < 89:
             raise ValueError(f"quantize: Triton makes no float8_e4m3fn for sm_{arch}")
-        possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors
+        if self.format and format_named(self.format) and self.weight != "nk":
+            raise ValueError(f"weight is 'kn': columns of {self.format} are packed, which is 'nk'")
+        possible = gpu_default(arch, self.torch_dtype, self.rows).descriptors and not self.format
         possible = possible and self.columns % 16 == 0 and self.inner % 16 == 0
         if self.path == "tma" and not possible:
             raise ValueError(
-                f"path is 'tma': sm_{arch} does not have it for {self.torch_dtype} with "
+                f"path is 'tma': sm_{arch} does not have it for {self.format or self.torch_dtype} with "
                 f"{self.columns} columns and inner dimension {self.inner}"
             )
         gather = "" if self.gather == "none" else self.gather
@@ -126,6 +138,7 @@ class KernelOptions:
             self.rows,
             self.overrides,
             average=self.average,
+            format=self.format,
             norm=NormVariant(self.norm, self.quantize, gather),
             routed=ExpertsVariant(self.topk, self.experts),
         )
@@ -155,6 +168,11 @@ class BundleOp:
     names: dict[str, dict[str, str]] = field(default_factory=dict)
     constants: dict[str, int] = field(default_factory=dict)
     bias_by_column: bool = False
+
+    @property
+    def sends_input(self) -> bool:
+        """Whether rows of the input move, and not what is made of them."""
+        return "sends_ptr" in self.tables
 
     @property
     def finished(self) -> bool:
@@ -235,6 +253,7 @@ _SENT = (*RANKS, "senders > 0", "most_tokens > 0", "experts <= EXPERTS")
 _WAITED = ("N > 0", "resident > COPIERS")
 _BLOCKS = f"0 < blocks <= {MOST_PROGRAMS}"
 _FUSED = ("weight", "bias", "path", "columns", "inner")
+_SCALED = (*_FUSED, "format")
 _NORM = ("average", "norm", "quantize")
 _ROUTED = ("topk", "experts", "columns")
 _HEAD = ("head_dim", "value_dim")
@@ -268,22 +287,22 @@ def _of_heads(*, backward: bool) -> BundleOp:
 OPS = {
     "all_gather_matmul": BundleOp(
         _one(catalogue.all_gather_matmul),
-        _FUSED,
+        _SCALED,
         {"sends_ptr": "sends", "chunks_ptr": "chunks"},
         (*_ROWS, *_WAITED),
         constants={"multicast": 0},  # bundles send to each rank by itself
     ),
     "matmul_reduce_scatter": BundleOp(
-        _one(catalogue.matmul_reduce_scatter), (*_FUSED, "average"), _SEGMENTS, _ROWS
+        _one(catalogue.matmul_reduce_scatter), (*_SCALED, "average"), _SEGMENTS, _ROWS
     ),
     "matmul_all_reduce": BundleOp(
-        _one(catalogue.matmul_all_reduce), (*_FUSED, "average"), conditions=RANKS
+        _one(catalogue.matmul_all_reduce), (*_SCALED, "average"), conditions=RANKS
     ),
     "matmul_reduce_scatter_norm": BundleOp(
-        _one(catalogue.matmul_reduce_scatter_norm), (*_FUSED, *_NORM, "gather"), _SEGMENTS, _ROWS
+        _one(catalogue.matmul_reduce_scatter_norm), (*_SCALED, *_NORM, "gather"), _SEGMENTS, _ROWS
     ),
     "matmul_all_reduce_norm": BundleOp(
-        _one(catalogue.matmul_all_reduce_norm), (*_FUSED, *_NORM), conditions=RANKS
+        _one(catalogue.matmul_all_reduce_norm), (*_SCALED, *_NORM), conditions=RANKS
     ),
     "reduce_norm": BundleOp(
         _one(catalogue.reduce_norm),
@@ -309,13 +328,13 @@ OPS = {
     ),
     "grouped_matmul_combine": BundleOp(
         _one(catalogue.grouped_matmul_combine),
-        ("weight", "path", "columns", "inner", "topk", "experts"),
+        ("weight", "path", "columns", "inner", "format", "topk", "experts"),
         conditions=(*RANKS, "0 < programs <= resident", "home_rows > 0", "num_experts <= EXPERTS"),
     ),
     **{
         op: BundleOp(
             _one(catalogue.grouped_matmul),
-            _FUSED,
+            _SCALED,
             {"sends_ptr": "sends", **_SEGMENTS},
             (*_SPLITS, experts, *_WAITED),
             bias_by_column=True,
@@ -554,7 +573,7 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
     mains = _mains(target, arch)
     baked: dict[str, Any] = {
         "CHUNKS": options.configuration(arch).chunks,
-        "ITEMSIZE": options.torch_dtype.itemsize,
+        "ITEMSIZE": 1 if options.format and op.sends_input else options.torch_dtype.itemsize,
         "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }

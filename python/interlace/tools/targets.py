@@ -23,6 +23,7 @@ from interlace.ops.attention.decode import decode
 from interlace.ops.attention.problem import HEAD, HEADS, KEY_HEADS, example_queries
 from interlace.ops.experts.dispatch import dispatch_rows
 from interlace.ops.library import BY_NAME, IN_PLACE, OPS
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.norms import kernel_makes_fp8
 from interlace.ops.op.op import Example, Op, Setting, constant, finish
 from interlace.runtime.core.communicator import Communicator
@@ -40,6 +41,7 @@ SMALL_TILES: dict[str, int | bool] = {
     "copy_rows": 4,
 }
 INNER = 8
+WIDE = 160  # numbers along k of block-scaled operands: more than the 128 of one step
 MANY = 300  # more words than a program of kernels/collectives/low_latency.py takes
 ROUNDINGS = 2.0**-16  # of the largest number: more than fp32 needs, and between whole numbers none
 Tensor = torch.Tensor
@@ -237,6 +239,18 @@ def _quantized(setting: Setting) -> str:
     return "fp8_static" if setting.call == 2 and kernel_makes_fp8(default_group()) else ""
 
 
+def _packed(setting: Setting, rows: int) -> torch.Tensor:
+    """Packed rows of whole numbers; neighbours of a block have other scales, along k, rows and ranks."""
+    kind = FORMATS["mxfp8"]
+    block = torch.arange(WIDE) // kind.block
+    factor = 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
+    return kind.packed_rows(setting.numbers(rows, WIDE) * factor)
+
+
+def _packed_weight(setting: Setting) -> torch.Tensor:
+    return _packed(setting, INNER).mT
+
+
 def _of_methods(quick: int) -> dict[str, Any]:
     """Of attention: the first ``quick`` algorithms are those of a quick check."""
     names = tuple(BY_NAME["context_parallel_attention"].algorithms)
@@ -258,6 +272,12 @@ _EXCHANGED = TargetCalls(
     lambda size: INNER * size,
     tiles=lambda size, call: {"chunks": 2},
 )
+_REDUCED_SCALES = TargetCalls(
+    examples={
+        "input": lambda setting: _packed(setting, setting.total),
+        "weight": _packed_weight,
+    }
+)
 _SWITCH = {"multimem": True, "output_descriptors": True}
 _NORMED = TargetCalls(
     lambda size, call: [count for _, count in split_rows(3 * size + 1, size)],
@@ -274,6 +294,14 @@ CALLS_OF: dict[str, TargetCalls] = {
         otherwise={"switch": {"asks_for": "fused", "tiles": lambda size, call: _SWITCH}},
     ),
     "matmul_all_reduce": TargetCalls(_whole(18)),
+    "block_scaled_all_gather_matmul": TargetCalls(
+        examples={
+            "input": lambda setting: _packed(setting, setting.own),
+            "weights": lambda setting: [_packed_weight(setting), _packed_weight(setting).flip(1)],
+        }
+    ),
+    "block_scaled_matmul_reduce_scatter": _REDUCED_SCALES,
+    "block_scaled_matmul_all_reduce": replace(_REDUCED_SCALES, rows=_whole(18)),
     "matmul_reduce_scatter_norm": _NORMED,
     "reduce_scatter_norm": _NORMED,
     "matmul_all_reduce_norm": replace(_NORMED, rows=_whole(5)),

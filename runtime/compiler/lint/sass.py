@@ -96,7 +96,8 @@ class Loop:
     thread or by descriptor, that nothing has waited for, in program order; ``bytes_in_flight`` and
     ``loaded_bytes`` of one thread, without descriptors, in flight at once and in the whole round. For loads
     by descriptor, those between two waits count, which is one stage of a pipeline. Polls of signals do not
-    count as loads.
+    count as loads. ``products`` of tensor cores, ``conversions`` of floats to other widths and ``loads`` of
+    global memory are those of a whole round.
     """
 
     where: str
@@ -109,6 +110,12 @@ class Loop:
     loads_in_flight: int = 0
     loaded_bytes: int = 0
     bytes_in_flight: int = 0
+    products: int = 0
+    conversions: int = 0
+    loads: int = 0
+
+
+_PRODUCT = re.compile(r"[HIQD]?MMA|[HIQ]GMMA|UTC\w*MMA")
 
 
 def loops(sass: str) -> tuple[Loop, ...]:
@@ -136,8 +143,12 @@ def _counted(where: str, depth: int, code: list[Operation], rounds: int) -> Loop
         count("WARPGROUP", "DEPBAR"),
     )
     loaded = sum(_bytes(one) for one in code)
-    loads, size = _in_flight(code, rounds)
-    return Loop(where, depth, len(code), *counts, loads, loaded, size)
+    most, size = _in_flight(code, rounds)
+    products = sum(_PRODUCT.fullmatch(one.name) is not None for one in code)
+    conversions = count("F2F") + count("F2FP") + count("HADD2", "F32")
+    loads = sum(_bytes(one) > 0 or one.name == "UTMALDG" for one in code)
+    made = products, conversions, loads
+    return Loop(where, depth, len(code), *counts, most, loaded, size, *made)
 
 
 def _bytes(one: Operation) -> int:

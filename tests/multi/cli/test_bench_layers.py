@@ -11,7 +11,8 @@ import interlace
 from cases.bench_runs import rows, run
 from interlace.benchmark.requests import OPS
 from interlace.groups.groups import default_group
-from tiers import thorough
+from interlace.ops.matmul.formats import FORMATS
+from tiers import few, thorough
 
 SIZES = {"nbytes": ("sizes", "100"), "m": ("m", "6"), "n": ("n", "16"), "k": ("k", "8")}
 HEADS = {"m": "8", "n": "4", "k": "8"}
@@ -37,6 +38,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 METHODS = ("auto", "ring pipelined", "unfused")  # all that there are take long
 MOVED = [op for op, kind in OPS.items() if kind.sizes == ("nbytes",)]
 ROWS = [op for op, kind in OPS.items() if "m" in kind.sizes]
+SCALED = [op for op, kind in OPS.items() if "format" in kind.settings]
+WIDE = {op: {"n" if op == "dispatch" else "k": "160"} for op in SCALED}
+"""More than the 128 numbers of one step."""
+OPS_AND_FORMATS = [(op, name) for op in SCALED for name in FORMATS]
 
 
 def options_of(op: str) -> dict[str, Any]:
@@ -44,11 +49,10 @@ def options_of(op: str) -> dict[str, Any]:
     return dict(SIZES[size] for size in OPS[op].sizes) | collective | OTHERS.get(op, {})
 
 
-@pytest.mark.parametrize("op", [*MOVED, *ROWS])
-def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> None:
+def checked_in_every_way(op: str, folder: pathlib.Path, **more: Any) -> dict[str, Any]:
     methods = METHODS if "attention" in op else ()
     named = {"algorithm": ",".join(methods) or "all", "baseline": "torch", "repetitions": 1}
-    code, text, facts = run(op, tmp_path, place="sim", **options_of(op), **named)
+    code, text, facts = run(op, folder, place="sim", **{**options_of(op), **named, **more})
     found = rows(facts)
     # None of parts, which are not compared
     assert code == 0 and all(row["right"] in (True, None) for row in found.values())
@@ -57,8 +61,40 @@ def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> No
     left_out = {each.partition(" (")[0] for each in facts["results"][0]["left_out"]}
     expected = methods or [name for name in known if name not in left_out]
     assert [name for name in found if "alone" not in name] == [*expected, "torch"]
+    result: dict[str, Any] = facts["results"][0]
+    return result
+
+
+@pytest.mark.parametrize("op", [*MOVED, *ROWS])
+def test_every_op_is_checked_in_every_way(op: str, tmp_path: pathlib.Path) -> None:
+    result = checked_in_every_way(op, tmp_path)
     if op in MOVED:  # 100 bytes hold 48 elements in 3 equal parts, few enough for any algorithm
-        assert facts["results"][0]["nbytes"] == 96 and not left_out
+        assert result["nbytes"] == 96 and not result["left_out"]
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), few(OPS_AND_FORMATS, *OPS_AND_FORMATS[:: len(FORMATS) + 1])
+)
+def test_operands_in_block_scaled_formats(op: str, name: str, tmp_path: pathlib.Path) -> None:
+    """Bytes that move are those of rows with their scales and padding, or of the output."""
+    result = checked_in_every_way(op, tmp_path, format=name, dtype="float32", **WIDE[op])
+    kind: Any = OPS[op]
+    shape, width = result["shape"], getattr(kind, "communicated", "n")
+    row = FORMATS[name].row_bytes(shape[width])
+    whole = op != "dispatch" and width == "n"
+    assert result["format"] == name
+    assert result["nbytes"] == shape["m"] * (4 * shape["n"] if whole else row)
+
+
+def test_what_formats_do_not_fit(tmp_path: pathlib.Path) -> None:
+    for op, more, said in (
+        ("all_gather_matmul", {"k": "33", "format": "mxfp4"}, "--k 33: mxfp4 has two numbers in"),
+        ("dispatch", {"n": "33", "format": "nvfp4"}, "--n 33: nvfp4 has two numbers in a byte"),
+        ("combine", {"format": "mxfp8"}, "--format mxfp8: combine has none"),
+        ("matmul_all_to_all", {"format": "mxfp8"}, "--format mxfp8: matmul_all_to_all has none"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run(op, tmp_path, place="sim", **{**options_of(op), **more})
 
 
 @thorough
@@ -87,6 +123,22 @@ def _perturbed(op: str, world_size: int) -> list[tuple[float, float]]:
         leaf.view(-1)[leaf.abs().argmax()] *= 1.03
         found.append((right, subject.check(result, 0)))
     return found
+
+
+def _wrong_scale(op: str, name: str) -> tuple[float, float]:
+    """Errors of a result, and of one of an operand with another scale."""
+    kind: Any = OPS[op]
+    subject = kind(default_group().place, torch.float32, 8, 16, 160, format=name)
+    first, *others = subject.inputs(0)
+    right = subject.check(subject.ours("unfused")(first, *others), 0)
+    first.scales.view(torch.uint8)[:, -1] ^= 0x08  # in memory as the op reads it
+    return right, subject.check(subject.ours("unfused")(first, *others), 0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_control_a_wrong_scale_is_seen(name: str) -> None:
+    for right, wrong in interlace.run(_wrong_scale, 2, "all_gather_matmul", name, place="sim"):
+        assert right <= 1 < wrong
 
 
 @pytest.mark.parametrize("op", [op for op in ROWS if options_of(op)["world_size"] == 2])

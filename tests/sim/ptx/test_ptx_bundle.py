@@ -4,6 +4,7 @@ CuPy is stood for by ``cupy_stand_in.py``; here its launches are run. Every op h
 interlace's own op, unfused.
 """
 
+import functools
 import itertools
 import pathlib
 import sys
@@ -22,6 +23,7 @@ from interlace.ops.attention.context_parallel import FORWARD
 from interlace.ops.attention.problem import LOG2E
 from interlace.ops.experts.routing import Assignment
 from interlace.ops.library import BY_NAME
+from interlace.ops.matmul.formats import FORMATS, packed_rows
 from interlace.ops.op.calls import run_record
 from interlace.tools.bundle import OPS, BundleTarget, KernelOptions, build_bundles
 from interlace.verify import launch_ptx
@@ -32,6 +34,7 @@ SMALL: dict[int, dict[str, Any]] = {  # by architecture; that for 9.0 loads and 
     90: {"block_m": 64, "block_n": 32, "block_k": 32, "copiers": 1, "output_descriptors": True},
 }
 ROWS, INNER, COLUMNS = 24, 32, 16
+WIDE = 160  # numbers along k of which 128 are not all
 WORLD = 2
 Numbers = dict[str, Any]
 Case = tuple[Numbers, Numbers, list[torch.Tensor], list[torch.Tensor]]
@@ -77,6 +80,40 @@ def all_gather_matmul(rank: int) -> Case:
     return values, arguments, [output], [expected]
 
 
+def _packed(format: str, rank: int, rows: int) -> tuple[Numbers, tuple[Any, Any]]:
+    """Operands in a block-scaled format, of more than 128 numbers along k, and arguments of a bundle.
+
+    The right bits are those of the same kernel by Triton: what is interpreted sums in another order.
+    """
+    numbers = some(rank, rows, WIDE), some(rank + 9, COLUMNS, WIDE)
+    x, weight = (interlace.quantize(each, format).packed() for each in numbers)  # type: ignore[arg-type]
+    stride = x.kind.row_bytes(WIDE)
+    arguments = {
+        **{"input_ptr": packed_rows(x), "input_stride": stride, "K": stride, "N": COLUMNS},
+        **{"weight_ptr": packed_rows(weight), "weight_stride_n": stride},
+    }
+    return arguments, (x, weight.t())
+
+
+def block_scaled_gather(format: str, rank: int) -> Case:
+    arguments, operands = _packed(format, rank, ROWS)
+    output = torch.empty(WORLD * ROWS, COLUMNS, dtype=torch.bfloat16)
+    values = {"rows": [ROWS] * WORLD, "N": COLUMNS, "K": arguments.pop("K"), "resident": 3}
+    with interlace.configured(**SMALL[80]):
+        right = interlace.all_gather_matmul(*operands, algorithm="fused")
+    return values, arguments | {"output_ptr": output}, [output], [right]
+
+
+def block_scaled_reduction(format: str, rank: int) -> Case:
+    rows = [21, 20]  # as the op shares 41 out
+    arguments, operands = _packed(format, rank, sum(rows))
+    output = torch.empty(rows[rank], COLUMNS, dtype=torch.bfloat16)
+    values = {"rows": rows, "N": COLUMNS, "K": arguments.pop("K"), "resident": 2}
+    with interlace.configured(**SMALL[80]):
+        right = interlace.matmul_reduce_scatter(*operands, algorithm="fused")
+    return values, arguments | {"output_ptr": output}, [output], [right]
+
+
 def reduce_norm(rank: int) -> Case:
     """With the normed rows on all ranks."""
     input, weight = some(rank, 5, 32), some(7, 32)
@@ -110,6 +147,20 @@ def low_latency_norm(rank: int) -> Case:
     how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual}
     right = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
     return {"tokens": 3, "N": 32}, arguments, [normed, total], list(right)
+
+
+def block_scaled_norm(format: str, rank: int) -> Case:
+    """The normed rows are packed, of more than 128 numbers."""
+    input, weight, residual = some(rank, 3, WIDE), some(7, WIDE), some(8, 3, WIDE)
+    total = torch.empty_like(input)
+    normed = torch.empty(3, FORMATS[format].row_bytes(WIDE), dtype=torch.uint8)
+    arguments = {
+        **{"input_ptr": input, "residual_ptr": residual, "norm_weight_ptr": weight},
+        **{"normed_ptr": normed, "output_ptr": total},
+    }
+    how: Any = {"norm": interlace.RMSNorm(weight, 1e-6), "residual": residual, "quantize": format}
+    rows, sums = interlace.all_reduce_norm(input, algorithm="low_latency", **how)
+    return {"tokens": 3, "N": WIDE}, arguments, [normed, total], [packed_rows(rows), sums]
 
 
 def broadcast(rank: int) -> Case:
@@ -467,3 +518,31 @@ def test_bundles_of_a_layer_run_by_their_manifests(
     made, options = CASES[op]
     assert op in OPS
     run(BundleTarget(op, options, [80], tmp_path), made)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("op", "made"),
+    [("all_gather_matmul", block_scaled_gather), ("matmul_reduce_scatter", block_scaled_reduction)],
+)
+def test_bundles_of_block_scaled_operands(
+    op: str, made: Callable[..., Case], format: str, tmp_path: pathlib.Path, cupy: None
+) -> None:
+    how = {"rows": ROWS, "columns": COLUMNS, "inner": WIDE, "overrides": SMALL[80]}
+    options = KernelOptions(weight="nk", format=format, **how)  # type: ignore[arg-type]
+    run(BundleTarget(op, options, [80], tmp_path), functools.partial(made, format))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("format", ("mxfp8", "nvfp4"))
+def test_bundles_of_rows_normed_in_a_format(
+    format: str, tmp_path: pathlib.Path, cupy: None
+) -> None:
+    options = KernelOptions(columns=WIDE, quantize=format)
+    made = functools.partial(block_scaled_norm, format)
+    run(BundleTarget("low_latency_norm", options, [80], tmp_path), made)
+    with pytest.raises(ValueError, match="gather is 'both': no bundle gathers rows in mxfp8"):
+        KernelOptions(quantize="mxfp8", gather="both").operands(80)
+    with pytest.raises(ValueError, match="weight is 'kn': columns of mxfp4 are packed"):
+        KernelOptions(format="mxfp4").operands(80)

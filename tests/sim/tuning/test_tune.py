@@ -29,6 +29,8 @@ from interlace.benchmark.tune import (
 )
 from interlace.cli import main
 from interlace.cli.commands.tune import TuneOptions, tune
+from interlace.groups.groups import default_group
+from interlace.ops.matmul.formats import FORMATS
 from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.configuration import Configuration, gpu_default, why_not
 from interlace.runtime.tuning.files import CacheRow, TunedMachine
@@ -348,6 +350,55 @@ def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
     assert code == 0 and "now: fused, by exact row of the cache" in text
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_rows_of_a_format_are_found_by_calls_with_it_alone(op: str, tmp_path: pathlib.Path) -> None:
+    """Of formats whose rows have as many bytes, too."""
+    file, sizes = tmp_path / "tune.json", {"m": "8", "n": "16", "k": "160"}
+    given: dict[str, Any] = {"op": (op,), "place": "sim", "format": "mxfp8", **sizes}
+    code, text = run_tune(budget=0.5, cache=str(file), **given)
+    assert code == 0 and "mxfp8 to float32" in text
+    (found,) = files.rows_for(files.machine("sim", torch.device("cpu")), file)
+    assert (found.dtype, found.inner, found.shape) == ("mxfp8", 512, (8, 16, 160))
+    sources: list[str] = []
+    choose = tuning.choose
+
+    def spied(*about: Any) -> Any:
+        choice = choose(*about)
+        sources.append(choice.source)
+        return choice
+
+    def on_rank(format: Any) -> None:
+        subject: Any = TUNED[op](default_group().place, torch.float32, 8, 16, 160, format=format)
+        subject.ours("auto")(*subject.inputs(0))
+
+    for format, ours in (("mxfp8", True), ("mxfp8_e5m2", False), ("", False)):
+        sources.clear()
+        tuning.forget()
+        with environment(**{files.VARIABLE: str(file)}), replaced((tuning, "choose", spied)):
+            interlace.run(on_rank, 2, format)
+        assert len(sources) == 2
+        assert [each.startswith("exact row of the cache") for each in sources] == [ours] * 2
+    code, text = run_tune(dry_run=True, **given)
+    assert code == 0 and "mxfp8 to float32" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_candidates_of_a_format(name: str, capability: int) -> None:
+    """Each multiplies as many numbers along k at a time as the table says."""
+    kind = TUNED["all_gather_matmul"]
+    problem = kind.problem(torch.bfloat16, (8192, 3584, 8192), 8, format=name)
+    assert problem.inner == FORMATS[name].row_bytes(8192) and tuning.dtype_name(problem) == name
+    found = candidates("cuda", capability, problem)
+    assert {"fused", "pipelined", "unfused"} == {each.algorithm for each in found}
+    _, choice = untuned("cuda", capability, problem)
+    tiles = [each.configuration for each in found if each.algorithm == "fused"]
+    assert len({(each["block_m"], each["block_n"]) for each in tiles}) > 1
+    for each in tiles:
+        assert why_not(Configuration(**each), capability, 1) == ""
+        assert each["block_k"] == choice.configuration.block_k
+
+
 def test_wrong_results_are_seen(tmp_path: pathlib.Path) -> None:
     """The negative control of the check: an op that is wrong by more than rounding."""
     op = measuring.TUNED["all_gather_matmul"]
@@ -377,6 +428,8 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
     ("options", "said"),
     [
         ({"op": ("all_reduce",)}, "is none of all_gather_matmul"),
+        ({"op": ("combine",), "format": "mxfp8"}, "--format mxfp8: combine has none"),
+        ({"format": "mxfp4", "place": "sim", "k": "33"}, "--k 33: mxfp4 has two numbers in a byte"),
         ({"place": "sim", "m": "15"}, "does not divide"),
         ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
         ({"place": "sim", "budget": float("inf")}, "--budget must be positive, got inf"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+import mutant_table
 from interlace.tools.targets import TARGETS
 from interlace.verify import races
 from mutants.first_fault import first_fault
@@ -26,6 +27,17 @@ def test_there_are_enough_mutants_of_enough_files() -> None:
     assert len(BY_NAME) == len(CASES)
     assert len({case.mutant.file for case in CASES}) >= 5
     assert {case.check for case in CASES} == {"races", "schedules", "lint"}
+
+
+def test_the_table_has_every_mutant() -> None:
+    """Under its name and file, with a sentence that counts what the rows say; two pages say how many."""
+    page = mutant_table.DOCUMENT.read_text()
+    table = page.partition(mutant_table.BEGIN)[2].partition(mutant_table.END)[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    assert [row[:2] for row in rows[2:]] == [[each.mutant.name, each.mutant.file] for each in CASES]
+    assert table == f"\n{mutant_table.table(rows[2:])}\n"
+    for text in (page, mutant_table.DOCUMENT.parents[1].joinpath("verify.md").read_text()):
+        assert f"{len(CASES)} kernels with one fault each" in " ".join(text.split())
 
 
 # What the report must say, where the kind of fault is known.

@@ -35,6 +35,7 @@ from interlace.benchmark.requests import (
 )
 from interlace.groups import groups
 from interlace.launcher import JOB_PLACES, PLACES as OWN_PLACES
+from interlace.ops.matmul.formats import FORMATS
 from interlace.output.consoles import Progress, write
 from interlace.output.files import TERMINAL, draw_bars, file_of, refuse_outputs, require_matplotlib
 from interlace.output.machine import refuse_size
@@ -118,6 +119,11 @@ class BenchOptions(CommandOptions):
     )
     dtype: str | None = option(
         None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
+    )
+    format: str | None = option(
+        None,
+        choices=tuple(FORMATS),
+        help="of fused matmuls and dispatch: operands in this block-scaled format; --dtype is the output's",
     )
     world_size: int | None = option(
         None, type=int, also="--ranks", help="ranks (default 2; torchrun has its own)"
@@ -262,14 +268,14 @@ def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
     kind = OPS.get(options.target)
     known = kind.settings if kind is not None else ()
     found: list[tuple[str, int | str]] = []
-    for name in ("batch", "key_heads", "mask"):
+    for name in ("batch", "key_heads", "mask", "format"):
         value = getattr(options, name)
         if value is None:
             continue
         option = f"--{name.replace('_', '-')} {value}"
         if name not in known:
             raise ValueError(f"{option}: {options.target} has none")
-        if value != "full" and value != "causal" and not 1 <= value <= MOST:
+        if isinstance(value, int) and not 1 <= value <= MOST:
             raise ValueError(f"{option} must be positive; the most is {MOST}")
         found.append((name, value))
     return tuple(found)
@@ -319,7 +325,8 @@ def _title(results: Sequence[SizeResult]) -> str:
     if sizes is None:
         return "interlace bench"
     ranks = f"{sizes.world_size} rank{'s' if sizes.world_size != 1 else ''}"
-    return f"[bold]{sizes.op}[/bold], {sizes.dtype}, {ranks}, place {sizes.place} ({sizes.device})"
+    dtype = f"{sizes.format} to {sizes.dtype}" if sizes.format else sizes.dtype
+    return f"[bold]{sizes.op}[/bold], {dtype}, {ranks}, place {sizes.place} ({sizes.device})"
 
 
 def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:

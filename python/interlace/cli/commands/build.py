@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from interlace.arguments.paths import refuse_empty
+from interlace.ops.matmul.formats import FORMATS
 from interlace.output import consoles
 from interlace.output.consoles import counted
 from interlace.output.files import refuse_no_folder
@@ -72,14 +73,19 @@ class BuildOptions(CommandOptions):
         None,
         nargs="?",
         const="fp8",
-        choices=("fp8", "fp8_static"),
+        choices=("fp8", "fp8_static", *FORMATS),
         help="to fp8, where an op has a norm: with a scale for each row (fp8, if nothing is said), or one "
-        "that the weight has",
+        "that the weight has; or to a block-scaled format, without --gather",
     )
     gather: str | None = option(
         None,
         choices=("none", "normed", "both"),
         help="of rows that are normed, what all ranks get; default none",
+    )
+    format: str | None = option(
+        None,
+        choices=tuple(FORMATS),
+        help="operands in this block-scaled format, packed, with --weight nk; --dtype is the output's",
     )
     head_dim: int | None = option(
         None, type=positive_int, metavar="N", help="of attention; default 128"

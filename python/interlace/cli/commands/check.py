@@ -388,6 +388,13 @@ _ROWS = (
     _CheckedOp("broadcast", ((4096,), (1 << 14,)), ("low_latency",)),
 )
 
+_WIDE = (48, 48, 160), (128, 1024, 512)  # of more numbers along k than the 128 of a step
+_SCALED_ONLY = tuple(
+    _CheckedOp(op, _WIDE)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+)
+"""Ops that are checked here on block-scaled operands alone, and above on others."""
+
 _HEADS_OF = (
     "context_parallel_attention",
     "context_parallel_attention_backward",
@@ -415,12 +422,18 @@ _BRANCHES = (
     *(_Branch(op, name, {"quantize": name}) for name in ("fp8", *FORMATS) for op in _NORMS),
     *(_Branch(op, "layer norm", {"norm": "layer"}) for op in _NORMS),
     _Branch("dispatch", "fp8", {"use_fp8": True}, ((48, 128), (1024, 2048))),
+    *(
+        _Branch(op, f"{name} operands", {"format": name}, _WIDE)
+        for name in FORMATS
+        for op in (*(each.op for each in _SCALED_ONLY), "grouped_matmul_combine")
+    ),
+    *(_Branch("dispatch", f"{name} tokens", {"format": name}) for name in FORMATS),
 )
 
 
 def branches(device: str, world_size: int) -> Iterator[CheckCase]:
     """What kernels do for some calls only; heads have tiles by their size and dtype."""
-    on_gpu, by_op = device == "cuda", {each.op: each for each in _ROWS}
+    on_gpu, by_op = device == "cuda", {each.op: each for each in (*_ROWS, *_SCALED_ONLY)}
     for op, what, settings, sizes in _BRANCHES:
         algorithm, kernels = next(iter(by_op[op].algorithms.items()))
         heads = (("key_heads", 2),) if op in _HEADS_OF else ()

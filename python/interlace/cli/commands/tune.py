@@ -33,6 +33,7 @@ from interlace.benchmark.tune import (
 )
 from interlace.cli.commands.bench import MOST_RANKS, under_torchrun
 from interlace.launcher import PLACES
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.reduce import ONE_SHOT_BYTES
 from interlace.output.consoles import Progress, write
 from interlace.output.files import (
@@ -93,6 +94,11 @@ class TuneOptions(CommandOptions):
         choices=("float32", "float16", "bfloat16", "float64"),
         help="default bfloat16 on a GPU, float32 on a CPU",
     )
+    format: str | None = option(
+        None,
+        choices=tuple(FORMATS),
+        help="operands in this block-scaled format; --dtype is the output's",
+    )
     world_size: int | None = option(
         None, type=int, also="--ranks", help="ranks (default: the GPUs, if several; else 2)"
     )
@@ -140,11 +146,18 @@ def dtype_of(options: TuneOptions) -> torch.dtype:
     return DTYPES[options.dtype or ("bfloat16" if place_of(options) == "cuda" else "float32")]
 
 
+def settings_of(options: TuneOptions) -> dict[str, Any]:
+    """What is given besides sizes, as the op's class takes it."""
+    return {} if options.format is None else {"format": options.format}
+
+
 def check(options: TuneOptions) -> None:
     """Raise ValueError for what cannot be, before anything runs."""
     for op in options.op:
         if op not in TUNED:
             raise ValueError(f"{op}: is none of {', '.join(TUNED)}")
+        if options.format is not None and "format" not in TUNED[op].settings:
+            raise ValueError(f"--format {options.format}: {op} has none")
     if under_torchrun():
         raise ValueError("tune starts its ranks, one process per GPU: start it without torchrun")
     if not 0 < options.budget <= MOST_BUDGET:
@@ -161,7 +174,7 @@ def check(options: TuneOptions) -> None:
             "--dry-run --arch 90"
         )
     for op, shape in jobs_of(options):
-        nbytes = TUNED[op].memory(dtype_of(options), *shape)
+        nbytes = TUNED[op].memory(dtype_of(options), *shape, **settings_of(options))
         if not options.dry_run:
             text = " x ".join(map(str, shape))
             refuse_size(text, nbytes, world_size_of(options), place_of(options))
@@ -195,7 +208,7 @@ def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]
         shapes = [(m, n, k) for m, n, k in itertools.product(*parsed)]
     dtype, size = options.dtype or "float32", world_size_of(options)
     for shape in shapes:
-        kind.refuse(size, shape, dtype)
+        kind.refuse(size, shape, dtype, **settings_of(options))
     return list(shapes)
 
 
@@ -279,7 +292,8 @@ def _capability(options: TuneOptions) -> int | None:
 
 def _problem(options: TuneOptions, job: TuneJob) -> Problem:
     op, shape = job
-    return TUNED[op].problem(dtype_of(options), shape, world_size_of(options))
+    about = dtype_of(options), shape, world_size_of(options)
+    return TUNED[op].problem(*about, **settings_of(options))
 
 
 def _of_products(op: str) -> bool:
@@ -305,7 +319,7 @@ def _measured(options: TuneOptions, job: TuneJob, count: int, progress: Progress
     seconds, apart = options.budget / count, place == "shm" or processes
     request = TuneRequest(
         op, dtype_of(options), shape, tuple(_tried(options, job)), seconds,
-        virtual=place == "cuda" and not processes,
+        virtual=place == "cuda" and not processes, settings=tuple(settings_of(options).items()),
     )  # fmt: skip
 
     def run(tried: TuneRequest) -> list[Timed]:
@@ -409,7 +423,8 @@ def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
 
 
 def _name(options: TuneOptions) -> str:
-    return str(dtype_of(options)).removeprefix("torch.")
+    dtype = str(dtype_of(options)).removeprefix("torch.")
+    return f"{options.format} to {dtype}" if options.format else dtype
 
 
 def _text(job: TuneJob) -> str:

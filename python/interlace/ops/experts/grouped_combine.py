@@ -61,7 +61,7 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import FORMATS, tuned_as
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Op,
@@ -362,9 +362,9 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
     tuned = ""
     if not empty:
         about = most, columns, inner, communicator.world_size
-        tuned = tuning.measured(
-            communicator, tuning.Problem(OP, call.input.dtype, *about)
-        ).algorithm
+        format = tuned_as(FORMATS.get(call.format))
+        problem = tuning.Problem(OP, call.input.dtype, *about, **format)
+        tuned = tuning.measured(communicator, problem).algorithm
     return choose_algorithm(place, wide, most, 0, empty=empty, tuned=tuned)
 
 
@@ -376,7 +376,9 @@ def _configured(
     mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
     resident = least_of_all(communicator, OP, f"programs for {dtype}", mine)
     _, inner, columns = call.weight.shape
-    return configuration.choose(place, dtype, rows, columns, inner, grouped=True), resident
+    kind = FORMATS.get(call.format)
+    how = {"grouped": True, "fast_accum": kind is None or kind.fast_accum}
+    return configuration.choose(place, dtype, rows, columns, inner, **how), resident
 
 
 def _op(

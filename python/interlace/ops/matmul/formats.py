@@ -129,6 +129,11 @@ FORMATS = {
 }
 
 
+def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
+    """What a problem of the tuning cache says of operands in that format."""
+    return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
+
+
 def format_named(name: object) -> BlockFormat:
     """The format of that name. Raises ValueError that lists the names."""
     if not isinstance(name, str) or name not in FORMATS:
@@ -559,7 +564,7 @@ def packed_rows(scaled: Scaled) -> Tensor:
 
 
 def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
-    """The matrix whose packed rows these are, of so many numbers each."""
+    """The matrix whose packed rows these are, of so many numbers each; an op takes it without a copy."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
     made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)

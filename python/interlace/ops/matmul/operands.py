@@ -9,6 +9,7 @@ import torch
 
 from interlace.arguments import checks
 from interlace.kernels.arguments import Copies, Epilogue, Extents, Rows, Tiles, Weight
+from interlace.kernels.block_scales import INNER
 from interlace.ops.collectives.launch import agreed_call
 from interlace.ops.matmul.formats import FORMATS, BlockFormat, multiply_packed
 from interlace.ops.op import shapes
@@ -20,6 +21,9 @@ from interlace.runtime.numerics.reductions import fold, fold_unrounded
 from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
+LEAST_PACKED = 32
+"""Numbers along k that are multiplied at a time, at least. Products of 16 numbers of 4 bits, which are 8
+bytes, are wrong in the place ptx for 8.0; the cause is not known."""
 
 
 @dataclass
@@ -249,6 +253,16 @@ def stores_by_descriptor(configuration: Configuration, linear: Linear, descripto
     )
 
 
+def packed_step(communicator: Communicator, configuration: Configuration) -> int:
+    """How many numbers along k of block-scaled operands are multiplied at a time.
+
+    What is interpreted is the definition, of sums of 128.
+    """
+    if not communicator.place.compiled:
+        return INNER
+    return min(INNER, max(LEAST_PACKED, configuration.block_k))
+
+
 def product(
     communicator: Communicator,
     configuration: Configuration,
@@ -286,7 +300,7 @@ def product(
     if linear.format is not None:
         by_descriptor = descriptors == "nk" and linear.format.loads_by_descriptor(configuration)
         tiles = tiles._replace(
-            BLOCK_K=linear.format.step_bytes[0],
+            BLOCK_K=packed_step(communicator, configuration) // linear.format.packed,
             DESCRIPTORS=descriptors if by_descriptor else "",
             FLATTEN=False,
             WARP_SPECIALIZE=False,

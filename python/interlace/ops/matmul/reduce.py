@@ -22,7 +22,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
-from interlace.ops.matmul.formats import FORMATS
+from interlace.ops.matmul.formats import FORMATS, tuned_as
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -242,8 +242,8 @@ class CheckedReduce:
     def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
         """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
-        fast = self.format is None or self.format.fast_accum
-        problem = tuning.Problem(op, self.input.dtype, rows, columns, inner, size, fast)
+        about = rows, columns, inner, size
+        problem = tuning.Problem(op, self.input.dtype, *about, **tuned_as(self.format))
         return tuning.choose(self.communicator, problem, self.algorithm)
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:

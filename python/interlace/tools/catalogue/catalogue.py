@@ -332,7 +332,7 @@ class MatmulVariant:
         weight = meta(*experts, inner, columns, dtype=dtype)
         if self.layout == "nk":
             weight = meta(*experts, columns, inner, dtype=dtype).mT
-        output_dtype = torch.bfloat16 if self.scales or self.format else dtype
+        output_dtype = torch.bfloat16 if self.scales else DTYPES[self.dtype]
         bias = meta(columns, dtype=output_dtype) if self.bias else None
         output = meta(rows, columns, dtype=output_dtype)
         linear = Linear(
@@ -420,8 +420,11 @@ def _fused(arch: int) -> Iterator[Entry]:
     for name, format in FORMATS.items():
         tma = default.descriptors and format.loads_by_descriptor(default)
         operands = MatmulVariant(tma=tma, layout="nk", format=name)
-        for make in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, grouped_matmul):
+        for make in _OF_PACKED_ROWS:
             yield replace(make(arch, operands), default=True)
+        # no defaults: of nvfp4 the first spills 8 instructions on 10.0
+        yield matmul_reduce_scatter_norm(arch, operands)
+        yield matmul_all_reduce_norm(arch, operands)
 
 
 def _scaled() -> Iterator[MatmulVariant]:
@@ -666,3 +669,12 @@ def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
 
     (launch,) = launched(run)
     return _rows_entry(arch, operands, launch, ignore=("weak poll",))
+
+
+_OF_PACKED_ROWS = (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    grouped_matmul,
+    grouped_matmul_combine,
+)
