@@ -21,7 +21,6 @@ from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
 from multi.functional.op_cases import TABLE, Tensors, compare, flat
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from tiers import few, thorough
 
@@ -349,13 +348,12 @@ def test_async_tensors_and_autograd() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "interlace"])
 @ranks()
-def test_async_tensors_in_torch_distributed(tmp_path: Path, backend: str) -> None:
-    with world(tmp_path / "store", backend):
-        tensor = started()
-        dist.all_reduce(tensor)
-        outputs = [torch.zeros(2, 2) for _ in range(dist.get_world_size())]
-        dist.all_gather(outputs, started())
-        assert tensor.tolist() == SIX and [each.tolist() for each in outputs] == [SUM, SUM]
+def test_async_tensors_in_torch_distributed(backend: str) -> None:
+    tensor = started()
+    dist.all_reduce(tensor)
+    outputs = [torch.zeros(2, 2) for _ in range(dist.get_world_size())]
+    dist.all_gather(outputs, started())
+    assert tensor.tolist() == SIX and [each.tolist() for each in outputs] == [SUM, SUM]
 
 
 @ranks()

@@ -13,8 +13,7 @@ import interlace
 from interlace import functional
 from interlace.functional import wait
 from interlace.groups.specs import bind, describe
-from multi.process_group.backend_ranks import world
-from ranks import ranks
+from ranks import ranks, world
 from tiers import few, thorough
 
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -77,19 +76,19 @@ def test_groups_of_every_form() -> None:
 
 @pytest.mark.parametrize("backend", few(["gloo", "interlace"], "interlace"))
 @ranks(4)
-def test_groups_of_torch(tmp_path: Path, backend: str) -> None:
+def test_groups_of_torch(backend: str) -> None:
     pairs, columns = own_of(ROWS), own_of(COLUMNS)
-    with world(tmp_path / "store", backend) as everyone:
-        check("None", [0, 1, 2, 3], None)
-        check("world", [0, 1, 2, 3], everyone)
-        group = own_group(ROWS, dist.new_group)
-        check("group", pairs, group)
-        check("name", pairs, group.group_name)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        check("(mesh, 0)", columns, (mesh, 0))
-        check("(mesh, 'b')", pairs, (mesh, "b"))
-        check("mesh", pairs, mesh["b"])
-        check("lists", columns, COLUMNS)
+    everyone: Any = dist.group.WORLD
+    check("None", [0, 1, 2, 3], None)
+    check("world", [0, 1, 2, 3], everyone)
+    group = own_group(ROWS, dist.new_group)
+    check("group", pairs, group)
+    check("name", pairs, group.group_name)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    check("(mesh, 0)", columns, (mesh, 0))
+    check("(mesh, 'b')", pairs, (mesh, "b"))
+    check("mesh", pairs, mesh["b"])
+    check("lists", columns, COLUMNS)
 
 
 def check_turns(name: str, pairs: Any, columns: Any) -> None:

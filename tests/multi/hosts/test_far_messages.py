@@ -27,8 +27,8 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
-from multi.shm.members import LONG, close, joined, members, run
 from processes import heard, started
+from ranks import LONG, close, joined, members, run
 
 CALL = Call("message")
 HOSTS = "aab"  # by rank

@@ -16,8 +16,8 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.errors import InterlaceError
-from multi.shm.members import LONG, joined
 from processes import heard, started
+from ranks import LONG, joined
 from tiers import thorough
 
 SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that

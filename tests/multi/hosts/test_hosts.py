@@ -32,7 +32,7 @@ from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS, main
-from multi.shm.members import members, on_hosts, run
+from ranks import members, on_hosts, run
 from tiers import thorough
 
 

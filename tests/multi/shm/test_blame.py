@@ -24,7 +24,7 @@ from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import deadlock, dump as blame, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
-from multi.shm.members import LONG, SECRET, close, members, on_hosts, run
+from ranks import LONG, SECRET, close, members, on_hosts, run
 from tiers import few, thorough
 
 Grouped = Callable[[int], list[Communicator]]
