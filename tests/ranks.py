@@ -167,6 +167,7 @@ def _as_process(rank: int, world_size: int, folder: str, end: Any, on_rank: Any)
     """One of them; it is told by ``end`` what the body raises."""
     torch.set_num_threads(1)
     os.environ.update(SECRET)
+    os.set_inheritable(end.fileno(), False)  # by another program, which may take this one's place
     said = ""
     try:
         group = joined(rank, world_size, folder, hosts=on_rank.keywords["hosts"])
