@@ -10,14 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import interlace
 from guard import MOST as LONG
@@ -27,7 +25,6 @@ from interlace.output.consoles import PlainConsole
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes import dump, recorder
 from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
@@ -392,100 +389,70 @@ def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
     assert read_file(str(tmp_path / "file")) == [a_record()]
 
 
-def on_hosts(on_rank: Callable[[Communicator], T]) -> list[T]:
-    """What ``on_rank(group)`` returns on 3 ranks, which are threads, of 2 hosts; by rank."""
-    store = HashStore()
-
-    def main(rank: int) -> T:
-        place = connect_place(store, rank, 3, timeout=LONG, name="hosts", host=f"host {rank // 2}")
-        try:
-            return on_rank(Communicator(place, (10, 11, 12)))
-        except BaseException:
-            place.abort("a rank has failed")
-            raise
-
-    trusted = mock.patch.dict(os.environ, {"INTERLACE_TRUST_NETWORK": "1"})
-    with trusted, ThreadPoolExecutor(3) as threads:
-        return list(threads.map(main, range(3)))
-
-
 def called(record: RankRecord) -> list[PastOp]:
     """The ops after joining, which is one of all ranks, too."""
     assert record.collectives[0].op.startswith("joining")
     return record.collectives[1:]
 
 
+@ranks(3, place="threads", hosts=2)
 def test_messages_between_hosts_are_kept() -> None:
     """As those within a host are, and once; ops of all ranks have the same numbers beside them."""
-
-    def on_rank(group: Communicator) -> list[RankRecord]:
-        place: Any = group.place
-        found: list[RankRecord] = []
-
-        def keep() -> None:
-            record = dump.record_of(place.group, place.group.rank)
-            assert record is not None
-            found.append(record)
-
-        vector = torch.ones(4)
-        if group.rank:
-            work = interlace.irecv(vector, 10, tag=group.rank, group=group)
-            keep()
-            group.barrier()
+    rank, vector = interlace.get_rank(), torch.ones(4)
+    if rank:
+        work = interlace.irecv(vector, 0, tag=rank)
+        (waiting,) = own_record().transfers
+        interlace.barrier()
+        work.wait()
+    else:
+        interlace.barrier()
+        for work in [interlace.isend(vector, peer, tag=peer) for peer in (1, 2)]:
             work.wait()
-        else:
-            group.barrier()
-            sent = [interlace.isend(vector, 10 + peer, tag=peer, group=group) for peer in (1, 2)]
-            for work in sent:
-                work.wait()
-        group.barrier()
-        keep()
-        group.close()
-        return found
-
-    (sender,), *receivers = on_hosts(on_rank)
-    assert [(op.op, op.peer, op.tag, op.number) for op in sender.transfers] == [
-        ("send", 1, 1, 1),
-        ("send", 2, 2, 2),
-    ]
-    assert all(op.ended >= op.began for op in sender.transfers)
-    for rank, (before, after) in enumerate(receivers, 1):
-        (waiting,), (received,) = before.transfers, after.transfers
-        assert (waiting.op, waiting.peer, waiting.tag) == ("recv", 0, rank)
-        assert not waiting.ended and received.ended >= received.began == waiting.began
-        assert str(received).startswith(f"recv 0 tag {rank} float32 4")
-        assert received.site[0] == "on_rank"
-    for record in (sender, *(after for _, after in receivers)):
-        assert [(op.number, op.op) for op in called(record)] == [(2, "barrier"), (3, "barrier")]
+    interlace.barrier()
+    record = own_record()
+    assert [(op.number, op.op) for op in called(record)] == [(2, "barrier"), (3, "barrier")]
+    if not rank:
+        sent = [(op.op, op.peer, op.tag, op.number) for op in record.transfers]
+        assert sent == [("send", 1, 1, 1), ("send", 2, 2, 2)]
+        assert all(op.ended >= op.began for op in record.transfers)
+        return
+    (received,) = record.transfers
+    assert (waiting.op, waiting.peer, waiting.tag) == ("recv", 0, rank)
+    assert not waiting.ended and received.ended >= received.began == waiting.began
+    assert str(received).startswith(f"recv 0 tag {rank} float32 4")
+    assert received.site[0] == "test_messages_between_hosts_are_kept"
 
 
-def test_ops_between_hosts_are_kept_once(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In which records are written."""
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@ranks(3, place="threads", hosts=2)
+def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
     """Not in the steps that they take within each host; the files of all hosts belong together."""
-
-    def on_rank(group: Communicator) -> RankRecord:
-        place: Any = group.place
-        for _ in range(3):
-            interlace.all_reduce(torch.ones(4), group=group)
-        record = dump.record_of(place.group, place.group.rank)
-        group.barrier()
-        if not group.rank:
-            place.abort("enough")
-        with contextlib.suppress(InterlaceError):
-            interlace.all_reduce(torch.ones(4), group=group)
-        group.close()
-        assert record is not None
-        return record
-
-    with mock.patch.dict(os.environ, {dump.VARIABLE: str(tmp_path)}):
-        records = on_hosts(on_rank)
-    for record in records:
-        assert [str(op) for op in called(record)] == ["all_reduce (4,) float32 sum"] * 3
-        assert [op.number for op in called(record)] == [2, 3, 4]
-        assert {op.site[0] for op in called(record)} == {"on_rank"}
-    assert [record.name for record in records] == [10, 11, 12]
-    assert [record.ranks for record in records] == [(10, 11), (10, 11), (12,)]
-    (tag,) = {path.name.partition("_")[0] for path in tmp_path.glob("*_rank_1[0-2]")}
-    assert tag and {line.split()[0] for line in shown(tmp_path)} >= {"10", "11", "12"}
+    rank, place = interlace.get_rank(), default_group().place
+    group = Communicator(place, (10, 11, 12))
+    for _ in range(3):
+        interlace.all_reduce(torch.ones(4), group=group)
+    record = own_record()
+    ops = called(record)
+    assert [str(op) for op in ops] == ["all_reduce (4,) float32 sum"] * 3
+    assert [op.number for op in ops] == [2, 3, 4]
+    assert {op.site[0] for op in ops} == {"test_ops_between_hosts_are_kept_once"}
+    assert record.name == 10 + rank and record.ranks == ((10, 11), (10, 11), (12,))[rank]
+    interlace.barrier(group)
+    if not rank:
+        place.abort("enough")
+    with contextlib.suppress(InterlaceError):
+        interlace.all_reduce(torch.ones(4), group=group)
+    files = [
+        folder / f"{names_of(folder, 1)[0].partition('_')[0]}_rank_{name}" for name in group.ranks
+    ]
+    wait_for(*files)
+    assert rank or {line.split()[0] for line in shown(folder)} >= {"10", "11", "12"}
 
 
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
