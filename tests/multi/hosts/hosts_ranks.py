@@ -1,20 +1,17 @@
 """Ranks of test_hosts.py, on two hosts (``two_networks.py``).
 
-A process of its own starts ranks in both network namespaces and sends what every rank reports. Where the
-kernel refuses namespaces, ranks are given names of hosts instead, and the report says why.
+A process of its own starts ranks in both network namespaces. Where the kernel refuses namespaces, ranks are
+given names of hosts instead, and it says why.
 """
 
 import atexit
 import gc
-import json
 import os
-import pathlib
-import shutil
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from multi.hosts.two_networks import ADDRESSES, die_with_parent, enter, two_networks
@@ -32,11 +29,10 @@ GROUPS = {
     "three and one": ("agreeing sending", [0, 1, 2, 3]),
     "one and two": ("every_op moving agreeing", [4, 2, 1]),
     "one host": ("moving agreeing sending", [2, 0]),
+    # the order of a sum of two cannot be told, so rank 1 says here that it is on a third host
+    "three hosts": ("moving rounding agreeing", RANKS),
 }  # fmt: skip
 """Scenarios (``hosts_scenarios.py``), by group."""
-
-THREE_HOSTS = "moving rounding agreeing"
-"""The order of a sum of two cannot be told, so rank 1 says here that it is on a third host."""
 
 FAILING = ("aborting", "leaving", "dying")
 """Each in a group of its own, of all ranks. Rank 4 dies in the last."""
@@ -44,8 +40,8 @@ FAILING = ("aborting", "leaving", "dying")
 DIES = 4
 
 
-def main(end: Any) -> None:
-    """Make the hosts, run :func:`rank_main` on every rank, send all reports."""
+def main(_: int, __: int, folder: str, end: Any) -> None:
+    """Make the hosts, run :func:`rank_main` on every rank, say how all ended, and what went wrong."""
     holder, problem = 0, ""
     try:
         holder = two_networks()
@@ -56,7 +52,6 @@ def main(end: Any) -> None:
     from multi.hosts import hosts_scenarios  # noqa: F401  (once, for all ranks)
 
     gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
-    folder = pathlib.Path(tempfile.mkdtemp())
     children = []
     for rank, host in enumerate(HOSTS):
         child = os.fork()
@@ -64,44 +59,22 @@ def main(end: Any) -> None:
             die_with_parent()
             if holder and host:
                 enter(holder)
-            rank_main(rank, not problem, folder)
+            try:
+                rank_main(rank, not problem, Path(folder))
+            except BaseException:
+                Path(folder, f"failed {rank}").write_text(traceback.format_exc())
+                os._exit(1)
             atexit._run_exitfuncs()  # with the default group still open
             os._exit(0)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    shutil.rmtree(folder)
     if holder:
         os.kill(holder, signal.SIGKILL)
-    end.send({"problem": problem, "codes": codes, "reports": reports})
+    hosts = [Path(folder, f"host {rank}").read_text() for rank in RANKS]
+    end.send((problem, hosts, codes, [path.read_text() for path in Path(folder).glob("failed *")]))
 
 
-def in_one_step(path: pathlib.Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
-
-
-class Report:
-    """How each scenario ended on a rank; written at once, because ranks are killed."""
-
-    def __init__(self, path: pathlib.Path, host: str) -> None:
-        self._path, self._said = path, {"host": host}
-
-    def run(self, scenario: Callable[[Any], None], group: Any, name: str) -> None:
-        try:
-            scenario(group)
-        except Exception:
-            self._note(scenario.__name__, name, traceback.format_exc())
-            raise
-        self._note(scenario.__name__, name, "done")
-
-    def _note(self, scenario: str, name: str, text: str) -> None:
-        self._said[f"{scenario}/{name}"] = text
-        in_one_step(self._path, json.dumps(self._said))
-
-
-def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
+def rank_main(rank: int, separated: bool, folder: Path) -> None:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
@@ -112,12 +85,13 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
     from multi.hosts import hosts_scenarios
 
     torch.set_num_threads(1)
-    report = Report(folder / f"{rank}.json", host_map.this_host())
+    (folder / f"host {rank}").write_text(host_map.this_host())
     address = ADDRESSES[0] if separated else "127.0.0.1"
     chosen = folder / "port"
     if rank == 0:
         store = TCPStore(address, 0, len(RANKS), is_master=True, wait_for_workers=False)
-        in_one_step(chosen, str(store.port))
+        chosen.with_suffix(".new").write_text(str(store.port))
+        chosen.with_suffix(".new").rename(chosen)
     else:
         while not chosen.exists():
             time.sleep(0.01)
@@ -128,21 +102,27 @@ def rank_main(rank: int, separated: bool, folder: pathlib.Path) -> None:
         own = ranks.index(rank)
         return connect_place(store, own, len(ranks), timeout=300.0, name=name, host=host)
 
+    def run(scenario: Callable[[Any], None], group: Any, name: str) -> None:
+        try:
+            scenario(group)
+        except BaseException as error:
+            raise AssertionError(f"rank {rank}: {scenario.__name__} of {name}") from error
+
     world = groups.install(connected("world", RANKS))  # by which a backward finds its group
     assert str(world.place.map) == "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"
     third = "a third host" if rank == 1 else None
     three_hosts = Communicator(connected("three hosts", RANKS, third), RANKS)
-    for name, (scenarios, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items():
+    for name, (scenarios, ranks) in GROUPS.items():
         group = {"five ranks": world, "three hosts": three_hosts}.get(name) or world.split(ranks)
         if group is not None:
             for scenario in scenarios.split():
-                report.run(getattr(hosts_scenarios, scenario), group, name)
+                run(getattr(hosts_scenarios, scenario), group, name)
         if group is not None and group is not world:
             group.close()
         world.barrier()
     for scenario in FAILING:
         group = Communicator(connected(scenario, RANKS), RANKS)
-        report.run(getattr(hosts_scenarios, scenario), group, "five ranks")
+        run(getattr(hosts_scenarios, scenario), group, "five ranks")
         group.close()
     # the store's server must outlive its clients
     store.add("ended", 1)
