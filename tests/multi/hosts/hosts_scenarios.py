@@ -9,7 +9,7 @@ import gc
 import itertools
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,10 +29,6 @@ from ops.contracts import last_has_none
 from ops.test_contract import BY_NAME, cells, check_values
 
 Tensor = torch.Tensor
-
-
-def all_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
-    return all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
 def call_of(group: Communicator, call: Call, *arguments: Any) -> None:
@@ -173,45 +169,14 @@ def fitting(group: Communicator) -> None:
 
     At every speed: with its call, with its frames, and in pieces (``runtime/places/hosts/pieces.py``).
     """
-    rank, everyone = group.rank, range(group.world_size)
-    total = sum(everyone)
+    ops = (*REDUCED, *MOVED_WHOLE, *MOVED_PARTS)
     for count, nbytes, alike in itertools.product((3, 30_001), (1 << 14, 4 << 20), (True, False)):
-        case = f"{count} elements, {nbytes} bytes, {'equal' if alike else 'different'} calls"
-
-        def full(value: float, count: int = count) -> Tensor:
-            return torch.full((count,), float(value))
-
-        def every(*values: float) -> list[Tensor]:
-            return [full(value) for value in values]
-
-        def do(op: str, *arguments: Any, part: int = 0 if alike else rank) -> None:
-            call = Call(op, part=part, match=lambda parts: None, equal_fits=True)
-            call_of(group, call, *arguments)
-
         with small_pieces(nbytes):
-            do("all_reduce", tensor := full(rank), "sum")
-            assert same(tensor, full(total)), case
-            for root in (0, everyone[-1]):
-                is_root = rank == root
-                do("reduce_to", tensor := full(rank), root, "sum")
-                assert same(tensor, full(total if is_root else rank)), case
-                do("broadcast", tensor := full(rank), root)
-                assert same(tensor, full(root)), case
-                outputs = every(*[-1] * len(everyone)) if is_root else None
-                do("gather", outputs, full(rank), root)
-                assert outputs is None or all_same(outputs, every(*everyone)), case
-                do("scatter", output := full(-1), every(*everyone) if is_root else None, root)
-                assert same(output, full(rank)), case
-            parts = [full(10 * rank + r) for r in everyone]
-            do("reduce_scatter", output := full(-1), parts, "sum")
-            assert same(output, full(10 * total + rank * len(everyone))), case
-            received = every(*[10 * r + rank for r in everyone])
-            do("all_to_all", found := every(*[-1] * len(everyone)), parts)
-            assert all_same(found, received), case
-            do("all_to_all", output := torch.cat(found).zero_(), torch.cat(parts))
-            assert same(output, torch.cat(received)), case
-            do("all_gather", found, full(rank))
-            assert all_same(found, every(*everyone)), case
+            for op, key in itertools.product(
+                ops, (0, 1, group.world_size - 1)
+            ):  # roots; lists or not
+                part = 0 if alike else group.rank
+                check(group.engine, op, 4 * count, key, torch.float32, part=part)
 
 
 def leaving_nothing(group: Communicator) -> None:

@@ -28,7 +28,7 @@ from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
 from processes import heard, started
-from ranks import LONG, close, joined, members, run
+from ranks import LONG, close, joined, members, ranks, run
 
 CALL = Call("message")
 HOSTS = "aab"  # by rank
@@ -133,31 +133,26 @@ def test_hosts_with_unequal_numbers_of_ranks_choose_alike(groups: list[Communica
 # -- processes -------------------------------------------------------------------------------------
 
 
-def send_and_end(rank: int, world_size: int, folder: str, said: Any) -> None:
+@ranks(2, hosts=2, gone=[0])
+def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     """Rank 0 begins to send, and its process ends; rank 1 receives once it is about to."""
-    engine = joined(rank, folder).engine
-    if rank == 0:
-        engine.send(CALL, content(LARGE, 5), 1, 0)
-        atexit.register(pathlib.Path(folder, "ends").touch)
+    ends, target = tmp_path / "ends", torch.zeros(LARGE, dtype=torch.uint8)
+    if interlace.get_rank() == 0:
+        interlace.isend(content(LARGE, 5), 1)
+        atexit.register(ends.touch)
         util._exit_function()  # of multiprocessing, which skips what Python does at the end
         atexit._run_exitfuncs()
         os._exit(0)
-    while not pathlib.Path(folder, "ends").exists():
+    while not ends.exists():
         time.sleep(1e-3)
-    target = torch.zeros(LARGE, dtype=torch.uint8)
-    engine.recv(CALL, target, 0, 0).result()
-    said.send(torch.equal(target, content(LARGE, 5)))
-
-
-def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
-    with started(send_and_end, 2, tmp_path) as (_, ends):
-        assert heard(ends[1])
+    interlace.recv(target, 0)
+    assert torch.equal(target, content(LARGE, 5))
 
 
 def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) -> None:
     """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
     links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
-    group = joined(rank, folder)
+    group = joined(rank, world_size, folder)
     try:
         group.barrier()  # which rank 1 may leave, and be killed, before rank 0 has
         if rank == 1:

@@ -188,20 +188,6 @@ def test_torchs_next_default_group_is_found(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_groups_do_not_wait_for_each_other() -> None:
-    """Async ops of two groups, begun in another order on every rank."""
-    groups = [interlace.new_group([0, 1]) for _ in range(2)]
-    tensors = [torch.ones(100_000), torch.full((3,), 2.0)]
-    order = (0, 1) if interlace.get_rank() == 0 else (1, 0)
-    works = [interlace.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
-    for work in works:
-        work.wait()
-    for group in groups:
-        group.close()
-    assert [float(tensor[-1]) for tensor in tensors] == [2.0, 4.0]
-
-
-@ranks(2)
 def test_more_tensors_than_a_message_can_name() -> None:
     tensors = [torch.full((1,), float(number)) for number in range(1500)]
     interlace.all_reduce_coalesced(tensors)

@@ -227,12 +227,10 @@ def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
 def test_messages_that_differ_and_fit_are_summed() -> None:
     """Each size twice, for steps that are kept."""
     e = groups.default_group().engine
-    for count in (100, 100, 1_000_000, 1_000_000):
-        call = Call("sum", part=e.rank, match=lambda parts: None, equal_fits=True)
-        tensor, part = torch.ones(count), torch.zeros(count)
-        e.all_reduce(call, tensor, "sum")
-        e.reduce_scatter(call, part, torch.ones(3 * count), "sum")
-        assert (tensor == 3).all() and (part == 3).all()
+    for count, op in itertools.product(
+        (100, 100, 1_000_000, 1_000_000), ("all_reduce", "reduce_scatter")
+    ):
+        check(e, op, 4 * count, 0, torch.float32, part=e.rank)
 
 
 # -- symmetric memory ------------------------------------------------------------------------------
