@@ -19,7 +19,7 @@ import interlace
 from interlace.runtime.core.errors import InterlaceError, PeerDiedError, RankError
 from interlace.runtime.places.shm import place as shm_place
 from ranks import ranks
-from support import shared_names
+from support import resources, shared_names
 from tiers import thorough
 
 symm_mem = interlace.symmetric_memory
@@ -359,13 +359,6 @@ def test_closed_group_leaves_kernels_to_triton() -> None:
     out = torch.zeros(4, dtype=torch.int32)
     fill_kernel[(4,)](out)
     assert out.tolist() == [7] * 4 and not shm_place._open_places()
-
-
-def resources() -> tuple[int, int]:
-    """Open descriptors and mapped segments of this process, after collecting what is not used."""
-    gc.collect()
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
 
 
 @thorough
