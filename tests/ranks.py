@@ -41,7 +41,6 @@ def ranks(
     hosts: int = 1,
     backend: str = "",
     gone: Collection[int] = (),
-    **terms: Any,
 ) -> Callable[..., Any]:
     """Run a test's body on ``world_size`` ranks.
 
@@ -50,10 +49,9 @@ def ranks(
     hosts : on so many hosts the default group counts its ranks.
     backend : the body has a default group of torch.distributed with this one.
     gone : ranks whose process is to end, or to become another program; processes are the test's own then.
-    terms : of ``interlace.run``.
 
-    A parameter of the test that has the name of one of these counts instead, and so does ``seed``.
-    Parameters and fixtures are sent to processes.
+    A parameter of the test that has the name of one of these counts instead, and so does the ``seed`` of
+    "sim". Parameters and fixtures are sent to processes.
     """
     default = {"world_size": world_size, "place": place, "hosts": hosts, "backend": backend}
 
@@ -61,9 +59,7 @@ def ranks(
         @functools.wraps(body)
         def test(**given: Any) -> None:
             how = {name: given.get(name, value) for name, value in default.items()}
-            size, where, more = how.pop("world_size"), how.pop("place"), dict(terms)
-            if "seed" in given:
-                more["seed"] = given["seed"]
+            size, where = how.pop("world_size"), how.pop("place")
             with tempfile.TemporaryDirectory() as folder:
                 on_rank = functools.partial(
                     _on_rank, body.__module__, body.__qualname__, given, folder, **how
@@ -73,7 +69,7 @@ def ranks(
                 elif where == "threads":
                     _in_threads(functools.partial(body, **given), size, how["hosts"])
                 else:
-                    interlace.run(on_rank, size, place=where, **more)
+                    interlace.run(on_rank, size, place=where, seed=given.get("seed", 0))
 
         test.body = body  # type: ignore[attr-defined]
         return test

@@ -6,21 +6,17 @@ No timeout of these runs is ever reached: what is raised was seen.
 import _thread
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore
 
 import interlace
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes.dump import Blame
 from ranks import ranks
@@ -91,22 +87,10 @@ def test_a_circle_through_four_groups() -> None:
     assert all(f"\n  rank {rank} of group" in error for rank in range(4)), error
 
 
-@ranks(4)
-def test_in_a_group_of_several_hosts(tmp_path: Path) -> None:
-    """A group of two hosts of two ranks; the last rank is the odd one."""
-    rank, count = interlace.get_rank(), interlace.get_world_size()
-    store, groups = FileStore(str(tmp_path / "store"), count), []
-    os.environ["INTERLACE_SECRET"] = "of this test"
-    try:
-        for name in ("one", "two"):
-            host = f"host {rank // 2}"
-            place = connect_place(store, rank, count, timeout=600, name=name, host=host)
-            groups.append(Communicator(place, range(count)))
-        error = two_orders(groups)
-    finally:
-        del os.environ["INTERLACE_SECRET"]
-        for group in groups:
-            group.close()
+@ranks(4, hosts=2)
+def test_in_a_group_of_several_hosts() -> None:
+    """Two of two ranks; the last rank is the odd one."""
+    error = two_orders([interlace.new_group(), interlace.new_group()])
     assert "rank 2 of group" in error and "rank 3 of group" in error, error
 
 
