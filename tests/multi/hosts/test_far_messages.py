@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import interlace
+from interlace.groups.groups import default_group
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
@@ -28,7 +29,7 @@ from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
 from processes import heard, started
-from ranks import LONG, close, joined, members, ranks, run
+from ranks import LONG, close, joined, members, ranks
 
 CALL = Call("message")
 HOSTS = "aab"  # by rank
@@ -64,17 +65,17 @@ def test_a_message_behind_one_that_nobody_has_asked_for_is_heard(
         send.result(LONG)
 
 
-def test_both_directions_at_once_between_all(groups: list[Communicator]) -> None:
-    def on_rank(rank: int) -> bool:
-        engine, others = groups[rank].engine, [peer for peer in range(3) if peer != rank]
-        targets = {peer: torch.zeros(LARGE, dtype=torch.uint8) for peer in others}
-        ends = [engine.send(CALL, content(LARGE, 2 * rank + 1), peer, 0) for peer in others]
-        ends += [engine.recv(CALL, target, peer, 0) for peer, target in targets.items()]
-        for end in ends:
-            end.result(LONG)
-        return all(torch.equal(targets[peer], content(LARGE, 2 * peer + 1)) for peer in others)
-
-    assert run(range(3), on_rank) == [True] * 3
+@ranks(3, place="threads", hosts=2)
+def test_both_directions_at_once_between_all() -> None:
+    rank, engine = interlace.get_rank(), default_group().engine
+    others = [peer for peer in range(3) if peer != rank]
+    targets = {peer: torch.zeros(LARGE, dtype=torch.uint8) for peer in others}
+    ends = [engine.send(CALL, content(LARGE, 2 * rank + 1), peer, 0) for peer in others]
+    ends += [engine.recv(CALL, target, peer, 0) for peer, target in targets.items()]
+    for end in ends:
+        end.result(LONG)
+    for peer, target in targets.items():
+        assert torch.equal(target, content(LARGE, 2 * peer + 1))
 
 
 def test_from_anybody_near_or_far(groups: list[Communicator]) -> None:
@@ -115,19 +116,14 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
     assert (asked.item(), answer.item()) == (1, 7)
 
 
-def test_hosts_with_unequal_numbers_of_ranks_choose_alike(groups: list[Communicator]) -> None:
+@ranks(3, place="threads", hosts=2)
+def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
     """Around the sizes from which on one host alone would go another way than the other."""
-
-    def on_rank(rank: int) -> list[list[float]]:
-        found = []
-        for numel in (4000, 5000, 9000):
-            tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
-            interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
-            interlace.all_reduce(tensor, group=groups[rank])
-            found.append([*tensor.unique().tolist(), *outputs.mean(1).tolist()])
-        return found
-
-    assert run(range(3), on_rank) == [[[6.0, 1.0, 2.0, 3.0]] * 3] * 3
+    for numel in (4000, 5000, 9000):
+        tensor, outputs = torch.full((numel,), interlace.get_rank() + 1.0), torch.zeros(3, numel)
+        interlace.all_gather_into_tensor(outputs.view(-1), tensor)
+        interlace.all_reduce(tensor)
+        assert tensor.unique().tolist() == [6.0] and outputs.mean(1).tolist() == [1.0, 2.0, 3.0]
 
 
 # -- processes -------------------------------------------------------------------------------------

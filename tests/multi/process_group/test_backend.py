@@ -32,11 +32,6 @@ BOTH = [[1.0, 1.0], [2.0, 2.0]]
 """What both ranks have, if each has ``own()``."""
 
 
-def on_ranks(function: Any, world_size: int, path: Path, *args: Any) -> list[Any]:
-    """``function`` on ``world_size`` ranks, which meet in a file of the folder ``path``."""
-    return interlace.run(function, world_size, str(path / "store"), *args, place="shm")
-
-
 def empty(count: int, size: int = 2) -> list[torch.Tensor]:
     return [torch.empty(size) for _ in range(count)]
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -41,11 +40,6 @@ T = TypeVar("T")
 def new_processes() -> None:
     """Groups that have failed stay until their errors are collected, and are in what is written then."""
     default_pool.close()
-
-
-def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    found: list[Any] = interlace.run(function, world_size, *arguments, place="shm")
-    return found
 
 
 def shown(*targets: object) -> list[str]:
@@ -89,7 +83,8 @@ def own_record() -> RankRecord:
     return record
 
 
-def many() -> RankRecord:
+@ranks(2)
+def test_the_last_ops_are_kept_with_their_call_sites() -> None:
     """Ops of one kind, more than are kept, then of others."""
     vector = torch.ones(4)
     for _ in range(300):
@@ -98,20 +93,19 @@ def many() -> RankRecord:
     interlace.reduce_scatter(torch.empty(3), torch.zeros(6))
     interlace.broadcast_object_list([b"nobody's business" * 9], src=0)
     interlace.all_reduce(torch.ones(4), async_op=True).wait()  # type: ignore[union-attr]
-    return own_record()
-
-
-def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    record, other = on_ranks(many, 2)
-    assert (record.rank, other.rank, record.ranks) == (0, 1, (0, 1))
-    assert record.pids == other.pids and len({*record.pids}) == 2
-    ops = record.collectives
+    record = own_record()
+    found: list[Any] = [None, None]
+    interlace.all_gather_object(found, record)
+    ops, other = record.collectives, found[1 - interlace.get_rank()]
+    assert (record.rank, other.rank) == (interlace.get_rank(), 1 - interlace.get_rank())
+    assert record.ranks == (0, 1) and record.pids == other.pids and len({*record.pids}) == 2
     assert [op.number for op in ops] == [*range(ops[-1].number - ENTRIES + 1, ops[-1].number + 1)]
     assert all(0 < op.began <= op.ended for op in ops)
     assert [op.began for op in ops] == sorted(op.began for op in ops)
     first = [op for op in ops if op.site and op.site[2] == SITES[0]]
     assert {str(op) for op in first} == {"all_reduce (4,) float32 sum"}
-    assert len(first) > 200 and {op.site[0] for op in first} == {"many"}
+    name = "test_the_last_ops_are_kept_with_their_call_sites"
+    assert len(first) > 200 and {op.site[0] for op in first} == {name}
     assert {op.site[1] for op in ops} == {__file__}, "an op whose call site is inside"
     names = [op.op for op in ops if op not in first]
     assert names[:2] == ["all_gather", "reduce_scatter"] and names[-1] == "all_reduce"
@@ -267,7 +261,7 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
     ended: list[int] = []
 
     def run() -> None:
-        ended.append(len(on_ranks(stopped, 3, tmp_path, op)))
+        ended.append(len(interlace.run(stopped, 3, tmp_path, op, place="shm")))
 
     thread = threading.Thread(target=run)
     thread.start()
