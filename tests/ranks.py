@@ -104,25 +104,29 @@ def world(path: Path | str, backend: str = "interlace") -> Iterator[Any]:
 # -- ranks of a group that is not that of interlace.run --------------------------------------------
 
 
+def of_rank_0(rank: int, folder: Path | str, address: str = "127.0.0.1") -> TCPStore:
+    """A store that rank 0 serves, on a port that it writes to a file."""
+    chosen = Path(folder) / "port"
+    if rank == 0:
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        chosen.with_suffix(".new").write_text(str(store.port))
+        chosen.with_suffix(".new").rename(chosen)
+        return store
+    while not chosen.exists():
+        time.sleep(1e-3)
+    return TCPStore(address, int(chosen.read_text()), is_master=False)
+
+
 def joined(
     rank: int, world_size: int, folder: Path | str, *, hosts: int = 2, timeout: float = LONG
 ) -> Communicator:
     """A process's group, on so many hosts; the store ends with rank 0 if they are several."""
-    chosen = Path(folder) / "port"
-    if hosts == 1:
-        store: Any = FileStore(f"{folder}/ranks", world_size)
-    elif rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        chosen.with_suffix(".new").write_text(str(store.port))
-        chosen.with_suffix(".new").rename(chosen)
-    else:
-        while not chosen.exists():
-            time.sleep(1e-3)
-        store = TCPStore("127.0.0.1", int(chosen.read_text()), is_master=False)
+    several = hosts > 1
+    store = of_rank_0(rank, folder) if several else FileStore(f"{folder}/ranks", world_size)
     host = f"host {rank * hosts // world_size}"
     with mock.patch.dict(os.environ, SECRET):
         place = connect_place(store, rank, world_size, timeout=LONG, name="joined", host=host)
-    assert place.name == ("shm" if hosts == 1 else "hosts")
+    assert place.name == ("hosts" if several else "shm")
     place.set_timeout(timeout)
     return Communicator(place, range(world_size))
 

@@ -1,9 +1,9 @@
 """Groups that span hosts: which ranks share one, every op between them, and what happens when one fails.
 
 Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
-memory. Five ranks, three and two, are started once for all tests of this file; see hosts_ranks.py. Where
-the kernel gives out no namespaces the same runs between ranks that are told to be on different hosts, and
-the test that they cannot share memory is skipped.
+memory. Five ranks, three and two, are started once (hosts_scenarios.py). Where the kernel gives out no
+namespaces the same runs between ranks that are told to be on different hosts, and the test that they cannot
+share memory is skipped.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import DIES, RANKS, main
+from multi.hosts.hosts_scenarios import DIES, RANKS, main
 from processes import heard, started
 from ranks import members, on_hosts, run
 from tiers import thorough
@@ -37,7 +37,7 @@ from tiers import thorough
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What hosts_ranks.py says. Its ranks end with its process, and namespaces with their processes."""
+    """What hosts_scenarios.py says. Its ranks end with its process, and namespaces with their processes."""
     with started(main, 1, tmp_path_factory.mktemp("hosts")) as (_, (end,)):
         return heard(end)
 

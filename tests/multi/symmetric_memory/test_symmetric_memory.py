@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import pathlib
 import re
 import signal
 import time
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 
 import interlace
-from interlace.runtime.core.errors import InterlaceError, PeerDiedError, RankError
+from interlace.runtime.core.errors import InterlaceError, PeerDiedError
 from interlace.runtime.places.shm import place as shm_place
 from ranks import ranks
 from support import resources, shared_names
@@ -384,29 +383,17 @@ def test_memory_and_descriptors_are_given_back() -> None:
     assert shared_names() <= named
 
 
-def test_killed_peer_is_named(tmp_path: pathlib.Path) -> None:
-    """By who waits in the handle, and by who waits in a kernel of its own."""
-    named = shared_names()
-    with pytest.raises(RankError, match=r"rank 1: .* exit code -9 \(SIGKILL\)"):
-        interlace.run(killed_while_waited_for, 3, tmp_path, place="shm")
-    assert "in wait_signal on channel 1" in (tmp_path / "0").read_text()
-    assert "wait_by_swap program 0" in (tmp_path / "2").read_text()
-    assert shared_names() <= named
-
-
-def killed_while_waited_for(folder: pathlib.Path) -> None:
-    """Rank 0 waits for rank 1 in the handle, rank 2 in a kernel of its own."""
+@ranks(3, gone=[1])
+def test_killed_peer_is_named() -> None:
+    """By rank 0, which waits in the handle, and by rank 2, which waits in a kernel of its own."""
     _, hdl = handle_of(1, dtype=torch.float64)
     if hdl.rank == 1:
         time.sleep(0.1)  # not for order, but so that the others sleep in their wait already
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
+    said = "wait_by_swap program 0" if hdl.rank else "in wait_signal on channel 1"
+    with pytest.raises(PeerDiedError, match=said) as caught:
         if hdl.rank == 0:
             hdl.wait_signal(1, 1)
         else:
-            wait = wait_by_swap[(1,)]
-            wait(hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size, 1, 1)
-    except PeerDiedError as error:
-        assert error.rank == 1
-        (folder / str(hdl.rank)).write_text(str(error))
-        raise
+            wait_by_swap[(1,)](hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size, 1, 1)
+    assert caught.value.rank == 1
