@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, TCPStore
+from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 import interlace
 from guard import MOST
@@ -121,13 +121,19 @@ def joined(
     rank: int, world_size: int, folder: Path | str, *, hosts: int = 2, timeout: float = LONG
 ) -> Communicator:
     """A process's group, on so many hosts; the store ends with rank 0 if they are several."""
-    several = hosts > 1
-    store = of_rank_0(rank, folder) if several else FileStore(f"{folder}/ranks", world_size)
-    host = f"host {rank * hosts // world_size}"
+    store = of_rank_0(rank, folder) if hosts > 1 else FileStore(f"{folder}/ranks", world_size)
     with mock.patch.dict(os.environ, SECRET):
-        place = connect_place(store, rank, world_size, timeout=LONG, name="joined", host=host)
-    assert place.name == ("hosts" if several else "shm")
-    place.set_timeout(timeout)
+        group = _connected(store, rank, world_size, hosts)
+    group.set_timeout(timeout)
+    return group
+
+
+def _connected(
+    store: Store, rank: int, world_size: int, hosts: int, name: str = "joined"
+) -> Communicator:
+    host = f"host {rank * hosts // world_size}"
+    place = connect_place(store, rank, world_size, timeout=LONG, name=name, host=host)
+    assert place.name == ("hosts" if hosts > 1 else "shm")
     return Communicator(place, range(world_size))
 
 
@@ -195,38 +201,24 @@ def run(ranks: Sequence[Any], function: Callable[[Any], Any]) -> list[Any]:
         return list(threads.map(caught, ranks))
 
 
-def members(
-    name: str, count: int, timeout: float = LONG, host: Callable[[int], str] | None = None
-) -> list[Communicator]:
+def members(count: int, hosts: int = 1, name: str = "threads") -> list[Communicator]:
     """A group of threads, by rank."""
     store = HashStore()
-
-    def join(rank: int) -> Communicator:
-        own = None if host is None else host(rank)
-        place = connect_place(store, rank, count, timeout=timeout, name=name, host=own)
-        return Communicator(place, range(count))
-
     with mock.patch.dict(os.environ, SECRET):
-        groups = run(range(count), join)
-    for group in groups:
-        assert isinstance(group, Communicator), groups
+        made = run(range(count), lambda rank: _connected(store, rank, count, hosts, name))
+    for group in made:
+        assert isinstance(group, Communicator), made
         # what it has said while joining would count as long as anything said later
         group.place.group.control.own_view[control._WAITS // 8] = 0
-    return groups
+    return made
 
 
 def close(groups: Sequence[Communicator]) -> None:
     run(groups, Communicator.close)
 
 
-def on_hosts(rank: int) -> str:
-    """Each rank is on a host of its own."""
-    return f"host {rank}"
-
-
 def _in_threads(body: Callable[[], None], world_size: int, hosts: int) -> None:
-    host = None if hosts == 1 else lambda rank: f"host {rank * hosts // world_size}"
-    joined_by = members("threads", world_size, host=host)
+    made = members(world_size, hosts)
     failed: list[BaseException] = []
 
     def main(group: Communicator) -> None:
@@ -238,7 +230,7 @@ def _in_threads(body: Callable[[], None], world_size: int, hosts: int) -> None:
             group.place.abort("a rank has failed")
 
     with mock.patch.dict(os.environ, SECRET):
-        run(joined_by, main)
-        close(joined_by)
+        run(made, main)
+        close(made)
     if failed:
         raise failed[0]

@@ -32,14 +32,13 @@ from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
 
 CALL = Call("message")
-HOSTS = "aab"  # by rank
 LARGE = 16 << 20  # bytes that no kernel keeps for a connection
 
 
 @pytest.fixture
 def groups() -> Iterator[list[Communicator]]:
     """Two ranks on one host and one on another."""
-    made = members("far", 3, host=lambda rank: HOSTS[rank])
+    made = members(3, hosts=2)
     yield made
     close(made)
 

@@ -31,7 +31,7 @@ from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
 from multi.hosts.hosts_scenarios import DIES, RANKS, main
 from processes import heard, started
-from ranks import members, on_hosts, run
+from ranks import members, run
 from tiers import thorough
 
 
@@ -105,7 +105,7 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
 
     def join(rank: int) -> Any:
-        return connect_place(store, rank, 2, timeout=600, name="open", host=on_hosts(rank))
+        return connect_place(store, rank, 2, timeout=600, name="open", host=f"host {rank}")
 
     for error in run(range(2), join):
         assert type(error) is PlaceUnavailableError
@@ -161,7 +161,7 @@ def test_two_steps_give_what_one_gives() -> None:
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
     """Another rank of the other host has not sent anything then: this one's twin has told it all."""
-    groups = members("leaving", 4, host=lambda rank: f"host {rank // 2}")
+    groups = members(4, hosts=2)
     left, place, late = threading.Event(), groups[1].place, groups[1].place.group.exchange
 
     def exchange(payload: bytes, doing: str) -> list[bytes]:
