@@ -30,7 +30,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places import pool as pool_module
-from interlace.runtime.places.pool import ProcessPool
+from interlace.runtime.places.pool import default_pool
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import control, segment
 from interlace.runtime.processes.group import HostGroup
@@ -356,10 +356,10 @@ def return_a_function() -> Any:
     ],
 )
 def test_what_does_not_pickle(
-    pool: ProcessPool, function: Any, arguments: Any, kind: type[Exception], said: str
+    function: Any, arguments: Any, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        pool.run(function, arguments, world_size=2)
+        default_pool.run(function, arguments, world_size=2)
 
 
 @ranks(4)
@@ -523,21 +523,21 @@ def rank_1_never_ends() -> None:
 
 
 @thorough
-def test_run_that_does_not_end(pool: ProcessPool) -> None:
+def test_run_that_does_not_end() -> None:
     """Its time has passed as soon as rank 0 has reported."""
     interlace.run(os.getpid, 2, place="shm")
-    before, collect = len(pool.processes()), pool._collect
+    before, collect = len(default_pool.processes()), default_pool._collect
 
     def collect_one(late: Any, until: float) -> Any:
         return collect(late, until if len(late) > 1 else 0.0)
 
     with (
-        mock.patch.object(pool, "_collect", collect_one),
+        mock.patch.object(default_pool, "_collect", collect_one),
         pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught,
     ):
         interlace.run(rank_1_never_ends, 2, place="shm")
     assert caught.value.waited_for == (1,)
-    assert len(pool.processes()) == before - 1
+    assert len(default_pool.processes()) == before - 1
 
 
 def use_memory(buffers: int) -> tuple[int, int]:
