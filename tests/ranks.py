@@ -1,7 +1,8 @@
 """``@ranks(2)``: a test whose body runs on every rank, in processes, in threads, or simulated.
 
 The body asserts on its rank, so what fails names the rank. A test of processes is found by its module's
-name there: it is imported, not sent, so it must be at the top level of its file.
+name there: it is imported, not sent, so it must be at the top level of its file. A test that needs ranks
+several times calls functions that are decorated like this, with keywords.
 """
 
 import functools

@@ -164,7 +164,8 @@ def export(path: Path, size: int | None, *, strict: bool = False) -> None:
     torch.export.save(program, path)
 
 
-def run_exported(path: Path) -> None:
+@ranks()
+def run_exported(world_size: int, path: Path) -> None:
     program = torch.export.load(path)
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     sized = "interlace.group_size.default" not in targets
@@ -184,12 +185,12 @@ def run_exported(path: Path) -> None:
 def test_exported_programs_run_on_any_number_of_ranks(tmp_path: Path) -> None:
     export(tmp_path / "program.pt2", None)
     for world_size in (1, 2, 3):
-        interlace.run(run_exported, world_size, tmp_path / "program.pt2", place="shm")
+        run_exported(world_size=world_size, path=tmp_path / "program.pt2")
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_of_one_size(tmp_path: Path, strict: bool) -> None:
     export(tmp_path / "program.pt2", 2, strict=strict)
-    interlace.run(run_exported, 2, tmp_path / "program.pt2", place="shm")
+    run_exported(world_size=2, path=tmp_path / "program.pt2")
     with pytest.raises(ValueError, match="has size 2, the group 3"):
-        interlace.run(run_exported, 3, tmp_path / "program.pt2", place="shm")
+        run_exported(world_size=3, path=tmp_path / "program.pt2")

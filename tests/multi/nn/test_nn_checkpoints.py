@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import interlace
 from interlace import nn as inn
-from ranks import ranks, world
+from ranks import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -106,32 +106,33 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     }
 
 
-def save(folder: Path, form: str) -> None:
-    with world(folder / "saving"):
-        model = made(1, named(form))
-        optimizer = adam(model)
-        check(model, trained(0))
-        train(model, optimizer, 0)
-        train(model, optimizer, 1)
-        check(model, trained(2))
-        dcp.save(states_of(model, optimizer), checkpoint_id=folder / "checkpoint")
+@ranks(backend="interlace")
+def save(world_size: int, folder: Path, form: str) -> None:
+    model = made(1, named(form))
+    optimizer = adam(model)
+    check(model, trained(0))
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    check(model, trained(2))
+    dcp.save(states_of(model, optimizer), checkpoint_id=folder / "checkpoint")
 
 
-def load(folder: Path, form: str) -> None:
+@ranks(backend="interlace")
+def load(world_size: int, folder: Path, form: str) -> None:
     """Into a model with other weights, in place; it goes on as if it had never stopped."""
-    with world(folder / f"loading on {interlace.get_world_size()}"):
-        model = made(2, named(form))
-        optimizer = adam(model)
-        states = states_of(model, optimizer)
-        dcp.load(states, checkpoint_id=folder / "checkpoint")
-        check(model, trained(2))
-        again = made(3, named(form))
-        again.load_state_dict(states["model"])
-        check(again, trained(2))
-        train(model, optimizer, 2)
-        check(model, trained(3))
+    model = made(2, named(form))
+    optimizer = adam(model)
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=folder / "checkpoint")
+    check(model, trained(2))
+    again = made(3, named(form))
+    again.load_state_dict(states["model"])
+    check(again, trained(2))
+    train(model, optimizer, 2)
+    check(model, trained(3))
 
 
+@ranks(1)
 def load_alone(folder: Path) -> None:
     """One rank, no torch.distributed."""
     model = made(2)
@@ -146,10 +147,10 @@ def load_alone(folder: Path) -> None:
 def test_saved_on_some_ranks_loads_on_others(
     tmp_path: Path, size: int, forms: tuple[str, str]
 ) -> None:
-    interlace.run(save, size, tmp_path, forms[0], place="shm")
+    save(world_size=size, folder=tmp_path, form=forms[0])
     for number in (1, 2, 4):
-        interlace.run(load, number, tmp_path, forms[1], place="shm")
-    interlace.run(load_alone, 1, tmp_path, place="shm")
+        load(world_size=number, folder=tmp_path, form=forms[1])
+    load_alone(folder=tmp_path)
 
 
 @ranks(backend="interlace")
