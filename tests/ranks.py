@@ -157,7 +157,7 @@ GONE = "its process is gone"
 
 
 def _in_own_processes(on_rank: Callable[..., None], world_size: int, gone: Collection[int]) -> None:
-    """In new processes, of which ``gone`` end otherwise than by returning."""
+    """Run it in new processes; those of the ranks ``gone``, and no others, end without a word."""
     folder = on_rank.args[-1]  # type: ignore[attr-defined]
     with started(_as_process, world_size, folder, on_rank) as (_, ends):
         late: dict[Any, int] = dict(zip(ends, range(world_size), strict=True))
@@ -172,7 +172,7 @@ def _in_own_processes(on_rank: Callable[..., None], world_size: int, gone: Colle
 
 
 def _as_process(rank: int, world_size: int, folder: str, end: Any, on_rank: Any) -> None:
-    """One of them; it is told by ``end`` what the body raises."""
+    """One of these processes: what its body raises goes through ``end``."""
     torch.set_num_threads(1)
     os.environ.update(SECRET)
     os.set_inheritable(end.fileno(), False)  # by another program, which may take this one's place
