@@ -1,5 +1,6 @@
 """Tools of the tests of ops: payloads, poison, delays, and running on simulated ranks."""
 
+import gc
 import os
 import re
 import shlex
@@ -78,6 +79,13 @@ def shared_names() -> set[str]:
 
     foreign = {name for pid, names in mapped.items() if not ours(pid) for name in names}
     return set(os.listdir("/dev/shm")) - foreign
+
+
+def resources() -> tuple[int, int]:
+    """Open descriptors and mapped segments of this process, after collecting what is not used."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from faults.limits import MIB, POOR, OfAddresses
 from faults.rows import Plan, Row, Trial
 from guard import busy
 from interlace.groups import groups
-from multi.process_group.backend_failure_ranks import dropped_groups
+from multi.process_group.test_backend_failures import dropped_groups
 
 RANKS = 3
 EARLY = 256 * MIB

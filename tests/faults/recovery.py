@@ -11,7 +11,7 @@ from typing import Any
 import interlace
 from faults.crew import LONG, Said, crew, folder
 from faults.rows import Plan, Row, Trial
-from multi.shm import shrink_ranks
+from multi.shm import test_shrink as shrinking
 from processes import heard, started
 
 KIB = 1024
@@ -20,17 +20,16 @@ KIB = 1024
 def without_shrinking(rank: int, world_size: int, name: str, said: Any, hosts: int) -> None:
     """The control: what ranks do once one has died is to call the next op."""
     interlace.shrink = lambda *_: None  # type: ignore[assignment]
-    shrink_ranks.TIMEOUT = 5.0
-    shrink_ranks.to_the_last(rank, world_size, name, said, hosts)
+    shrinking.going_on(rank, world_size, name, said, hosts, timeout=5.0)
 
 
 def killed_one_by_one(
     world_size: int, hosts: int, seed: int, name: str, broken: bool
 ) -> Iterator[Trial]:
     """One or two random ranks are killed, until one is left: the rest has to know who is left, and to
-    compute right sums (``shrink_ranks``). The time is that until all have said so."""
+    compute right sums (``going_on``). The time is that until all have said so."""
     chance, moment = random.Random(seed), 0.0
-    on_rank = without_shrinking if broken else shrink_ranks.to_the_last
+    on_rank = without_shrinking if broken else shrinking.going_on
     with started(on_rank, world_size, name, hosts) as (processes, ends):
         alive, wait = list(range(world_size)), 5.0 if broken else LONG
         while True:
@@ -70,9 +69,9 @@ def again_and_again(join: Any, end: Any, times: int, broken: bool) -> None:
     if broken:  # a descriptor is left each time
         shrunk = interlace.shrink
         interlace.shrink = lambda *group: (os.dup(0), shrunk(*group))[1]  # type: ignore[assignment]
-    shrink_ranks.again_and_again(min(50, 2 * times))
+    shrinking.again_and_again(min(50, 2 * times))
     before, began = _resident(), time.monotonic()
-    found = shrink_ranks.again_and_again(times)
+    found = shrinking.again_and_again(times)
     ms = 1e3 * (time.monotonic() - began) / times
     end.send((found, (_resident() - before) // KIB, ms))
 

@@ -20,8 +20,7 @@ import interlace
 from interlace import functional
 from interlace.functional import AsyncTensor, wait
 from interlace.ops.collectives.records import OPS as COLLECTIVES
-from multi.functional.op_cases import TABLE, Tensors, compare, flat
-from multi.process_group.backend_ranks import world
+from multi.functional.op_cases import TABLE, compare, flat
 from ranks import ranks
 from tiers import few, thorough
 
@@ -129,6 +128,13 @@ def test_without_gradients(place: str) -> None:
     with torch.inference_mode():
         assert wait(functional.all_reduce(x)).is_inference()
         assert wait(functional.all_gather(torch.ones(2))).tolist() == [1.0] * 2 * size
+        y = torch.ones(4, 4)
+        for op in (
+            functional.all_gather_matmul,
+            functional.matmul_all_reduce,
+        ):  # in a thread of its own
+            assert float(op(y, y).sum()) == 64.0 * size
+        assert float(functional.matmul_reduce_scatter(y, y).sum()) == 64.0
     with torch.autocast("cpu", torch.bfloat16):
         assert functional.all_reduce(x @ x).dtype == torch.bfloat16
     for op in ("max", "min"):
@@ -349,13 +355,12 @@ def test_async_tensors_and_autograd() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "interlace"])
 @ranks()
-def test_async_tensors_in_torch_distributed(tmp_path: Path, backend: str) -> None:
-    with world(tmp_path / "store", backend):
-        tensor = started()
-        dist.all_reduce(tensor)
-        outputs = [torch.zeros(2, 2) for _ in range(dist.get_world_size())]
-        dist.all_gather(outputs, started())
-        assert tensor.tolist() == SIX and [each.tolist() for each in outputs] == [SUM, SUM]
+def test_async_tensors_in_torch_distributed(backend: str) -> None:
+    tensor = started()
+    dist.all_reduce(tensor)
+    outputs = [torch.zeros(2, 2) for _ in range(dist.get_world_size())]
+    dist.all_gather(outputs, started())
+    assert tensor.tolist() == SIX and [each.tolist() for each in outputs] == [SUM, SUM]
 
 
 @ranks()
@@ -552,17 +557,3 @@ def test_operators_are_those_of_tensors() -> None:
             pairs += [(op(whole, 2), op(own, 2)), (op(2, whole), op(2, own))]
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@ranks()
-def test_inference_mode() -> None:
-    """Of ops whose work is done in a thread of its own, too."""
-    with torch.inference_mode():
-        x = torch.ones(4, 4)
-        made: Tensors = [
-            functional.all_gather(x, 1),
-            functional.all_gather_matmul(x, x),
-            functional.matmul_reduce_scatter(x, x),
-            functional.matmul_all_reduce(x, x),
-        ]
-        assert [float(each.sum()) for each in made] == [32.0, 128.0, 64.0, 128.0]

@@ -13,8 +13,7 @@ import interlace
 from interlace import functional
 from interlace.functional import wait
 from interlace.groups.specs import bind, describe
-from multi.process_group.backend_ranks import world
-from ranks import ranks
+from ranks import ranks, world
 from tiers import few, thorough
 
 ROWS, COLUMNS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -77,19 +76,19 @@ def test_groups_of_every_form() -> None:
 
 @pytest.mark.parametrize("backend", few(["gloo", "interlace"], "interlace"))
 @ranks(4)
-def test_groups_of_torch(tmp_path: Path, backend: str) -> None:
+def test_groups_of_torch(backend: str) -> None:
     pairs, columns = own_of(ROWS), own_of(COLUMNS)
-    with world(tmp_path / "store", backend) as everyone:
-        check("None", [0, 1, 2, 3], None)
-        check("world", [0, 1, 2, 3], everyone)
-        group = own_group(ROWS, dist.new_group)
-        check("group", pairs, group)
-        check("name", pairs, group.group_name)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        check("(mesh, 0)", columns, (mesh, 0))
-        check("(mesh, 'b')", pairs, (mesh, "b"))
-        check("mesh", pairs, mesh["b"])
-        check("lists", columns, COLUMNS)
+    everyone: Any = dist.group.WORLD
+    check("None", [0, 1, 2, 3], None)
+    check("world", [0, 1, 2, 3], everyone)
+    group = own_group(ROWS, dist.new_group)
+    check("group", pairs, group)
+    check("name", pairs, group.group_name)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    check("(mesh, 0)", columns, (mesh, 0))
+    check("(mesh, 'b')", pairs, (mesh, "b"))
+    check("mesh", pairs, mesh["b"])
+    check("lists", columns, COLUMNS)
 
 
 def check_turns(name: str, pairs: Any, columns: Any) -> None:
@@ -165,7 +164,8 @@ def export(path: Path, size: int | None, *, strict: bool = False) -> None:
     torch.export.save(program, path)
 
 
-def run_exported(path: Path) -> None:
+@ranks()
+def run_exported(world_size: int, path: Path) -> None:
     program = torch.export.load(path)
     targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
     sized = "interlace.group_size.default" not in targets
@@ -185,12 +185,12 @@ def run_exported(path: Path) -> None:
 def test_exported_programs_run_on_any_number_of_ranks(tmp_path: Path) -> None:
     export(tmp_path / "program.pt2", None)
     for world_size in (1, 2, 3):
-        interlace.run(run_exported, world_size, tmp_path / "program.pt2", place="shm")
+        run_exported(world_size=world_size, path=tmp_path / "program.pt2")
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_of_one_size(tmp_path: Path, strict: bool) -> None:
     export(tmp_path / "program.pt2", 2, strict=strict)
-    interlace.run(run_exported, 2, tmp_path / "program.pt2", place="shm")
+    run_exported(world_size=2, path=tmp_path / "program.pt2")
     with pytest.raises(ValueError, match="has size 2, the group 3"):
-        interlace.run(run_exported, 3, tmp_path / "program.pt2", place="shm")
+        run_exported(world_size=3, path=tmp_path / "program.pt2")

@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,6 @@ from multi.functional.fusion_patterns import (
     scattered,
     weight,
 )
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from support import compiled_anew
 from tiers import few, thorough
@@ -105,28 +103,25 @@ PLAN = {
     # the pass is over before code is generated, so not every one with every number of ranks
     few([("aot_eager", 2, 1), ("aot_eager", 4, 1), ("inductor", 2, 2)], ("aot_eager", 2, 1)),
 )
-@ranks()
-def test_transformer_fuses_4_of_4_per_block(
-    tmp_path: Path, codegen: str, world_size: int, blocks: int
-) -> None:
-    with world(tmp_path / "store"):
-        rank = dist.get_rank()
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (world_size,))
-        model = nn.Sequential(*(TransformerBlock(16, 4) for _ in range(blocks)))
-        plain = copy.deepcopy(model)
-        for block in model:
-            parallelize_module(block, mesh, PLAN)
-        whole, gradient = torch.randn(2, 2, 4 * world_size, 16)
-        compiled, reports = fused(model, codegen)
-        output = compiled(whole.chunk(world_size, 1)[rank].contiguous())
-        output.backward(gradient.chunk(world_size, 1)[rank])
-        expected = plain(whole)
-        expected.backward(gradient)
-        assert error(output, expected.chunk(world_size, 1)[rank]) < TOLERANCE
-        for own, right in zip(model.parameters(), plain.parameters(), strict=True):
-            assert own.grad is not None
-            assert error(own.grad.full_tensor(), right.grad) < TOLERANCE  # type: ignore[attr-defined]
+@ranks(backend="interlace")
+def test_transformer_fuses_4_of_4_per_block(codegen: str, world_size: int, blocks: int) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(*(TransformerBlock(16, 4) for _ in range(blocks)))
+    plain = copy.deepcopy(model)
+    for block in model:
+        parallelize_module(block, mesh, PLAN)
+    whole, gradient = torch.randn(2, 2, 4 * world_size, 16)
+    compiled, reports = fused(model, codegen)
+    output = compiled(whole.chunk(world_size, 1)[rank].contiguous())
+    output.backward(gradient.chunk(world_size, 1)[rank])
+    expected = plain(whole)
+    expected.backward(gradient)
+    assert error(output, expected.chunk(world_size, 1)[rank]) < TOLERANCE
+    for own, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None
+        assert error(own.grad.full_tensor(), right.grad) < TOLERANCE  # type: ignore[attr-defined]
     forward, backward = reports
     norm = (f"{SCATTER}_norm", 1)
     pairs = [(GATHER, 3), norm, (GATHER, 1), norm] * blocks
@@ -183,7 +178,7 @@ def check_pattern(name: str, codegen: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "codegen", "names"),
     [
-        (2, "aot_eager", PATTERNS),
+        (2, "aot_eager", tuple(PATTERNS)),
         (
             4, "aot_eager",
             ("3-D, dim 1", "last dim", "scatter dim 1", "scatter with bias", "scaled", "legacy"),
@@ -195,14 +190,10 @@ def check_pattern(name: str, codegen: str) -> None:
     ],
     ids=["all", "4 ranks", "Inductor"],
 )  # fmt: skip
-def test_patterns(tmp_path: Path, world_size: int, codegen: str, names: Sequence[str]) -> None:
-    interlace.run(check_patterns, world_size, tmp_path, codegen, [*names], place="shm")
-
-
-def check_patterns(path: Path, codegen: str, names: Sequence[str]) -> None:
-    with world(path / "store"):
-        for name in names:
-            check_pattern(name, codegen)
+@ranks(backend="interlace")
+def test_patterns(world_size: int, codegen: str, names: Sequence[str]) -> None:
+    for name in names:
+        check_pattern(name, codegen)
 
 
 # -- forwards of which a backward follows: they save statistics of the norm ----------------------------
@@ -235,41 +226,39 @@ def torch_layers(x: Tensor, residual: Tensor, down: Tensor, up: Tensor, gain: Te
         (torch_layers, 2, [f"{SCATTER}_norm", GATHER, f"{REDUCE}_norm"]),
     ],
 )
-@ranks()
+@ranks(backend="interlace")
 def test_norms_whose_statistics_a_backward_reads(
-    tmp_path: Path, codegen: str, layers: Callable[..., Any], parts: int, ops: list[str]
+    codegen: str, layers: Callable[..., Any], parts: int, ops: list[str]
 ) -> None:
-    with world(tmp_path / "store"):
-        rank = dist.get_rank()
-        residual = weight(4, 6).chunk(parts)[rank % parts]  # of an all-reduce the same on all
-        given = weight(4, 8, seed=rank), residual, weight(8, 6), weight(6, 8), weight(6)
-        compiled, reports = fused(layers, codegen)
-        results = []
-        for each in (layers, compiled):
-            leaves = [tensor.clone().requires_grad_() for tensor in given]
-            outputs = flat(each(*leaves))
-            torch.autograd.backward(outputs, [output.sin() for output in outputs])
-            results.append((*outputs, *(leaf.grad for leaf in leaves)))
-        assert error(*results) < TOLERANCE
+    rank = dist.get_rank()
+    residual = weight(4, 6).chunk(parts)[rank % parts]  # of an all-reduce the same on all
+    given = weight(4, 8, seed=rank), residual, weight(8, 6), weight(6, 8), weight(6)
+    compiled, reports = fused(layers, codegen)
+    results = []
+    for each in (layers, compiled):
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        outputs = flat(each(*leaves))
+        torch.autograd.backward(outputs, [output.sin() for output in outputs])
+        results.append((*outputs, *(leaf.grad for leaf in leaves)))
+    assert error(*results) < TOLERANCE
     forward = next(report for report in reports if report.graph == "forward")
     assert [candidate.op for candidate in forward.fused] == ops
 
 
 @thorough
-@ranks()
-def test_dynamic_shapes(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_dynamic_shapes() -> None:
     """One compilation for several lengths."""
 
     def function(x: Tensor) -> Tensor:
         hidden = torch.relu(gathered(x, 1) @ weight(8, 6))
         return scattered(hidden @ weight(6, 8), 1)
 
-    with world(tmp_path / "store"):
-        compiled, reports = fused(function, "inductor")
-        for length in (4, 6, 10):
-            x = torch.randn(length, 2, 8)
-            torch._dynamo.mark_dynamic(x, 0)
-            assert error(compiled(x), function(x)) < TOLERANCE
+    compiled, reports = fused(function, "inductor")
+    for length in (4, 6, 10):
+        x = torch.randn(length, 2, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert error(compiled(x), function(x)) < TOLERANCE
     (report,) = reports
     assert (report.graph, became(report)) == ("inference", [(GATHER, 1), (SCATTER, 1)])
 
@@ -284,8 +273,8 @@ class Lines(logging.Handler):
 
 
 @thorough
-@ranks()
-def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_as_a_pass_of_inductor() -> None:
     """In Inductor's own options: the log, the results, the ops in the generated code."""
     log, handler = logging.getLogger("interlace.compile"), Lines()
     log.addHandler(handler)
@@ -293,7 +282,7 @@ def test_as_a_pass_of_inductor(tmp_path: Path) -> None:
     options: Any = {"post_grad_custom_post_pass": interlace.compile.FusionPass("always")}
     torch._dynamo.reset()
     try:
-        with world(tmp_path / "store"), compiled_anew():
+        with compiled_anew():
             x = torch.randn(4, 8)
             compiled = torch.compile(legacy, fullgraph=True, options=options)
             result, (code, *_) = run_and_get_code(compiled, x)

@@ -1,8 +1,6 @@
 """The fusion pass on all-reduces, norms and fp8 by vLLM's ops, and as its ``forward_native``."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch.distributed as dist
 
 import interlace
 from multi.functional.fusion_patterns import EPS, Tensor, fused, weight
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from stand_ins.models import vllm_ops
 from support import SCALES_BY_ROW
@@ -137,13 +134,10 @@ def read_by_others(x: Tensor, residual: Tensor, gain: Tensor) -> Any:
     return (fp8, scale), (other, at), y @ weight(6, 2)
 
 
-@contextlib.contextmanager
-def of_vllm(path: Path) -> Iterator[None]:
-    """A process group that vLLM's ops know by their name."""
+def define_vllm() -> None:
+    """vLLM's ops, and the process group under the name by which they know it."""
     vllm_ops.define()
-    with world(path / "store"):
-        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
-        yield
+    interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
 
 
 TAKEN, NORM = "its rows leave as fp8", "matmul_all_reduce_norm"
@@ -186,22 +180,22 @@ if not SCALES_BY_ROW:
 
 @thorough
 @pytest.mark.parametrize("version_2", [False, True])
-@ranks()
-def test_norms_and_fp8_of_vllm(tmp_path: Path, version_2: bool) -> None:
+@ranks(backend="interlace")
+def test_norms_and_fp8_of_vllm(version_2: bool) -> None:
     """``version_2``: of how torch makes ops functional that change their arguments."""
-    with of_vllm(tmp_path):
-        x = weight(4, 8, seed=dist.get_rank())
-        residual, gain = weight(4, 6, seed=1), weight(6, seed=2)
-        for name, (function, expected) in CALLS.items():
-            compiled, reports = fused(function)
-            with torch._inductor.config.patch(enable_auto_functionalized_v2=version_2):
-                results = function(x, residual, gain), compiled(x, residual, gain)
-            assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1, name
-            (report,) = reports
-            assert [(c.op, c.notes) for c in report.candidates] == expected, name
-            # of its ops there are those that no op of ours does
-            left = report.after.count("_C.") + report.after.count("vllm")
-            assert left == {"read by others": 1}.get(name, 0), name
+    define_vllm()
+    x = weight(4, 8, seed=dist.get_rank())
+    residual, gain = weight(4, 6, seed=1), weight(6, seed=2)
+    for name, (function, expected) in CALLS.items():
+        compiled, reports = fused(function)
+        with torch._inductor.config.patch(enable_auto_functionalized_v2=version_2):
+            results = function(x, residual, gain), compiled(x, residual, gain)
+        assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1, name
+        (report,) = reports
+        assert [(c.op, c.notes) for c in report.candidates] == expected, name
+        # of its ops there are those that no op of ours does
+        left = report.after.count("_C.") + report.after.count("vllm")
+        assert left == {"read by others": 1}.get(name, 0), name
 
 
 def normed_by(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor]:
@@ -210,23 +204,21 @@ def normed_by(x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Te
 
 
 @thorough
-@ranks()
-def test_an_eps_that_is_an_input_is_known(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_an_eps_that_is_an_input_is_known() -> None:
     """Of ``dynamic=True``, where floats of the code are; with another one it is compiled again."""
-    with of_vllm(tmp_path):
-        for function, more, graphs in (
-            (as_native, [()], 1),
-            (normed_by, [(EPS,), (3.0,), (3.0,)], 2),
-        ):
-            compiled, reports = fused(function, dynamic=True)
-            for number, given in enumerate(more):
-                x = weight(4 + number, 8, seed=dist.get_rank())
-                tensors = x, weight(4 + number, 6, seed=1), weight(6, seed=2)
-                results = function(*tensors, *given), compiled(*tensors, *given)
-                assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1
-            assert [[each.op for each in report.candidates] for report in reports] == [
-                [NORM]
-            ] * graphs
+    define_vllm()
+    for function, more, graphs in (
+        (as_native, [()], 1),
+        (normed_by, [(EPS,), (3.0,), (3.0,)], 2),
+    ):
+        compiled, reports = fused(function, dynamic=True)
+        for number, given in enumerate(more):
+            x = weight(4 + number, 8, seed=dist.get_rank())
+            tensors = x, weight(4 + number, 6, seed=1), weight(6, seed=2)
+            results = function(*tensors, *given), compiled(*tensors, *given)
+            assert max(error(*pair) for pair in zip(*results, strict=True)) <= 1
+        assert [[each.op for each in report.candidates] for report in reports] == [[NORM]] * graphs
 
 
 def error(expected: Any, actual: Any) -> float:

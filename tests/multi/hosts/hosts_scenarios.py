@@ -1,15 +1,22 @@
-"""The scenarios of hosts_ranks.py: every function runs on all ranks of a group, and asserts on its rank.
+"""Scenarios of test_hosts.py: functions that run on all ranks of a group, on two hosts, and assert there.
+
+A process of its own starts five ranks in two network namespaces (``two_networks.py``). Where the kernel
+refuses namespaces, ranks are given names of hosts instead, and it says why.
 
 Sums and products are of whole numbers, so the order of a reduction, which depends on the hosts, does not
 matter; ``rounding`` is about the order.
 """
 
+import atexit
 import contextlib
 import gc
 import itertools
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +24,23 @@ import torch
 import torch.nn.functional as F
 
 import interlace
+from interlace.groups import groups
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError, PlaceUnavailableError
 from interlace.runtime.numerics import reductions
-from interlace.runtime.places.hosts import pieces
+from interlace.runtime.places.connect import connect_place
+from interlace.runtime.places.hosts import host_map, pieces
 from interlace.runtime.places.hosts.engine import Partial
 from interlace.runtime.places.hosts.place import HostsPlace
+from multi.hosts.two_networks import ADDRESSES, die_with_parent, enter, two_networks
 from multi.shm.host_ops import MOVED_PARTS, MOVED_WHOLE, REDUCED, check, check_lengths, data, same
 from ops.contracts import last_has_none
 from ops.test_block_scaled import every_op as on_every_rank
 from ops.test_contract import BY_NAME, cells, check_values
+from ranks import SECRET, of_rank_0
 
 Tensor = torch.Tensor
-
-
-def all_same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
-    return all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
 def call_of(group: Communicator, call: Call, *arguments: Any) -> None:
@@ -180,45 +187,14 @@ def fitting(group: Communicator) -> None:
 
     At every speed: with its call, with its frames, and in pieces (``runtime/places/hosts/pieces.py``).
     """
-    rank, everyone = group.rank, range(group.world_size)
-    total = sum(everyone)
+    ops = (*REDUCED, *MOVED_WHOLE, *MOVED_PARTS)
     for count, nbytes, alike in itertools.product((3, 30_001), (1 << 14, 4 << 20), (True, False)):
-        case = f"{count} elements, {nbytes} bytes, {'equal' if alike else 'different'} calls"
-
-        def full(value: float, count: int = count) -> Tensor:
-            return torch.full((count,), float(value))
-
-        def every(*values: float) -> list[Tensor]:
-            return [full(value) for value in values]
-
-        def do(op: str, *arguments: Any, part: int = 0 if alike else rank) -> None:
-            call = Call(op, part=part, match=lambda parts: None, equal_fits=True)
-            call_of(group, call, *arguments)
-
         with small_pieces(nbytes):
-            do("all_reduce", tensor := full(rank), "sum")
-            assert same(tensor, full(total)), case
-            for root in (0, everyone[-1]):
-                is_root = rank == root
-                do("reduce_to", tensor := full(rank), root, "sum")
-                assert same(tensor, full(total if is_root else rank)), case
-                do("broadcast", tensor := full(rank), root)
-                assert same(tensor, full(root)), case
-                outputs = every(*[-1] * len(everyone)) if is_root else None
-                do("gather", outputs, full(rank), root)
-                assert outputs is None or all_same(outputs, every(*everyone)), case
-                do("scatter", output := full(-1), every(*everyone) if is_root else None, root)
-                assert same(output, full(rank)), case
-            parts = [full(10 * rank + r) for r in everyone]
-            do("reduce_scatter", output := full(-1), parts, "sum")
-            assert same(output, full(10 * total + rank * len(everyone))), case
-            received = every(*[10 * r + rank for r in everyone])
-            do("all_to_all", found := every(*[-1] * len(everyone)), parts)
-            assert all_same(found, received), case
-            do("all_to_all", output := torch.cat(found).zero_(), torch.cat(parts))
-            assert same(output, torch.cat(received)), case
-            do("all_gather", found, full(rank))
-            assert all_same(found, every(*everyone)), case
+            for op, key in itertools.product(
+                ops, (0, 1, group.world_size - 1)
+            ):  # roots; lists or not
+                part = 0 if alike else group.rank
+                check(group.engine, op, 4 * count, key, torch.float32, part=part)
 
 
 def leaving_nothing(group: Communicator) -> None:
@@ -352,3 +328,91 @@ def dying(group: Communicator) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     text = ended(group)
     assert "rank 4 (pid " in text and "died" in text
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+HOSTS = (0, 0, 0, 1, 1)
+"""The host of each rank."""
+
+RANKS, DIES = range(len(HOSTS)), 4
+GROUPS: dict[str, tuple[Sequence[Callable[[Any], None]], Sequence[int]]] = {
+    "five ranks": ((gradients, moving, reducing, rounding, agreeing, leaving_nothing, refused, sending,
+                    answering, no_symmetric_memory), RANKS),
+    "two and two, interleaved": ((agreeing, sending, fitting), [3, 0, 4, 1]),
+    "three and one": ((agreeing, sending), [0, 1, 2, 3]),
+    "one and two": ((every_op, moving, agreeing), [4, 2, 1]),
+    "one host": ((moving, agreeing, sending), [2, 0]),
+    # the order of a sum of two cannot be told, so rank 1 says here that it is on a third host
+    "three hosts": ((moving, rounding, agreeing), RANKS),
+}  # fmt: skip
+
+
+def main(rank: int, world_size: int, folder: str, end: Any) -> None:
+    """Make the hosts, run :func:`rank_main` on every rank, say how all ended, and what went wrong."""
+    holder, problem = 0, ""
+    try:
+        holder = two_networks()
+    except OSError as error:
+        problem = f"{type(error).__name__}: {error}"
+    die_with_parent()
+    os.environ.update(SECRET)
+    gc.freeze()  # what all ranks share need not be looked through, and copied, at the end of each
+    children = []
+    for rank, host in enumerate(HOSTS):
+        child = os.fork()
+        if child == 0:
+            die_with_parent()
+            if holder and host:
+                enter(holder)
+            try:
+                rank_main(rank, not problem, Path(folder))
+            except BaseException:
+                Path(folder, f"failed {rank}").write_text(traceback.format_exc())
+                os._exit(1)
+            atexit._run_exitfuncs()  # with the default group still open
+            os._exit(0)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if holder:
+        os.kill(holder, signal.SIGKILL)
+    hosts = [Path(folder, f"host {rank}").read_text() for rank in RANKS]
+    end.send((problem, hosts, codes, [path.read_text() for path in Path(folder).glob("failed *")]))
+
+
+def rank_main(rank: int, separated: bool, folder: Path) -> None:
+    torch.set_num_threads(1)
+    (folder / f"host {rank}").write_text(host_map.this_host())
+    store = of_rank_0(rank, folder, ADDRESSES[0] if separated else "127.0.0.1")
+
+    def connected(name: str, host: str | None = None) -> Communicator:
+        host = host or (None if separated else f"host {HOSTS[rank]}")
+        place = connect_place(store, rank, len(RANKS), timeout=300.0, name=name, host=host)
+        return Communicator(place, RANKS)
+
+    def play(scenario: Callable[[Any], None], group: Any, name: str) -> None:
+        try:
+            scenario(group)
+        except BaseException as error:
+            raise AssertionError(f"rank {rank}: {scenario.__name__} of {name}") from error
+
+    # by the default group a backward finds its group
+    world = groups.install(connected("world").place)
+    assert str(world.place.map) == "host 0: ranks [0, 1, 2]; host 1: ranks [3, 4]"
+    three_hosts = connected("three hosts", "a third host" if rank == 1 else None)
+    for name, (scenarios, ranks) in GROUPS.items():
+        group = {"five ranks": world, "three hosts": three_hosts}.get(name) or world.split(ranks)
+        if group is not None:
+            for scenario in scenarios:
+                play(scenario, group, name)
+        if group is not None and group is not world:
+            group.close()
+        world.barrier()
+    for scenario in (aborting, leaving, dying):  # each in a group of its own, of all ranks
+        group = connected(scenario.__name__)
+        play(scenario, group, "five ranks")
+        group.close()
+    # the store's server must outlive its clients
+    store.add("ended", 1)
+    while rank == 0 and store.add("ended", 0) < DIES:
+        time.sleep(0.01)

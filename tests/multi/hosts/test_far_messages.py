@@ -21,24 +21,24 @@ import pytest
 import torch
 
 import interlace
+from interlace.groups.groups import default_group
 from interlace.runtime.core.call import Call, MessageEnd
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
 from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
-from multi.shm.members import LONG, close, joined, members, run
 from processes import heard, started
+from ranks import LONG, close, joined, members, ranks
 
 CALL = Call("message")
-HOSTS = "aab"  # by rank
 LARGE = 16 << 20  # bytes that no kernel keeps for a connection
 
 
 @pytest.fixture
 def groups() -> Iterator[list[Communicator]]:
     """Two ranks on one host and one on another."""
-    made = members("far", 3, host=lambda rank: HOSTS[rank])
+    made = members(3, hosts=2)
     yield made
     close(made)
 
@@ -64,17 +64,17 @@ def test_a_message_behind_one_that_nobody_has_asked_for_is_heard(
         send.result(LONG)
 
 
-def test_both_directions_at_once_between_all(groups: list[Communicator]) -> None:
-    def on_rank(rank: int) -> bool:
-        engine, others = groups[rank].engine, [peer for peer in range(3) if peer != rank]
-        targets = {peer: torch.zeros(LARGE, dtype=torch.uint8) for peer in others}
-        ends = [engine.send(CALL, content(LARGE, 2 * rank + 1), peer, 0) for peer in others]
-        ends += [engine.recv(CALL, target, peer, 0) for peer, target in targets.items()]
-        for end in ends:
-            end.result(LONG)
-        return all(torch.equal(targets[peer], content(LARGE, 2 * peer + 1)) for peer in others)
-
-    assert run(range(3), on_rank) == [True] * 3
+@ranks(3, place="threads", hosts=2)
+def test_both_directions_at_once_between_all() -> None:
+    rank, engine = interlace.get_rank(), default_group().engine
+    others = [peer for peer in range(3) if peer != rank]
+    targets = {peer: torch.zeros(LARGE, dtype=torch.uint8) for peer in others}
+    ends = [engine.send(CALL, content(LARGE, 2 * rank + 1), peer, 0) for peer in others]
+    ends += [engine.recv(CALL, target, peer, 0) for peer, target in targets.items()]
+    for end in ends:
+        end.result(LONG)
+    for peer, target in targets.items():
+        assert torch.equal(target, content(LARGE, 2 * peer + 1))
 
 
 def test_from_anybody_near_or_far(groups: list[Communicator]) -> None:
@@ -115,49 +115,39 @@ def test_a_rank_that_waits_for_one_lets_another_thread_begin(groups: list[Commun
     assert (asked.item(), answer.item()) == (1, 7)
 
 
-def test_hosts_with_unequal_numbers_of_ranks_choose_alike(groups: list[Communicator]) -> None:
+@ranks(3, place="threads", hosts=2)
+def test_hosts_with_unequal_numbers_of_ranks_choose_alike() -> None:
     """Around the sizes from which on one host alone would go another way than the other."""
-
-    def on_rank(rank: int) -> list[list[float]]:
-        found = []
-        for numel in (4000, 5000, 9000):
-            tensor, outputs = torch.full((numel,), rank + 1.0), torch.zeros(3, numel)
-            interlace.all_gather_into_tensor(outputs.view(-1), tensor, group=groups[rank])
-            interlace.all_reduce(tensor, group=groups[rank])
-            found.append([*tensor.unique().tolist(), *outputs.mean(1).tolist()])
-        return found
-
-    assert run(range(3), on_rank) == [[[6.0, 1.0, 2.0, 3.0]] * 3] * 3
+    for numel in (4000, 5000, 9000):
+        tensor, outputs = torch.full((numel,), interlace.get_rank() + 1.0), torch.zeros(3, numel)
+        interlace.all_gather_into_tensor(outputs.view(-1), tensor)
+        interlace.all_reduce(tensor)
+        assert tensor.unique().tolist() == [6.0] and outputs.mean(1).tolist() == [1.0, 2.0, 3.0]
 
 
 # -- processes -------------------------------------------------------------------------------------
 
 
-def send_and_end(rank: int, world_size: int, folder: str, said: Any) -> None:
+@ranks(2, hosts=2, gone=[0])
+def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     """Rank 0 begins to send, and its process ends; rank 1 receives once it is about to."""
-    engine = joined(rank, folder).engine
-    if rank == 0:
-        engine.send(CALL, content(LARGE, 5), 1, 0)
-        atexit.register(pathlib.Path(folder, "ends").touch)
+    ends, target = tmp_path / "ends", torch.zeros(LARGE, dtype=torch.uint8)
+    if interlace.get_rank() == 0:
+        interlace.isend(content(LARGE, 5), 1)
+        atexit.register(ends.touch)
         util._exit_function()  # of multiprocessing, which skips what Python does at the end
         atexit._run_exitfuncs()
         os._exit(0)
-    while not pathlib.Path(folder, "ends").exists():
+    while not ends.exists():
         time.sleep(1e-3)
-    target = torch.zeros(LARGE, dtype=torch.uint8)
-    engine.recv(CALL, target, 0, 0).result()
-    said.send(torch.equal(target, content(LARGE, 5)))
-
-
-def test_a_message_that_leaves_has_time_when_the_process_ends(tmp_path: pathlib.Path) -> None:
-    with started(send_and_end, 2, tmp_path) as (_, ends):
-        assert heard(ends[1])
+    interlace.recv(target, 0)
+    assert torch.equal(target, content(LARGE, 5))
 
 
 def killed_beside_its_child(rank: int, world_size: int, folder: str, said: Any) -> None:
     """Rank 1 has forked a child, which lives on; what rank 0 is told when rank 1 is killed."""
     links._VERDICT = LONG  # so long nobody would wait who sees that the connection has ended
-    group = joined(rank, folder)
+    group = joined(rank, world_size, folder)
     try:
         group.barrier()  # which rank 1 may leave, and be killed, before rank 0 has
         if rank == 1:

@@ -16,8 +16,8 @@ import torch
 
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.errors import InterlaceError
-from multi.shm.members import LONG, joined
 from processes import heard, started
+from ranks import LONG, joined
 from tiers import thorough
 
 SHORT = 5.0  # a timeout that is reached; an op of ranks that both go on takes hundredths of that
@@ -26,7 +26,7 @@ ELEMENTS = 3_000_000  # a message is under way most of the time
 
 def with_a_broken_connection(rank: int, world_size: int, folder: str, said: Any) -> None:
     """Rank 1 loses its connections, and lives; what both are told, who are in an op."""
-    group = joined(rank, folder)
+    group = joined(rank, world_size, folder)
     group.barrier()
     if rank == 1:
         for name in os.listdir("/proc/self/fd"):
@@ -52,7 +52,7 @@ def moving_for_ever(
     rank: int, world_size: int, folder: str, said: Any, timeout: float, op: str
 ) -> None:
     """Until one rank is gone; what the other is told of that."""
-    group = joined(rank, folder, timeout)
+    group = joined(rank, world_size, folder, timeout=timeout)
     engine, mine, out = group.engine, torch.ones(ELEMENTS), torch.empty(2 * ELEMENTS)
     try:
         for number in itertools.count():

@@ -1,17 +1,15 @@
 """Groups that span hosts: which ranks share one, every op between them, and what happens when one fails.
 
 Two network namespaces are two hosts: a descriptor cannot go from one to the other, so neither can shared
-memory. Five ranks, three and two, are started once for all tests of this file; see hosts_ranks.py. Where
-the kernel gives out no namespaces the same runs between ranks that are told to be on different hosts, and
-the test that they cannot share memory is skipped.
+memory. Five ranks, three and two, are started once (hosts_scenarios.py). Where the kernel gives out no
+namespaces the same runs between ranks that are told to be on different hosts, and the test that they cannot
+share memory is skipped.
 """
 
 import itertools
-import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,53 +29,32 @@ from interlace.runtime.places.hosts.host_map import Card, HostMap
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import rendezvous
 from multi.hosts import hosts_scenarios as scenarios
-from multi.hosts.hosts_ranks import DIES, FAILING, GROUPS, RANKS, THREE_HOSTS, main
-from multi.shm.members import members, on_hosts, run
+from multi.hosts.hosts_scenarios import DIES, RANKS, main
+from processes import heard, started
+from ranks import members, run
 from tiers import thorough
 
 
 @pytest.fixture(scope="module")
-def outcome() -> Any:
-    """What hosts_ranks.py sends. Its ranks end with its process, and namespaces with their processes."""
-    context = multiprocessing.get_context("forkserver")
-    own, end = context.Pipe(duplex=False)
-    process = context.Process(target=main, args=(end,), daemon=True)
-    process.start()
-    end.close()
-    try:
-        return own.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
-@pytest.fixture
-def reports(outcome: Any) -> Any:
-    """By rank, how each scenario ended. All have come to their end, or were to be killed."""
-    killed = [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
-    assert outcome["codes"] == killed, outcome["reports"]
-    return outcome["reports"]
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What hosts_scenarios.py says. Its ranks end with its process, and namespaces with their processes."""
+    with started(main, 1, tmp_path_factory.mktemp("hosts")) as (_, (end,)):
+        return heard(end)
 
 
 @thorough
-def test_two_network_namespaces_are_two_hosts(outcome: Any, reports: Any) -> None:
-    if outcome["problem"]:
-        pytest.skip(f"no network namespaces on this machine: {outcome['problem']}")
-    found = [report["host"] for report in reports]
-    assert HostMap.of(found).hosts == ((0, 1, 2), (3, 4))
+def test_two_network_namespaces_are_two_hosts(outcome: Any) -> None:
+    problem, hosts, *_ = outcome
+    if problem:
+        pytest.skip(f"no network namespaces on this machine: {problem}")
+    assert HostMap.of(hosts).hosts == ((0, 1, 2), (3, 4))
 
 
-@pytest.mark.parametrize(
-    ("scenario", "group", "ranks"),
-    [
-        (scenario, group, ranks)
-        for group, (names, ranks) in {**GROUPS, "three hosts": (THREE_HOSTS, RANKS)}.items()
-        for scenario in names.split()
-    ]
-    + [(scenario, "five ranks", RANKS[:DIES]) for scenario in FAILING],
-)
-def test_scenario(reports: Any, scenario: str, group: str, ranks: Sequence[int]) -> None:
-    assert [reports[rank][f"{scenario}/{group}"] for rank in ranks] == ["done"] * len(ranks)
+def test_every_scenario_on_every_rank(outcome: Any) -> None:
+    """All have come to their end, or were to be killed."""
+    *_, codes, failed = outcome
+    assert not failed, "\n".join(failed)
+    assert codes == [-signal.SIGKILL if rank == DIES else 0 for rank in RANKS]
 
 
 # -- who shares a host -----------------------------------------------------------------------------
@@ -128,7 +105,7 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
 
     def join(rank: int) -> Any:
-        return connect_place(store, rank, 2, timeout=600, name="open", host=on_hosts(rank))
+        return connect_place(store, rank, 2, timeout=600, name="open", host=f"host {rank}")
 
     for error in run(range(2), join):
         assert type(error) is PlaceUnavailableError
@@ -184,7 +161,7 @@ def test_two_steps_give_what_one_gives() -> None:
 
 def test_a_rank_that_leaves_does_not_fail_the_op_that_it_has_finished() -> None:
     """Another rank of the other host has not sent anything then: this one's twin has told it all."""
-    groups = members("leaving", 4, host=lambda rank: f"host {rank // 2}")
+    groups = members(4, hosts=2)
     left, place, late = threading.Event(), groups[1].place, groups[1].place.group.exchange
 
     def exchange(payload: bytes, doing: str) -> list[bytes]:

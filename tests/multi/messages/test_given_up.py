@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore
 
 import interlace
-from guard import MOST as LONG
-from interlace.runtime.core.communicator import Communicator
+from interlace.groups.groups import default_group
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.places.shm import mail
 from interlace.runtime.processes.worker import Helper
-from multi.shm import members
 from ranks import ranks
 
 HOSTS = pytest.mark.parametrize("hosts", [1, 2])
@@ -60,140 +58,131 @@ def signalled() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def joined(folder: Path, hosts: int) -> closing[Communicator]:
-    return closing(members.joined(interlace.get_rank(), folder, hosts=hosts))
-
-
-def receive(group: Communicator) -> None:
+def receive() -> None:
     """With a bound, which rank 1 needs: two that wait for each other would be a deadlock."""
-    work = interlace.irecv(torch.zeros(1), group_src=1 - group.rank, group=group)
+    work = interlace.irecv(torch.zeros(1), 1 - interlace.get_rank())
     work.wait(timeout=600)
 
 
 @HOSTS
 @pytest.mark.parametrize("message", [True, False])
-@ranks(2, timeout=LONG)
-def test_an_op_whose_thread_cannot_be_started(tmp_path: Path, hosts: int, message: bool) -> None:
+@ranks(2)
+def test_an_op_whose_thread_cannot_be_started(hosts: int, message: bool) -> None:
     """It had begun once, and a later receive got the data of the first."""
     no_thread = RuntimeError("can't start new thread")
-    with joined(tmp_path, hosts) as group:
-        group.barrier()
-        while any(each._thread for each in list(mail._mails)):  # of messages before
-            time.sleep(1e-3)
-        if group.rank == 0:
-            with (
-                mock.patch.object(Helper, "start", side_effect=no_thread),
-                pytest.raises(RuntimeError, match=r"^can't start new thread$"),
-            ):
-                if message:
-                    interlace.irecv(torch.zeros(1), group_src=1, group=group)
-                else:
-                    interlace.all_reduce(torch.ones(1), group=group, async_op=True)
-        said = r"rank 0 aborted the group.*can't start new thread"
-        with pytest.raises(interlace.InterlaceError, match=said):
-            receive(group)
+    group = default_group()
+    group.barrier()
+    while any(each._thread for each in list(mail._mails)):  # of messages before
+        time.sleep(1e-3)
+    if group.rank == 0:
+        with (
+            mock.patch.object(Helper, "start", side_effect=no_thread),
+            pytest.raises(RuntimeError, match=r"^can't start new thread$"),
+        ):
+            if message:
+                interlace.irecv(torch.zeros(1), 1)
+            else:
+                interlace.all_reduce(torch.ones(1), async_op=True)
+    said = r"rank 0 aborted the group.*can't start new thread"
+    with pytest.raises(interlace.InterlaceError, match=said):
+        receive()
 
 
 @HOSTS
-@ranks(2, timeout=LONG)
-def test_a_signal_ends_a_receive_that_nobody_can_wait_for_again(tmp_path: Path, hosts: int) -> None:
-    with joined(tmp_path, hosts) as group:
-        if group.rank == 0:
-            with signalled(), pytest.raises(LateError):
-                interlace.recv(torch.zeros(1), group_src=1, group=group)
-        said = "rank 0 aborted the group: recv went on after LateError"
-        with pytest.raises(interlace.InterlaceError, match=said):
-            receive(group)
+@ranks(2)
+def test_a_signal_ends_a_receive_that_nobody_can_wait_for_again(hosts: int) -> None:
+    group = default_group()
+    if group.rank == 0:
+        with signalled(), pytest.raises(LateError):
+            interlace.recv(torch.zeros(1), 1)
+    said = "rank 0 aborted the group: recv went on after LateError"
+    with pytest.raises(interlace.InterlaceError, match=said):
+        receive()
 
 
-@ranks(2, timeout=LONG)
-def test_a_signal_ends_torchs_receive(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_a_signal_ends_torchs_receive() -> None:
     """It is called again where the exception is handled."""
-    rank, tensor = interlace.get_rank(), torch.zeros(1)
-    store = FileStore(str(tmp_path / "store"), 2)
-    dist.init_process_group("interlace", store=store, rank=rank, world_size=2)
+    tensor = torch.zeros(1)
     said = "rank 0 aborted the group: recv went on after LateError"
     ended = pytest.raises(interlace.InterlaceError, match=said)
-    try:
-        if rank == 1:
-            work: Any = dist.irecv(tensor, 0)
+    if dist.get_rank() == 1:
+        work: Any = dist.irecv(tensor, 0)
+        with ended:
+            work.wait(timedelta(seconds=600))
+        return
+    with signalled():
+        try:
+            dist.recv(tensor, 1)
+        except LateError:
             with ended:
-                work.wait(timedelta(seconds=600))
-        else:
-            with signalled():
-                try:
-                    dist.recv(tensor, 1)
-                except LateError:
-                    with ended:
-                        dist.recv(tensor, 1)
-    finally:
-        dist.destroy_process_group()
+                dist.recv(tensor, 1)
 
 
 @HOSTS
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_a_handle_that_is_dropped_after_a_signal(tmp_path: Path, hosts: int) -> None:
     """Rank 0 waits again after a signal, and after another it does not."""
-    with joined(tmp_path, hosts) as group:
-        store = FileStore(str(tmp_path / "again"), 2)
-        if group.rank == 1:
-            store.wait(["again"])
-            interlace.send(torch.tensor([7.0]), group_dst=0, group=group)
-        else:
-            work = interlace.irecv(tensor := torch.zeros(1), group_src=1, group=group)
-            with signalled(), pytest.raises(LateError):
-                work.wait()
-            store.set("again", "")
+    group = default_group()
+    store = FileStore(str(tmp_path / "again"), 2)
+    if group.rank == 1:
+        store.wait(["again"])
+        interlace.send(torch.tensor([7.0]), 0)
+    else:
+        work = interlace.irecv(tensor := torch.zeros(1), 1)
+        with signalled(), pytest.raises(LateError):
             work.wait()
-            assert tensor.item() == 7
-            work = interlace.irecv(torch.zeros(1), group_src=1, group=group)
-            with signalled(), suppress(LateError):  # nobody keeps the exception, and so the work
-                work.wait()
-            del work
-        with pytest.raises(interlace.InterlaceError, match="and nobody has its handle"):
-            receive(group)
+        store.set("again", "")
+        work.wait()
+        assert tensor.item() == 7
+        work = interlace.irecv(torch.zeros(1), 1)
+        with signalled(), suppress(LateError):  # nobody keeps the exception, and so the work
+            work.wait()
+        del work
+    with pytest.raises(interlace.InterlaceError, match="and nobody has its handle"):
+        receive()
 
 
 @HOSTS
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_a_send_that_is_late_alone_after_a_part_has_left(tmp_path: Path, hosts: int) -> None:
     """Nobody waits for it, and it is asked for too late.
 
     Its tensor is the caller's again, so the rest of the message would be something else.
     """
     store = FileStore(str(tmp_path / "late"), 2)
-    with joined(tmp_path, hosts) as group:
-        tensor = torch.ones(LARGE)
+    group = default_group()
+    tensor = torch.ones(LARGE)
+    if group.rank == 0:
+        group.set_timeout(0.5)
+        work = interlace.isend(tensor, 1)
+        while not work.is_completed():
+            time.sleep(0.01)
+        tensor.fill_(2)
+        store.set("late", "")
+    else:
+        store.wait(["late"])
+    said = r"send to rank 1 \(tag 0\) has waited 0.5 s"
+    with pytest.raises(interlace.InterlaceError, match=said):
         if group.rank == 0:
-            group.set_timeout(0.5)
-            work = interlace.isend(tensor, group_dst=1, group=group)
-            while not work.is_completed():
-                time.sleep(0.01)
-            tensor.fill_(2)
-            store.set("late", "")
+            interlace.send(tensor, 1)
         else:
-            store.wait(["late"])
-        said = r"send to rank 1 \(tag 0\) has waited 0.5 s"
-        with pytest.raises(interlace.InterlaceError, match=said):
-            if group.rank == 0:
-                interlace.send(tensor, group_dst=1, group=group)
-            else:
-                interlace.recv(tensor, group_src=0, group=group)
+            interlace.recv(tensor, 0)
 
 
-@ranks(2, timeout=LONG)
-def test_what_was_sent_comes_though_something_is_sent_to_who_has_left(tmp_path: Path) -> None:
+@ranks(2, hosts=2)
+def test_what_was_sent_comes_though_something_is_sent_to_who_has_left() -> None:
     """Rank 0 sends and leaves at once; rank 1 sends something meanwhile, and receives all."""
-    with joined(tmp_path, 2) as group:
-        group.barrier()
-        if group.rank == 0:
-            for number in range(300):
-                interlace.send(torch.full((1000,), number), group_dst=1, group=group)
-            return
-        time.sleep(0.2)
-        interlace.isend(torch.zeros(1), group_dst=0, group=group)
-        time.sleep(0.2)
-        target = torch.zeros(1000, dtype=torch.int64)
+    group = default_group()
+    group.barrier()
+    if group.rank == 0:
         for number in range(300):
-            interlace.recv(target, group_src=0, group=group)
-            assert (target == number).all()
+            interlace.send(torch.full((1000,), number), 1)
+        return
+    time.sleep(0.2)
+    interlace.isend(torch.zeros(1), 0)
+    time.sleep(0.2)
+    target = torch.zeros(1000, dtype=torch.int64)
+    for number in range(300):
+        interlace.recv(target, 0)
+        assert (target == number).all()

@@ -1,7 +1,6 @@
 """Messages of two ranks on one host: through boxes, in pieces, kept, interrupted, and without memory."""
 
 import ctypes
-import functools
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import interlace
+from guard import LIMIT
 from interlace.groups import groups
 from interlace.runtime.places.shm import boxes, matching
 from interlace.runtime.places.shm.engine import HostEngine
@@ -27,8 +27,6 @@ from ranks import ranks
 from tiers import few
 
 NOBODY = -1
-BOUND = 600.0
-on_ranks = functools.partial(ranks, timeout=BOUND)
 
 
 class LateError(Exception):
@@ -73,7 +71,7 @@ def content(source: int, tag: int, nbytes: int) -> torch.Tensor:
         (9_000_001, 8, 1, 2),
     ),
 )
-@on_ranks()
+@ranks()
 def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) -> None:
     """Every size class, more at once than a box holds; by machine code and by Python, also mixed."""
     rank = interlace.get_rank()
@@ -94,7 +92,7 @@ def test_around_a_ring(nbytes: int, count: int, python: int, world_size: int) ->
 
 @pytest.mark.parametrize("python", [NOBODY, 0])
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
-@on_ranks(2)
+@ranks(2)
 def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python: int) -> None:
     """Each waits for the end of what it sends: it is kept meanwhile."""
     rank = interlace.get_rank()
@@ -116,7 +114,7 @@ def no_memory() -> Any:
 
 
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
-@on_ranks(2)
+@ranks(2)
 def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> None:
     """It stays where it is meanwhile."""
     message = content(0, 5, nbytes)
@@ -135,7 +133,7 @@ def test_an_early_message_without_memory_waits_for_its_receive(nbytes: int) -> N
     assert torch.equal(target, message)
 
 
-@on_ranks(2)
+@ranks(2)
 def test_no_memory_to_keep_what_is_in_the_way_ends_the_group() -> None:
     """What is asked for comes behind a large message, which nobody has asked for."""
     rank, nbytes = interlace.get_rank(), 5_000_000
@@ -214,11 +212,11 @@ def interrupted_waits(nbytes: int) -> str:
 @pytest.mark.parametrize("nbytes", [100, 300_000])
 def test_a_wait_that_a_signal_ends_loses_nothing(nbytes: int) -> None:
     """Or it ends the group, if it came in the midst of a change, which all hear."""
-    said = interlace.run(interrupted_waits, 2, nbytes, place="shm", timeout=BOUND)
+    said = interlace.run(interrupted_waits, 2, nbytes, place="shm")
     assert said in (["fine"] * 2, ["AbortedError"] * 2)
 
 
-@on_ranks(2)
+@ranks(2)
 def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
     """While Python's state of messages changes: on all ranks, at once."""
     said = "^rank 1 aborted the group: an exception while messages moved: LateError: now$"
@@ -235,7 +233,7 @@ def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
         interlace.recv(torch.ones(4), 0)
 
 
-@on_ranks(2)
+@ranks(2)
 def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
     """A message that never comes, waited for again and again: the last wait ends with the op's bound.
 
@@ -258,7 +256,7 @@ def test_waits_that_are_interrupted_share_one_bound(tmp_path: Path) -> None:
     end.touch()
 
 
-@on_ranks(2)
+@ranks(2)
 def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
     """It comes right before the end of a receive is told: it is told by the next wait."""
     if interlace.get_rank() == 0:
@@ -303,7 +301,7 @@ def test_a_message_may_begin_while_others_are_looked_through() -> None:
 # -- ends ------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@ranks(2)
 def test_messages_that_ends_of_others_begin() -> None:
     """Ends are told when all is seen to: else a record would be read again by what they begin.
 
@@ -336,7 +334,7 @@ def test_messages_that_ends_of_others_begin() -> None:
     assert torch.cat(found).tolist() == list(range(count))
 
 
-@on_ranks(2)
+@ranks(2)
 def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
     """Whose receiver has left: nothing that keeps a thread or the group."""
     group = interlace.new_group()
@@ -350,7 +348,7 @@ def test_a_large_message_that_fails_leaves_nothing_behind() -> None:
     assert not mail._futures()
 
 
-@on_ranks(2)
+@ranks(2)
 def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
     """A thread of its parent moves messages meanwhile."""
     rank, target, mail = interlace.get_rank(), torch.zeros(1), own_engine().mail
@@ -380,7 +378,7 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
     forked.set()
     thread.join()
     with open(read) as said:
-        found = said.read().splitlines() if select.select([said], [], [], BOUND / 4)[0] else []
+        found = said.read().splitlines() if select.select([said], [], [], LIMIT)[0] else []
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert len(found) == 2 and all("a forked child has to make its own" in text for text in found)
@@ -389,7 +387,7 @@ def test_a_child_that_is_forked_while_messages_move_waits_for_nobody() -> None:
     assert target.item() == 5
 
 
-@on_ranks(2)
+@ranks(2)
 def test_who_sleeps_is_woken_once_and_not_for_room_that_was_there() -> None:
     """Each ring is a call of the operating system, and may cost the one who rings its core."""
     control = own_engine()._group.control

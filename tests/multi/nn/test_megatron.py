@@ -5,7 +5,6 @@ import copy
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import interlace
 from cases.linear_cases import close
 from interlace.groups.groups import default_group
 from interlace.integrations import megatron
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from support import noise
 
@@ -110,9 +108,9 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @needs_megatron
-@ranks()
-def test_patched_layers_give_the_same_numbers(tmp_path: Path) -> None:
-    with world(tmp_path / "store"), layers_of_megatron() as module:
+@ranks(backend="interlace")
+def test_patched_layers_give_the_same_numbers() -> None:
+    with layers_of_megatron() as module:
         for sharded in (True, False):
             for first, second in OPTIONS:
                 block = ParallelBlock(module, sharded, first, second)
@@ -135,10 +133,10 @@ def test_patched_layers_give_the_same_numbers(tmp_path: Path) -> None:
 
 
 @needs_megatron
-@ranks()
-def test_accumulation_needs_no_apex(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_accumulation_needs_no_apex() -> None:
     """main_grad without APEX, at once and by way of Megatron's buffers."""
-    with world(tmp_path / "store"), layers_of_megatron() as module:
+    with layers_of_megatron() as module:
         block = ParallelBlock(module, True)
         expected = step(block, True)
         megatron.patch(block)
@@ -172,9 +170,9 @@ def test_accumulation_needs_no_apex(tmp_path: Path) -> None:
 
 
 @needs_megatron
-@ranks()
-def test_what_cannot_be_served_is_left_alone(tmp_path: Path) -> None:
-    with world(tmp_path / "store"), layers_of_megatron() as module:
+@ranks(backend="interlace")
+def test_what_cannot_be_served_is_left_alone() -> None:
+    with layers_of_megatron() as module:
 
         class OwnForward(module.RowParallelLinear):  # type: ignore[misc, name-defined]
             def forward(self, input_: Tensor) -> Any:
@@ -219,10 +217,10 @@ def test_what_cannot_be_served_is_left_alone(tmp_path: Path) -> None:
 
 
 @needs_megatron
-@ranks()
-def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_a_group_of_one_rank_does_not_communicate() -> None:
     """Each rank has one of its own."""
-    with world(tmp_path / "store"), layers_of_megatron() as module:
+    with layers_of_megatron() as module:
         groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
         group = groups[dist.get_rank()]
         own = {"tp_group": group}
@@ -238,8 +236,8 @@ def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
 
 
 @needs_megatron
-@ranks()
-def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients(tmp_path: Path) -> None:
+@ranks(backend="interlace")
+def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients() -> None:
     """With sequence parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -256,7 +254,7 @@ def test_a_gpt_of_megatron_gives_the_same_loss_and_gradients(tmp_path: Path) -> 
             super().__init__(hidden_size, eps)
 
     seeds = mock.patch.object(CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-    with world(tmp_path / "store"), layers_of_megatron(), seeds:
+    with layers_of_megatron(), seeds:
         settings = TransformerConfig(
             num_layers=1,
             hidden_size=WIDE,

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import interlace
 from interlace import nn as inn
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -107,32 +106,33 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     }
 
 
-def save(folder: Path, form: str) -> None:
-    with world(folder / "saving"):
-        model = made(1, named(form))
-        optimizer = adam(model)
-        check(model, trained(0))
-        train(model, optimizer, 0)
-        train(model, optimizer, 1)
-        check(model, trained(2))
-        dcp.save(states_of(model, optimizer), checkpoint_id=folder / "checkpoint")
+@ranks(backend="interlace")
+def save(world_size: int, folder: Path, form: str) -> None:
+    model = made(1, named(form))
+    optimizer = adam(model)
+    check(model, trained(0))
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    check(model, trained(2))
+    dcp.save(states_of(model, optimizer), checkpoint_id=folder / "checkpoint")
 
 
-def load(folder: Path, form: str) -> None:
+@ranks(backend="interlace")
+def load(world_size: int, folder: Path, form: str) -> None:
     """Into a model with other weights, in place; it goes on as if it had never stopped."""
-    with world(folder / f"loading on {interlace.get_world_size()}"):
-        model = made(2, named(form))
-        optimizer = adam(model)
-        states = states_of(model, optimizer)
-        dcp.load(states, checkpoint_id=folder / "checkpoint")
-        check(model, trained(2))
-        again = made(3, named(form))
-        again.load_state_dict(states["model"])
-        check(again, trained(2))
-        train(model, optimizer, 2)
-        check(model, trained(3))
+    model = made(2, named(form))
+    optimizer = adam(model)
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=folder / "checkpoint")
+    check(model, trained(2))
+    again = made(3, named(form))
+    again.load_state_dict(states["model"])
+    check(again, trained(2))
+    train(model, optimizer, 2)
+    check(model, trained(3))
 
 
+@ranks(1)
 def load_alone(folder: Path) -> None:
     """One rank, no torch.distributed."""
     model = made(2)
@@ -147,27 +147,26 @@ def load_alone(folder: Path) -> None:
 def test_saved_on_some_ranks_loads_on_others(
     tmp_path: Path, size: int, forms: tuple[str, str]
 ) -> None:
-    interlace.run(save, size, tmp_path, forms[0], place="shm")
+    save(world_size=size, folder=tmp_path, form=forms[0])
     for number in (1, 2, 4):
-        interlace.run(load, number, tmp_path, forms[1], place="shm")
-    interlace.run(load_alone, 1, tmp_path, place="shm")
+        load(world_size=number, folder=tmp_path, form=forms[1])
+    load_alone(folder=tmp_path)
 
 
-@ranks()
-def test_dtensors_that_lie_otherwise_are_gathered(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        reference = made(1, kind=UnshardedModel)
-        for placement in (Shard(0), Replicate()):
-            states = {
-                key: distribute_tensor(value, mesh, [placement])
-                for key, value in reference.state_dict().items()
-                if not key.startswith("head")
-            }
-            model = made(2)
-            model.load_state_dict(states, strict=False)
-            model.head.load_state_dict(reference.head.state_dict())  # type: ignore[union-attr, operator]
-            check(model, reference)
+@ranks(backend="interlace")
+def test_dtensors_that_lie_otherwise_are_gathered() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reference = made(1, kind=UnshardedModel)
+    for placement in (Shard(0), Replicate()):
+        states = {
+            key: distribute_tensor(value, mesh, [placement])
+            for key, value in reference.state_dict().items()
+            if not key.startswith("head")
+        }
+        model = made(2)
+        model.load_state_dict(states, strict=False)
+        model.head.load_state_dict(reference.head.state_dict())  # type: ignore[union-attr, operator]
+        check(model, reference)
 
 
 def small(group: Any, seed: int) -> nn.Module:
@@ -180,21 +179,20 @@ def check_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, expected[key]), key
 
 
-@ranks(4)
-def test_dtensors_over_some_ranks_load_over_all(tmp_path: Path) -> None:
+@ranks(4, backend="interlace")
+def test_dtensors_over_some_ranks_load_over_all() -> None:
     """From pairs of ranks, however these are named."""
-    with world(tmp_path / "store"):
-        pairs = [[0, 1], [2, 3]]
-        groups = [dist.new_group(each) for each in pairs]
-        own = groups[dist.get_rank() // 2]
-        for named in (pairs, pairs[dist.get_rank() // 2], own.group_name):
-            rows, over_all = small(named, 1), small(None, 2)
-            over_all.load_state_dict(inn.sharded_state_dict(rows))
-            expected = inn.full_state_dict(rows)
-            check_same(over_all, expected)
-            if named == own.group_name:
-                whole = inn.sharded_state_dict(rows)["1.up.weight"].full_tensor()
-                assert torch.equal(whole, expected["1.up.weight"])
+    pairs = [[0, 1], [2, 3]]
+    groups = [dist.new_group(each) for each in pairs]
+    own = groups[dist.get_rank() // 2]
+    for named in (pairs, pairs[dist.get_rank() // 2], own.group_name):
+        rows, over_all = small(named, 1), small(None, 2)
+        over_all.load_state_dict(inn.sharded_state_dict(rows))
+        expected = inn.full_state_dict(rows)
+        check_same(over_all, expected)
+        if named == own.group_name:
+            whole = inn.sharded_state_dict(rows)["1.up.weight"].full_tensor()
+            assert torch.equal(whole, expected["1.up.weight"])
 
 
 def whole(value: Any) -> torch.Tensor:
@@ -202,53 +200,52 @@ def whole(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
-@ranks(4)
+@ranks(4, backend="interlace")
 def test_beside_data_parallel(tmp_path: Path, wrap: str) -> None:
     """Two steps of DDP or FSDP2 over one dimension of a mesh, the layers split over the other."""
-    with world(tmp_path / "store"):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
-        def wrapped(seed: int) -> tuple[nn.Module, nn.Module]:
-            model = small((mesh, "tensor"), seed)
-            if wrap == "fully_shard":
-                return model, fully_shard(model, mesh=mesh["data"])
-            group = mesh.get_group("data")
-            return model, nn.parallel.DistributedDataParallel(model, process_group=group)
+    def wrapped(seed: int) -> tuple[nn.Module, nn.Module]:
+        model = small((mesh, "tensor"), seed)
+        if wrap == "fully_shard":
+            return model, fully_shard(model, mesh=mesh["data"])
+        group = mesh.get_group("data")
+        return model, nn.parallel.DistributedDataParallel(model, process_group=group)
 
-        model, parallel = wrapped(0)
-        torch.manual_seed(0)
-        up, down = nn.Linear(8, 16), nn.Linear(16, 8)
-        reference = nn.Sequential(nn.LayerNorm(8), up, nn.GELU(), down)
-        optimizers = [adam(each) for each in (parallel, reference)]
-        for step in range(2):
-            batches = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(step))
-            mine = batches[mesh.get_local_rank("data")]
-            mine = mine.chunk(2)[mesh.get_local_rank("tensor")]
-            parallel(mine).square().sum().backward()
-            (reference(batches.flatten(0, 1)).square().sum() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        found = inn.full_state_dict(model)
-        for one, other in zip(found.values(), reference.state_dict().values(), strict=True):
-            torch.testing.assert_close(one, other)
-        dcp.save(states_of(model, optimizers[0]), checkpoint_id=tmp_path / "checkpoint")
-        other_model, other_parallel = wrapped(1)
-        other_optimizer = adam(other_parallel)
-        states = states_of(other_model, other_optimizer)
-        dcp.load(states, checkpoint_id=tmp_path / "checkpoint")
-        other_model.load_state_dict(states["model"])
-        inn.load_optimizer_state_dict(other_model, other_optimizer, states["optimizer"])
-        check_same(other_model, found)
-        moments = inn.sharded_optimizer_state_dict(other_model, other_optimizer)
-        expected = inn.sharded_optimizer_state_dict(model, optimizers[0])
-        assert len(expected) == 3 * len(found)
-        for key, value in expected.items():
-            assert torch.equal(whole(moments[key]), whole(value)), key
-            assert whole(value).abs().sum() > 0, key
-        third, _ = wrapped(2)
-        third.load_state_dict(found)  # the unsharded one
-        check_same(third, found)
+    model, parallel = wrapped(0)
+    torch.manual_seed(0)
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    reference = nn.Sequential(nn.LayerNorm(8), up, nn.GELU(), down)
+    optimizers = [adam(each) for each in (parallel, reference)]
+    for step in range(2):
+        batches = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(step))
+        mine = batches[mesh.get_local_rank("data")]
+        mine = mine.chunk(2)[mesh.get_local_rank("tensor")]
+        parallel(mine).square().sum().backward()
+        (reference(batches.flatten(0, 1)).square().sum() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = inn.full_state_dict(model)
+    for one, other in zip(found.values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other)
+    dcp.save(states_of(model, optimizers[0]), checkpoint_id=tmp_path / "checkpoint")
+    other_model, other_parallel = wrapped(1)
+    other_optimizer = adam(other_parallel)
+    states = states_of(other_model, other_optimizer)
+    dcp.load(states, checkpoint_id=tmp_path / "checkpoint")
+    other_model.load_state_dict(states["model"])
+    inn.load_optimizer_state_dict(other_model, other_optimizer, states["optimizer"])
+    check_same(other_model, found)
+    moments = inn.sharded_optimizer_state_dict(other_model, other_optimizer)
+    expected = inn.sharded_optimizer_state_dict(model, optimizers[0])
+    assert len(expected) == 3 * len(found)
+    for key, value in expected.items():
+        assert torch.equal(whole(moments[key]), whole(value)), key
+        assert whole(value).abs().sum() > 0, key
+    third, _ = wrapped(2)
+    third.load_state_dict(found)  # the unsharded one
+    check_same(third, found)
 
 
 @ranks()

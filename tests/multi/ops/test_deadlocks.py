@@ -6,22 +6,17 @@ No timeout of these runs is ever reached: what is raised was seen.
 import _thread
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore
 
 import interlace
-from guard import MOST as LONG
 from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes.dump import Blame
 from ranks import ranks
@@ -57,7 +52,7 @@ def two_orders(groups: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@ranks(timeout=LONG)
+@ranks()
 def test_ops_of_groups_in_another_order(world_size: int) -> None:
     error = two_orders([interlace.new_group(), interlace.new_group()])
     assert "deadlock: ranks wait for each other" in error
@@ -67,7 +62,7 @@ def test_ops_of_groups_in_another_order(world_size: int) -> None:
     assert error.startswith("DeadlockError" if in_the_circle else "AbortedError")
 
 
-@ranks(4, timeout=LONG)
+@ranks(4)
 def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
     """Though they leave as soon as they have found it: the first tells late that its wait has ended."""
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +78,7 @@ def test_who_waits_behind_ranks_that_wait_for_each_other_hears_that() -> None:
     assert "deadlock: ranks wait for each other" in error
 
 
-@ranks(4, timeout=LONG)
+@ranks(4)
 def test_a_circle_through_four_groups() -> None:
     """Ranks 0 and 3 sum first over rows of two by two, 1 and 2 over columns."""
     made = [interlace.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -92,22 +87,10 @@ def test_a_circle_through_four_groups() -> None:
     assert all(f"\n  rank {rank} of group" in error for rank in range(4)), error
 
 
-@ranks(4, timeout=LONG)
-def test_in_a_group_of_several_hosts(tmp_path: Path) -> None:
-    """A group of two hosts of two ranks; the last rank is the odd one."""
-    rank, count = interlace.get_rank(), interlace.get_world_size()
-    store, groups = FileStore(str(tmp_path / "store"), count), []
-    os.environ["INTERLACE_SECRET"] = "of this test"
-    try:
-        for name in ("one", "two"):
-            host = f"host {rank // 2}"
-            place = connect_place(store, rank, count, timeout=600, name=name, host=host)
-            groups.append(Communicator(place, range(count)))
-        error = two_orders(groups)
-    finally:
-        del os.environ["INTERLACE_SECRET"]
-        for group in groups:
-            group.close()
+@ranks(4, hosts=2)
+def test_in_a_group_of_several_hosts() -> None:
+    """Two of two ranks; the last rank is the odd one."""
+    error = two_orders([interlace.new_group(), interlace.new_group()])
     assert "rank 2 of group" in error and "rank 3 of group" in error, error
 
 
@@ -135,7 +118,7 @@ def start_thread(function: Callable[[], None], arguments: tuple[()]) -> None:
 
 
 @pytest.mark.parametrize("start", [start_thread, _thread.start_new_thread])
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_where_other_threads_may_go_on_it_is_a_warning(start: Callable[..., object]) -> None:
     """Those that ``threading`` does not know, too.
 
@@ -165,14 +148,14 @@ def test_where_other_threads_may_go_on_it_is_a_warning(start: Callable[..., obje
         assert text.endswith("a deadlock, unless other threads of theirs go on")
 
 
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_ranks_that_receive_before_they_send() -> None:
     with pytest.raises(interlace.InterlaceError, match="deadlock") as caught:
         interlace.recv(torch.ones(FEW), 1 - interlace.get_rank())
     assert "in recv from rank 0" in str(caught.value)
 
 
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_messages_under_way_are_no_deadlock() -> None:
     """Rank 1 waits in a sum while its messages to rank 0 are still under way, which rank 0 takes slowly."""
     rank, count = interlace.get_rank(), 1 << 20
@@ -191,7 +174,7 @@ def test_messages_under_way_are_no_deadlock() -> None:
                 work.wait()
 
 
-@ranks(2, timeout=LONG)
+@ranks(2)
 def test_messages_that_take_long_to_copy_are_no_deadlock() -> None:
     own, other, peer = torch.ones(8 << 20), torch.empty(8 << 20), 1 - interlace.get_rank()
     with logged() as (texts, _):
@@ -204,7 +187,7 @@ def test_messages_that_take_long_to_copy_are_no_deadlock() -> None:
 
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 @pytest.mark.parametrize("op", ["all_reduce", "barrier"])
-@ranks(3, timeout=LONG)
+@ranks(3)
 def test_a_monitored_barrier_names_who_waits_in_another_op(op: str, wait_all_ranks: bool) -> None:
     """Rank 1 calls another op when the others are in the barrier; the group goes on afterwards."""
     rank, said = interlace.get_rank(), ""

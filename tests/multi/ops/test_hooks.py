@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,33 +14,10 @@ import interlace
 from interlace import functional
 from interlace.process_group.group import InterlaceProcessGroup
 from interlace.runtime.core.communicator import Communicator
-from multi.process_group.backend_ranks import world
-from multi.shm.test_blame import LONG, close, members, on_hosts, run
-from ranks import ranks
+from ranks import LONG, ranks, run
 
-PLACES = ["sim", "shm", "hosts"]
-
-
-@pytest.fixture(params=PLACES)
-def on_ranks(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Calls a function with the group of two ranks on each of them: simulated, or threads as processes."""
-    monkeypatch.setenv("INTERLACE_SECRET", "of this test")
-
-    def in_sim(function: Callable[[Communicator], Any]) -> list[Any]:
-        return interlace.run(lambda: function(interlace.new_group()), 2)
-
-    def in_threads(function: Callable[[Communicator], Any]) -> list[Any]:
-        groups = members(
-            "hooks", 2, LONG, **({"host": on_hosts} if request.param == "hosts" else {})
-        )
-        found = run(range(2), lambda rank: function(groups[rank]))
-        close(groups)
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
-        return found
-
-    return in_sim if request.param == "sim" else in_threads
+in_processes = [("threads", 1), ("threads", 2)]
+everywhere = pytest.mark.parametrize(("place", "hosts"), [("sim", 1), *in_processes])
 
 
 class Seen:
@@ -79,172 +55,163 @@ def every_kind_of_op(group: Communicator) -> None:
     functional.all_reduce(one, group=group).sum()
 
 
-def test_every_kind_of_op_is_seen_before_and_after(on_ranks: Callable[..., list[Any]]) -> None:
-    def on_rank(group: Communicator) -> Seen:
-        seen = Seen()
-        with seen.on(group):
-            every_kind_of_op(group)
-        interlace.all_reduce(torch.ones(1), group=group)
-        return seen
-
-    for rank, seen in enumerate(on_ranks(on_rank)):
-        both = ["tensors[0]", "tensors[1]"]
-        expected = [
-            ("all_reduce", ["tensor"], ["tensor"]),
-            ("all_gather", ["tensor"], ["output"]),
-            ("broadcast", ["tensor"] * rank, ["tensor"]),
-            ("all_reduce_coalesced", both, both),
-            ("barrier", [], []),
-            ("all_gather_object", [], []),
-            ("send", ["tensor"], []),
-            ("recv", [], ["tensor"]),
-            ("all_reduce", ["tensor"], ["tensor"]),
-        ]
-        assert seen.names("before") == expected
-        assert sorted(seen.names("after")) == sorted(expected)  # messages may end in either order
-        ended = [call for when, call in seen.calls if when == "after"]
-        assert sorted(call.sequence for call in ended) == list(range(1, 10))
-        assert all(call.error is None and call.seconds > 0 for call in ended)
-        options = {call.op: dict(call.options) for call in ended}
-        assert options["send"] == {"peer": 1 - rank, "tag": 0}
-        assert options["broadcast"] == {"group_src": 1, "algorithm": "auto"}
-        assert all(call.group.rank == rank for call in ended)
-
-
-def test_options_of_fused_ops_are_there_though_they_are_none(
-    on_ranks: Callable[..., list[Any]],
-) -> None:
-    def on_rank(group: Communicator) -> None:
-        seen = []
-        with group.register_hook(seen.append):
-            x, weight = torch.ones(2, 4), torch.ones(4, 4)
-            interlace.all_gather_matmul(x, [weight, weight], bias=[None, weight[0]], group=group)
-            interlace.experts.dispatch(
-                x, torch.zeros(2, 1, dtype=torch.int64), None, 2, group=group
-            )
-        matmul, dispatch = seen
-        assert [*matmul.inputs] == ["input", "weight[0]", "weight[1]", "bias[1]"]
-        assert matmul.options == {
-            "gather_dim": 0,
-            "activation": None,
-            "out_dtype": None,
-            "return_gathered": False,
-            "algorithm": "auto",
-        }
-        assert [*dispatch.inputs] == ["input", "topk_idx"] and dispatch.options["capacity"] == 0
-
-    on_ranks(on_rank)
+@everywhere
+@ranks(2)
+def test_every_kind_of_op_is_seen_before_and_after(place: str, hosts: int) -> None:
+    group = interlace.new_group()
+    seen = Seen()
+    with seen.on(group):
+        every_kind_of_op(group)
+    interlace.all_reduce(torch.ones(1), group=group)
+    rank = group.rank
+    both = ["tensors[0]", "tensors[1]"]
+    expected = [
+        ("all_reduce", ["tensor"], ["tensor"]),
+        ("all_gather", ["tensor"], ["output"]),
+        ("broadcast", ["tensor"] * rank, ["tensor"]),
+        ("all_reduce_coalesced", both, both),
+        ("barrier", [], []),
+        ("all_gather_object", [], []),
+        ("send", ["tensor"], []),
+        ("recv", [], ["tensor"]),
+        ("all_reduce", ["tensor"], ["tensor"]),
+    ]
+    assert seen.names("before") == expected
+    assert sorted(seen.names("after")) == sorted(expected)  # messages may end in either order
+    ended = [call for when, call in seen.calls if when == "after"]
+    assert sorted(call.sequence for call in ended) == list(range(1, 10))
+    assert all(call.error is None and call.seconds > 0 for call in ended)
+    options = {call.op: dict(call.options) for call in ended}
+    assert options["send"] == {"peer": 1 - rank, "tag": 0}
+    assert options["broadcast"] == {"group_src": 1, "algorithm": "auto"}
+    assert all(call.group.rank == rank for call in ended)
 
 
-def test_after_an_op_its_results_are_there(on_ranks: Callable[..., list[Any]]) -> None:
+@everywhere
+@ranks(2)
+def test_options_of_fused_ops_are_there_though_they_are_none(place: str, hosts: int) -> None:
+    group = interlace.new_group()
+    seen = []
+    with group.register_hook(seen.append):
+        x, weight = torch.ones(2, 4), torch.ones(4, 4)
+        interlace.all_gather_matmul(x, [weight, weight], bias=[None, weight[0]], group=group)
+        interlace.experts.dispatch(x, torch.zeros(2, 1, dtype=torch.int64), None, 2, group=group)
+    matmul, dispatch = seen
+    assert [*matmul.inputs] == ["input", "weight[0]", "weight[1]", "bias[1]"]
+    assert matmul.options == {
+        "gather_dim": 0,
+        "activation": None,
+        "out_dtype": None,
+        "return_gathered": False,
+        "algorithm": "auto",
+    }
+    assert [*dispatch.inputs] == ["input", "topk_idx"] and dispatch.options["capacity"] == 0
+
+
+@everywhere
+@ranks(2)
+def test_after_an_op_its_results_are_there(place: str, hosts: int) -> None:
     """Of an asynchronous one too, and whoever has waited for it has them looked at."""
-
-    def on_rank(group: Communicator) -> None:
-        sums: list[float] = []
-        with group.register_hook(after=lambda call: sums.append(call.outputs["tensor"].sum())):
-            interlace.all_reduce(torch.ones(2), group=group)
-            work = interlace.all_reduce(torch.ones(4), group=group, async_op=True)
-            work.wait()
-            assert work.is_completed() and sums == [4.0, 8.0]
-
-    on_ranks(on_rank)
+    group = interlace.new_group()
+    sums: list[float] = []
+    with group.register_hook(after=lambda call: sums.append(call.outputs["tensor"].sum())):
+        interlace.all_reduce(torch.ones(2), group=group)
+        work = interlace.all_reduce(torch.ones(4), group=group, async_op=True)
+        work.wait()
+        assert work.is_completed() and sums == [4.0, 8.0]
 
 
-def test_ops_cost_what_they_did_once_there_are_no_hooks(on_ranks: Callable[..., list[Any]]) -> None:
-    def on_rank(group: Communicator) -> None:
-        first, second = (group.register_hook(before=print) for _ in range(2))
-        assert group.hooks.watching
-        for handle in first, second:
-            handle.remove()
-        group.barrier()
-        interlace.barrier(group)
-        assert not group.hooks.watching
+@everywhere
+@ranks(2)
+def test_ops_cost_what_they_did_once_there_are_no_hooks(place: str, hosts: int) -> None:
+    group = interlace.new_group()
+    first, second = (group.register_hook(before=print) for _ in range(2))
+    assert group.hooks.watching
+    for handle in first, second:
+        handle.remove()
+    group.barrier()
+    interlace.barrier(group)
+    assert not group.hooks.watching
 
-    on_ranks(on_rank)
 
-
-def test_what_a_hook_refuses_all_refuse(on_ranks: Callable[..., list[Any]]) -> None:
+@everywhere
+@ranks(2)
+def test_what_a_hook_refuses_all_refuse(place: str, hosts: int) -> None:
     def refuse(call: interlace.HookedOp) -> None:
         if call.group.rank and call.op == "all_reduce":
             raise LookupError("not today")
 
-    def on_rank(group: Communicator) -> str:
-        with group.register_hook(refuse), pytest.raises((LookupError, ValueError)) as caught:
-            interlace.all_reduce(torch.ones(2), group=group)
-        interlace.all_reduce(x := torch.ones(1), group=group)
-        assert x.item() == 2
-        return str(caught.value)
-
-    assert on_ranks(on_rank) == [
-        "all_reduce: rank 1 cannot take part: LookupError: not today",
-        "not today (on rank 1)",
-    ]
+    group = interlace.new_group()
+    with group.register_hook(refuse), pytest.raises((LookupError, ValueError)) as caught:
+        interlace.all_reduce(torch.ones(2), group=group)
+    interlace.all_reduce(x := torch.ones(1), group=group)
+    assert x.item() == 2
+    said = ["all_reduce: rank 1 cannot take part: LookupError: not today", "not today (on rank 1)"]
+    assert str(caught.value) == said[group.rank]
 
 
+@everywhere
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_after_raises_the_op_raises(
-    on_ranks: Callable[..., list[Any]], asynchronous: bool
-) -> None:
+@ranks(2)
+def test_what_after_raises_the_op_raises(place: str, hosts: int, asynchronous: bool) -> None:
     def complain(call: interlace.HookedOp) -> None:
         raise LookupError("seen too late")
 
-    def on_rank(group: Communicator) -> None:
-        with group.register_hook(after=complain), pytest.raises(LookupError, match="too late"):
-            work = interlace.all_reduce(torch.ones(2), group=group, async_op=asynchronous)
-            assert work is not None
-            for _ in range(2):  # on every later call again
-                with pytest.raises(LookupError):
-                    work.wait()
-            assert isinstance(work.exception(), LookupError)
-            raise LookupError("seen too late")
-
-    on_ranks(on_rank)
+    group = interlace.new_group()
+    with group.register_hook(after=complain), pytest.raises(LookupError, match="too late"):
+        work = interlace.all_reduce(torch.ones(2), group=group, async_op=asynchronous)
+        assert work is not None
+        for _ in range(2):  # on every later call again
+            with pytest.raises(LookupError):
+                work.wait()
+        assert isinstance(work.exception(), LookupError)
+        raise LookupError("seen too late")
 
 
-def test_the_end_of_a_group_is_said_once_with_its_cause(on_ranks: Callable[..., list[Any]]) -> None:
-    def on_rank(group: Communicator) -> None:
-        seen, x = Seen(), torch.ones(1)
-        seen.on(group)
-        with pytest.raises(ValueError, match="shape"):  # no end
-            interlace.all_reduce(torch.ones(1 + group.rank), group=group)
-        assert not seen.ends
-        for _ in range(3):
-            with pytest.raises((ValueError, interlace.InterlaceError)) as caught:
-                if group.rank:
-                    interlace.broadcast(x, group_src=0, group=group)
-                else:
-                    interlace.all_reduce(x, group=group)
-            first = seen.ends[0]
-            assert len(seen.ends) == 1 and "different ops" in str(first)
-            assert str(first) in str(caught.value)
-            assert seen.calls[-1][1].error is caught.value
+@everywhere
+@ranks(2)
+def test_the_end_of_a_group_is_said_once_with_its_cause(place: str, hosts: int) -> None:
+    group = interlace.new_group()
+    seen, x = Seen(), torch.ones(1)
+    seen.on(group)
+    with pytest.raises(ValueError, match="shape"):  # no end
+        interlace.all_reduce(torch.ones(1 + group.rank), group=group)
+    assert not seen.ends
+    for _ in range(3):
+        with pytest.raises((ValueError, interlace.InterlaceError)) as caught:
+            if group.rank:
+                interlace.broadcast(x, group_src=0, group=group)
+            else:
+                interlace.all_reduce(x, group=group)
+        first = seen.ends[0]
+        assert len(seen.ends) == 1 and "different ops" in str(first)
+        assert str(first) in str(caught.value)
+        assert seen.calls[-1][1].error is caught.value
 
-    on_ranks(on_rank)
 
-
-def test_hooks_that_hooks_register_count_from_the_next_op_on(
-    on_ranks: Callable[..., list[Any]],
-) -> None:
-    def on_rank(group: Communicator) -> None:
-        seen: list[int] = []
-        register = lambda call: group.register_hook(lambda call: seen.append(call.sequence))  # noqa: E731
-        with group.register_hook(register):
-            interlace.all_reduce(torch.ones(1), group=group)
+@everywhere
+@ranks(2)
+def test_hooks_that_hooks_register_count_from_the_next_op_on(place: str, hosts: int) -> None:
+    group = interlace.new_group()
+    seen: list[int] = []
+    register = lambda call: group.register_hook(lambda call: seen.append(call.sequence))  # noqa: E731
+    with group.register_hook(register):
         interlace.all_reduce(torch.ones(1), group=group)
-        assert seen == [2]
+    interlace.all_reduce(torch.ones(1), group=group)
+    assert seen == [2]
 
-    on_ranks(on_rank)
 
-
+@ranks(2, place="threads")
 def test_the_cause_of_an_end_is_raised_whatever_hooks_do(caplog: pytest.LogCaptureFixture) -> None:
-    groups, seen = members("cause", 2, LONG), []
-    groups[0].register_hook(on_abort=lambda group, cause: 1 / 0)
-    groups[0].register_hook(on_abort=lambda group, cause: seen.append(cause))
-    groups[1].place.abort("enough")
+    group, seen = interlace.groups.groups.default_group(), list[Any]()
+    if group.rank:
+        group.place.abort("enough")
+        return
+    group.register_hook(on_abort=lambda group, cause: 1 / 0)
+    group.register_hook(on_abort=lambda group, cause: seen.append(cause))
     with pytest.raises(interlace.AbortedError, match="enough") as raised:
-        interlace.all_reduce(torch.ones(1), group=groups[0])
+        interlace.all_reduce(torch.ones(1))
     assert seen == [raised.value] and "division by zero" in caplog.text
-    close(groups)
 
 
 @ranks(1, place="sim")
@@ -297,6 +264,7 @@ def test_fused_ops_and_layers() -> None:
 NAN, INF = float("nan"), float("inf")
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("dtype", "value", "kind"),
     [
@@ -307,40 +275,38 @@ NAN, INF = float("nan"), float("inf")
         (torch.float64, -INF, "inf"),
     ],
 )
+@ranks(2)
 def test_an_input_that_is_no_number_is_refused_on_all_ranks(
-    on_ranks: Callable[..., list[Any]], dtype: torch.dtype, value: Any, kind: str
+    place: str, hosts: int, dtype: torch.dtype, value: Any, kind: str
 ) -> None:
-    def on_rank(group: Communicator) -> str:
-        x = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-        if group.rank == 1:
-            x[1, 2] = x[1, 1] = value
-        output = torch.full((4, 3), NAN).to(dtype)  # what is only filled may be anything
-        checked = interlace.check_numerics(group, inf=kind == "inf")
-        with pytest.raises(ValueError) as caught, checked:
-            interlace.all_gather(output, x.to(dtype), group=group)
-        with interlace.check_numerics(group):
-            interlace.all_gather(output, torch.ones(2, 3).to(dtype), group=group)
-        assert bool((output.float() if not dtype.is_complex else output.real == 1).all())
-        return str(caught.value)
-
+    group = interlace.new_group()
+    x = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    if group.rank == 1:
+        x[1, 2] = x[1, 1] = value
+    output = torch.full((4, 3), NAN).to(dtype)  # what is only filled may be anything
+    checked = interlace.check_numerics(group, inf=kind == "inf")
+    with pytest.raises(ValueError) as caught, checked:
+        interlace.all_gather(output, x.to(dtype), group=group)
+    with interlace.check_numerics(group):
+        interlace.all_gather(output, torch.ones(2, 3).to(dtype), group=group)
+    assert bool((output.float() if not dtype.is_complex else output.real == 1).all())
     said = f"tensor of all_gather has {kind} at [1, 1]"
     peers = f"all_gather: rank 1 cannot take part: {said}"
-    assert on_ranks(on_rank) == [peers, f"{said} (on rank 1)"]
+    assert str(caught.value) == [peers, f"{said} (on rank 1)"][group.rank]
 
 
-@ranks(2)
-def test_the_index_is_that_of_a_complex_number_through_torchs_api(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_the_index_is_that_of_a_complex_number_through_torchs_api() -> None:
     """torch hands on a view of the tensor as real numbers; other views of it have their own index."""
     x = torch.ones(2, 3, dtype=torch.complex64)
-    with world(str(tmp_path / "store")):
-        # the other one hears of it
-        x[1, 2] = 1 if interlace.get_rank() else complex(1, NAN)
-        with interlace.check_numerics(dist.group.WORLD):
-            for tensor, place in ((x, "[1, 2]"), (x[:, 2].imag, "[1]"), (x.imag, "[1, 2]")):
-                with pytest.raises(ValueError) as caught:
-                    dist.all_reduce(tensor)
-                said = str(caught.value).removesuffix(" (on rank 0)")
-                assert said.endswith(f" has nan at {place}")
+    # the other one hears of it
+    x[1, 2] = 1 if interlace.get_rank() else complex(1, NAN)
+    with interlace.check_numerics(dist.group.WORLD):
+        for tensor, place in ((x, "[1, 2]"), (x[:, 2].imag, "[1]"), (x.imag, "[1, 2]")):
+            with pytest.raises(ValueError) as caught:
+                dist.all_reduce(tensor)
+            said = str(caught.value).removesuffix(" (on rank 0)")
+            assert said.endswith(f" has nan at {place}")
 
 
 @ranks(2, place="sim")
@@ -364,89 +330,76 @@ def test_infinities_are_numbers_by_default() -> None:
     assert bool(mask.isneginf()[1])
 
 
+@everywhere
 @pytest.mark.parametrize("asynchronous", [False, True])
+@ranks(2)
 def test_a_result_that_is_no_number_ends_the_group(
-    on_ranks: Callable[..., list[Any]], asynchronous: bool
+    place: str, hosts: int, asynchronous: bool
 ) -> None:
     """inf - inf; whoever has not seen it itself hears of it, and from whom."""
-
-    def on_rank(group: Communicator) -> str:
-        x = torch.tensor([1.0, INF if group.rank else -INF])
-        checked, errors = interlace.check_numerics(group), (ValueError, interlace.InterlaceError)
-        with pytest.raises(errors) as caught, checked:
-            work = interlace.all_reduce(x, group=group, async_op=asynchronous)
-            if work is not None:
-                work.wait()
-        return str(caught.value)
-
-    for text in on_ranks(on_rank):
-        assert "tensor of all_reduce has nan at [1] (on rank " in text
+    group = interlace.new_group()
+    x = torch.tensor([1.0, INF if group.rank else -INF])
+    checked, errors = interlace.check_numerics(group), (ValueError, interlace.InterlaceError)
+    with pytest.raises(errors) as caught, checked:
+        work = interlace.all_reduce(x, group=group, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+    assert "tensor of all_reduce has nan at [1] (on rank " in str(caught.value)
 
 
-def test_every_hook_that_saw_the_beginning_of_an_op_sees_its_end(
-    on_ranks: Callable[..., list[Any]],
-) -> None:
+@everywhere
+@ranks(2)
+def test_every_hook_that_saw_the_beginning_of_an_op_sees_its_end(place: str, hosts: int) -> None:
     """One that a later hook refuses, too; that hook itself, and those behind it, see none."""
 
     def refuse(call: interlace.HookedOp) -> None:
         if call.group.rank:
             raise LookupError("not today")
 
-    def on_rank(group: Communicator) -> list[Any]:
-        seen: list[Any] = []
+    group = interlace.new_group()
+    seen: list[Any] = []
 
-        def note(number: int) -> Callable[[interlace.HookedOp], None]:
-            return lambda call: seen.append((number, type(call.error).__name__))
+    def note(number: int) -> Callable[[interlace.HookedOp], None]:
+        return lambda call: seen.append((number, type(call.error).__name__))
 
-        group.register_hook(after=note(0))
-        group.register_hook(refuse, note(1))
-        group.register_hook(after=note(2))
-        with pytest.raises((LookupError, ValueError)):
-            interlace.all_reduce(torch.ones(2), group=group)
-        return seen
-
+    group.register_hook(after=note(0))
+    group.register_hook(refuse, note(1))
+    group.register_hook(after=note(2))
+    with pytest.raises((LookupError, ValueError)):
+        interlace.all_reduce(torch.ones(2), group=group)
     others = [(number, "ValueError") for number in range(3)]
-    assert on_ranks(on_rank) == [others, [(0, "LookupError")]]
+    assert seen == [others, [(0, "LookupError")]][group.rank]
 
 
-@pytest.mark.parametrize("on_ranks", ["shm", "hosts"], indirect=True)
+@pytest.mark.parametrize(("place", "hosts"), in_processes)
 @pytest.mark.parametrize("refused", ["send", "recv"])
-def test_a_message_that_a_hook_refuses_ends_the_group(
-    on_ranks: Callable[..., list[Any]], refused: str
-) -> None:
+@ranks(2)
+def test_a_message_that_a_hook_refuses_ends_the_group(place: str, hosts: int, refused: str) -> None:
     """But in ``sim``, where the peer's wait is a deadlock."""
 
     def refuse(call: interlace.HookedOp) -> None:
         if call.op == refused:
             raise LookupError("not today")
 
-    def on_rank(group: Communicator) -> str:
-        peer, tensor = 1 - group.rank, torch.ones(1 << 20)
-        own = group.rank == (refused == "recv")
-        kind = LookupError if own else interlace.AbortedError
-        with group.register_hook(refuse), pytest.raises(kind) as caught:
-            if group.rank:
-                interlace.recv(tensor, group_src=peer, group=group)
-            else:
-                interlace.isend(tensor, group_dst=peer, group=group)
-                interlace.barrier(group)
-        return str(caught.value)
-
-    for text in on_ranks(on_rank):
-        assert f"not today (on rank {int(refused == 'recv')})" in text
+    group = interlace.new_group()
+    peer, tensor = 1 - group.rank, torch.ones(1 << 20)
+    own = group.rank == (refused == "recv")
+    kind = LookupError if own else interlace.AbortedError
+    with group.register_hook(refuse), pytest.raises(kind) as caught:
+        if group.rank:
+            interlace.recv(tensor, group_src=peer, group=group)
+        else:
+            interlace.isend(tensor, group_dst=peer, group=group)
+            interlace.barrier(group)
+    assert f"not today (on rank {int(refused == 'recv')})" in str(caught.value)
 
 
+@ranks(2, place="threads")
 def test_a_message_that_is_no_number_is_heard_of_by_its_receiver() -> None:
-    groups = members("message", 2, LONG)
-
-    def on_rank(rank: int) -> None:
-        with interlace.check_numerics(groups[rank]):
-            if rank:
-                interlace.recv(torch.empty(1), group_src=0, group=groups[1])
-            else:
-                interlace.send(torch.tensor([NAN]), group_dst=1, group=groups[0])
-
-    sender, receiver = run(range(2), on_rank)
-    assert isinstance(sender, ValueError) and isinstance(receiver, interlace.AbortedError)
-    assert all("tensor of send has nan at [0] (on rank 0)" in str(e) for e in (sender, receiver))
-    close(groups)
+    kind = interlace.AbortedError if interlace.get_rank() else ValueError
+    said = r"tensor of send has nan at \[0\] \(on rank 0\)"
+    with pytest.raises(kind, match=said), interlace.check_numerics():
+        if interlace.get_rank():
+            interlace.recv(torch.empty(1), 0)
+        else:
+            interlace.send(torch.tensor([NAN]), 1)

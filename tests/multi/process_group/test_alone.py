@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 import interlace
 import torch_names
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 
 Make = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -100,40 +98,37 @@ def _outcome(op: Op, make: Make, async_op: bool) -> tuple[str, str]:
     return "gave", f"{out!r} from {x!r}"
 
 
-@ranks(1)
-def test_remembered_and_asynchronous_calls_are_as_the_first(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        for case, make in CASES.items():
-            for name, op in OPS.items():
-                first, general = _outcome(op, make, False), _outcome(op, make, True)
-                assert first == general == _outcome(op, make, False), f"{name}, {case}"
+@ranks(1, backend="interlace")
+def test_remembered_and_asynchronous_calls_are_as_the_first() -> None:
+    for case, make in CASES.items():
+        for name, op in OPS.items():
+            first, general = _outcome(op, make, False), _outcome(op, make, True)
+            assert first == general == _outcome(op, make, False), f"{name}, {case}"
 
 
-@ranks(1)
-def test_an_output_of_another_size_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        for sent in (32, 3, 0):
-            for name, op in OPS.items():
-                for async_op in (False, True):
-                    memory = torch.full((64,), 7, dtype=torch.int32)
-                    given = memory[:6], torch.arange(sent, dtype=torch.int32)
-                    kind, text = _outcome(op, lambda given=given: given, async_op)  # type: ignore[misc]
-                    about = f"{name} {sent} to 6: {kind} {text}"
-                    assert kind == "raised" and text.startswith(("ValueError", "RuntimeError")), (
-                        about
-                    )
-                    assert bool((memory == 7).all()), about
+@ranks(1, backend="interlace")
+def test_an_output_of_another_size_is_refused_and_nothing_is_written() -> None:
+    for sent in (32, 3, 0):
+        for name, op in OPS.items():
+            for async_op in (False, True):
+                memory = torch.full((64,), 7, dtype=torch.int32)
+                given = memory[:6], torch.arange(sent, dtype=torch.int32)
+                kind, text = _outcome(op, lambda given=given: given, async_op)  # type: ignore[misc]
+                about = f"{name} {sent} to 6: {kind} {text}"
+                assert kind == "raised" and text.startswith(("ValueError", "RuntimeError")), about
+                assert bool((memory == 7).all()), about
 
 
-@ranks(1)
-def test_a_call_counts_is_profiled_and_ends_with_its_group(tmp_path: Path) -> None:
+@ranks(1, backend="interlace")
+def test_a_call_counts_is_profiled_and_ends_with_its_group() -> None:
     out, x = torch.zeros(2), torch.ones(2)
-    with world(tmp_path / "store") as group:
-        before = group._get_sequence_number_for_group()
+    group: Any = dist.group.WORLD
+    before = group._get_sequence_number_for_group()
+    dist.all_gather([out], x)
+    assert group._get_sequence_number_for_group() == before + 1
+    with torch.autograd.profiler.profile() as profile:
         dist.all_gather([out], x)
-        assert group._get_sequence_number_for_group() == before + 1
-        with torch.autograd.profiler.profile() as profile:
-            dist.all_gather([out], x)
-        assert "interlace:all_gather on 0" in {event.name for event in profile.function_events}
+    assert "interlace:all_gather on 0" in {event.name for event in profile.function_events}
+    dist.destroy_process_group()
     with pytest.raises(interlace.InterlaceError):
         group.allgather([[out]], [x])

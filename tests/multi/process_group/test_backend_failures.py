@@ -1,8 +1,11 @@
 """Failures that torch's C++ must see as such, groups that are dropped, and the end of processes."""
 
+import gc
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +17,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import interlace
+from guard import LIMIT
 from interlace.runtime.processes import dump
-from multi.process_group.backend_failure_ranks import dropped_groups
-from multi.process_group.backend_ranks import Recorder, own, world
+from multi.process_group.tools import Recorder, own
 from ranks import ranks
 from tiers import thorough
 
@@ -89,43 +92,68 @@ assert not any(os.waitpid(child, 0)[1] for child in children)
 """
 
 
-@ranks(2)
-def test_a_backward_whose_peer_has_left_raises(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_a_backward_whose_peer_has_left_raises() -> None:
     """The reducer of DistributedDataParallel is C++."""
-    with world(tmp_path / "store"):
-        model = DistributedDataParallel(torch.nn.Linear(2, 2))
-        model(torch.ones(1, 2)).sum().backward()
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="rank 1 has left the group"):
-                model(torch.ones(1, 2)).sum().backward()
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="rank 1 has left the group"):
+            model(torch.ones(1, 2)).sum().backward()
 
 
-@ranks(2)
-def test_an_op_that_fails_under_a_mode_raises(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_an_op_that_fails_under_a_mode_raises() -> None:
     """Its Work says so."""
-    with world(tmp_path / "store"):
-        if dist.get_rank() == 0:
-            with Recorder():
-                work = dist.all_reduce(own(), async_op=True)
-            with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
-                work.wait()
+    if dist.get_rank() == 0:
+        with Recorder():
+            work = dist.all_reduce(own(), async_op=True)
+        with pytest.raises(interlace.InterlaceError, match="rank 1 has left the group"):
+            work.wait()
 
 
-@ranks(2)
-def test_roots_and_peers_that_are_no_ranks(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        x = torch.ones(1)
-        calls: list[tuple[Callable[[], Any], str]] = [
-            (partial(dist.broadcast, x, group_src=-1), "src must be within 0..1, got -1"),
-            (partial(dist.reduce, x, group_dst=9), "dst must be within 0..1, got 9"),
-            (partial(dist.isend, x, group_dst=-1), "dst must be within 0..1, got -1"),
-            (partial(dist.gather, x, None, group_dst=-1), "dst must be within 0..1, got -1"),
-        ]
-        for call, text in calls:
-            with pytest.raises(ValueError, match=rf"{text} \(on rank {dist.get_rank()}\)"):
-                call()
-        dist.all_reduce(x)
-        assert float(x) == 2.0
+@ranks(2, backend="interlace")
+def test_roots_and_peers_that_are_no_ranks() -> None:
+    x = torch.ones(1)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (partial(dist.broadcast, x, group_src=-1), "src must be within 0..1, got -1"),
+        (partial(dist.reduce, x, group_dst=9), "dst must be within 0..1, got 9"),
+        (partial(dist.isend, x, group_dst=-1), "dst must be within 0..1, got -1"),
+        (partial(dist.gather, x, None, group_dst=-1), "dst must be within 0..1, got -1"),
+    ]
+    for call, text in calls:
+        with pytest.raises(ValueError, match=rf"{text} \(on rank {dist.get_rank()}\)"):
+            call()
+    dist.all_reduce(x)
+    assert float(x) == 2.0
+
+
+def dropped_groups(count: int, pending: str, seconds: float = LIMIT / 2) -> bool:
+    """Whether groups that nobody closed leave no descriptor and no thread, with ops that are pending."""
+
+    def left() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+    before = left()
+    for _ in range(count):
+        group = interlace.new_group(range(interlace.get_world_size()))
+        group.barrier()
+        if pending == "op":
+            interlace.all_reduce(own(), group=group, async_op=True).wait()
+        if pending and interlace.get_rank() == 0:  # on no other rank, so it cannot end by itself
+            if pending == "op":
+                interlace.all_reduce(own(), group=group, async_op=True)
+            elif pending == "message":
+                interlace.irecv(own(), 1, group=group)
+            else:
+                interlace.isend(torch.ones(100_000), 1, group=group)
+        del group
+    interlace.barrier()
+    until = time.monotonic() + seconds
+    while left() > before and time.monotonic() < until:
+        time.sleep(1e-2)
+    return left() <= before
 
 
 @pytest.mark.parametrize("pending", ["", "op", "message"])

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 
 WORLD_SIZE, ROWS, WIDTH, RATE = 2, 4, 6, 0.1
@@ -213,18 +212,18 @@ CASES: dict[str, Callable[..., None]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@ranks(WORLD_SIZE)
-def test_framework(tmp_path: Path, name: str) -> None:
-    with world(tmp_path / "store"), warnings.catch_warnings():
+@ranks(WORLD_SIZE, backend="interlace")
+def test_framework(name: str) -> None:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         CASES[name]()
 
 
-@ranks(WORLD_SIZE)
+@ranks(WORLD_SIZE, backend="interlace")
 def test_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    with world(tmp_path / "store"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel, other = sharded(), sharded()
         train(parallel, sgd(parallel))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import interlace
 import torch_names
-from multi.process_group.backend_ranks import Tagged, begin, own, values, world
+from multi.process_group.tools import Tagged, begin, own, values
 from ranks import ranks
 from support import free_port
 from tiers import few, thorough
@@ -25,44 +25,42 @@ from tiers import few, thorough
 ROOT = Path(__file__).parents[3]
 
 
-@ranks(2)
-def test_64_groups_at_once(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        groups = [dist.new_group() for _ in range(64)]
-        x = torch.ones(1)
-        for group in groups:
-            dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
-        assert float(x) == 1.0 and len({group.group_name for group in groups}) == 64
+@ranks(2, backend="interlace")
+def test_64_groups_at_once() -> None:
+    groups = [dist.new_group() for _ in range(64)]
+    x = torch.ones(1)
+    for group in groups:
+        dist.all_reduce(x, op=dist.ReduceOp.AVG, group=group)
+    assert float(x) == 1.0 and len({group.group_name for group in groups}) == 64
 
 
-@ranks(4)
-def test_meshes_and_subgroups(tmp_path: Path) -> None:
+@ranks(4, backend="interlace")
+def test_meshes_and_subgroups() -> None:
     """Sums along the two dims of a mesh, over subgroups and over a group in another order."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    with world(tmp_path / "store"):
-        rank = dist.get_rank()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        pairs, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
-        sums = []
-        for group in (mesh.get_group("rows"), mesh.get_group("columns"), pairs):
-            x = torch.full((1,), 10.0**rank)
-            dist.all_reduce(x, group=group)
-            sums.append(int(x))
-        expected = [[101, 11, 1001], [1010, 11, 110], [101, 1100, 110], [1010, 1100, 1001]]
-        assert sums == expected[rank]
-        # only new torch can be told not to sort
-        kept = {"sort_ranks": False} if torch_names.NEW_GROUP_SORTS else {}
-        order = [3.0, 1.0] if torch_names.NEW_GROUP_SORTS else [1.0, 3.0]
-        turned = dist.new_group([3, 1], **kept)
-        if rank in order:
-            out = torch.empty(2)
-            torch_names.all_gather_single(out, torch.tensor([float(rank)]), group=turned)
-            assert out.tolist() == order and order[dist.get_rank(turned)] == rank
-            interlace.all_reduce(x, group=turned)
-            assert float(x) == 1111.0
-        else:
-            assert turned == dist.GroupMember.NON_GROUP_MEMBER
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    pairs, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    sums = []
+    for group in (mesh.get_group("rows"), mesh.get_group("columns"), pairs):
+        x = torch.full((1,), 10.0**rank)
+        dist.all_reduce(x, group=group)
+        sums.append(int(x))
+    expected = [[101, 11, 1001], [1010, 11, 110], [101, 1100, 110], [1010, 1100, 1001]]
+    assert sums == expected[rank]
+    # only new torch can be told not to sort
+    kept = {"sort_ranks": False} if torch_names.NEW_GROUP_SORTS else {}
+    order = [3.0, 1.0] if torch_names.NEW_GROUP_SORTS else [1.0, 3.0]
+    turned = dist.new_group([3, 1], **kept)
+    if rank in order:
+        out = torch.empty(2)
+        torch_names.all_gather_single(out, torch.tensor([float(rank)]), group=turned)
+        assert out.tolist() == order and order[dist.get_rank(turned)] == rank
+        interlace.all_reduce(x, group=turned)
+        assert float(x) == 1111.0
+    else:
+        assert turned == dist.GroupMember.NON_GROUP_MEMBER
 
 
 @ranks(2)
@@ -97,71 +95,69 @@ def test_again_on_the_same_port(address: str) -> None:
         assert float(x) == 3
 
 
-@ranks(2)
-def test_names(tmp_path: Path) -> None:
-    with world(tmp_path / "store") as group:
-        dist.all_reduce(own())
-        dist.barrier()
-        second = dist.new_group(group_desc="for names")
-        assert group.name() == dist.get_backend() == "interlace"
-        assert second.group_desc == "for names" and "" != second.group_name != group.group_name
-        assert group._get_sequence_number_for_group() == 2
-        assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
+@ranks(2, backend="interlace")
+def test_names() -> None:
+    group: Any = dist.group.WORLD
+    dist.all_reduce(own())
+    dist.barrier()
+    second = dist.new_group(group_desc="for names")
+    assert group.name() == dist.get_backend() == "interlace"
+    assert second.group_desc == "for names" and "" != second.group_name != group.group_name
+    assert group._get_sequence_number_for_group() == 2
+    assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
 
 
-@ranks(2)
-def test_tensors_on_another_device_go_through_the_host(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_tensors_on_another_device_go_through_the_host() -> None:
     """As the only device is the CPU, the group's is changed."""
 
     def tagged(*numbers: float) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float32).as_subclass(Tagged)
 
-    with world(tmp_path / "store") as group:
-        rank, place = dist.get_rank(), SimpleNamespace(device=torch.device("cuda"))
-        with mock.patch.object(group, "_place", place):
-            reduced, gathered, sent = tagged(rank, 1.0), tagged(0.0, 0.0), tagged(rank)
-            dist.all_reduce(reduced)
-            torch_names.all_gather_single(gathered, sent)
-            pieces = [tagged(0.0), tagged(0.0)]
-            dist.all_gather(pieces, sent, async_op=True).wait()
-            scattered = tagged(0.0)
-            torch_names.reduce_scatter_single(scattered, tagged(0.0, 1.0))
-            text = "send needs a tensor on cuda"
-            with pytest.raises(interlace.PlaceUnavailableError, match=text):
-                dist.send(sent, 1 - rank)
-        assert values([reduced, gathered]) == [[1.0, 2.0], [0.0, 1.0]]
-        assert values(pieces) == [[0.0], [1.0]]
-        assert values([scattered, sent]) == [[2.0 * rank], [float(rank)]]
+    group: Any = dist.group.WORLD
+    rank, place = dist.get_rank(), SimpleNamespace(device=torch.device("cuda"))
+    with mock.patch.object(group, "_place", place):
+        reduced, gathered, sent = tagged(rank, 1.0), tagged(0.0, 0.0), tagged(rank)
+        dist.all_reduce(reduced)
+        torch_names.all_gather_single(gathered, sent)
+        pieces = [tagged(0.0), tagged(0.0)]
+        dist.all_gather(pieces, sent, async_op=True).wait()
+        scattered = tagged(0.0)
+        torch_names.reduce_scatter_single(scattered, tagged(0.0, 1.0))
+        text = "send needs a tensor on cuda"
+        with pytest.raises(interlace.PlaceUnavailableError, match=text):
+            dist.send(sent, 1 - rank)
+    assert values([reduced, gathered]) == [[1.0, 2.0], [0.0, 1.0]]
+    assert values(pieces) == [[0.0], [1.0]]
+    assert values([scattered, sent]) == [[2.0 * rank], [float(rank)]]
 
 
-@ranks(2)
-def test_abort_ends_waits(tmp_path: Path) -> None:
-    with world(tmp_path / "store") as group:
-        if dist.get_rank() == 1:
-            group.abort()
-        else:
-            with pytest.raises(interlace.AbortedError, match="rank 1 aborted"):
-                dist.all_reduce(own())
+@ranks(2, backend="interlace")
+def test_abort_ends_waits() -> None:
+    group: Any = dist.group.WORLD
+    if dist.get_rank() == 1:
+        group.abort()
+    else:
+        with pytest.raises(interlace.AbortedError, match="rank 1 aborted"):
+            dist.all_reduce(own())
 
 
 @pytest.mark.parametrize("backend", few(["interlace", "gloo"], "interlace"))
 @pytest.mark.parametrize("kind", ["collective", "messages", "large messages"])
 @ranks(2)
-def test_what_is_under_way_when_a_group_is_destroyed_ends_well(
-    tmp_path: Path, kind: str, backend: str
-) -> None:
+def test_what_is_under_way_when_a_group_is_destroyed_ends_well(kind: str, backend: str) -> None:
     count = 3_000_000 if kind == "large messages" else 1000
-    with world(tmp_path / "store", backend):
-        rank = dist.get_rank()
-        x, y = torch.full((count,), float(rank + 1)), torch.zeros(count)
-        if rank == 1:
-            time.sleep(0.7)  # the other waits for this one by then, or has destroyed its group
-        works: list[Any] = []
-        if kind == "collective":
-            works.append(dist.all_reduce(x, async_op=True))
-            y = x
-        else:
-            works += [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    rank = dist.get_rank()
+    x, y = torch.full((count,), float(rank + 1)), torch.zeros(count)
+    if rank == 1:
+        time.sleep(0.7)  # the other waits for this one by then, or has destroyed its group
+    works: list[Any] = []
+    if kind == "collective":
+        works.append(dist.all_reduce(x, async_op=True))
+        y = x
+    else:
+        works += [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    dist.destroy_process_group()
     for work in works:
         work.wait()
     assert all(work.is_completed() for work in works)
@@ -189,20 +185,6 @@ def test_torchs_next_default_group_is_found(tmp_path: Path) -> None:
         groups._of_run = kept
         if kept is not None:
             groups._default.set(kept)
-
-
-@ranks(2)
-def test_groups_do_not_wait_for_each_other() -> None:
-    """Async ops of two groups, begun in another order on every rank."""
-    groups = [interlace.new_group([0, 1]) for _ in range(2)]
-    tensors = [torch.ones(100_000), torch.full((3,), 2.0)]
-    order = (0, 1) if interlace.get_rank() == 0 else (1, 0)
-    works = [interlace.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
-    for work in works:
-        work.wait()
-    for group in groups:
-        group.close()
-    assert [float(tensor[-1]) for tensor in tensors] == [2.0, 4.0]
 
 
 @ranks(2)

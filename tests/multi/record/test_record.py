@@ -9,15 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 import interlace
 from guard import MOST as LONG
@@ -27,7 +24,6 @@ from interlace.output.consoles import PlainConsole
 from interlace.runtime.core import plain
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.connect import connect_place
 from interlace.runtime.places.pool import default_pool
 from interlace.runtime.processes import dump, recorder
 from interlace.runtime.processes.recorder import ENTRIES, PastOp, RankRecord, read_file
@@ -44,17 +40,6 @@ T = TypeVar("T")
 def new_processes() -> None:
     """Groups that have failed stay until their errors are collected, and are in what is written then."""
     default_pool.close()
-
-
-@pytest.fixture
-def new_processes_afterwards() -> Iterator[None]:
-    yield
-    default_pool.close()
-
-
-def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    found: list[Any] = interlace.run(function, world_size, *arguments, place="shm")
-    return found
 
 
 def shown(*targets: object) -> list[str]:
@@ -98,7 +83,8 @@ def own_record() -> RankRecord:
     return record
 
 
-def many() -> RankRecord:
+@ranks(2)
+def test_the_last_ops_are_kept_with_their_call_sites() -> None:
     """Ops of one kind, more than are kept, then of others."""
     vector = torch.ones(4)
     for _ in range(300):
@@ -107,20 +93,19 @@ def many() -> RankRecord:
     interlace.reduce_scatter(torch.empty(3), torch.zeros(6))
     interlace.broadcast_object_list([b"nobody's business" * 9], src=0)
     interlace.all_reduce(torch.ones(4), async_op=True).wait()  # type: ignore[union-attr]
-    return own_record()
-
-
-def test_the_last_ops_are_kept_with_their_call_sites() -> None:
-    record, other = on_ranks(many, 2)
-    assert (record.rank, other.rank, record.ranks) == (0, 1, (0, 1))
-    assert record.pids == other.pids and len({*record.pids}) == 2
-    ops = record.collectives
+    record = own_record()
+    found: list[Any] = [None, None]
+    interlace.all_gather_object(found, record)
+    ops, other = record.collectives, found[1 - interlace.get_rank()]
+    assert (record.rank, other.rank) == (interlace.get_rank(), 1 - interlace.get_rank())
+    assert record.ranks == (0, 1) and record.pids == other.pids and len({*record.pids}) == 2
     assert [op.number for op in ops] == [*range(ops[-1].number - ENTRIES + 1, ops[-1].number + 1)]
     assert all(0 < op.began <= op.ended for op in ops)
     assert [op.began for op in ops] == sorted(op.began for op in ops)
     first = [op for op in ops if op.site and op.site[2] == SITES[0]]
     assert {str(op) for op in first} == {"all_reduce (4,) float32 sum"}
-    assert len(first) > 200 and {op.site[0] for op in first} == {"many"}
+    name = "test_the_last_ops_are_kept_with_their_call_sites"
+    assert len(first) > 200 and {op.site[0] for op in first} == {name}
     assert {op.site[1] for op in ops} == {__file__}, "an op whose call site is inside"
     names = [op.op for op in ops if op not in first]
     assert names[:2] == ["all_gather", "reduce_scatter"] and names[-1] == "all_reduce"
@@ -155,22 +140,18 @@ def test_messages_between_two_ranks_are_kept() -> None:
 # -- who reads it ----------------------------------------------------------------------------------
 
 
-def killed(folder: Path) -> None:
-    """Rank 1 is killed after 300 ops; the others call one more."""
-    os.environ[dump.VARIABLE] = str(folder)
+@ranks(3, gone=[1])
+def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
+    """It is killed after 300 ops; the others call one more."""
+    os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
     for _ in range(300):
         interlace.all_reduce(vector)  # the call site
     if interlace.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    interlace.all_reduce(vector)  # the call site
-
-
-@pytest.mark.usefixtures("new_processes_afterwards")
-def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -> None:
-    with pytest.raises(InterlaceError, match="SIGKILL"):
-        on_ranks(killed, 3, tmp_path)
-    wait_for(*(next(iter(tmp_path.glob("*_0"))).with_name(name) for name in names_of(tmp_path, 3)))
+    with pytest.raises(InterlaceError, match=r"rank 1 .* died"):
+        interlace.all_reduce(vector)  # the call site
+    wait_for(*(tmp_path / name for name in names_of(tmp_path, 3)))
     found = records_in(tmp_path)
     last = {rank: record.collectives[-1] for rank, record in found.items()}
     assert [*sorted(found)] == [0, 1, 2]
@@ -179,33 +160,33 @@ def test_the_record_of_a_killed_rank_is_in_files_of_the_others(tmp_path: Path) -
         assert last[rank].number == last[1].number + 1 and not last[rank].ended
         assert last[rank].site[2] == SITES[2]
         assert "rank 1" in found[rank].failed or found[rank].waits == 1
-    said = analysed(tmp_path)
-    assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said
-    assert f"killed at {__file__}:{SITES[2]}" in said
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     lines = shown(tmp_path)
     assert lines[1] == "  waited for: rank 1"
     assert lines[3].split()[0] == "rank" and lines[4].split()[0] == "1", "the culprit is first"
+    if interlace.get_rank() == 0:
+        said = analysed(tmp_path)
+        assert "Not all ranks joining collective" in said and "missing ranks: {1}" in said
+        name = "test_the_record_of_a_killed_rank_is_in_files_of_the_others"
+        assert f"{name} at {__file__}:{SITES[2]}" in said
 
 
-def killed_elsewhere(folder: Path) -> None:
-    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed."""
-    os.environ[dump.VARIABLE] = str(folder)
+@ranks(3, gone=[1])
+def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
+    """Rank 1 ends ops of three groups, in two of them with one other rank; then it is killed.
+
+    No other rank is in all of them, and those who blame it write that file at one time.
+    """
+    os.environ[dump.VARIABLE] = str(tmp_path)
     vector = torch.ones(4)
-    groups = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
-    for group in groups:
+    made = [interlace.new_group(members) for members in ([0, 1], [1, 2], [0, 1, 2])]
+    for group in made:
         if not isinstance(group, int):  # a member
             interlace.all_reduce(vector, group=group)
     if interlace.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    interlace.all_reduce(vector)
-
-
-@pytest.mark.usefixtures("new_processes_afterwards")
-def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
-    """Though no other rank is in all of them, and those who blame it write that file at one time."""
-    with pytest.raises(InterlaceError, match="SIGKILL"):
-        on_ranks(killed_elsewhere, 3, tmp_path)
+    with pytest.raises(InterlaceError, match=r"rank 1 .* died"):
+        interlace.all_reduce(vector)
     files = [tmp_path / name for name in names_of(tmp_path, 3)]
     wait_for(*files)
     end = time.monotonic() + LONG
@@ -214,9 +195,9 @@ def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
     assert sorted(record.ranks for record in found) == [(0, 1), (0, 1, 2), (0, 1, 2), (1, 2)]
     assert {record.name for record in found} == {1}
     assert all(record.collectives[-1].ended for record in found)
-    assert analysed(tmp_path).count("missing ranks: {1}") == 1
     assert not [line for line in shown(tmp_path) if "unknown" in line]
     assert sum("have not come" in line for line in shown(tmp_path)) == 1
+    assert interlace.get_rank() or analysed(tmp_path).count("missing ranks: {1}") == 1
 
 
 def test_a_rank_without_a_file_is_unknown(tmp_path: Path) -> None:
@@ -236,24 +217,23 @@ def names_of(folder: Path, count: int) -> list[str]:
     return [f"{prefix}_{rank}" for rank in range(count)]
 
 
-def other_op(folder: Path) -> None:
+@ranks(3)
+def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
     """Rank 1 calls another op than the others."""
-    vector = torch.ones(4)
+    vector, rank = torch.ones(4), interlace.get_rank()
     interlace.all_reduce(vector)
     with (
-        mock.patch.dict(os.environ, {dump.VARIABLE: str(folder)}),
+        mock.patch.dict(os.environ, {dump.VARIABLE: str(tmp_path)}),
         pytest.raises(ValueError, match="different ops"),
     ):
-        if interlace.get_rank() == 1:
+        if rank == 1:
             interlace.broadcast(vector, 0)
         else:
             interlace.all_reduce(vector)
-
-
-def test_different_ops_are_found_by_torchs_analyser(tmp_path: Path) -> None:
-    on_ranks(other_op, 3, tmp_path)
-    said = analysed(tmp_path)
-    assert "Culprit rank" in said and "COLLECTIVE_TYPE_MISMATCH" in said
+    if rank == 0:
+        wait_for(*(tmp_path / name for name in names_of(tmp_path, 3)))
+        said = analysed(tmp_path)
+        assert "Culprit rank" in said and "COLLECTIVE_TYPE_MISMATCH" in said
 
 
 def stopped(folder: Path, op: str) -> None:
@@ -281,7 +261,7 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
     ended: list[int] = []
 
     def run() -> None:
-        ended.append(len(on_ranks(stopped, 3, tmp_path, op)))
+        ended.append(len(interlace.run(stopped, 3, tmp_path, op, place="shm")))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -392,100 +372,70 @@ def test_a_file_is_read_without_its_pickle(tmp_path: Path) -> None:
     assert read_file(str(tmp_path / "file")) == [a_record()]
 
 
-def on_hosts(on_rank: Callable[[Communicator], T]) -> list[T]:
-    """What ``on_rank(group)`` returns on 3 ranks, which are threads, of 2 hosts; by rank."""
-    store = HashStore()
-
-    def main(rank: int) -> T:
-        place = connect_place(store, rank, 3, timeout=LONG, name="hosts", host=f"host {rank // 2}")
-        try:
-            return on_rank(Communicator(place, (10, 11, 12)))
-        except BaseException:
-            place.abort("a rank has failed")
-            raise
-
-    trusted = mock.patch.dict(os.environ, {"INTERLACE_TRUST_NETWORK": "1"})
-    with trusted, ThreadPoolExecutor(3) as threads:
-        return list(threads.map(main, range(3)))
-
-
 def called(record: RankRecord) -> list[PastOp]:
     """The ops after joining, which is one of all ranks, too."""
     assert record.collectives[0].op.startswith("joining")
     return record.collectives[1:]
 
 
+@ranks(3, place="threads", hosts=2)
 def test_messages_between_hosts_are_kept() -> None:
     """As those within a host are, and once; ops of all ranks have the same numbers beside them."""
-
-    def on_rank(group: Communicator) -> list[RankRecord]:
-        place: Any = group.place
-        found: list[RankRecord] = []
-
-        def keep() -> None:
-            record = dump.record_of(place.group, place.group.rank)
-            assert record is not None
-            found.append(record)
-
-        vector = torch.ones(4)
-        if group.rank:
-            work = interlace.irecv(vector, 10, tag=group.rank, group=group)
-            keep()
-            group.barrier()
+    rank, vector = interlace.get_rank(), torch.ones(4)
+    if rank:
+        work = interlace.irecv(vector, 0, tag=rank)
+        (waiting,) = own_record().transfers
+        interlace.barrier()
+        work.wait()
+    else:
+        interlace.barrier()
+        for work in [interlace.isend(vector, peer, tag=peer) for peer in (1, 2)]:
             work.wait()
-        else:
-            group.barrier()
-            sent = [interlace.isend(vector, 10 + peer, tag=peer, group=group) for peer in (1, 2)]
-            for work in sent:
-                work.wait()
-        group.barrier()
-        keep()
-        group.close()
-        return found
-
-    (sender,), *receivers = on_hosts(on_rank)
-    assert [(op.op, op.peer, op.tag, op.number) for op in sender.transfers] == [
-        ("send", 1, 1, 1),
-        ("send", 2, 2, 2),
-    ]
-    assert all(op.ended >= op.began for op in sender.transfers)
-    for rank, (before, after) in enumerate(receivers, 1):
-        (waiting,), (received,) = before.transfers, after.transfers
-        assert (waiting.op, waiting.peer, waiting.tag) == ("recv", 0, rank)
-        assert not waiting.ended and received.ended >= received.began == waiting.began
-        assert str(received).startswith(f"recv 0 tag {rank} float32 4")
-        assert received.site[0] == "on_rank"
-    for record in (sender, *(after for _, after in receivers)):
-        assert [(op.number, op.op) for op in called(record)] == [(2, "barrier"), (3, "barrier")]
+    interlace.barrier()
+    record = own_record()
+    assert [(op.number, op.op) for op in called(record)] == [(2, "barrier"), (3, "barrier")]
+    if not rank:
+        sent = [(op.op, op.peer, op.tag, op.number) for op in record.transfers]
+        assert sent == [("send", 1, 1, 1), ("send", 2, 2, 2)]
+        assert all(op.ended >= op.began for op in record.transfers)
+        return
+    (received,) = record.transfers
+    assert (waiting.op, waiting.peer, waiting.tag) == ("recv", 0, rank)
+    assert not waiting.ended and received.ended >= received.began == waiting.began
+    assert str(received).startswith(f"recv 0 tag {rank} float32 4")
+    assert received.site[0] == "test_messages_between_hosts_are_kept"
 
 
-def test_ops_between_hosts_are_kept_once(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In which records are written."""
+    monkeypatch.setenv(dump.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@ranks(3, place="threads", hosts=2)
+def test_ops_between_hosts_are_kept_once(folder: Path) -> None:
     """Not in the steps that they take within each host; the files of all hosts belong together."""
-
-    def on_rank(group: Communicator) -> RankRecord:
-        place: Any = group.place
-        for _ in range(3):
-            interlace.all_reduce(torch.ones(4), group=group)
-        record = dump.record_of(place.group, place.group.rank)
-        group.barrier()
-        if not group.rank:
-            place.abort("enough")
-        with contextlib.suppress(InterlaceError):
-            interlace.all_reduce(torch.ones(4), group=group)
-        group.close()
-        assert record is not None
-        return record
-
-    with mock.patch.dict(os.environ, {dump.VARIABLE: str(tmp_path)}):
-        records = on_hosts(on_rank)
-    for record in records:
-        assert [str(op) for op in called(record)] == ["all_reduce (4,) float32 sum"] * 3
-        assert [op.number for op in called(record)] == [2, 3, 4]
-        assert {op.site[0] for op in called(record)} == {"on_rank"}
-    assert [record.name for record in records] == [10, 11, 12]
-    assert [record.ranks for record in records] == [(10, 11), (10, 11), (12,)]
-    (tag,) = {path.name.partition("_")[0] for path in tmp_path.glob("*_rank_1[0-2]")}
-    assert tag and {line.split()[0] for line in shown(tmp_path)} >= {"10", "11", "12"}
+    rank, place = interlace.get_rank(), default_group().place
+    group = Communicator(place, (10, 11, 12))
+    for _ in range(3):
+        interlace.all_reduce(torch.ones(4), group=group)
+    record = own_record()
+    ops = called(record)
+    assert [str(op) for op in ops] == ["all_reduce (4,) float32 sum"] * 3
+    assert [op.number for op in ops] == [2, 3, 4]
+    assert {op.site[0] for op in ops} == {"test_ops_between_hosts_are_kept_once"}
+    assert record.name == 10 + rank and record.ranks == ((10, 11), (10, 11), (12,))[rank]
+    interlace.barrier(group)
+    if not rank:
+        place.abort("enough")
+    with contextlib.suppress(InterlaceError):
+        interlace.all_reduce(torch.ones(4), group=group)
+    files = [
+        folder / f"{names_of(folder, 1)[0].partition('_')[0]}_rank_{name}" for name in group.ranks
+    ]
+    wait_for(*files)
+    assert rank or {line.split()[0] for line in shown(folder)} >= {"10", "11", "12"}
 
 
 def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Every rank can compute every rank's data.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -79,15 +80,17 @@ def check(
     dtype: torch.dtype = torch.uint8,
     reduction: str = "sum",
     memory: torch.Tensor | None = None,
+    part: Any = None,
 ) -> None:
     """One op. With an odd ``key`` on lists, if it takes them; every third scatters a sum in place.
 
-    What this rank gives is in ``memory``, if that is given: its own lists are parts of that, too.
+    What this rank gives is in ``memory``, if that is given: its own lists are parts of that, too. ``part``
+    is in the call, and fits whatever the others' is.
     """
     rank, world, lists = e.rank, e.world_size, key % 2 == 1
     n, root = nbytes // dtype.itemsize, key % world
     terms = (("n", n), ("dtype", str(dtype)), ("key", key % 2), ("op", reduction), ("root", root))
-    call = Call(op, terms, match=lambda parts: None, equal_fits=True)
+    call = Call(op, terms, part=part, match=lambda parts: None, equal_fits=True)
     own = slice(rank * n, (rank + 1) * n)
 
     def split(whole: torch.Tensor) -> list[torch.Tensor]:

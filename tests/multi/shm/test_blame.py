@@ -24,7 +24,7 @@ from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import deadlock, dump as blame, waiting
 from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.group import HostGroup
-from multi.shm.members import LONG, SECRET, close, members, on_hosts, run
+from ranks import LONG, SECRET, close, members, run
 from tiers import few, thorough
 
 Grouped = Callable[[int], list[Communicator]]
@@ -34,10 +34,10 @@ Grouped = Callable[[int], list[Communicator]]
 def grouped(request: Any) -> Iterator[Grouped]:
     """Makes groups of so many ranks, on one host or on as many, and closes them."""
     made: list[Communicator] = []
-    host = on_hosts if request.param == "hosts" else None
 
     def make(count: int) -> list[Communicator]:
-        groups = members(f"group {len(made)}", count, host=host)
+        hosts = count if request.param == "hosts" else 1
+        groups = members(count, hosts, f"group {len(made)}")
         made.extend(groups)
         return groups
 
@@ -135,7 +135,7 @@ def test_a_timeout_ends_the_late_rank_too(grouped: Grouped, expire: Any) -> None
 @pytest.mark.parametrize("late", few([1, 2, 3], 2))
 def test_all_blame_the_one_behind_which_they_wait_on_whichever_host(late: int, expire: Any) -> None:
     """Two hosts of two ranks. Who waits for a rank that waits itself says neither's number on its host."""
-    groups = members("two by two", 4, host=lambda rank: f"host {rank // 2}")
+    groups = members(4, hosts=2)
     ended = threading.Barrier(4)
 
     def on_rank(rank: int) -> Any:
@@ -276,7 +276,7 @@ def _pidfd_of_a_process_that_has_ended() -> int:
 
 def test_a_death_is_named_before_a_rank_that_left() -> None:
     """Rank 1 has left because rank 2 died; rank 0, which waits for rank 1 only, hears of rank 2."""
-    groups = members("left", 3)
+    groups = members(3)
     group = groups[0].place.group
     assert isinstance(group, HostGroup) and isinstance(groups[0].place, ShmPlace)
     groups[1].place.close()
@@ -294,7 +294,7 @@ def test_a_death_is_named_before_a_rank_that_left() -> None:
 def test_sender_on_another_host_hears_that_a_message_does_not_fit(
     received: torch.Tensor, kind: type[Exception]
 ) -> None:
-    groups = members("misfit", 2, host=on_hosts)
+    groups = members(2, hosts=2)
 
     def on_rank(rank: int) -> Any:
         engine, call = groups[rank].engine, Call("message")
@@ -314,7 +314,7 @@ def test_sender_on_another_host_hears_that_a_message_does_not_fit(
 
 
 def test_closing_a_group_waits_for_its_ops_until_the_other_rank_leaves() -> None:
-    groups = members("pending", 2)
+    groups = members(2)
     work = interlace.all_reduce(torch.ones(4), group=groups[0], async_op=True)
     groups[1].close()
     groups[0].close()

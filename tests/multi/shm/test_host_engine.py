@@ -154,37 +154,29 @@ def test_a_failure_in_the_middle_of_an_op_ends_the_group() -> None:
             interlace.all_reduce(tensor, op="max")
 
 
-def killed_in(op: str, nbytes: int, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "nbytes"),
+    [("broadcast", 64 << 20), *[("all_reduce", nbytes) for nbytes in (16, 1 << 20, 40 << 20)]],
+)
+@ranks(3, gone=[2])
+def test_a_death_is_told_to_those_who_wait_for_somebody_else(
+    op: str, nbytes: int, tmp_path: Path
+) -> None:
     """Rank 2 dies while the others move data; in a broadcast rank 1 waits for rank 0 alone."""
     with engine(available()) as e:
         make_ring(e)
         if e.rank == 2:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
         tensor = torch.zeros(nbytes, dtype=torch.uint8)
-        try:
+        with pytest.raises(interlace.PeerDiedError, match=r"^rank 2 "):
             while True:
                 if op == "broadcast":
                     e.broadcast(Call(op), tensor, 0)
                 else:
                     e.all_reduce(Call(op), tensor, "sum")
-        except interlace.InterlaceError as error:
-            Path(folder, str(e.rank)).write_text(f"{type(error).__name__}: {error}")
-            while not all(Path(folder, str(rank)).exists() for rank in (0, 1)):
-                time.sleep(0.005)  # lives on: nobody learns it from this one's end
-            raise
-
-
-@pytest.mark.parametrize(
-    ("op", "nbytes"),
-    [("broadcast", 64 << 20), *[("all_reduce", nbytes) for nbytes in (16, 1 << 20, 40 << 20)]],
-)
-def test_a_death_is_told_to_those_who_wait_for_somebody_else(
-    op: str, nbytes: int, tmp_path: Path
-) -> None:
-    with pytest.raises(interlace.InterlaceError):
-        interlace.run(killed_in, 3, op, nbytes, str(tmp_path), place="shm")
-    for rank in (0, 1):
-        assert (tmp_path / str(rank)).read_text().startswith("PeerDiedError: rank 2 ")
+        (tmp_path / str(e.rank)).touch()
+        while not all((tmp_path / str(rank)).exists() for rank in (0, 1)):
+            time.sleep(0.005)  # lives on: nobody learns it from this one's end
 
 
 @pytest.mark.parametrize(
@@ -227,12 +219,10 @@ def test_a_difference_is_told_on_all_ranks_and_the_group_goes_on(
 def test_messages_that_differ_and_fit_are_summed() -> None:
     """Each size twice, for steps that are kept."""
     e = groups.default_group().engine
-    for count in (100, 100, 1_000_000, 1_000_000):
-        call = Call("sum", part=e.rank, match=lambda parts: None, equal_fits=True)
-        tensor, part = torch.ones(count), torch.zeros(count)
-        e.all_reduce(call, tensor, "sum")
-        e.reduce_scatter(call, part, torch.ones(3 * count), "sum")
-        assert (tensor == 3).all() and (part == 3).all()
+    for count, op in itertools.product(
+        (100, 100, 1_000_000, 1_000_000), ("all_reduce", "reduce_scatter")
+    ):
+        check(e, op, 4 * count, 0, torch.float32, part=e.rank)
 
 
 # -- symmetric memory ------------------------------------------------------------------------------

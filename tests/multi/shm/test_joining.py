@@ -22,7 +22,7 @@ from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import Rendezvous, StoreMeeting, meet, reason
 from interlace.runtime.processes.segment import NONCE_BYTES
 from interlace.runtime.processes.signed_store import SignedStore
-from multi.shm.members import LONG, run
+from ranks import LONG, run
 
 NONCE = bytes(range(16))
 IDLE = 8

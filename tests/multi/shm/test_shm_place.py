@@ -1,7 +1,6 @@
 """The place ``shm``: processes of one host that share memory, and what happens when one fails."""
 
 import contextvars
-import gc
 import os
 import pathlib
 import signal
@@ -31,7 +30,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import WORD, Workspace, peers_of
 from interlace.runtime.places import pool as pool_module
-from interlace.runtime.places.pool import ProcessPool
+from interlace.runtime.places.pool import default_pool
 from interlace.runtime.places.shm.place import ShmPlace
 from interlace.runtime.processes import control, segment
 from interlace.runtime.processes.group import HostGroup
@@ -40,7 +39,7 @@ from interlace.runtime.processes.segment import PAGE, Identity, create_segment, 
 from interlace.runtime.processes.waiting import Patience
 from interlace.runtime.processes.worker import OrderedWorker
 from ranks import ranks
-from support import shared_names
+from support import resources, shared_names
 from tiers import few, thorough
 
 NONCE = bytes(range(16))
@@ -74,8 +73,8 @@ def launched_wait(space: Workspace) -> KernelLaunch:
 # -- memory, signals and messages ------------------------------------------------------------------
 
 
-def ring(wait_for_credits: bool) -> list[int]:
-    """Every round, every rank writes its next rank's data; which rounds were read wrong.
+def ring(wait_for_credits: bool) -> None:
+    """Every round, every rank writes its next rank's data.
 
     Rank 1 is slow between waiting and reading, so a producer that does not wait for the credit
     writes the next round over what rank 1 has still to read.
@@ -84,7 +83,6 @@ def ring(wait_for_credits: bool) -> list[int]:
     rank, world_size = place.rank, place.world_size
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     space, stream = workspace("ring"), place.new_stream("compute")
-    wrong = []
     for number in range(8):
         payload = torch.full((ELEMENTS,), 1000 * number + rank)
         if wait_for_credits:
@@ -95,21 +93,21 @@ def ring(wait_for_credits: bool) -> list[int]:
         if rank == 1:
             time.sleep(0.02)
         received = space.data(rank, 0, (ELEMENTS,), torch.int64)
-        if (received != 1000 * number + before).any():
-            wrong.append(number)
+        assert (received == 1000 * number + before).all()
         stream.finish(space)
     place.exchange(b"", "the end of the ring")
-    return wrong
 
 
 @pytest.mark.parametrize("world_size", few([4, 3, 2, 1], 4, 1))
+@ranks()
 def test_push_publish_wait(world_size: int) -> None:
-    assert interlace.run(ring, world_size, True, place="shm") == [[]] * world_size
+    ring(wait_for_credits=True)
 
 
 def test_without_credits_data_is_overwritten() -> None:
     """The control of the test above: its delay does reveal a producer that does not wait."""
-    assert interlace.run(ring, 2, False, place="shm")[1]
+    with pytest.raises(AssertionError, match="rank 1"):
+        interlace.run(ring, 2, False, place="shm")
 
 
 def message(rank: int, number: int) -> bytes:
@@ -119,9 +117,9 @@ def message(rank: int, number: int) -> bytes:
     return (f"{rank}:{number};".encode() * (length // 4 + 1))[:length]
 
 
-def exchanges(count: int) -> list[tuple[int, int]]:
-    """Exchanges of changing length; (number, sender) of what arrived wrong. Rank 1 reads late."""
-    place, wrong, read = of_rank(), [], control.Control.message
+def exchanges(count: int) -> None:
+    """Exchanges of changing length; rank 1 reads late."""
+    place, read = of_rank(), control.Control.message
 
     def late(self: control.Control, peer: int, sequence: int) -> bytes:
         time.sleep(0.002)
@@ -130,27 +128,25 @@ def exchanges(count: int) -> list[tuple[int, int]]:
     with mock.patch.object(control.Control, "message", late if place.rank == 1 else read):
         for number in range(count):
             answers = place.exchange(message(place.rank, number), "an exchange")
-            for rank, answer in enumerate(answers):
-                if answer != message(rank, number):
-                    wrong.append((number, rank))
-    return wrong
+            assert answers == [message(rank, number) for rank in range(place.world_size)]
 
 
-def exchanges_in_one_area(count: int) -> list[tuple[int, int]]:
+def exchanges_in_one_area(count: int) -> None:
     """The mutant: both areas in the same place."""
     with mock.patch.object(control, "AREA", 0):
-        return exchanges(count)
+        exchanges(count)
 
 
 @pytest.mark.parametrize("world_size", few([1, 2, 4], 2))
+@ranks()
 def test_300_exchanges(world_size: int) -> None:
-    assert interlace.run(exchanges, world_size, 300, place="shm") == [[]] * world_size
+    exchanges(300)
 
 
 def test_one_message_area_is_not_enough() -> None:
     """The control of the test above: with a single area the late reader sees the next message."""
-    wrong = interlace.run(exchanges_in_one_area, 2, 50, place="shm")
-    assert any(sender == 0 for _, sender in wrong[1])
+    with pytest.raises(AssertionError, match="rank 1"):
+        interlace.run(exchanges_in_one_area, 2, 50, place="shm")
 
 
 @ranks(2)
@@ -360,10 +356,10 @@ def return_a_function() -> Any:
     ],
 )
 def test_what_does_not_pickle(
-    pool: ProcessPool, function: Any, arguments: Any, kind: type[Exception], said: str
+    function: Any, arguments: Any, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        pool.run(function, arguments, world_size=2)
+        default_pool.run(function, arguments, world_size=2)
 
 
 @ranks(4)
@@ -527,28 +523,21 @@ def rank_1_never_ends() -> None:
 
 
 @thorough
-def test_run_that_does_not_end(pool: ProcessPool) -> None:
+def test_run_that_does_not_end() -> None:
     """Its time has passed as soon as rank 0 has reported."""
     interlace.run(os.getpid, 2, place="shm")
-    before, collect = len(pool.processes()), pool._collect
+    before, collect = len(default_pool.processes()), default_pool._collect
 
     def collect_one(late: Any, until: float) -> Any:
         return collect(late, until if len(late) > 1 else 0.0)
 
     with (
-        mock.patch.object(pool, "_collect", collect_one),
+        mock.patch.object(default_pool, "_collect", collect_one),
         pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] have not finished") as caught,
     ):
         interlace.run(rank_1_never_ends, 2, place="shm")
     assert caught.value.waited_for == (1,)
-    assert len(pool.processes()) == before - 1
-
-
-def resources() -> tuple[int, int]:
-    """Open descriptors and mapped segments of this process, after collecting what is not used."""
-    gc.collect()
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return len(os.listdir("/proc/self/fd")), maps.count("memfd:interlace")
+    assert len(default_pool.processes()) == before - 1
 
 
 def use_memory(buffers: int) -> tuple[int, int]:

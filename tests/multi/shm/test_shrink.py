@@ -1,9 +1,13 @@
 """Going on without ranks that have died, as docs/tutorials/from-sim-to-torchrun.md says."""
 
+import gc
 import itertools
 import os
 import random
+import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,22 +16,68 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import interlace
+from interlace.groups import groups
 from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.places.hosts import host_map
+from interlace.runtime.places.hosts.regroup import HostsRoll
 from interlace.runtime.processes import rendezvous as meetings
+from interlace.runtime.processes.rendezvous import RESULT, MemoryMeeting, MemoryRoll
 from interlace.runtime.processes.waiting import Patience
-from multi.shm import shrink_ranks
 from processes import WAIT, heard, started
-from ranks import ranks
+from ranks import LONG, SECRET, joined, ranks
 from support import free_port
 from tiers import few, thorough
+
+on_hosts = pytest.mark.parametrize("hosts", [1, 2])
+
+
+def sum_of_ranks(rank: int) -> float:
+    """Of the numbers that ranks had at first, over the default group."""
+    whole = torch.tensor([float(rank)])
+    interlace.all_reduce(whole)
+    return whole.item()
+
+
+def install(rank: int, world_size: int, folder: str, hosts: int, timeout: float = LONG) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(SECRET)
+    group = joined(rank, world_size, folder, hosts=hosts, timeout=timeout)
+    groups.install(group.place, all_threads=True)
+
+
+def going_on(
+    rank: int, world_size: int, folder: str, said: Any, hosts: int = 1, timeout: float = LONG
+) -> None:
+    """Calls ops, shrinks when a rank has died, and says who is left each time, until it is alone."""
+    install(rank, world_size, folder, hosts, timeout)
+    while True:
+        try:
+            left = torch.empty(interlace.get_world_size(), dtype=torch.int64)
+            interlace.all_gather_into_tensor(left, torch.tensor([rank]))
+            ids = left.tolist()
+            said.send(ids)
+            if len(ids) == 1:
+                return
+            chance = random.Random(str(ids))
+            while True:
+                count = 4 << (2 * chance.randrange(8))
+                whole = torch.arange(float(count)) + rank
+                interlace.all_reduce(whole)
+                expected = torch.arange(float(count)) * len(ids) + sum(ids)
+                assert torch.equal(whole, expected), (whole, expected)
+                if chance.random() < 0.1:
+                    interlace.new_group().close()
+        except InterlaceError:
+            interlace.shrink()
 
 
 def to_the_last(world_size: int, folder: Path, seed: int, hosts: int = 1) -> int:
     """Kills ranks at random moments, some at once, until one is left; how many were killed."""
     chance, killed = random.Random(seed), 0
-    with started(shrink_ranks.to_the_last, world_size, folder, hosts) as (processes, ends):
+    with started(going_on, world_size, folder, hosts) as (processes, ends):
         alive = list(range(world_size))
         while True:
             said: dict[int, list[int]] = {}
@@ -70,30 +120,88 @@ def test_ranks_of_hosts_go_on(world_size: int, hosts: int, seed: int, tmp_path: 
 
 
 @pytest.mark.parametrize(("hosts", "message"), [(1, False), (1, True), (2, False)])
-def test_a_rank_that_starts_another_program_is_named(
-    hosts: int, message: bool, tmp_path: Path
-) -> None:
+@ranks(4, gone=[1])
+def test_a_rank_that_starts_another_program_is_named(hosts: int, message: bool) -> None:
     """Its process does not end; what it was is gone all the same, and the others go on."""
-    with started(shrink_ranks.replaced, 4, tmp_path, message, hosts) as (processes, ends):
-        for rank in (0, 2, 3):
-            found = f"rank 1 (pid {processes[1].pid}) lives, but has closed its connections"
-            assert found in heard(ends[rank])
-        assert [heard(ends[rank]) for rank in (0, 2, 3)] == [3] * 3
+    pids: list[Any] = [None] * 4
+    interlace.all_gather_object(pids, os.getpid())
+    interlace.barrier()
+    if interlace.get_rank() == 1:
+        os.execv(sys.executable, [sys.executable, "-c", f"import time; time.sleep({LONG})"])
+    found = rf"rank 1 \(pid {pids[1]}\) lives, but has closed its connections"
+    with pytest.raises(InterlaceError, match=found):
+        if message and interlace.get_rank() == 0:
+            interlace.recv(torch.ones(1), 1)
+        interlace.barrier()
+    interlace.shrink()
+    assert interlace.get_world_size() == 3
 
 
 MOMENTS = ["after coming", "after its card", "joined", "said so"]
 
 
+def end_at(when: str, hosts: int) -> None:
+    """This process ends at that point of the first attempt to go on."""
+    roll: Any = MemoryRoll if hosts == 1 else HostsRoll
+    cards, say = MemoryMeeting.cards, roll.say
+
+    def ends(*args: Any) -> None:
+        if when == "after its card":
+            cards(*args)
+        os._exit(1)
+
+    def says(self: Any, what: int, value: int) -> None:
+        if what != RESULT or when == "said so":
+            say(self, what, value)
+        if what == RESULT:
+            os._exit(1)
+
+    if when.startswith("after"):
+        MemoryMeeting.cards = ends  # type: ignore[method-assign]
+    else:
+        roll.say = says
+
+
 @pytest.mark.parametrize(("hosts", "when"), [(hosts, when) for hosts in (1, 2) for when in MOMENTS])
-def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str, tmp_path: Path) -> None:
-    with started(shrink_ranks.killed_while_joining, 4, tmp_path, when, hosts) as (processes, ends):
-        sizes = [heard(ends[rank]) for rank in (0, 3)]
-        if hosts > 1 and when == "said so":  # it may have ended before any other has heard it
-            assert sizes in ([2, 2], [3, 3])
-        else:
-            assert sizes == ([3, 3] if when == "said so" else [2, 2])
-        assert [heard(ends[rank]) for rank in (0, 3)] == [3.0, 3.0]
-        assert [process.join(WAIT) or process.exitcode for process in processes] == [0, 1, 1, 0]
+@ranks(4, gone=[1, 2])
+def test_a_rank_that_ends_while_the_others_go_on(hosts: int, when: str) -> None:
+    """Rank 1 leaves by its end; rank 2 ends at the point ``when``."""
+    rank = interlace.get_rank()
+    if rank == 1:
+        os._exit(1)
+    if rank == 2:
+        end_at(when, hosts)
+    interlace.shrink()
+    size = interlace.get_world_size()
+    if hosts > 1 and when == "said so":  # it may have ended before any other has heard it
+        assert size in (2, 3)
+    else:
+        assert size == (3 if when == "said so" else 2)
+    try:
+        total = sum_of_ranks(rank)
+    except InterlaceError:
+        interlace.shrink()
+        total = sum_of_ranks(rank)
+    sizes: list[Any] = [None] * 2
+    interlace.all_gather_object(sizes, size)
+    assert total == 3.0 and len(set(sizes)) == 1
+
+
+def stopped(rank: int, world_size: int, folder: str, said: Any, hosts: int, timeout: float) -> None:
+    """Calls ops until one fails, then shrinks: what it says, and who is left; or why not."""
+    install(rank, world_size, folder, hosts, timeout)
+    interlace.barrier()
+    said.send("up")
+    try:
+        while True:
+            interlace.all_reduce(torch.ones(1000))
+    except InterlaceError as error:
+        said.send(str(error))
+    try:
+        group = interlace.shrink()
+        said.send((group.place.name, group.world_size, sum_of_ranks(rank)))
+    except InterlaceError as error:
+        said.send(str(error))
 
 
 @thorough
@@ -106,7 +214,7 @@ def test_who_is_stopped_is_left_out_after_the_timeout(
     """All ranks of a host, too: so looks one that was switched off. When they wake it is too late."""
     seconds = 5.0  # the others come to each op, and to shrink, in thousandths of that
     left = [rank for rank in range(4) if rank not in gone]
-    with started(shrink_ranks.stopped, 4, tmp_path, hosts, seconds) as (processes, ends):
+    with started(stopped, 4, tmp_path, hosts, seconds) as (processes, ends):
         assert [heard(end) for end in ends] == ["up"] * 4
         for rank in gone:
             os.kill(processes[rank].pid, signal.SIGSTOP)
@@ -121,32 +229,82 @@ def test_who_is_stopped_is_left_out_after_the_timeout(
             assert "went on without this one" in heard(ends[rank])
 
 
-def test_what_is_left_of_a_group_of_two_hosts_says_so(tmp_path: Path) -> None:
-    with started(shrink_ranks.after_a_death, 4, tmp_path) as (_, ends):
-        for rank in (0, 2):
-            work, *over = (heard(ends[rank]) for _ in range(8))
-            assert "rank 3 (pid" in work
-            assert "closed" in over[4] and "closed" in over[5] and "closed" in over[6]
-            assert all("rank" in text for text in over)
-            assert heard(ends[rank]) == ((0, 1), 2.0)  # of 2 and 0, in this order
+@ranks(4, hosts=2, gone=[3])
+def test_what_is_left_of_a_group_of_two_hosts_says_so() -> None:
+    """Of one whose rank 3 has died: works, workspaces, groups."""
+    rank, old = interlace.get_rank(), groups.default_group()
+    near: Any = [interlace.new_group([0, 1]), interlace.new_group([2, 3])][rank // 2]
+    square = torch.ones(64, 64)
+    interlace.matmul_all_reduce(square, square, group=near)  # so it has workspaces
+    work: Any = interlace.irecv(torch.ones(4), 3) if rank < 3 else None
+    interlace.barrier()
+    if rank == 3:
+        os._exit(1)
+
+    def check(said: str, *calls: Any) -> None:
+        for call in calls if rank != 1 else ():
+            with pytest.raises(InterlaceError, match=said):
+                call()
+
+    check(r"rank 3 \(pid", work.wait)
+    check(
+        "rank",
+        lambda: interlace.all_reduce(torch.ones(4)),
+        lambda: interlace.all_reduce(torch.ones(4), group=near),
+        lambda: interlace.matmul_all_reduce(square, square, group=near),
+    )
+    new = interlace.shrink()
+    half = interlace.rebuild(new, [2, 0]) if rank != 1 else None
+    check("rank", lambda: interlace.matmul_all_reduce(square, square, group=near))
+    check(
+        "rank.*closed",
+        lambda: interlace.all_reduce(torch.ones(4), group=old),
+        lambda: interlace.shrink(old),
+        lambda: interlace.all_reduce(torch.ones(4), group=new),
+    )
+    if half is not None:
+        whole = torch.tensor([float(rank)])
+        interlace.broadcast(whole, half.ranks[0], group=half)
+        assert half.ranks == (0, 1) and whole.item() == 2.0  # of 2 and 0, in this order
 
 
+def again_and_again(times: int) -> list[tuple[int, int, int]]:
+    """Shrinks a group that has lost nobody; descriptors, threads and mappings before, half-way, after."""
+    found = []
+    for number in range(times + 1):
+        interlace.shrink()
+        whole = torch.ones(100)
+        interlace.all_reduce(whole)
+        assert whole[0] == interlace.get_world_size()
+        if number in (times // 4, times):
+            maps = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+            found.append((len(os.listdir("/proc/self/fd")), threading.active_count(), maps))
+    return found
+
+
+@ranks(2)
 def test_nothing_is_left_of_groups_that_were_shrunk() -> None:
-    before, after = interlace.run(shrink_ranks.again_and_again, 2, 40, place="shm")[0]
+    before, after = again_and_again(40)
     assert after <= before
 
 
-def test_nothing_is_left_of_groups_of_two_hosts(tmp_path: Path) -> None:
+@ranks(4, hosts=2)
+def test_nothing_is_left_of_groups_of_two_hosts() -> None:
     """Which reference counts do; the collector of cycles may be late."""
-    with started(shrink_ranks.again_and_again_on_two_hosts, 4, tmp_path, 8) as (_, ends):
-        for end in ends:
-            before, after = heard(end)
-            assert after <= before
+    again_and_again(4)
+    gc.collect()
+    gc.disable()
+    try:
+        before, after = again_and_again(8)
+    finally:
+        gc.enable()
+    assert after <= before
 
 
 @thorough
+@ranks(3)
 def test_nothing_is_left_of_a_thousand_groups() -> None:
-    before, after = interlace.run(shrink_ranks.again_and_again, 3, 1000, place="shm")[0]
+    before, after = again_and_again(1000)
     assert after <= before
 
 
@@ -176,7 +334,7 @@ class OfOthers(Patience):
     """Patience that is at its end when only rank 0 has not come."""
 
     def step(self, doing: str, waited_for: Sequence[int], ready: Any = None) -> None:
-        self._timeout = 0.0 if list(waited_for) == [0] else shrink_ranks.TIMEOUT
+        self._timeout = 0.0 if list(waited_for) == [0] else LONG
         super().step(doing, waited_for, ready)
 
 
@@ -193,23 +351,62 @@ def test_who_does_not_come_is_named() -> None:
     interlace.barrier()  # who drops a group leaves it
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_ranks_that_mean_different_groups_hear_so(hosts: int, tmp_path: Path) -> None:
-    """Nobody is said to have died, and then they may agree."""
-    with started(shrink_ranks.in_another_order, 2, tmp_path, hosts) as (_, ends):
-        for rank, meant in enumerate(["[0, 1]", "[1, 0]"]):
-            said = heard(ends[rank])
-            assert f", ranks {meant} in this order: ranks [{1 - rank}] name others" in said
-            said = heard(ends[rank])
-            assert (", all that live: ranks [1]", ": ranks [0] name others")[rank] in said
-            assert heard(ends[rank]) == (1 - rank, 1.0)
+@on_hosts
+@ranks(2)
+def test_ranks_that_mean_different_groups_hear_so(hosts: int) -> None:
+    """In different orders, then with all; nobody is said to have died, and then they may agree."""
+    rank = interlace.get_rank()
+    meant = [[0, 1], [1, 0]][rank]
+    said = f", ranks {meant} in this order: ranks [{1 - rank}] name others"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        interlace.rebuild(None, meant)
+    said = (", all that live: ranks [1]", ": ranks [0] name others")[rank]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        interlace.rebuild(None, [0, 1]) if rank else interlace.shrink()
+    group = interlace.rebuild(None, [1, 0])
+    whole = torch.tensor([float(rank)])
+    interlace.broadcast(whole, 0, group=group)
+    assert (group.rank, whole.item()) == (1 - rank, 1.0)
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+def of_torch(rank: int, world_size: int, folder: str, said: Any, port: int, hosts: int) -> None:
+    """torch's groups, whose store rank 0 serves, after rank 0 has died; rank 1 is not in one of them."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), INTERLACE_SECRET="of of_torch"
+    )
+    if hosts > 1:
+        host_map.this_host = lambda: f"host {rank % hosts}"
+    dist.init_process_group("interlace", rank=rank, world_size=world_size)
+    part: Any = dist.new_group([0, 2, 3])
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    try:
+        dist.all_reduce(torch.ones(4))
+    except InterlaceError as error:
+        said.send(str(error))
+    if rank > 1:
+        part = interlace.shrink(part)
+        whole = torch.tensor([float(rank)])
+        dist.broadcast(whole, 3, group=part)
+        dist.barrier(part)
+        said.send((dist.get_process_group_ranks(part), dist.get_rank(part), whole.item()))
+    interlace.shrink()
+    assert dist.group.WORLD.interlace_communicator.place.name == ("shm" if hosts == 1 else "hosts")
+    half = dist.new_group([0])
+    whole = torch.full((4,), float(rank))
+    dist.all_reduce(whole)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    said.send((dist.get_rank(), dist.get_world_size(), whole[0].item(), dist.get_world_size(half)))
+    dist.destroy_process_group()
+
+
+@on_hosts
 def test_torchs_own_groups(hosts: int, tmp_path: Path) -> None:
     """Of the default group comes the next one, of another one with the same global ranks."""
     port = free_port()
-    with started(shrink_ranks.of_torch, 4, tmp_path, port, hosts) as (processes, ends):
+    with started(of_torch, 4, tmp_path, port, hosts) as (processes, ends):
         for rank in (1, 2, 3):
             assert "rank 0 (pid" in heard(ends[rank])
             if rank > 1:

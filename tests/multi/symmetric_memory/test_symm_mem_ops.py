@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,6 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import interlace
 from interlace.ops.matmul import torch_ops
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from support import SCALES_BY_ROW, TORCH, compiled_anew
 from tiers import thorough
@@ -161,36 +159,35 @@ def on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
-def check_against_torch(path: Path, backend: str, makers: Sequence[Makers]) -> int:
+def check_against_torch(makers: Sequence[Makers]) -> int:
     """Ours are as torch's fallbacks, and as torch's fake kernels tell its compiler; the number of cases."""
-    with world(path, backend) as group:
-        cases = [case for maker in makers for case in maker(group.group_name)]
-        for op, title, args, options in cases:
-            copied = [list(each) if isinstance(each, list) else each for each in args]
-            expected = REFERENCES[op](*copied, **options)
-            got = getattr(torch.ops.symm_mem, op)(*args, **options)
-            check(got, expected, f"{op} {title}")
-            if title not in ("torch.int64", "result scale"):  # which torch's do not take
-                fake = getattr(torch.ops.symm_mem, op)(*on_meta(args), **on_meta(options))
-                check(got, fake, f"{op} {title} meta", values=False)
+    group: Any = dist.group.WORLD
+    cases = [case for maker in makers for case in maker(group.group_name)]
+    for op, title, args, options in cases:
+        copied = [list(each) if isinstance(each, list) else each for each in args]
+        expected = REFERENCES[op](*copied, **options)
+        got = getattr(torch.ops.symm_mem, op)(*args, **options)
+        check(got, expected, f"{op} {title}")
+        if title not in ("torch.int64", "result scale"):  # which torch's do not take
+            fake = getattr(torch.ops.symm_mem, op)(*on_meta(args), **on_meta(options))
+            check(got, fake, f"{op} {title} meta", values=False)
     return len(cases)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks()
-def test_as_torch(tmp_path: Path, backend: str, world_size: int) -> None:
-    assert check_against_torch(tmp_path / "store", backend, [gathering, reducing]) == 22
+def test_as_torch(backend: str, world_size: int) -> None:
+    assert check_against_torch([gathering, reducing]) == 22
 
 
 @pytest.mark.skipif(
     not SCALES_BY_ROW, reason="before torch 2.12 a CPU multiplies no rows with scales"
 )
 @pytest.mark.parametrize("world_size", [2, 4])
-@ranks()
-def test_scaled_as_torch(tmp_path: Path, world_size: int) -> None:
-    makers = [scaled_gathering, scaled_reducing]
-    assert check_against_torch(tmp_path / "store", "interlace", makers) == 12
+@ranks(backend="interlace")
+def test_scaled_as_torch(world_size: int) -> None:
+    assert check_against_torch([scaled_gathering, scaled_reducing]) == 12
 
 
 # -- the others ----------------------------------------------------------------------------------------
@@ -198,47 +195,47 @@ def test_scaled_as_torch(tmp_path: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks(4)
-def test_collectives(tmp_path: Path, backend: str) -> None:
+def test_collectives(backend: str) -> None:
     """Every other op, in a group of all ranks but the first too."""
     ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
-    with world(tmp_path / "store", backend) as group:
-        rank, size, name = dist.get_rank(), dist.get_world_size(), group.group_name
-        some = dist.new_group(list(range(1, size)), backend=backend)
-        shards = [torch.arange(4.0).view(2, 2) + 10 * source for source in range(size)]
-        x, total, nothing = shards[rank], sum(shards), torch.full((2, 2), -1.0)
-        rows, columns = x.repeat(size, 1), x.repeat(1, size)
+    group: Any = dist.group.WORLD
+    rank, size, name = dist.get_rank(), dist.get_world_size(), group.group_name
+    some = dist.new_group(list(range(1, size)), backend=backend)
+    shards = [torch.arange(4.0).view(2, 2) + 10 * source for source in range(size)]
+    x, total, nothing = shards[rank], sum(shards), torch.full((2, 2), -1.0)
+    rows, columns = x.repeat(size, 1), x.repeat(1, size)
 
-        def empty() -> torch.Tensor:
-            return nothing.clone()
+    def empty() -> torch.Tensor:
+        return nothing.clone()
 
-        started = ops._low_contention_all_gather(x, name)
-        assert torch.equal(wait(started), torch.cat(shards))
-        gathered = ops.multimem_all_gather_out(x, name, torch.full((2 * size, 2), -1.0))
-        assert torch.equal(gathered, torch.cat(shards))
-        scattered = ops._low_contention_reduce_scatter(rows, "avg", name)
-        assert torch.equal(wait(scattered), total / size)
-        of_root = ops.multimem_one_shot_reduce_out(x, "sum", 1, name, empty())
-        assert torch.equal(of_root, total if rank == 1 else nothing)
-        summed = {
-            "one shot": ops.one_shot_all_reduce(x, "sum", name),
-            "copy": ops.one_shot_all_reduce_copy(empty(), x, "sum", name),
-            "out": ops.one_shot_all_reduce_out(x, "sum", name, empty()),
-            "copy out": ops.one_shot_all_reduce_copy_out(empty(), x, "sum", name, empty()),
-            "multimem": ops.multimem_one_shot_all_reduce(x, "sum", name),
-            "two shot out": ops.two_shot_all_reduce_out(x.clone(), "sum", name, empty()),
-            "scattered": ops.reduce_scatter_out(rows, name, False, empty()),
-            "scattered by columns": ops.reduce_scatter_out(columns, name, True, empty()),
-        }
-        for op in ("two_shot_all_reduce_", "multimem_all_reduce_"):
-            summed[op] = x.clone()
-            assert getattr(ops, op)(summed[op], "sum", name) is summed[op]
-        for title, found in summed.items():
-            assert torch.equal(found, total), title
-        if rank > 0:
-            assert torch.equal(ops.one_shot_all_reduce(x, "sum", some.group_name), sum(shards[1:]))
-            products = ops.fused_all_gather_matmul(x, [torch.ones(2, 1)], 0, some.group_name)
-            assert torch.equal(products[1][0], torch.cat(shards[1:]).sum(1, keepdim=True))
-        dist.barrier()
+    started = ops._low_contention_all_gather(x, name)
+    assert torch.equal(wait(started), torch.cat(shards))
+    gathered = ops.multimem_all_gather_out(x, name, torch.full((2 * size, 2), -1.0))
+    assert torch.equal(gathered, torch.cat(shards))
+    scattered = ops._low_contention_reduce_scatter(rows, "avg", name)
+    assert torch.equal(wait(scattered), total / size)
+    of_root = ops.multimem_one_shot_reduce_out(x, "sum", 1, name, empty())
+    assert torch.equal(of_root, total if rank == 1 else nothing)
+    summed = {
+        "one shot": ops.one_shot_all_reduce(x, "sum", name),
+        "copy": ops.one_shot_all_reduce_copy(empty(), x, "sum", name),
+        "out": ops.one_shot_all_reduce_out(x, "sum", name, empty()),
+        "copy out": ops.one_shot_all_reduce_copy_out(empty(), x, "sum", name, empty()),
+        "multimem": ops.multimem_one_shot_all_reduce(x, "sum", name),
+        "two shot out": ops.two_shot_all_reduce_out(x.clone(), "sum", name, empty()),
+        "scattered": ops.reduce_scatter_out(rows, name, False, empty()),
+        "scattered by columns": ops.reduce_scatter_out(columns, name, True, empty()),
+    }
+    for op in ("two_shot_all_reduce_", "multimem_all_reduce_"):
+        summed[op] = x.clone()
+        assert getattr(ops, op)(summed[op], "sum", name) is summed[op]
+    for title, found in summed.items():
+        assert torch.equal(found, total), title
+    if rank > 0:
+        assert torch.equal(ops.one_shot_all_reduce(x, "sum", some.group_name), sum(shards[1:]))
+        products = ops.fused_all_gather_matmul(x, [torch.ones(2, 1)], 0, some.group_name)
+        assert torch.equal(products[1][0], torch.cat(shards[1:]).sum(1, keepdim=True))
+    dist.barrier()
 
 
 # -- callers -------------------------------------------------------------------------------------------
@@ -264,17 +261,17 @@ class GatherLinear(torch.autograd.Function):
         return of_x, grad.flatten(0, -2).t() @ whole.flatten(0, -2), None
 
 
-@ranks(2)
-def test_layer_with_gradients(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_layer_with_gradients() -> None:
     """Calls by group name from an autograd function, as torchtitan makes them."""
-    with world(tmp_path / "store") as group:
-        x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
-        GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
-        got = x.grad, w.grad
-        x.grad = w.grad = None
-        whole = torch.distributed.nn.functional.all_gather(x, group)
-        (torch.cat(whole) @ w.t()).square().sum().backward()
-        assert torch.equal(got[0], x.grad) and torch.equal(got[1], w.grad)  # type: ignore[arg-type]
+    group: Any = dist.group.WORLD
+    x, w = numbers(4, 2, 6).requires_grad_(), numbers(5, 6, seed=1).requires_grad_()
+    GatherLinear.apply(x, w, group.group_name).square().sum().backward()  # type: ignore[no-untyped-call]
+    got = x.grad, w.grad
+    x.grad = w.grad = None
+    whole = torch.distributed.nn.functional.all_gather(x, group)
+    (torch.cat(whole) @ w.t()).square().sum().backward()
+    assert torch.equal(got[0], x.grad) and torch.equal(got[1], w.grad)  # type: ignore[arg-type]
 
 
 def counted(calls: list[str], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,10 +303,11 @@ def inductors_pass() -> Iterator[list[str]]:
 
 
 @thorough
-@ranks(2)
-def test_inductors_own_pass(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_inductors_own_pass() -> None:
     """``_micro_pipeline_tp`` replaces collective and matmul by torch's ops, which run here."""
-    with world(tmp_path / "store") as group, inductors_pass() as calls:
+    group: Any = dist.group.WORLD
+    with inductors_pass() as calls:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch_symm_mem.enable_symm_mem_for_group(group.group_name)
@@ -424,15 +422,16 @@ def patterns(group: Any) -> dict[str, tuple[str, Callable[..., Any], tuple[Any, 
     return found
 
 
-@ranks(2)
-def test_graphs_of_inductors_own_pass(tmp_path: Path) -> None:
+@ranks(2, backend="interlace")
+def test_graphs_of_inductors_own_pass() -> None:
     """The patterns of torch's own tests of ``micro_pipeline_tp_pass``: their ops run here, as unfused."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import remove_noop_ops, view_to_reshape
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with world(tmp_path / "store") as group, inductors_pass() as calls:
+    group: Any = dist.group.WORLD
+    with inductors_pass() as calls:
         interlace.take_over_symm_mem()
         try:
             found = patterns(group)

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import interlace.tensor as styles
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from tiers import few
 
@@ -27,11 +25,10 @@ FEW = few([("interlace", 2), ("gloo", 2), ("interlace", 4), ("gloo", 4)], ("inte
 def on_meshes(body: Callable[..., None]) -> Callable[..., Any]:
     """A test whose body runs on every rank of a mesh of one dim, which it gets as ``mesh``."""
 
-    def in_world(tmp_path: Path, backend: str, world_size: int, **given: Any) -> None:
-        with world(tmp_path / "store", backend):
-            body(mesh=init_device_mesh("cpu", (world_size,)), **given)
+    def in_world(backend: str, world_size: int, **given: Any) -> None:
+        body(mesh=init_device_mesh("cpu", (world_size,)), **given)
 
-    own = list(inspect.signature(in_world).parameters.values())[:3]
+    own = list(inspect.signature(in_world).parameters.values())[:2]
     more = [each for name, each in inspect.signature(body).parameters.items() if name != "mesh"]
     functools.update_wrapper(in_world, body)
     in_world.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]

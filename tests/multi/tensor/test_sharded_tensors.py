@@ -1,6 +1,5 @@
 """interlace.tensor on processes: meshes of two dims, DTensors, gradients, collectives as torch's."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from interlace.tensor import (
     scatter,
     scatter_v,
 )
-from multi.process_group.backend_ranks import world
 from multi.tensor.meshes import expected_chunk
 from ranks import ranks
 from support import noise, payload
@@ -64,71 +62,69 @@ def check(sharded: ShardedTensor, whole: torch.Tensor, block: Any, summed_over: 
     torch.testing.assert_close(local.grad, expected)
 
 
-@ranks(4)
-def test_meshes_of_two_dims(tmp_path: Path) -> None:
-    with world(tmp_path / "store"):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        rank = interlace.get_rank()
-        row, column = divmod(rank, 2)
+@ranks(4, backend="interlace")
+def test_meshes_of_two_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank = interlace.get_rank()
+    row, column = divmod(rank, 2)
 
-        def leaf(part: torch.Tensor) -> torch.Tensor:
-            return part.clone().requires_grad_()
+    def leaf(part: torch.Tensor) -> torch.Tensor:
+        return part.clone().requires_grad_()
 
-        whole = whole_of(5, 6)
-        block: Any = (slice(0, 5) if row else slice(0, 0), slice(2, 6) if column else slice(0, 2))
-        two_dims = from_local(leaf(whole[block]), mesh, [Shard(0), Shard(-1)])
-        assert two_dims.sizes == {0: (0, 5), 1: (2, 4)}
-        check(two_dims, whole, block, range(4))
+    whole = whole_of(5, 6)
+    block: Any = (slice(0, 5) if row else slice(0, 0), slice(2, 6) if column else slice(0, 2))
+    two_dims = from_local(leaf(whole[block]), mesh, [Shard(0), Shard(-1)])
+    assert two_dims.sizes == {0: (0, 5), 1: (2, 4)}
+    check(two_dims, whole, block, range(4))
 
-        starts = {(0, 0): 0, (0, 1): 1, (1, 0): 4, (1, 1): 4}
-        start = starts[row, column]
-        block = (slice(start, start + LENGTHS[row, column]),)
-        whole = whole_of(6, 2)
-        twice = from_local(leaf(whole[block]), mesh, [Shard(0), Shard(0)])
-        assert twice.sizes == {0: (4, 2), 1: (1, 3) if row == 0 else (0, 2)}
-        check(twice, whole, block, range(4))
+    starts = {(0, 0): 0, (0, 1): 1, (1, 0): 4, (1, 1): 4}
+    start = starts[row, column]
+    block = (slice(start, start + LENGTHS[row, column]),)
+    whole = whole_of(6, 2)
+    twice = from_local(leaf(whole[block]), mesh, [Shard(0), Shard(0)])
+    assert twice.sizes == {0: (4, 2), 1: (1, 3) if row == 0 else (0, 2)}
+    check(twice, whole, block, range(4))
 
-        block = (slice(0, 1) if column == 0 else slice(1, 6),)
-        copied = from_local(leaf(whole[block]), mesh, [Replicate(), Shard(0)], {1: [1, 5]})
-        check(copied, whole, block, [2 * row, 2 * row + 1])
+    block = (slice(0, 1) if column == 0 else slice(1, 6),)
+    copied = from_local(leaf(whole[block]), mesh, [Replicate(), Shard(0)], {1: [1, 5]})
+    check(copied, whole, block, [2 * row, 2 * row + 1])
 
-        source = whole.clone().requires_grad_() if rank == 2 else None
-        parts = scatter(source, mesh, [Replicate(), Shard(0)], group_src=2)
-        assert torch.equal(parts.to_local(), whole[3 * column : 3 * column + 3])
-        (parts.to_local() * (1 + row)).sum().backward()
-        if source is not None:
-            assert torch.equal(source.grad, torch.full_like(whole, 3.0))  # type: ignore[arg-type]
+    source = whole.clone().requires_grad_() if rank == 2 else None
+    parts = scatter(source, mesh, [Replicate(), Shard(0)], group_src=2)
+    assert torch.equal(parts.to_local(), whole[3 * column : 3 * column + 3])
+    (parts.to_local() * (1 + row)).sum().backward()
+    if source is not None:
+        assert torch.equal(source.grad, torch.full_like(whole, 3.0))  # type: ignore[arg-type]
 
 
-@ranks(4)
-def test_to_and_from_dtensors(tmp_path: Path) -> None:
+@ranks(4, backend="interlace")
+def test_to_and_from_dtensors() -> None:
     """With gradients; what torch.chunk would cut otherwise is an error."""
-    with world(tmp_path / "store"):
-        mesh = init_device_mesh("cpu", (2, 2))
-        rank = interlace.get_rank()
-        whole = whole_of(5, 3)
-        placements = [Shard(0), Shard(1)]
-        given = distribute_tensor(whole, mesh, placements)
-        local = given.to_local().clone().requires_grad_()
-        sharded = from_local(local, mesh, placements)
-        made = sharded.to_dtensor()
-        assert isinstance(made, DTensor) and made.shape == whole.shape
-        assert made.stride() == whole.stride() and torch.equal(made.full_tensor(), whole)
-        (made * 3).to_local().sum().backward()
-        assert local.grad is not None and bool((local.grad == 3).all())
-        back = from_dtensor(made)
-        assert back.shape == whole.shape and back.sizes == sharded.sizes
-        assert torch.equal(back.full_tensor(), whole) and back.requires_grad
-        tiny = from_dtensor(distribute_tensor(whole[:1], mesh, [Shard(0), Shard(0)]))
-        assert torch.equal(tiny.full_tensor(), whole[:1])
-        uneven = from_local(torch.ones(1 + rank, 2), mesh, [Shard(0), Shard(0)])
-        with pytest.raises(ValueError) as caught:
-            uneven.to_dtensor()
-        for each in ("rank 0 has (1, 2), torch.chunk gives it (3, 2)",
-                     "rank 3 has (4, 2), torch.chunk gives it (2, 2)"):  # fmt: skip
-            assert each in str(caught.value)
-        with pytest.raises(ValueError, match="not a part of a tensor but of a sum"):
-            from_dtensor(DTensor.from_local(local, mesh, [Replicate(), Partial()]))
+    mesh = init_device_mesh("cpu", (2, 2))
+    rank = interlace.get_rank()
+    whole = whole_of(5, 3)
+    placements = [Shard(0), Shard(1)]
+    given = distribute_tensor(whole, mesh, placements)
+    local = given.to_local().clone().requires_grad_()
+    sharded = from_local(local, mesh, placements)
+    made = sharded.to_dtensor()
+    assert isinstance(made, DTensor) and made.shape == whole.shape
+    assert made.stride() == whole.stride() and torch.equal(made.full_tensor(), whole)
+    (made * 3).to_local().sum().backward()
+    assert local.grad is not None and bool((local.grad == 3).all())
+    back = from_dtensor(made)
+    assert back.shape == whole.shape and back.sizes == sharded.sizes
+    assert torch.equal(back.full_tensor(), whole) and back.requires_grad
+    tiny = from_dtensor(distribute_tensor(whole[:1], mesh, [Shard(0), Shard(0)]))
+    assert torch.equal(tiny.full_tensor(), whole[:1])
+    uneven = from_local(torch.ones(1 + rank, 2), mesh, [Shard(0), Shard(0)])
+    with pytest.raises(ValueError) as caught:
+        uneven.to_dtensor()
+    for each in ("rank 0 has (1, 2), torch.chunk gives it (3, 2)",
+                 "rank 3 has (4, 2), torch.chunk gives it (2, 2)"):  # fmt: skip
+        assert each in str(caught.value)
+    with pytest.raises(ValueError, match="not a part of a tensor but of a sum"):
+        from_dtensor(DTensor.from_local(local, mesh, [Replicate(), Partial()]))
 
 
 @pytest.mark.parametrize("place", ["shm", "sim"])
@@ -187,19 +183,18 @@ def test_gradients_of_shards_along_another_dimension(columns: int) -> None:
 
 @pytest.mark.parametrize("backend", ["interlace", "gloo"])
 @ranks(4)
-def test_beside_torchs_functions(tmp_path: Path, backend: str) -> None:
+def test_beside_torchs_functions(backend: str) -> None:
     rank = interlace.get_rank()
-    with world(tmp_path / "store", backend):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for dim in (0, 1):
-            for source in (0, 1):
-                check_scatter_and_broadcast(mesh, dim, source)
-            for gather_dim, shard_dim in ((0, 1), (1, 0), (0, 2), (2, 1)):
-                x = payload(rank, 30, (2, 3, 5))
-                mine = tensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
-                theirs = torch_utils.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
-                assert mine.stride() == theirs.stride() and torch.equal(mine, theirs)
-        tensor.check_tensor_meta(torch.ones(2 + rank // 2), True, group=mesh.get_group(1))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for dim in (0, 1):
+        for source in (0, 1):
+            check_scatter_and_broadcast(mesh, dim, source)
+        for gather_dim, shard_dim in ((0, 1), (1, 0), (0, 2), (2, 1)):
+            x = payload(rank, 30, (2, 3, 5))
+            mine = tensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
+            theirs = torch_utils.shard_dim_alltoall(x, gather_dim, shard_dim, mesh, dim)
+            assert mine.stride() == theirs.stride() and torch.equal(mine, theirs)
+    tensor.check_tensor_meta(torch.ones(2 + rank // 2), True, group=mesh.get_group(1))
 
 
 def check_scatter_and_broadcast(mesh: DeviceMesh, dim: int, source: int) -> None:

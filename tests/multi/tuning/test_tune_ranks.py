@@ -14,7 +14,7 @@ from interlace.cli.commands.tune import TuneOptions, tune
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning import files, tuning
 from interlace.runtime.tuning.machine import Problem
-from multi.tuning.calibration_ranks import reading
+from multi.tuning.test_calibration import reading
 from ranks import ranks
 from tiers import thorough
 

@@ -1,8 +1,5 @@
-"""Tools of tests whose ranks have a group of torch.distributed; other folders use them, too."""
+"""Tools of tests of the backend of torch.distributed."""
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,16 +7,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
-
-
-@contextlib.contextmanager
-def world(path: Path | str, backend: str = "interlace") -> Iterator[Any]:
-    """The default group of torch.distributed over all ranks, which meet in the file ``path``."""
-    begin(dist.FileStore(str(path), interlace.get_world_size()), backend)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def begin(store: Any, backend: str = "interlace") -> None:
