@@ -338,7 +338,7 @@ HOSTS = (0, 0, 0, 1, 1)
 RANKS, DIES = range(len(HOSTS)), 4
 GROUPS: dict[str, tuple[Sequence[Callable[[Any], None]], Sequence[int]]] = {
     "five ranks": ((gradients, moving, reducing, rounding, agreeing, leaving_nothing, refused, sending,
-                    answering, no_symmetric_memory), RANKS),
+                    answering, no_symmetric_memory, block_scaled), RANKS),
     "two and two, interleaved": ((agreeing, sending, fitting), [3, 0, 4, 1]),
     "three and one": ((agreeing, sending), [0, 1, 2, 3]),
     "one and two": ((every_op, moving, agreeing), [4, 2, 1]),
