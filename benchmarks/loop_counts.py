@@ -51,8 +51,9 @@ CASES = {
     "attention_keys_backward bf16 head 256": "_take_queries",
 }
 PACKED = {
-    f"{op} {name} nk pointers{copiers}": "multiply_packed"
+    f"{op} {name} nk {how}{copiers}": "multiply_packed"
     for name in FORMATS
+    for how in ("pointers", "tma")
     for op, copiers in (
         ("all_gather_matmul", " copiers"),
         ("matmul_reduce_scatter", ""),
@@ -96,7 +97,8 @@ def registers(report: BuildReport, entry: Entry) -> dict[str, Any]:
 def resources(report: BuildReport, entry: Entry) -> dict[str, Any]:
     """Of a product: its tile, too, which says how many numbers along k a round has."""
     names = "BLOCK_M", "BLOCK_N", "BLOCK_K"
-    tile = [entry.fixed[name] for name in names]
+    tile: list[Any] = [entry.fixed[name] for name in names]
+    tile[2] *= FORMATS[entry.variant.split()[0]].packed
     own = {"spills": report.spills, "warps": entry.num_warps, "tile": tile}
     return {**registers(report, entry), **own}
 

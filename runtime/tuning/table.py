@@ -200,7 +200,7 @@ _TILES: tuple[tuple[Any, ...], ...] = (
     # block-scaled operands, by pointers: what they are converted to takes registers. Of 64 numbers along
     # k, and not 32, ptxas spills on 8.0
     ((8, 12, ANY),   "packed",    ANY,     ANY,    128,  64,  32,  8,    2,    1,   "",            _PACKED),
-    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    4,    4,   "values",      _PACKED),
+    ((9,),           "packed",    ANY,     ANY,     64, 128, 128,  8,    3,    4,   "values",      _PACKED),
     ((10,),          "packed exact", ANY,  ANY,    128, 128, 128,  8,    3,    4,   _NATIVE,       _PACKED),
     ((10,),          "packed fast",  ANY,  ANY,    128, 256, 128,  8,    3,    1,   _NATIVE,       _PACKED),
     # any other GPU: no descriptors, and 32 KiB of the 48 KiB that every GPU has
