@@ -24,7 +24,8 @@ LONG = {
         "how-to/gpu": "bench tune",
         "how-to/run": "hangs record",
         "how-to/train": "attention experts layers megatron norms tensor torchtitan",
-        "reference": "lint",
+        "how-to/migrate": "experts",
+        "reference": "expert-rows lint",
         "explanation": "model",
     }.items()
     for name in names.split()
