@@ -320,8 +320,8 @@ def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     for options, text in (
         (CalibrateOptions(mesh="2x3", world_size=4), "has 6 ranks, --world-size is 4"),
         (CalibrateOptions(mesh="2xb"), "--mesh must be like"),
-        (CalibrateOptions(world_size=1), "there must be 2 to"),
-        (CalibrateOptions(backend="gloo"), "--backend is for ranks that torchrun"),
+        (CalibrateOptions(world_size=1), "a mesh must have 2 to"),
+        (CalibrateOptions(backend="gloo"), "--backend needs ranks of torchrun"),
         (CalibrateOptions(repetitions=1), "--repetitions must be within"),
         (CalibrateOptions(), "there is no file to write"),
     ):
