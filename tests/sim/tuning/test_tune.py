@@ -379,7 +379,10 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
         ({"op": ("all_reduce",)}, "must be one of all_gather_matmul"),
         ({"place": "sim", "m": "15"}, "does not divide"),
         ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
-        ({"place": "sim", "budget": float("inf")}, "--budget must be positive and at most 1e.* s, got inf"),
+        (
+            {"place": "sim", "budget": float("inf")},
+            "--budget must be positive and at most 1e.* s, got inf",
+        ),
         ({"place": "sim", "m": ""}, "--m: '' is no size"),
         ({"place": "sim", "m": "1G", "n": "1G", "k": "1G"}, "on 2 ranks needs .* GiB, there are"),
         ({"place": "sim", "arch": 90}, "--arch is for --dry-run"),
