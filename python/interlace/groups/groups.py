@@ -176,7 +176,7 @@ def close(whole: Communicator) -> None:
 _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
     "interlace_default_group", default=None
 )
-_of_run: Communicator | None = None  # of a process that is one rank; all its threads see it
+_of_run: Communicator | None = None  # if the process is one rank; all its threads see it
 _of_process: Communicator | None = None
 _made_from: weakref.ref[Any] | None = None  # torch's default group, if the group came from there
 _of_process_group: weakref.WeakKeyDictionary[object, Communicator] = weakref.WeakKeyDictionary()

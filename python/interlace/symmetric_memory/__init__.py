@@ -10,7 +10,7 @@ one import::
     hdl.barrier()
     kernel[(4,)](hdl.buffer_ptrs_dev, hdl.signal_pad_ptrs_dev, hdl.rank, hdl.world_size)
 
-Kernels that are launched in this way may wait for programs of their own grid and of other ranks. In ``sim``
+Kernels that are launched in this way may wait for programs of the same grid and of other ranks. In ``sim``
 every program of every rank is a coroutine of one seeded scheduler. In ``shm`` every program of a launch is
 a coroutine; waits for peers yield, are limited in time, and end when a peer dies.
 

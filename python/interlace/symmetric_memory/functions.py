@@ -72,7 +72,7 @@ _LARGEST = (1 << 32) - 1
 
 
 def _table(addresses: Sequence[int]) -> torch.Tensor:
-    """Return an int64 table in a mapping of its own, which is high in the address space."""
+    """Return an int64 table in a separate mapping, which is high in the address space."""
     # A Python that is not position-independent, such as Debian's, may put small memory below 2**31.
     # Triton would type such an address int32, which cannot become a pointer.
     memory = mmap.mmap(-1, 8 * len(addresses))
@@ -266,7 +266,7 @@ class SymmetricMemory:
             place.run_kernel(launch, waited_for, timeout_ms / 1000 if timeout_ms else None)
             if late := waited_for():
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank}: {launch.op} stopped waiting for rank {late[0]} after "
+                    f"rank {self.rank}: {launch.op} gave up waiting for rank {late[0]} after "
                     f"{place.poll_limit()} polls",
                     tuple(late),
                 )
@@ -425,7 +425,7 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
     elif met != numbers:  # then on every rank, because a storage meets once in a group
         others = [rank for rank in range(len(numbers)) if numbers[rank] != met[rank]]
         raise ValueError(
-            f"{OP}: tensor was exchanged with other tensors before than those of ranks {others} now, on "
+            f"{OP}: tensor was used before with other tensors than ranks {others} pass now, on "
             f"rank {communicator.rank}"
         )
     return handle
@@ -630,8 +630,8 @@ def _called_directly() -> tuple[dict[str, Any], dict[str, Any]]:
     """Return functions for simulated ranks: a wait inside an op is in pybind11, which cannot take turns."""
     direct = {name: _loading(name) for name in NAMES}
     for name, function in direct.items():
-        # torch reads these when it defines the op during the run, or when its compiler goes through all ops
-        # that were used: the overload, and names of overloads (from 2.13 on, overloads)
+        # torch reads these when it defines the op during the run, or when its compiler visits all used ops:
+        # the overload, and names of overloads (from 2.13 on, overloads)
         own = {"default": function, "_qualified_op_name": f"symm_mem::{name}", "_op": function}
         vars(function).update(own, overloads=list, op_overloads=list)
     return vars(torch.ops.symm_mem), direct

@@ -85,7 +85,7 @@ def test_binding() -> None:
     spec.bind([[0, 2], [1, 3]])  # again, to another group
     for form in (spec, "bound here", interlace.GroupSpec("bound here")):
         assert gathered(form) == columns
-    with pytest.raises(ValueError, match="has 2 ranks, the op was traced for 3"):
+    with pytest.raises(ValueError, match="has 2 ranks, but the op was traced for 3"):
         gathered(interlace.GroupSpec("bound here", 3))
     interlace.new_group([0, 1, 2, 3], name="named")
     assert gathered(interlace.GroupSpec("named", 4)) == [0.0, 1.0, 2.0, 3.0]

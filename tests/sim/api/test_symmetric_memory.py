@@ -161,7 +161,7 @@ MISUSES = {
     "foreign": "tensor must be one that interlace.symmetric_memory.empty made, or a view of one; got "
     "a tensor of (4,) in other memory",
     "met": "whether tensor has been here before differs between ranks: True on rank 0, False on rank 1",
-    "mixed": "tensor has met other tensors before than those that ranks ",
+    "mixed": "tensor was used before with other tensors than ranks ",
     "no tensor": "TypeError: tensor must be a tensor, got int",
     "group": "ValueError: group: there is no group named 'nobody'",
     "device": "ValueError: device must be None or cpu in place ",
