@@ -179,7 +179,7 @@ def test_a_mesh_that_was_cut_from_the_one_measured(tmp_path: pathlib.Path) -> No
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"bandwidth": [1.0]}, "bandwidth has 1 figures, the mesh 2 dimensions"),
+        ({"bandwidth": [1.0]}, "bandwidth has 1 figures, but the mesh has 2 dimensions"),
         ({"bandwidth": [1.0, 0.0]}, "bandwidth must be positive and finite, got 0.0"),
         ({"latency": math.nan}, "latency must be positive and finite, got nan"),
         ({"latency": "fast"}, "latency has 4 figures"),
