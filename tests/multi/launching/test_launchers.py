@@ -110,7 +110,7 @@ MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "INTERLACE_SECRET"
         ((0, 0, MEETING), ValueError, "less than world_size 0, got 0"),
         (("0", 2, MEETING), TypeError, "rank must be an int, got '0'"),
         ((0, 2.0, MEETING), TypeError, "world_size must be an int, got 2.0"),
-        ((0, 2, None), TypeError, "meeting must be what meeting() gave, got NoneType"),
+        ((0, 2, None), TypeError, "meeting must be the result of meeting(), got NoneType"),
         ((0, 2, {**MEETING, "MASTER_PORT": 1}), TypeError, "meeting must be what meeting() gave"),
         ((0, 2, {"MASTER_ADDR": "a"}), ValueError, "meeting() gave, and has no MASTER_PORT"),
         ((0, 2, {**MEETING, "MASTER_ADDR": ""}), ValueError, "meeting: MASTER_ADDR=''"),

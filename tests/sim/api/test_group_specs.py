@@ -78,7 +78,7 @@ def test_binding() -> None:
     spec = interlace.GroupSpec("bound here", 2)
     with pytest.raises(ValueError, match="no group named 'bound here'"):
         gathered(spec)
-    with pytest.raises(ValueError, match="has size 2, the group 4"):
+    with pytest.raises(ValueError, match="has size 2, the group has 4"):
         spec.bind(None)
     spec.bind([[0, 1], [2, 3]])
     assert gathered(spec) == pairs
