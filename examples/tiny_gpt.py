@@ -1,15 +1,15 @@
-"""A small GPT over bytes, twice: in layers of torch.nn, and split over ranks in layers of interlace.nn.
+"""A small GPT over bytes, twice: with layers of torch.nn, and split over ranks with layers of interlace.nn.
 
-Both are made in the same order, so one seed gives both the same weights, and their state dicts have the
-same keys. Activations are sequence first, ``[s, b, h]``: positions, sequences of the batch, features. Of
-the sharded model each of the ``W`` ranks of a group has
+Both are made in the same order, so the same seed gives both the same weights, and their state dicts have
+the same keys. Activations are sequence first, ``[s, b, h]``: positions, sequences of the batch, features.
+Each of the ``W`` ranks of a group has these parts of the sharded model:
 
     between the blocks     its part of the sequence          [s / W, b, h]
-    inside of a block      its heads, its part of the MLP    [s, b, h / W], [s, b, 4 * h / W]
-    behind the head        its part of the vocabulary        [s, b, vocabulary / W]
+    inside a block         its heads, its part of the MLP    [s, b, h / W], [s, b, 4 * h / W]
+    after the head         its part of the vocabulary        [s, b, vocabulary / W]
 
-What moves between the ranks moves inside of the layers, with their matmuls. Of the code below only the
-number of heads in ``attend`` depends on there being ranks.
+All communication is inside the layers, with their matmuls. In the code below only the number of heads in
+``attend`` depends on the ranks.
 """
 
 import functools
@@ -28,9 +28,9 @@ VOCABULARY = 128  # ASCII
 
 @dataclass(frozen=True)
 class Shape:
-    """``length`` is that of a sequence; ``heads`` divides ``hidden``, and the ranks divide ``heads``.
+    """``length`` is the length of a sequence; ``heads`` divides ``hidden``, the ranks divide ``heads``.
 
-    With ``experts`` the feed-forward block is a mixture of so many, two of them for each token.
+    With ``experts`` the feed-forward block is a mixture of that many experts, two of them for each token.
     """
 
     hidden: int = 128
@@ -42,16 +42,16 @@ class Shape:
 
 @functools.cache
 def text() -> Tensor:
-    """The reference manual of Python, which help("lambda") shows and every Python has, as bytes."""
+    """Return the reference manual of Python as bytes; help("lambda") shows it, and every Python has it."""
     topics = pydoc_data.topics.topics
     whole = "\n\n".join(topics[name] for name in sorted(topics))
     return torch.tensor(list(whole.encode("ascii", "ignore")))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int, context: Any = None) -> Tensor:
-    """Causal attention of all heads in ``[s, b, heads * head_dim]``, which are this rank's.
+    """Compute causal attention of this rank's heads, all in ``[s, b, heads * head_dim]``.
 
-    Of a ``context`` group each rank has its part of the sequence.
+    In a ``context`` group each rank has its part of the sequence.
     """
     if context is not None:
         heads = [x.unflatten(-1, (-1, head_dim)) for x in (q, k, v)]
@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int, context: Any = None) 
 
 
 class GPT(torch.nn.Module):
-    """The unsharded model: tokens and targets ``[s, b]`` to the mean loss."""
+    """The unsharded model: from tokens and targets ``[s, b]`` to the mean loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -127,9 +127,9 @@ class Experts(torch.nn.Module):
 
 
 class ShardedGPT(torch.nn.Module):
-    """The same on a group of ranks: all tokens and targets ``[s, b]``, on all ranks, to the mean loss.
+    """The same on a group of ranks: from all tokens and targets ``[s, b]``, on all ranks, to the mean loss.
 
-    With a ``context`` group each of its ranks works on its part of the tokens, and gives the loss of that.
+    In a ``context`` group each rank works on its part of the tokens, and returns the loss of that part.
     """
 
     def __init__(self, shape: Shape, group: Any, context: Any = None) -> None:

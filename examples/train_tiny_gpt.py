@@ -1,20 +1,20 @@
-"""Train a small GPT with tensor and sequence parallelism beside data parallelism, and check it.
+"""Train a small GPT with tensor and sequence parallelism and data parallelism, and check it.
 
     python examples/train_tiny_gpt.py                             # starts its 4 ranks itself
-    torchrun --nproc-per-node 4 examples/train_tiny_gpt.py        # or is started on them
+    torchrun --nproc-per-node 4 examples/train_tiny_gpt.py        # runs on the ranks of torchrun
     python examples/train_tiny_gpt.py --data-parallel fsdp        # FSDP2 in place of DDP
     python examples/train_tiny_gpt.py --experts 4                 # mixtures of experts, spread over --tp
 
-Needs no GPU. Ranks form a mesh of ``--dp`` times ``--tp``: each of the ``dp`` groups has the whole model,
-split over its ``tp`` ranks (tiny_gpt.py), and its part of every batch; gradients are averaged over the
-groups by DDP or FSDP2. With ``--context-parallel`` a group is so many, each with its part of the sequences;
-attention gets the keys of all. Halfway all ranks write a checkpoint. Then
+It needs no GPU. Ranks form a mesh of ``--dp`` times ``--tp``. Each of the ``dp`` groups has the whole
+model, split over its ``tp`` ranks (tiny_gpt.py), and its part of every batch. DDP or FSDP2 averages
+gradients over the groups. With ``--context-parallel`` each group becomes that many groups, each with its
+part of the sequences; attention gets the keys of all. Halfway all ranks write a checkpoint. Then
 
-  - the same model in layers of torch.nn, unsharded and in one process, is trained on the whole batches;
-  - the checkpoint is read by ``--resume-dp`` times ``--resume-tp`` ranks, which train on from there;
-  - the losses are compared, step by step. If any is off by more than 1e-5 of it, the exit status is 1.
+  - the same model with layers of torch.nn, unsharded and in one process, is trained on the whole batches;
+  - ``--resume-dp`` times ``--resume-tp`` ranks read the checkpoint and continue the training from there;
+  - the losses are compared, step by step. If any differs by more than 1e-5 of it, the exit status is 1.
 
-The runs differ in the order of sums alone, so float32 is enough for that.
+The runs differ only in the order of sums, so float32 is enough for that.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from torch.nn.parallel import DistributedDataParallel
 import interlace
 from interlace import nn
 
-TOLERANCE = 1e-5  # of the loss
+TOLERANCE = 1e-5  # relative to the loss
 Losses = dict[int, float]  # by step
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
-    if "RANK" in os.environ:  # torchrun has started this on all ranks
+    if "RANK" in os.environ:  # torchrun has started this script on all ranks
         found = train(options, options.dp * options.context_parallel, options.tp)
         if int(os.environ["RANK"]) != 0:
             return  # rank 0 does the rest
@@ -64,25 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tp", type=int, default=2, help="ranks that the model is split over")
-    parser.add_argument("--dp", type=int, default=2, help="groups of them, which share the batch")
+    parser.add_argument(
+        "--dp", type=int, default=2, help="groups of --tp ranks, which share the batch"
+    )
     parser.add_argument(
         "--context-parallel",
         type=int,
         default=1,
-        help="groups that share a sequence, of each of dp",
+        help="groups of --tp ranks that share a sequence, for each of --dp",
     )
     parser.add_argument("--data-parallel", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--resume-tp", type=int, default=2, help="tp of the ranks that resume")
     parser.add_argument("--resume-dp", type=int, default=1, help="dp of the ranks that resume")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step, of all groups")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step of all groups")
     parser.add_argument(
-        "--out", type=Path, default=Path("tiny_gpt"), help="for files that it writes"
+        "--out", type=Path, default=Path("tiny_gpt"), help="folder for the files that it writes"
     )
     for name, value in vars(Shape()).items():
         if name != "experts":
             parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--experts", type=int, default=0, help="of a mixture in each block, if any")
+    parser.add_argument(
+        "--experts", type=int, default=0, help="experts in each block (default none)"
+    )
     options = parser.parse_args(arguments)
     ranks = ("dp", "tp", "resume_dp", "resume_tp", "context_parallel")
     least = {name: 1 for name in (*ranks, "batch", *vars(Shape()))}
@@ -104,7 +108,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.length >= len(text()):
         parser.error(f"--length must be below the {len(text())} bytes of the text")
     if options.out.exists() and not options.out.is_dir():
-        parser.error(f"--out {options.out} is no folder")
+        parser.error(f"--out {options.out} is not a folder")
     if options.batch % options.dp or options.batch % options.resume_dp:
         parser.error(f"--dp and --resume-dp must divide --batch {options.batch}")
     wanted = options.dp * options.context_parallel * options.tp
@@ -113,7 +117,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         shared = f" times --context-parallel {options.context_parallel}"
         parser.error(
             f"--dp {options.dp}{shared if options.context_parallel > 1 else ''} times --tp {options.tp} "
-            f"must be the {started} ranks started"
+            f"must be the number of started ranks, {started}"
         )
     sizes = options.hidden, options.heads, options.layers, options.length, options.experts
     options.shape = Shape(*sizes)
@@ -122,33 +126,33 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def on_new_ranks(options: argparse.Namespace, dp: int, tp: int, first: int = 0) -> Losses:
-    """:func:`train` in processes of this host."""
+    """Run :func:`train` in processes of this host."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
         every = interlace.run(
             train, dp * tp, options, dp, tp, first, meeting, place="shm", timeout=1000
         )
-    return every[0]  # all ranks have the same
+    return every[0]  # the result is equal on all ranks
 
 
 def train(
     options: argparse.Namespace, dp: int, tp: int, first: int = 0, meeting: str | None = None
 ) -> Losses:
-    """What every rank does: train from step ``first``, if that is not 0 from the checkpoint.
+    """Train as one rank, from step ``first``; if that is not 0, start from the checkpoint.
 
-    ``dp`` counts those that share a sequence, too, as they do by ``--context-parallel`` at first.
+    ``dp`` includes the ranks that share a sequence because of ``--context-parallel``.
     """
     cp = 1 if first else options.context_parallel
-    if meeting is None:  # torchrun has set who meets where
+    if meeting is None:  # torchrun has set the variables for the meeting
         dist.init_process_group("interlace")
     else:
         rank, world_size = interlace.get_rank(), interlace.get_world_size()
         dist.init_process_group("interlace", meeting, rank=rank, world_size=world_size)
     try:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("data", "tensor"))
-        torch.manual_seed(0)  # the same on all ranks, which keep their parts of the same weights
+        torch.manual_seed(0)  # equal on all ranks, which keep their parts of the same weights
         context = None
-        if cp > 1:  # the same ranks, seen as a cube
+        if cp > 1:  # the same ranks, as a mesh with three dimensions
             names = ("data", "context", "tensor")
             cube = init_device_mesh("cpu", (dp // cp, cp, tp), mesh_dim_names=names)
             context = (cube, "context")
@@ -159,7 +163,7 @@ def train(
         if first:
             load(model, optimizer, folder)
         elif dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier run
 
         def step(number: int) -> float:
             if number == options.steps // 2 and not first:
@@ -177,7 +181,7 @@ def train(
 
 
 def reference(options: argparse.Namespace) -> Losses:
-    """The losses of the unsharded model in this process."""
+    """Return the losses of the unsharded model in this process."""
     torch.manual_seed(0)
     model = GPT(options.shape)
     optimizer = adam(model)
@@ -189,10 +193,10 @@ def reference(options: argparse.Namespace) -> Losses:
 
 
 def data_parallel(model: torch.nn.Module, mesh: DeviceMesh, kind: str | None) -> torch.nn.Module:
-    """``model`` with gradients averaged over the groups. It shares the parameters; the layers stay."""
+    """Return ``model`` with gradients averaged over the groups, with the same parameters and layers."""
     if kind == "ddp":
         return DistributedDataParallel(model, process_group=mesh.get_group("data"))
-    if kind == "fsdp":  # splits parameters and the optimizer's state once more
+    if kind == "fsdp":  # also splits parameters and the optimizer's state over the groups
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
@@ -204,7 +208,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """What a checkpoint has: the same on any number of ranks."""
+    """Return the contents of a checkpoint, which are the same on any number of ranks."""
     return {
         "model": nn.sharded_state_dict(model),
         "optimizer": nn.sharded_optimizer_state_dict(model, optimizer),
@@ -212,7 +216,7 @@ def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Into weights and moments, in place; only what FSDP2 has split has to be copied back."""
+    """Load weights and moments in place; only tensors that FSDP2 has split must be copied back."""
     found = states(model, optimizer)
     checkpoint.load(found, checkpoint_id=folder)
     model.load_state_dict(found["model"])
@@ -220,7 +224,7 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
-    """Bytes ``[length + 1, batch]`` from random places, the same on all ranks and in all runs."""
+    """Return bytes ``[length + 1, batch]`` from random places, the same on all ranks and in all runs."""
     whole, generator = text(), torch.Generator().manual_seed(step)
     places = torch.randint(len(whole) - options.length, (options.batch,), generator=generator)
     return whole[places + torch.arange(options.length + 1).unsqueeze(1)]
@@ -229,7 +233,7 @@ def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
 def update(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """One step on ``tokens``; its loss. Gradients are complete then: docs/how-to/train/layers.md."""
+    """Do one step on ``tokens``; return its loss. Gradients are complete: docs/how-to/train/layers.md."""
     optimizer.zero_grad()
     loss = model(tokens[:-1], tokens[1:])
     loss.backward()
@@ -238,8 +242,8 @@ def update(
 
 
 def loop(name: str, steps: range, step: Callable[[int], float], talks: bool = True) -> Losses:
-    """The losses of all ``steps``, printed now and then."""
-    torch.set_num_threads(1)  # ranks share the cores; more would only wait for each other
+    """Return the losses of all ``steps``, and print some of them."""
+    torch.set_num_threads(1)  # ranks share the cores; more threads would only wait for each other
     start, losses = time.monotonic(), {}
     for number in steps:
         losses[number] = step(number)
@@ -253,7 +257,7 @@ def loop(name: str, steps: range, step: Callable[[int], float], talks: bool = Tr
 
 
 def compare(what: str, found: Losses, expected: Losses) -> bool:
-    """Whether all losses of ``found`` are within the tolerance; says so."""
+    """Print and return whether all losses of ``found`` are within the tolerance."""
     apart = [abs(loss - expected[step]) / expected[step] for step, loss in found.items()]
     good, worst = all(each <= TOLERANCE for each in apart), max(apart)  # nan is not good
     said = "the same losses" if good else "OTHER LOSSES"
@@ -262,11 +266,11 @@ def compare(what: str, found: Losses, expected: Losses) -> bool:
 
 
 def plot(path: Path, expected: Losses, found: Losses, resumed: Losses) -> None:
-    """The three curves, and under them how far they are apart."""
+    """Draw the three curves, and their differences below them."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot, which needs matplotlib: pip install 'interlace[plot]'")
+        print("no plot, because matplotlib is not installed: pip install 'interlace[plot]'")
         return
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))

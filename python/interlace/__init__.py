@@ -17,24 +17,24 @@ import interlace_command as _interlace_command
 
 if (_called := _interlace_command.arguments()) is not None:
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        # Ctrl-C while the command imports ends it without a traceback; run() takes this back.
+        # Ctrl-C during the imports ends the command without a traceback; run() takes this back.
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     _cli = _importlib.import_module("interlace.cli.main")
     if not _cli.needs_torch(_called):
-        _sys.exit(_cli.run(_called))  # without what follows, which takes seconds
+        _sys.exit(_cli.run(_called))  # without the imports below, which take seconds
 
 from interlace.runtime.compat.environment import check_environment as _check_environment
 
-_check_environment()  # a typo is told before torch is imported, which takes seconds
+_check_environment()  # reports a typo before torch is imported, which takes seconds
 
 import torch as _torch  # noqa: E402
 
 if "TRITON_INTERPRET" not in _os.environ and not _torch.cuda.is_available():
-    # Decides how @triton.jit treats our kernels; has to be there before triton is imported.
+    # @triton.jit reads this for our kernels, so it must be set before triton is imported.
     _os.environ["TRITON_INTERPRET"] = "1"
 
 _collected = _gc.isenabled()
-_gc.disable()  # a collection would look through all that torch has, which takes longer than all of this
+_gc.disable()  # a collection would visit all objects of torch, which takes longer than all of this
 try:
     import interlace_backend as _interlace_backend
     from interlace import symmetric_memory
@@ -146,7 +146,7 @@ _warn_of_untried()
 _interlace_backend.register()
 _torch_kernels.register()
 
-# what not every process needs; "compile" and "tensor" bring torch's compilers along
+# Modules that not every process needs; "compile" and "tensor" import torch's compilers.
 _ON_FIRST_USE = (
     "aot",
     "compile",
@@ -175,7 +175,7 @@ if _typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _typing.Any:
-        """``interlace.functional``, ``interlace.verify`` and so on, on first use."""
+        """Return ``interlace.functional``, ``interlace.verify`` and so on, imported on first use."""
         if name in _ON_FIRST_USE:
             return _importlib.import_module(f"interlace.{name}")
         if name == "GroupSpec":

@@ -1,4 +1,4 @@
-"""``python -m interlace``: demo, doctor, check, build, verify, bench."""
+"""``python -m interlace``: demo, inspect, doctor, check, build, verify, new, bench, tune, calibrate."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Load a bundle that ``python -m interlace build --op`` has made, and launch it, without Triton.
+"""Load a bundle that ``python -m interlace build --op`` has written, and launch it, without Triton.
 
-This file needs the standard library alone, and CuPy (with its NumPy) from the first launch on. In every
-bundle it is ``load.py``, with the functions that it calls in the same file: whoever launches needs neither
-interlace nor Triton nor torch.
+This file needs only the standard library, and CuPy (with its NumPy) from the first launch on. In every
+bundle it is ``load.py``, together with the functions that it calls. So a launch needs neither interlace nor
+Triton nor torch.
 
 >>> from interlace import aot
 >>> bundle = aot.load("all_gather_matmul_bundle")           # doctest: +SKIP
@@ -35,21 +35,21 @@ from interlace.kernels.bundle_formulas import (
 )
 
 FORMAT = "interlace bundle"
-VERSION = 2  # of the manifest, and of what the functions that the loader calls come to
+VERSION = 2  # changes with the manifest, and with the functions that the loader calls
 CUPY_MISSING = (
     "interlace.aot launches kernels through CuPy, which cannot be imported: install cupy-cuda12x or "
-    "cupy-cuda13x, whichever is for the CUDA version that nvidia-smi shows"
+    "cupy-cuda13x, for the CUDA version that nvidia-smi shows"
 )
 
 _RANGES = {f"i{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 _RANGES |= {f"u{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)}
 _ELEMENTS = {
-    "bf16": ("bfloat16", "uint16"),  # CuPy has no bfloat16: 16 bits that are one
+    "bf16": ("bfloat16", "uint16"),  # CuPy has no bfloat16: uint16 holds its bits
     **{f"fp{bits}": (f"float{bits}",) for bits in (16, 32, 64)},
     **{name: (("u" if name[0] == "u" else "") + f"int{name[1:]}",) for name in _RANGES},
 }
 _FLOAT = "fp32"
-_DEFAULT_SHARED_MEMORY = 48 << 10  # more has to be asked for
+_DEFAULT_SHARED_MEMORY = 48 << 10  # a kernel must request more
 MOST_RANKS = 64
 
 _ANY, _COUNT, _DIVISOR = "*", range(1 << 40), range(1, 1 << 40)
@@ -75,22 +75,24 @@ _MANIFEST = {
     "workspace": {"layout": [str]},
     "arches": {_ANY: {"constants": {_ANY: _COUNT}, "kernels": {_ANY: _KERNEL}}},
 }
-"""What of a manifest is used here: types, or numbers, by field."""
+"""The parts of a manifest that the loader uses: types, or numbers, by field."""
 
 
 def load(path: str | pathlib.Path, arch: int | str | None = None) -> Bundle:
-    """The bundle in directory ``path``, for the current device or for ``arch`` (90 is 9.0).
+    """Return the bundle in directory ``path``, for the current device or for ``arch`` (90 is 9.0).
 
-    With ``arch`` nothing of CUDA is touched before the first launch. Raises BundleError if the directory
-    is not as it was built, ValueError if it has nothing for the architecture, ImportError without CuPy.
+    With ``arch`` nothing of CUDA is used before the first launch. Raises BundleError if the directory is
+    not as it was built, ValueError if it has nothing for the architecture, ImportError without CuPy.
     """
     folder = pathlib.Path(path)
     try:
         manifest = json.loads(_contents(folder / "manifest.json"))
     except FileNotFoundError:
-        raise BundleError(f"{folder} has no manifest.json: it is no bundle or unfinished") from None
+        raise BundleError(
+            f"{folder} has no manifest.json: it is not a bundle or unfinished"
+        ) from None
     except OSError as error:
-        raise BundleError(f"{folder} is no bundle: {error}") from None
+        raise BundleError(f"{folder} is not a bundle: {error}") from None
     except BundleError:
         raise
     except (ValueError, RecursionError) as error:
@@ -137,17 +139,17 @@ class Bundle:
         self._run = [self.kernels[name] for name in self.sequence]
 
     def evaluate(self, name: str, values: Mapping[str, object]) -> Any:
-        """A quantity of the manifest ("slots", "sends"), or a kernel's grid, at launch ``values``.
+        """Return a quantity of the manifest ("slots", "sends"), or a kernel's grid, at launch ``values``.
 
-        Tables come as lists of lines; a kernel wants them as int64 in device memory.
+        Tables are returned as lists of rows; a kernel needs them as int64 in device memory.
         """
         _check_ranks(values)
         return self._values(values).value(name)
 
     def workspace(self, values: Mapping[str, object]) -> dict[str, int]:
-        """Where signal slots and data lie in the symmetric buffer, and its size, in bytes.
+        """Return the offsets of signal slots and data in the symmetric buffer, and its size, in bytes.
 
-        Take the ``values`` of the largest launch: for all launches on one buffer the offsets stay.
+        Pass the ``values`` of the largest launch, because all launches on one buffer use the same offsets.
         """
         _check_ranks(values)
         layout = self.manifest["workspace"]["layout"]
@@ -162,8 +164,9 @@ class Bundle:
         *,
         stream: object = None,
     ) -> None:
-        """Launch one kernel. Raises ValueError for a name that is none, and what :meth:`Kernel.launch`
-        does.
+        """Launch one kernel.
+
+        Raises ValueError if ``kernel`` is unknown, and the errors of :meth:`Kernel.launch`.
         """
         if kernel not in self.kernels:
             raise ValueError(f"kernel is {kernel!r}; the bundle has {', '.join(self.kernels)}")
@@ -172,10 +175,10 @@ class Bundle:
     def run(
         self, values: Mapping[str, object], arguments: Mapping[str, object], *, stream: Any = None
     ) -> None:
-        """Launch all of ``sequence`` on one stream; each kernel takes its own of ``arguments``.
+        """Launch all kernels of ``sequence`` on one stream; each takes the ``arguments`` that it has.
 
-        Raises TypeError for an argument of no kernel, before any is launched, and what
-        :meth:`Kernel.launch` does.
+        Raises TypeError, before any launch, for an argument that no kernel has, and the errors of
+        :meth:`Kernel.launch`.
         """
         for name in arguments:
             if not any(name in kernel.arguments for kernel in self._run):
@@ -183,18 +186,18 @@ class Bundle:
         numbers = {name: each for name, each in arguments.items() if self._counts(name)}
         for kernel in self._run:
             own = {name: arguments[name] for name in kernel.arguments if name in arguments}
-            # a quantity may be of what another kernel is given
+            # a quantity may depend on an argument of another kernel
             others = {name: each for name, each in numbers.items() if name not in own}
             kernel.launch({**others, **values}, own, stream=stream)
 
     def _counts(self, name: str) -> bool:
-        """Whether an argument is a whole number."""
+        """Return whether an argument is a whole number."""
         kinds = (p["type"] for each in self._run for p in each.parameters if p["name"] == name)
         return any(kind in _RANGES for kind in kinds)
 
 
 class Kernel:
-    """One kernel of a bundle. ``arguments`` are the names of what a caller passes, in order."""
+    """One kernel of a bundle. ``arguments`` are the names of a caller's arguments, in order."""
 
     def __init__(
         self, path: pathlib.Path, name: str, facts: dict[str, Any], values: Callable[..., Any]
@@ -208,7 +211,7 @@ class Kernel:
         self._scratch: dict[tuple[int, int], tuple[int, Any]] = {}  # by device and stream
 
     def check(self, values: Mapping[str, object]) -> None:
-        """Raises ValueError if a condition of the kernel does not hold at ``values``."""
+        """Raise ValueError if a condition of the kernel does not hold at ``values``."""
         self._check(self._values(values))
 
     def _check(self, known: LaunchValues) -> None:
@@ -224,12 +227,13 @@ class Kernel:
         *,
         stream: object = None,
     ) -> None:
-        """Launch on ``stream``: CuPy's, torch's, an address; by default CuPy's current one.
+        """Launch on ``stream``: a stream of CuPy or torch, or an address; by default CuPy's current stream.
 
-        ``grid`` is a number of programs, or the launch values that the grid is computed of. From these
-        come integer arguments that are not given, and "resident" is by default one program for each
-        multiprocessor. ``arguments``, by name or all in order: integers; for pointers arrays of CuPy or
-        torch, or addresses. Their memory has to live until the kernel has ended.
+        ``grid`` is a number of programs, or the launch values from which the grid is computed. These also
+        set integer arguments that are not passed; "resident" is by default one program for each
+        multiprocessor. ``arguments`` are passed by name, or all in order. They are integers, and for
+        pointers arrays of CuPy or torch, or addresses. Their memory must stay allocated until the kernel
+        has ended.
 
         Raises TypeError or ValueError naming the argument.
         """
@@ -255,7 +259,7 @@ class Kernel:
     # -- arguments -----------------------------------------------------------------------------
 
     def _numbers(self, arguments: Mapping[str, object] | Sequence[object]) -> dict[str, Any]:
-        """The arguments by name, as numbers: pointers as addresses."""
+        """Return the arguments by name, as numbers; pointers become addresses."""
         if not isinstance(arguments, Mapping):
             if len(arguments) != len(self.arguments):
                 raise TypeError(
@@ -275,7 +279,7 @@ class Kernel:
         }
 
     def _merged(self, values: Mapping[str, object], given: Mapping[str, int]) -> dict[str, object]:
-        """Launch values and integer arguments: quantities may be of both."""
+        """Return launch values and integer arguments: a quantity may depend on both."""
         integers = {p["name"]: given[p["name"]] for p in self._integers if p["name"] in given}
         for name, value in integers.items():
             if name in values and values[name] != value:
@@ -283,7 +287,7 @@ class Kernel:
         return {**values, **integers}
 
     def _derived(self, known: LaunchValues, given: Mapping[str, int]) -> dict[str, int]:
-        """Integer arguments that are not given and that the launch values determine."""
+        """Return the integer arguments that were not passed and that the launch values determine."""
         return {
             p["name"]: _number(p["name"], p["type"], known.value(p["name"]))
             for p in self._integers
@@ -291,7 +295,7 @@ class Kernel:
         }
 
     def _packed(self, given: Mapping[str, object]) -> list[tuple[str, object]]:
-        """(type, value) of every parameter; None where the loader fills in."""
+        """Return (type, value) of every parameter; value is None if the loader sets it."""
         packed: list[tuple[str, object]] = []
         for parameter in self.parameters:
             name, kind = parameter["name"], parameter["type"]
@@ -313,7 +317,7 @@ class Kernel:
     # -- the device ----------------------------------------------------------------------------
 
     def _function(self, cupy: Any) -> Any:
-        """The kernel on the current device, loaded on first use."""
+        """Return the kernel on the current device, loaded on first use."""
         device = cupy.cuda.runtime.getDevice()
         if device not in self._functions:
             module = cupy.RawModule(
@@ -327,7 +331,7 @@ class Kernel:
         return self._functions[device]
 
     def _scratch_pointer(self, cupy: Any, extents: tuple[int, int, int]) -> int:
-        """Memory for programs' descriptors; 0 if none. Launches on one stream share it, one by one."""
+        """Return memory for programs' descriptors, or 0. Launches on one stream share it in turn."""
         x, y, z = extents
         size = self.facts["scratch"]["bytes_per_program"] * x * y * z
         if not size:
@@ -343,11 +347,11 @@ class Kernel:
 
 
 def _require(name: str, value: Any, wanted: object) -> None:
-    """Raises TypeError or KeyError unless ``value`` has all that is ``wanted``; it may have more."""
+    """Raise TypeError or KeyError unless ``value`` has everything in ``wanted``; it may have more."""
     if isinstance(wanted, (range, frozenset)):
         kind = (
             int if isinstance(wanted, range) else str
-        )  # a text would be looked for in a range one by one
+        )  # the range would compare a str with each of its numbers
         fits = type(value) is kind and value in wanted
     else:
         fits = type(value) is (wanted if isinstance(wanted, type) else type(wanted))
@@ -363,7 +367,7 @@ def _require(name: str, value: Any, wanted: object) -> None:
 
 
 def _check_ranks(values: Mapping[str, object]) -> None:
-    """Raises ValueError or TypeError if ``values`` name a rank or shards that no group has."""
+    """Raise ValueError or TypeError if ``values`` name a rank or shards that no group has."""
     world_size = whole("world_size", values.get("world_size", 1))
     if isinstance(world_size, list) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"world_size is {values['world_size']!r}, not within 1..{MOST_RANKS}")
@@ -376,7 +380,7 @@ def _check_ranks(values: Mapping[str, object]) -> None:
 
 
 def _number(name: str, kind: str, value: object) -> Any:
-    """``value`` of an argument as a number, whole but of a float: of a pointer its address."""
+    """Return an argument's ``value`` as a number, whole unless ``kind`` is a float; a pointer's address."""
     if kind.startswith("*"):
         return _address(name, kind[1:], value)
     if kind == _FLOAT:
@@ -415,25 +419,25 @@ def _extents(grid: int | Sequence[int]) -> tuple[int, int, int]:
 
 
 def _verified(path: pathlib.Path, file: Mapping[str, str]) -> pathlib.Path:
-    """The path of a file of the bundle that is as it was built."""
+    """Return the path of a file of the bundle, after a check that the file is as it was built."""
     name = file["file"]
     if pathlib.PurePath(name).name != name:
-        raise BundleError(f"the manifest names a file outside of the bundle: {name}")
+        raise BundleError(f"the manifest names a file outside the bundle: {name}")
     try:
         found = hashlib.sha256(_contents(path / name)).hexdigest()
     except FileNotFoundError:
         raise BundleError(f"{path / name} is missing") from None
     if found != file["sha256"]:
-        raise BundleError(f"{path / name} is not the file that the manifest was written for")
+        raise BundleError(f"{path / name} differs from the file that the manifest describes")
     return path / name
 
 
 def _contents(file: pathlib.Path) -> bytes:
-    """What is in ``file``, which may be no pipe: that of a pipe would never come."""
+    """Return the contents of ``file``, which must not be a pipe: reading a pipe may never end."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     with open(handle, "rb") as opened:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise BundleError(f"{file} is no regular file")
+            raise BundleError(f"{file} is not a regular file")
         return opened.read()
 
 
@@ -446,18 +450,18 @@ def _cupy() -> Any:
 
 
 def _entered(cupy: Any, stream: object) -> Any:
-    """``stream`` as a context in which CuPy launches on it."""
+    """Return ``stream`` as a context in which CuPy launches on it."""
     if stream is None:
         return contextlib.nullcontext()
     if isinstance(stream, int):
         return cupy.cuda.ExternalStream(stream)
-    if hasattr(stream, "cuda_stream"):  # torch's
+    if hasattr(stream, "cuda_stream"):  # a stream of torch
         return cupy.cuda.ExternalStream(stream.cuda_stream)
     return stream
 
 
 def _scalars(packed: Iterable[tuple[str, Any]], scratch: int) -> Iterable[object]:
-    """NumPy scalars, which CuPy passes bit by bit. The first that the loader fills in is ``scratch``."""
+    """Yield NumPy scalars, which CuPy passes bit by bit. The first loader parameter is ``scratch``."""
     import numpy as np
 
     for kind, number in packed:

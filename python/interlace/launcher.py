@@ -1,4 +1,4 @@
-"""``interlace.run``: a function on every rank, in one of the places, from one call."""
+"""``interlace.run`` runs a function on every rank, in one of the places."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def run(
     arch: int | None = None,
     **kwargs: object,
 ) -> list[T]:
-    """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; what it returned, by rank.
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` ranks; return the results by rank.
 
     Inside ``fn``, :func:`interlace.get_rank`, :func:`interlace.get_world_size`,
-    :func:`interlace.barrier` and every op refer to the rank that runs it. For type checkers a call has
-    keyword arguments of ``fn`` or of ``run``; where it has both, ``functools.partial`` takes the former.
+    :func:`interlace.barrier` and every op refer to the rank that runs it. Type checkers accept keyword
+    arguments of either ``fn`` or ``run``; to pass both, put those for ``fn`` in ``functools.partial``.
 
     Parameters
     ----------
-    place : ``"sim"``, ranks simulated in this process in an order drawn from ``seed``; ``"shm"``, one
-        process per rank on this host (``fn`` and its arguments must pickle); ``"cuda"``, virtual ranks
-        that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn;
-        ``"ptx"``, as ``"sim"``, but kernels are compiled for a GPU and their PTX is run on this CPU.
+    place : ``"sim"`` simulates ranks in this process in an order drawn from ``seed``. ``"shm"`` starts one
+        process per rank on this host (``fn`` and its arguments must pickle). ``"cuda"`` has virtual ranks
+        that share the current GPU, or with ``processes`` one process per rank, on the host's GPUs in turn.
+        ``"ptx"`` is like ``"sim"``, but kernels are compiled for a GPU and their PTX is run on this CPU.
     processes : for ``"cuda"``. Ranks that share a GPU then take turns on it, which is slow.
-    seed : the schedule of ``"sim"`` and ``"ptx"``; the same seed is the same schedule.
+    seed : the schedule of ``"sim"`` and ``"ptx"``; the same seed gives the same schedule.
     arch : for ``"ptx"``, the GPU that kernels are compiled for: 80, the default, is sm_80; or 90.
-    timeout : seconds, or a timedelta, after which the run is given up with a ``CollectiveTimeoutError``.
+    timeout : seconds, or a timedelta, after which the run ends with a ``CollectiveTimeoutError``.
 
     Raises
     ------
-    RankError : an exception on a rank, naming the rank; it is an instance of the exception's own class
-        too, and ends the other ranks.
+    RankError : a rank raised an exception. It names the rank and is also an instance of the exception's
+        class. The other ranks are ended.
     DeadlockError : ranks wait for each other (``"sim"``, ``"ptx"``).
 
     >>> interlace.run(lambda: interlace.get_rank() * 10, 3)
@@ -68,7 +68,7 @@ def run(
     """
     if place in JOB_PLACES:
         raise ValueError(
-            f'place "{place}" is of processes that are there already, started by torchrun or joined by '
+            f'place "{place}" needs processes that run already, started by torchrun or joined by '
             f"torch.distributed.init_process_group; run() has {', '.join(PLACES)}"
         )
     if place not in PLACES:
@@ -100,7 +100,7 @@ def run(
             return default_pool.run(
                 fn, args, kwargs, world_size=world_size, timeout=seconds, setup=setup
             )
-        except KeyboardInterrupt as stopped:  # where this process waited is of no use
+        except KeyboardInterrupt as stopped:  # the place where this process waited does not help
             raise stopped.with_traceback(None) from None
 
     return tracing.around(start, fn, place=place)
@@ -113,9 +113,9 @@ def check_run(
     names: tuple[str, str] = ("fn", "world_size"),
     **flags: bool,
 ) -> float:
-    """``timeout`` in seconds. Raises TypeError or ValueError for what cannot be run on ranks.
+    """Return ``timeout`` in seconds. Raise TypeError or ValueError for a call that cannot run on ranks.
 
-    ``names``: of the first two, as the caller's caller knows them. ``flags``: of the caller's own.
+    ``names`` are the user's names of the first two arguments, and ``flags`` the bool arguments to check.
     """
     name, size = names
     if isinstance(world_size, bool) or not isinstance(world_size, int):
@@ -136,7 +136,7 @@ def check_run(
 def rank_function(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Callable[[Place], object]:
-    """A function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
+    """Return a function that runs ``fn(*args, **kwargs)`` as the rank of a place."""
 
     def on_rank(place: Place) -> object:
         if place.simulated and place.world_size > 1:
@@ -148,7 +148,7 @@ def rank_function(
 
 
 def _complete(result: object) -> object:
-    """``result``, complete: no rank is there to wait on later. In processes, sending it does that."""
+    """Wait for ``result``: later no rank is there to wait. Between processes, sending it waits."""
     if "interlace.ops.op.async_tensor" not in sys.modules:
         return result  # no functional op has run
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -161,7 +161,7 @@ def _complete(result: object) -> object:
 
 
 def _install(overrides: Overrides, timeout: float, place: Place) -> Place:
-    """Set a new process up for a run as the caller's context is."""
+    """Set up a new process like the caller's context."""
     set_context(CallContext(overrides=overrides))
     groups.install(place, all_threads=True)
     return place

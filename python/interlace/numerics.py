@@ -1,4 +1,4 @@
-"""``check_numerics``: no NaN goes into an op, or comes out of one, unseen."""
+"""``check_numerics``: an error for every NaN that enters or leaves an op."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,16 @@ from interlace.runtime.core.hooks import HookedOp
 
 @contextlib.contextmanager
 def check_numerics(group: Group = None, *, inf: bool = False) -> Iterator[None]:
-    """Within, an op of ``group`` that reads or makes a NaN raises; it says rank, op, argument and index.
+    """Raise an error, in this context, if an op of ``group`` reads or makes a NaN.
 
-    Of tensors of any shape of floats, complex numbers and fp8. ``inf``: infinities are refused too; by
-    default they are not, for masks have them legitimately.
+    The error names rank, op, argument and index. Tensors may have any shape, with floats, complex numbers
+    or fp8. With ``inf`` infinities are errors as well; by default they are not, because masks contain them.
 
-    What is wrong in an input is refused on all ranks before data moves, and the group goes on. In a message
-    that is sent, or in a result, it ends the group: the rank that found it aborts it, and the others raise
-    an AbortedError that says the same. Of an asynchronous op ``Work.wait`` raises that. An index is that of
-    complex numbers in a view of them as real ones, too, as torch makes (not in inference mode). Takes a
-    pass over each tensor, for which on a GPU the host waits. Raises ValueError.
+    A NaN in an input raises on all ranks before data moves, and the group stays usable. A NaN in a message
+    that is sent, or in a result, ends the group. The rank that found it aborts the group, and the others
+    raise an AbortedError with the same text. For an asynchronous op ``Work.wait`` raises it. The index
+    counts complex numbers, even in torch's view of them as real numbers (not in inference mode). Each check
+    takes a pass over the tensor, and on a GPU the host waits for it. Raises ValueError.
 
     >>> def on_rank():
     ...     tensor = torch.tensor([1.0, float("nan")]) if interlace.get_rank() else torch.ones(2)
@@ -54,15 +54,15 @@ def check_numerics(group: Group = None, *, inf: bool = False) -> Iterator[None]:
 
 
 def first(tensor: torch.Tensor, inf: bool) -> str:
-    """What the first NaN, or infinity if ``inf``, of ``tensor`` is, and where; empty if there is none."""
+    """Return the first NaN in ``tensor`` (or infinity, if ``inf``) with its index, as text, or ""."""
     values, base = tensor.detach(), tensor._base
     if base is not None and base.is_complex():
-        with contextlib.suppress(RuntimeError):  # with which torch refuses what is no such view
+        with contextlib.suppress(RuntimeError):  # torch raises it if this is not such a view
             values = torch.view_as_complex(values)
     if values.is_sparse:
         values = values._values()
     if values.dtype.itemsize == 1 and values.is_floating_point():
-        values = values.float()  # fp8, of which torch asks less
+        values = values.float()  # fp8, for which torch has fewer operations
     if not (values.is_floating_point() or values.is_complex()) or torch.isfinite(values).all():
         return ""
     bad = values.isfinite().logical_not_() if inf else values.isnan()

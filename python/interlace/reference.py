@@ -1,7 +1,7 @@
-"""float64 references of every op, and how far a correct result may be from them.
+"""float64 references of every op, and bounds on the error of a correct result.
 
-They are those of ``ops/matmul/reference.py``, which says where the bounds come from; those of attention
-stand in ``ops/attention/problem.py``.
+They are defined in ``ops/matmul/reference.py``, which explains the bounds; the references of attention are
+in ``ops/attention/problem.py``.
 """
 
 from interlace.ops.matmul.reference import (

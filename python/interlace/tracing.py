@@ -1,4 +1,4 @@
-"""``interlace.trace``: the file of ``demo --trace`` for programs of one's own."""
+"""``interlace.trace`` writes the file of ``demo --trace`` for the user's own programs."""
 
 import functools
 import logging
@@ -18,23 +18,24 @@ Runs = list[tuple[str, Recording]]
 """Runs of ranks in their order, each with the name of its function."""
 
 log = logging.getLogger("interlace")
-_collecting: dict[int, Runs] = {}  # of all threads: runs may be started in others than the block's
+_collecting: dict[int, Runs] = {}  # for all threads: the block may start runs in others
 
 
 @contextmanager
 def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write what kernels and streams do in :func:`interlace.run` to a file for https://ui.perfetto.dev.
 
-    For a block, or as a decorator. The file has the runs of the block one behind the other, whichever
-    thread starts them, one that failed in "sim" as far as it came: a process for each rank, a thread for
-    each program or stream; tiles, sums, copies and waits, and an arrow from each publish to the wait that
-    it ended. Kernels are seen where they are interpreted, in place "sim" (time counts schedule steps) and
-    "shm" (microseconds, interpreted). Of collectives without a kernel, and of compiled kernels, there is
-    nothing to see, nor of ranks that ``interlace.run`` has not started, as torchrun does: take a profile. A
-    file without events is logged.
+    Use it for a block, or as a decorator. The file has the runs of the block one after another, whichever
+    thread starts them. A run that failed in "sim" is included up to the error. A rank is shown as a
+    process, a program or stream as a thread, with tiles, sums, copies and waits. Arrows lead from each
+    publish to the wait that it ended.
 
-    Raises TypeError for what is no path and ValueError for a file that cannot be written, before the block
-    runs; OSError if writing fails after it, which is logged if the block fails too.
+    Kernels are recorded where they are interpreted: in place "sim" (time counts schedule steps) and "shm"
+    (microseconds, interpreted). Collectives without a kernel and compiled kernels are not recorded, and
+    neither are ranks that torchrun started; use a profiler there. A file without events is logged.
+
+    Raises TypeError if ``path`` is not a path and ValueError for a file that cannot be written, before the
+    block runs. Raises OSError if writing fails after the block; if the block fails too, that is logged.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "steps.json")
@@ -56,13 +57,13 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
             try:
                 write_trace(file, runs)
             except OSError as error:
-                log.warning("the trace of a block that failed is not written: %s", error)
+                log.warning("the trace of the failed block could not be written: %s", error)
             raise
     if not any(recording.spans for _, recording in runs):
-        text = "%s has no events: no kernel was interpreted in interlace.run meanwhile"
+        text = "%s has no events: no kernel was interpreted in interlace.run in this block"
         if dist.is_initialized() or "RANK" in os.environ:
             text += (
-                "; ranks of a job, as torchrun starts them, are not traced: take a profile there"
+                "; ranks of a job, as torchrun starts them, are not traced: use a profiler there"
             )
         log.warning(text, file)
     write_trace(file, runs)
@@ -70,7 +71,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def collected() -> Iterator[Runs]:
-    """The runs of a block, which grow as they end. Blocks within it have their own list besides."""
+    """Yield the runs of a block, a list that grows as they end. Each nested block has its own list."""
     runs: Runs = []
     _collecting[id(runs)] = runs
     try:
@@ -82,7 +83,7 @@ def collected() -> Iterator[Runs]:
 def around(
     start: Callable[[Callable[..., Any]], list[Any]], fn: Callable[..., object], *, place: str
 ) -> list[Any]:
-    """``start(fn)``, which runs ``fn`` on ranks of ``place``; recorded, if somebody collects."""
+    """Call ``start(fn)``, which runs ``fn`` on ranks of ``place``; record it if a block collects."""
     collecting, name = tuple(_collecting.values()), getattr(fn, "__name__", type(fn).__name__)
     if not collecting or place == "cuda":
         return start(fn)
@@ -104,7 +105,7 @@ def around(
 
 
 def _recorded(fn: Callable[..., object], *args: Any, **kwargs: object) -> tuple[object, Recording]:
-    """In a rank of its own process: what ``fn`` returns, and its part of the recording."""
+    """Return the result of ``fn`` and its part of the recording, in a rank with its own process."""
     with recorder.recording() as made:
         result = fn(*args, **kwargs)
     return result, made.recording()

@@ -1,4 +1,4 @@
-"""``interlace.verify``: the package ``interlace_verify``, loaded when it is first asked for."""
+"""``interlace.verify``: the package ``interlace_verify``, imported on first use."""
 
 import sys
 

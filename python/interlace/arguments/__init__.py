@@ -1,1 +1,1 @@
-"""From a caller's arguments to what the runtime takes: checks, dense tensors, forms, reduce ops, roots."""
+"""Prepare a caller's arguments for the runtime: checks, dense tensors, forms, reduce ops, roots."""

@@ -1,13 +1,13 @@
-"""Validation of arguments. Messages name the argument and both values; the communicator adds the rank.
+"""Checks of arguments. Messages name the argument and both values; the communicator adds the rank.
 
-Dense stand-ins for tensors that are not dense, for what an engine takes; calls that are remembered.
+The file also has dense stand-ins for tensors that are not dense, because engines need dense tensors, and
+the memory of earlier calls.
 
-``interlace.RMSNorm`` and ``interlace.LayerNorm``: which norm an op does, and their checks.
+``interlace.RMSNorm`` and ``interlace.LayerNorm`` describe the norm that an op does, and are checked here.
 
-One tensor per rank: a list, or one tensor whose shape says whether it is the concatenation or a stack.
-
-For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the stack
-``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
+Some ops take one tensor per rank: a list, or one tensor whose shape decides between concatenation and
+stack. For tensors of shape ``(n, ...)`` and world size W the concatenation has shape ``(W * n, ...)``, the
+stack ``(W, n, ...)``. Tensors without dimensions have only the stack, ``(W,)``.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 
 
 def check_not_quantized(name: str, dtype: torch.dtype) -> None:
-    """TypeError if it is: torch copies such elements by their scale, or not at all."""
+    """Raise TypeError for a quantized dtype: torch copies such elements by their scale, or not at all."""
     if dtype in QUANTIZED:
-        raise TypeError(f"{name} is {dtype}; give a quantized tensor's int_repr()")
+        raise TypeError(f"{name} is {dtype}; pass the int_repr() of a quantized tensor")
 
 
 def filled(
@@ -54,7 +54,7 @@ def filled(
     outputs: Sequence[torch.Tensor],
     run: Callable[[Sequence[torch.Tensor]], Event | None],
 ) -> Event | None:
-    """Run with dense stand-ins for the ``outputs`` that are not dense; the result goes back to these."""
+    """Run with dense stand-ins for ``outputs`` that are not dense, and copy the results back to these."""
     if all([each.is_contiguous() for each in outputs]):  # a generator takes longer
         return run(outputs)
     dense = [each if each.is_contiguous() else each.new_empty(each.shape) for each in outputs]
@@ -67,7 +67,7 @@ def copied_back(
     dense: Sequence[torch.Tensor],
     event: Event | None,
 ) -> Event | None:
-    """After ``event``: each of ``outputs`` that is not itself ``dense`` gets what its stand-in has."""
+    """Copy, after ``event``, each dense stand-in to its tensor in ``outputs``."""
     pairs = [(out, made) for out, made in zip(outputs, dense, strict=True) if out is not made]
     if not pairs:
         return event
@@ -80,7 +80,7 @@ def copied_back(
 
 
 def remember(communicator: Communicator, key: object, call: Call) -> Call:
-    """Keep ``call`` for the next time the same is asked for. TypeError if its tensors are quantized."""
+    """Keep ``call`` for the next equal call. Raise TypeError if its tensors are quantized."""
     for term, value in call.terms:
         if isinstance(value, torch.dtype):
             check_not_quantized(f"{call.op}: {term}", value)
@@ -94,7 +94,7 @@ _SUM: Any = ReduceOp.SUM
 
 
 def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
-    """``value``, detached, if a collective can read it: a strided tensor on the group's device."""
+    """Return ``value``, detached, if a collective can read it: a strided tensor on the group's device."""
     kind = communicator.device_type
     try:
         if (
@@ -105,7 +105,7 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
         ):
             return value.detach() if value.requires_grad else value  # type: ignore[no-any-return]
     except RuntimeError:
-        pass  # it has no address, and maybe another layout: there are words for that
+        pass  # without an address, or with another layout: the checks below have messages for that
     checked = tensor(name, value, communicator)
     if checked.is_nested:
         raise TypeError(f"{name} must be a strided tensor, got a nested one")
@@ -113,7 +113,7 @@ def source(name: str, value: Any, communicator: Communicator) -> torch.Tensor:
 
 
 def target(name: str, value: object, communicator: Communicator) -> torch.Tensor:
-    """``value``, detached, if a collective can also write it, each element once."""
+    """Return ``value``, detached, if a collective can also write it, each element once."""
     checked = source(name, value, communicator)
     overlaps = not checked.is_contiguous() and any(
         e > 1 and s == 0 for e, s in zip(checked.shape, checked.stride(), strict=True)
@@ -127,7 +127,7 @@ def target(name: str, value: object, communicator: Communicator) -> torch.Tensor
 
 
 def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor:
-    """``value`` if it is a tensor on the group's device; one over its memory if it is another array."""
+    """Return ``value``, a tensor on the group's device, or a tensor over the memory of another array."""
     if not isinstance(value, torch.Tensor):
         value = imported(name, value)
         if not isinstance(value, torch.Tensor):
@@ -138,15 +138,15 @@ def tensor(name: str, value: object, communicator: Communicator) -> torch.Tensor
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a strided tensor, got {value.layout}")
     if value.is_conj() or value.is_neg():
-        # kernels and copies see memory, where a lazy conjugation has not happened
+        # kernels and copies read the memory, where a lazy conjugation has not happened
         raise ValueError(
             f"{name} is lazily {'conjugated' if value.is_conj() else 'negated'}; pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
     if not (value.is_nested or has_memory(value)):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, which has no memory of its own; "
-            "interlace.functional takes tensors that stand for others"
+            f"{name} is a {type(value).__name__}, which has no memory; "
+            "interlace.functional takes tensors that stand for other tensors"
         )
     return value.detach()
 
@@ -157,20 +157,20 @@ def described(value: object) -> str:
 
 
 def imported(name: str, value: object) -> Any:
-    """A tensor over the memory of ``value`` if that is an array of another library: CuPy, NumPy, JAX ...
+    """Return a tensor over the memory of ``value`` if it is another library's array: CuPy, NumPy, JAX ...
 
-    By DLPack, so nothing is copied and what is written is written in place; on a GPU torch's current stream
-    waits for what the other library has enqueued. Anything else comes back as it is.
+    DLPack shares the memory: nothing is copied, and writes go to the array. On a GPU torch's current stream
+    waits for the work that the other library has enqueued. Any other value is returned unchanged.
     """
     if isinstance(value, torch.Tensor) or not hasattr(value, "__dlpack__"):
         return value
     if not getattr(getattr(value, "flags", None), "writeable", True):
-        raise TypeError(  # torch would take it, and write it
-            f"{name} is a {type(value).__name__} that is read-only; give a copy"
+        raise TypeError(  # torch would accept it, and write it
+            f"{name} is a read-only {type(value).__name__}; pass a copy"
         )
     if backwards := _negative_strides(value):
         raise ValueError(  # torch would end the process
-            f"{name} is a {type(value).__name__} with negative strides {backwards}; give a copy"
+            f"{name} is a {type(value).__name__} with negative strides {backwards}; pass a copy"
         )
     try:
         return torch.from_dlpack(value)  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def imported(name: str, value: object) -> Any:
 
 
 def _negative_strides(array: object) -> tuple[int, ...]:
-    """All strides, in bytes, if some dimension runs backwards, as far as the array says; else ()."""
+    """Return all strides, in bytes, if the array reports a negative one; otherwise ()."""
     for name in ("__array_interface__", "__cuda_array_interface__"):
         about = getattr(array, name, None)
         if not isinstance(about, dict):
@@ -193,20 +193,20 @@ def _negative_strides(array: object) -> tuple[int, ...]:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie where ``tensor`` says; a LocalTensor's or FakeTensor's do not."""
+    """Return whether the elements lie where ``tensor`` says; not so for a LocalTensor or FakeTensor."""
     if type(tensor) is FakeTensor:
         return False
     try:
         return bool(tensor.data_ptr()) or not tensor.numel()
-    except RuntimeError:  # wrappers of other tensors may have no address at all
+    except RuntimeError:  # wrappers of other tensors may have no address
         return False
 
 
 def reduce_op(op: Any) -> tuple[str, Factor]:
-    """The name of ``op``, one of :data:`reduce_ops.OPS`, and the factor of a PREMUL_SUM.
+    """Return the name of ``op``, one of :data:`reduce_ops.OPS`, and the factor of a PREMUL_SUM.
 
-    ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or what a backend finds
-    in the options of a call. Raises ValueError, or TypeError for what is no op at all.
+    ``op``: a string, ``ReduceOp.SUM`` and so on, ``ReduceOp.PREMUL_SUM(factor)``, or the op in the options
+    that a backend gets. Raises ValueError for an unknown op, TypeError for another type.
 
     >>> reduce_op("sum"), reduce_op(ReduceOp.AVG)
     (('sum', None), ('avg', None))
@@ -219,13 +219,13 @@ def reduce_op(op: Any) -> tuple[str, Factor]:
         if name is not None and name != PREMUL_SUM:
             return name, None
     elif kind is ReduceOp or isinstance(op, ReduceOp):
-        if op == _SUM:  # its members' hashes and values take longer
+        if op == _SUM:  # hashes and values of its members take longer
             return "sum", None
         name = NAMES.get(op.op)
         if name is not None and name != PREMUL_SUM:
             return name, None
         if name == PREMUL_SUM:
-            # an attribute in torch 2.13, earlier in its state only, which torch refuses where there is none
+            # an attribute in torch 2.13, earlier only in its state; torch raises if it is empty
             with contextlib.suppress(RuntimeError):
                 return PREMUL_SUM, op.__getstate__()[1]
     if NAMES.get(op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]) == PREMUL_SUM:
@@ -234,7 +234,7 @@ def reduce_op(op: Any) -> tuple[str, Factor]:
 
 
 def one_node(algorithm: str, communicator: Communicator) -> None:
-    """Raise ValueError if ``algorithm`` is one that reaches no ranks of other nodes, and there are some."""
+    """Raise ValueError if ``algorithm`` works within one node and the group has several."""
     if algorithm not in ("auto", "unfused") and communicator.place.nodes is not None:
         raise ValueError(
             f'algorithm="{algorithm}" works within one node, the group has several; use "unfused" or '
@@ -243,17 +243,17 @@ def one_node(algorithm: str, communicator: Communicator) -> None:
 
 
 def part(name: str, given: int | None, parts: Sequence[tuple[int, int]], rank: int) -> None:
-    """Raise ValueError if ``given`` is another length than that of the rank's part."""
+    """Raise ValueError if ``given`` differs from the length of the rank's part."""
     own = parts[rank][1]
     if given not in (None, own):
         raise ValueError(f"{name} must be {own}, rank {rank}'s part, got {given}")
 
 
 def warn_without_gradients(op: str, *, stacklevel: int = 3) -> None:
-    """Say once per call site that nothing is recorded for backward, rather than lose it silently."""
+    """Warn once per call site that nothing is recorded for backward."""
     warnings.warn(
         f"interlace.{op} does not record gradients of unequal parts: its output is "
-        "detached from inputs that require them; call it under torch.no_grad() if that is meant",
+        "detached from inputs that require them; call it under torch.no_grad() if that is intended",
         UserWarning,
         stacklevel=stacklevel,
     )
@@ -270,7 +270,7 @@ def same_dtype(name: str, dtype: torch.dtype, other: str, expected: torch.dtype)
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
-    """``value`` if it is one of ``allowed``; reduce ops of torch are known by their names too."""
+    """Return ``value`` if it is one of ``allowed``; torch's reduce ops also count by their names."""
     text = str(value).rsplit(".", 1)[-1].lower() if not isinstance(value, str) else value
     if text not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
@@ -278,7 +278,7 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> str:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """A time, given as a number of seconds or a timedelta, or None."""
+    """Return the seconds of a number, a timedelta or None."""
     if value is None:
         return None
     number = value.total_seconds() if isinstance(value, timedelta) else value
@@ -293,7 +293,7 @@ def integer(name: str, value: object) -> int:
     if type(value) is int:
         return value
     if not isinstance(value, bool) and hasattr(value, "__index__"):
-        with contextlib.suppress(TypeError):  # a tensor of several elements has one, too
+        with contextlib.suppress(TypeError):  # a tensor of several elements has one as well
             return int(operator.index(value))
     raise TypeError(f"{name} must be an int, got {value!r}")
 
@@ -306,18 +306,18 @@ def group_rank(
     *,
     default: int | None = None,
 ) -> int:
-    """The rank within the group; ``name`` and ``default`` are ranks of the default group."""
+    """Return the rank within the group; ``name`` and ``default`` are ranks of the default group."""
     if value is None and type(group_value) is int and 0 <= group_value < communicator.world_size:
         return group_value
     if group_value is not None:
         if value is not None:
-            raise ValueError(f"give {name} or group_{name}, not both: got {value}, {group_value}")
+            raise ValueError(f"pass {name} or group_{name}, not both: got {value}, {group_value}")
         chosen = integer(f"group_{name}", group_value)
         check_member(f"group_{name}", chosen, communicator)
         return chosen
     if value is None:
         if default is None:
-            raise ValueError(f"give {name} or group_{name}: got neither")
+            raise ValueError(f"pass {name} or group_{name}: got neither")
         value = default
     chosen = integer(name, value)
     try:
@@ -336,7 +336,7 @@ def check_member(name: str, value: int, communicator: Communicator) -> None:
 def index(name: str, value: object, length: int) -> int:
     value = integer(name, value)
     if not length:
-        raise ValueError(f"{name} {value} does not exist: there is none at all")
+        raise ValueError(f"{name} {value} does not exist: there are no dimensions")
     if not -length <= value < length:
         raise ValueError(f"{name} must be within {-length}..{length - 1}, got {value}")
     return value % length
@@ -345,7 +345,7 @@ def index(name: str, value: object, length: int) -> int:
 def matrix(
     name: str, value: object, input: torch.Tensor, inner: int | None, communicator: Communicator
 ) -> torch.Tensor:
-    """A weight: ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
+    """Return a weight ``(k, n)`` with ``k`` = ``inner``, of the input's dtype."""
     weight = tensor(name, value, communicator)
     if weight.dim() != 2:
         raise ValueError(f"{name} must have 2 dimensions (k, n), got shape {tuple(weight.shape)}")
@@ -360,7 +360,7 @@ def matrix(
 def bias_of(
     name: str, value: Any, shape: tuple[int, ...], input: torch.Tensor, communicator: Communicator
 ) -> torch.Tensor | None:
-    """A bias of the input's dtype, or None."""
+    """Return a bias of the input's dtype, or None."""
     if value is None:
         return None
     bias = tensor(name, value, communicator)
@@ -371,7 +371,7 @@ def bias_of(
 
 
 def bias_dtype(name: str, bias: torch.Tensor, input: torch.Tensor) -> None:
-    """Raise unless the bias has the input's dtype, or any of floats if that is packed rows."""
+    """Raise unless the bias has the input's dtype, or any float dtype if the input is packed rows."""
     if input.dtype == torch.uint8:
         float_dtype(name, bias.dtype)
     else:
@@ -386,7 +386,7 @@ def flag(name: str, value: object) -> None:
 
 def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
     if value is None:
-        return torch.bfloat16 if input.dtype == torch.uint8 else input.dtype  # of packed rows
+        return torch.bfloat16 if input.dtype == torch.uint8 else input.dtype  # uint8: packed rows
     if not isinstance(value, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {value!r}")
     float_dtype("out_dtype", value)
@@ -396,7 +396,7 @@ def output_dtype(value: object, input: torch.Tensor) -> torch.dtype:
 def equal_on_all(
     op: str, name: str, values: Sequence[object], *, kind: type[Exception] = ValueError
 ) -> None:
-    """Raise unless all ranks' ``values`` are equal; the same message on every rank."""
+    """Raise unless all ranks' ``values`` are equal, with the same message on every rank."""
     for other, value in enumerate(values):
         if value != values[0]:
             raise kind(
@@ -405,7 +405,7 @@ def equal_on_all(
 
 
 def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.dtype]:
-    """The ``algorithm`` of ``options`` and the output's dtype, if they suit the input's."""
+    """Return the ``algorithm`` of ``options`` and the output's dtype, if they suit the input's dtype."""
     algorithm = one_of("algorithm", options.algorithm, ALGORITHMS)
     out = output_dtype(options.out_dtype, input)
     if getattr(options, "format", ""):
@@ -415,7 +415,7 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
         float_dtype("input", input.dtype)
         dtypes = [("input", input.dtype), ("out_dtype", out)]
     for name, dtype in dtypes:
-        # the kernel multiplies in fp32, so it takes and gives nothing wider
+        # the kernel multiplies in fp32, so wider inputs and outputs are not possible
         if algorithm == "fused" and dtype not in FUSED_DTYPES:
             raise TypeError(
                 f'algorithm="fused" supports float32, float16 and bfloat16, {name} is {dtype}; '
@@ -425,7 +425,7 @@ def algorithm_and_dtype(input: torch.Tensor, options: Any) -> tuple[str, torch.d
 
 
 def activation(name: str, value: object) -> str:
-    """``value`` as a name, "" for None and "none"; ValueError if it is none of the activations."""
+    """Return ``value`` as a name, "" for None and "none"; raise ValueError if it is not an activation."""
     if value is None or value in ("", "none"):
         return ""
     if not isinstance(value, str) or value not in ACTIVATIONS:
@@ -434,7 +434,7 @@ def activation(name: str, value: object) -> str:
 
 
 def activations(value: Any, count: int, several: bool) -> list[str]:
-    """One name for each of ``count`` weights."""
+    """Return one name for each of ``count`` weights."""
     if not several or value is None or isinstance(value, str):
         return [activation("activation", value)] * count
     entries("activation", value, "weight", count, of="a name or a sequence")
@@ -450,7 +450,7 @@ def entries(name: str, value: object, like: str, count: int, *, of: str = "a seq
 
 
 def keys_and_values(kv_cache: object) -> tuple[Any, Any]:
-    """The two; raises TypeError if there are not two."""
+    """Return keys and values; raise TypeError unless there are two."""
     got = type(kv_cache).__name__
     if isinstance(kv_cache, Sequence) and not isinstance(kv_cache, torch.Tensor):
         if len(kv_cache) == 2:
@@ -479,7 +479,7 @@ def operands(
     options: Any,
     gather_dim: int | None = None,
 ) -> Operands:
-    """What fused ops share. ``gather_dim`` allows several weights; if it is the last, k is not compared."""
+    """Check the operands of a fused op. ``gather_dim`` allows several weights; a last one skips k."""
     input = tensor("input", input, communicator)
     algorithm, dtype = algorithm_and_dtype(input, options)
     if input.dim() < 2:
@@ -517,13 +517,13 @@ Tensor = torch.Tensor
 
 
 def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a norm's name
-    """For ``norm=``: ``torch.nn.functional.rms_norm`` over the last dimension, of ``n`` numbers.
+    """Describe ``torch.nn.functional.rms_norm`` over the last dimension, of ``n`` numbers, for ``norm=``.
 
     ``weight``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` is 1e-6 by default, as
-    in Llama and in vLLM; torch's own default is the dtype's ``eps``. Not a module: a layer's norm is
+    in Llama and in vLLM; torch's own default is the dtype's ``eps``. It is not a module: a layer's norm is
     ``interlace.RMSNorm(layer.weight, layer.eps)``.
 
-    Raises ValueError or TypeError where an op gets it, naming what does not fit.
+    The op that gets it raises ValueError or TypeError, naming the argument that does not fit.
 
     >>> interlace.RMSNorm(torch.ones(4)).eps
     1e-06
@@ -534,10 +534,10 @@ def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a no
 def LayerNorm(
     weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> RowNorm:
-    """For ``norm=``: ``torch.nn.functional.layer_norm`` over the last dimension.
+    """Describe ``torch.nn.functional.layer_norm`` over the last dimension, for ``norm=``.
 
     ``weight`` and ``bias``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` as in
-    torch. Raises as :func:`RMSNorm`.
+    torch. Raises like :func:`RMSNorm`.
 
     >>> interlace.LayerNorm(torch.ones(4), torch.zeros(4)).eps
     1e-05
@@ -548,7 +548,7 @@ def LayerNorm(
 def checked_norm(
     communicator: Communicator, norm: RowNorm, columns: int, dtype: torch.dtype
 ) -> RowNorm:
-    """The norm with dense vectors, if they fit rows of ``columns`` numbers of ``dtype``."""
+    """Return the norm with dense vectors, if they fit rows of ``columns`` numbers of ``dtype``."""
     vectors = []
     for name, value in (("weight of norm", norm.weight), ("bias of norm", norm.bias)):
         if value is not None:
@@ -557,7 +557,7 @@ def checked_norm(
                 raise ValueError(f"{name} must have shape ({columns},), got {tuple(value.shape)}")
             if value.dtype not in (dtype, torch.float32):
                 raise TypeError(
-                    f"{name} is {value.dtype}, the output is {dtype}; float32 is taken too"
+                    f"{name} is {value.dtype}, but must be {dtype} as the output, or float32"
                 )
             value = value.contiguous()
         vectors.append(value)
@@ -567,7 +567,7 @@ def checked_norm(
 def checked_residual(
     communicator: Communicator, residual: object, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor | None:
-    """A residual of the output's shape and dtype, or None."""
+    """Return a residual of the output's shape and dtype, or None."""
     if residual is None:
         return None
     given = tensor("residual", residual, communicator)
@@ -589,9 +589,10 @@ def parts(
     *,
     written: bool,
 ) -> list[torch.Tensor]:
-    """The tensors of all ranks in ``whole``, of the dtype of ``like``, this rank's; ``written``: by the op.
+    """Return the tensors of all ranks in ``whole``, of the dtype of ``like``, which is this rank's.
 
-    Raises unless this rank's has the shape of ``like``, and is the only one that may share its memory.
+    Raise unless this rank's tensor has the shape of ``like``; only that one may share memory with ``like``.
+    ``written``: the op writes the tensors.
     """
     rank = communicator.rank
     if type(whole) is not list:
@@ -638,7 +639,7 @@ def one_per_rank(
     *,
     written: bool,
 ) -> list[torch.Tensor]:
-    """The list ``whole``, if it has a tensor of ``dtype`` for every rank."""
+    """Return the list ``whole``, if it has a tensor of ``dtype`` for every rank."""
     world_size = communicator.world_size
     if type(whole) is not list and (not isinstance(whole, Sequence) or isinstance(whole, str)):
         raise TypeError(f"{name} must be a tensor or a list of tensors, got {described(whole)}")
@@ -647,7 +648,7 @@ def one_per_rank(
     take = target if written else source
     try:
         tensors = [take(name, each, communicator) for each in whole]
-    except (TypeError, ValueError):  # errors alone need the names of entries, which take time
+    except (TypeError, ValueError):  # only errors need the names of entries, which take time
         tensors = [take(f"{name}[{r}]", each, communicator) for r, each in enumerate(whole)]
     for r, tensor in enumerate(tensors):
         if tensor.dtype is not dtype:
@@ -656,13 +657,13 @@ def one_per_rank(
 
 
 def disjoint(tensors: Tensors) -> bool:
-    """Whether no two of ``tensors`` that are dense share memory; it may say so of others, too."""
+    """Return whether no two dense ``tensors`` share memory; for others it may be wrongly True."""
     spans = sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
     return all([start + nbytes <= end for (start, nbytes), (end, _) in pairwise(spans)])
 
 
 def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Address, number and bytes of those that are dense and not empty."""
+    """Return address, number and bytes of the tensors that are dense and not empty."""
     return [
         (tensor.data_ptr(), number, nbytes)
         for number, tensor in enumerate(tensors)
@@ -673,10 +674,10 @@ def _dense(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
 def apart(
     name: str, tensors: Tensors, like_name: str, likes: Tensors, rank: int, *, written: bool
 ) -> None:
-    """Raise if one of ``likes`` shares memory with another entry than its own, or with a part of that.
+    """Raise if one of ``likes`` shares memory with another rank's entry, or with a part of its rank's.
 
-    What is written there would change what peers have still to read. And if two that are ``written``
-    share memory: the second would overwrite the first. Looks at dense tensors only.
+    Writes there would change data that peers have still to read. Raise also if two ``written`` tensors
+    share memory, because the second write would overwrite the first. Checks only dense tensors.
     """
     if disjoint([*tensors, *likes]):
         return
@@ -696,7 +697,7 @@ def apart(
 
 
 def either(name: str, value: object, alias: str, other: object, function: str) -> Any:
-    """An argument that has two names; TypeError as Python's own if both or neither are given."""
+    """Return an argument that has two names; raise TypeError like Python if both or neither are passed."""
     if other is None:
         if value is None:
             raise TypeError(f"{function}() missing required argument: {name!r}")

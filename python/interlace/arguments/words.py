@@ -1,6 +1,6 @@
-"""The words that arguments take, as types for checkers; what checks them at run time derives from these.
+"""The words that arguments take, as types for checkers; the checks at run time use these types.
 
-Reduce operations: their names, the dtypes that they are for, and the factor of a PREMUL_SUM.
+Reduce operations have names, the dtypes that they work on, and the factor of a PREMUL_SUM.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Group = (
     | str
     | None
 )
-"""What :func:`interlace.groups.resolve` takes."""
+"""The forms of a group that :func:`interlace.groups.resolve` takes."""
 
 
 class NamedGroup(Protocol):
@@ -58,7 +58,7 @@ PerRank = Tensor | list[Tensor]
 Normed = tuple[Tensor, Tensor]
 """The normed rows, and the sum with the residual."""
 Quantized = tuple[tuple[Tensor, Tensor], Tensor]
-"""As :data:`Normed`, the normed rows as fp8 and their scales."""
+"""Like :data:`Normed`: the normed rows as fp8, and their scales."""
 FP8 = Literal["fp8"]
 Unscaled = Literal["fp8_static"]
 BlockFormatName = Literal["fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4"]
@@ -107,11 +107,11 @@ def check_factor(factor: Factor, argument: str, tensor: torch.Tensor) -> None:
 
 
 def dense(tensor: torch.Tensor, op: str, factor: Factor) -> tuple[torch.Tensor, str]:
-    """What an engine reduces, and how: ``tensor``, multiplied by the factor of a PREMUL_SUM; its dtype."""
+    """Return the tensor that an engine reduces, times the factor of a PREMUL_SUM, and the engine's op."""
     if factor is None:
         return tensor.contiguous(), op
     if isinstance(factor, torch.Tensor):
         factor = factor.detach().to(tensor.device)
-    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no product of its own
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no multiplication
     # a factor of one element has a shape, and may have more dimensions than the tensor
     return (wide * factor).to(tensor.dtype).view(tensor.shape).contiguous(), "sum"

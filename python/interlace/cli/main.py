@@ -1,7 +1,7 @@
-"""The command line: its arguments, and which command they go to.
+"""The command line: its arguments, and the command that each call runs.
 
-A command is imported when it is called, and so are torch and Triton, which take seconds: help and `inspect`
-do without them.
+A command is imported when it is called. So are torch and Triton, which take seconds to import: help and
+`inspect` run without them.
 """
 
 import argparse
@@ -22,18 +22,19 @@ from interlace.runtime.core.laboratory import laboratory
 
 COMMANDS = {
     "demo": "Run the fused ops on real input and draw what happened",
-    "inspect": "Say where every rank of a job is, and who keeps the others waiting",
-    "doctor": "What this machine offers and which places work",
-    "check": "Run every kernel against float64 references, those first that teach most",
-    "build": "Compile every kernel for the named architectures, without a GPU, and judge it",
+    "inspect": "Show where every rank of a job is, and which ranks the others wait for",
+    "doctor": "Show what this machine offers and which places work",
+    "check": "Run every kernel against float64 references, the most informative cases first",
+    "build": "Compile every kernel for the named architectures, without a GPU, and check the result",
     "verify": "Look for races, failing schedules and broken rules in kernels, without a GPU",
-    "new": "Write a small fused kernel, its launch side, its tests, and a function for verify",
-    "bench": "Time an op of interlace, or a kernel of your own, against baselines, and check every result",
-    "tune": "Measure which configuration of a fused op is fastest here, and remember it",
+    "new": "Write a small fused kernel, its launch function, its tests, and a function for verify",
+    "bench": "Time an op of interlace, or your own kernel, against baselines, and check every result",
+    "tune": "Measure which configuration of a fused op is fastest here, and save it",
     "calibrate": "Measure latency and bandwidth of collectives on this machine, along each dimension of "
     "a mesh",
 }
-"""The line of help of each; its file in ``cli/commands`` has a function of its name, and its options."""
+"""The help line of each command. Its file in ``cli/commands`` has its options and a function of its
+name."""
 
 
 def _attribute(command: str, name: str) -> Any:
@@ -43,7 +44,7 @@ def _attribute(command: str, name: str) -> Any:
 
 
 def options_of(command: str) -> type[CommandOptions]:
-    """The class of a command's options."""
+    """Return the class of a command's options."""
     kind: type[CommandOptions] = _attribute(command, f"{command.capitalize()}Options")
     return kind
 
@@ -53,12 +54,12 @@ def _called(arguments: list[str]) -> str:
 
 
 def needs_torch(arguments: list[str]) -> bool:
-    """Whether these arguments name a command that works with tensors."""
+    """Return whether these arguments name a command that works with tensors."""
     return _called(arguments) in COMMANDS.keys() - {"inspect"}
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of ``python -m interlace``. ``only``: the command whose arguments it has to know."""
+    """Return the parser of ``python -m interlace``. ``only``: the command whose arguments it must know."""
     top = argparse.ArgumentParser(
         prog="python -m interlace", description="Collectives that run inside the matmuls they feed."
     )
@@ -73,7 +74,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; its exit code. Errors that a user can mend are one line on stderr."""
+    """Run one command and return its exit code. Errors that a user can fix are one line on stderr."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see the package's first lines
         signal.signal(signal.SIGINT, signal.default_int_handler)
     called = _called(arguments)
@@ -93,7 +94,9 @@ def run(arguments: list[str]) -> int:
     except (InterlaceError, OSError, ValueError, TypeError) as error:
         if os.environ.get("INTERLACE_TRACEBACK"):
             raise
-        most = None if isinstance(error, RankError) else 21  # a traceback's last lines say most
+        most = (
+            None if isinstance(error, RankError) else 21
+        )  # the last lines of a traceback say most
         first, *rest = str(error).splitlines()[:most] or [""]
         write(new_console(stderr=True), "\n".join([f"error: {first}", *rest]), "red")
         return 2
@@ -104,15 +107,15 @@ def run(arguments: list[str]) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come. Ranks in this process let it through, as they do Ctrl-C."""
+    """Raised when SIGTERM arrives. Ranks in this process let it pass, as they do with Ctrl-C."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that temporary files and processes go."""
+    """Make SIGTERM raise an exception, so that temporary files and processes are removed."""
 
     def leave(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one may not disturb that
+        signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not disturb the cleanup
         raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
@@ -126,7 +129,7 @@ def _terminable() -> Iterator[None]:
 
 
 def need_interpreter(wanted: bool, arguments: list[str]) -> None:
-    """Start this command again if triton was imported, before arguments were read, for the other way."""
+    """Restart this command if triton was imported, before the arguments were read, for the other mode."""
     import triton
 
     if bool(triton.knobs.runtime.interpret) == wanted:

@@ -1,9 +1,9 @@
-"""The group of an op: the default group of the caller, and every way to name another.
+"""The group of an op: the caller's default group, and every way to name another group.
 
-Groups that are named by their ranks, by a device mesh or by a string, of one default group ``whole``.
+Groups are named by their ranks, by a device mesh or by a string, within one default group ``whole``.
 
-A group of ranks is made when its members first use it, together: nobody else has to call. It is made once,
-so lists with equal entries are one group. The position in the list is the rank in the group.
+A group of ranks is made when its members first use it together; other ranks do not take part. It is made
+once, so lists with equal entries are one group. The position in the list is the rank in the group.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from interlace.runtime.core.place import DEFAULT_TIMEOUT, Place, positive_second
 from interlace.runtime.places import connect
 from interlace.runtime.places.connect import connect_place
 
-DEFAULT_NAME = "0"  # torch's name of its default group, too
-FIRST_USE, ALONE = 0, -1  # generations below those that Communicator.split counts
-FIRST_TAGGED = -(1 << 32)  # and below those that new_group counts down from ALONE
+DEFAULT_NAME = "0"  # also torch's name of its default group
+FIRST_USE, ALONE = 0, -1  # generations below the ones that Communicator.split counts
+FIRST_TAGGED = -(1 << 32)  # and below the ones that new_group counts down from ALONE
 TAG_BYTES = 6
 
-Known = weakref.WeakKeyDictionary[Communicator, dict[Any, Communicator]]  # of each default group
+Known = weakref.WeakKeyDictionary[Communicator, dict[Any, Communicator]]  # by default group
 _groups: Known = weakref.WeakKeyDictionary()  # by ranks and tag
 _names: Known = weakref.WeakKeyDictionary()
 
 
 def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
-    """``ranks`` if they are distinct ranks of ``whole``; TypeError or ValueError otherwise."""
+    """Return ``ranks`` if they are distinct ranks of ``whole``; raise TypeError or ValueError otherwise."""
     try:
         members = list(ranks)
     except TypeError:
@@ -56,26 +56,24 @@ def checked(ranks: Sequence[Any], whole: Communicator) -> tuple[int, ...]:
 
 
 def chosen(whole: Communicator, lists: Sequence[Any]) -> tuple[int, ...]:
-    """``lists`` itself if it is ranks; of lists of ranks the one in which the caller is."""
+    """Return ``lists`` if it is a list of ranks, otherwise the list in it that has the caller's rank."""
     with whole.accepting():
         if not lists or not all(isinstance(each, (list, tuple)) for each in lists):
             return checked(lists, whole)
         rows = [checked(each, whole) for each in lists]
         sizes = [len(row) for row in rows]
         if len(set(sizes)) != 1:
-            raise ValueError(f"group: group sizes must be identical, got {sizes}")
+            raise ValueError(f"group: all groups must have the same size, got sizes {sizes}")
         if len({rank for row in rows for rank in row}) != sum(sizes):
             raise ValueError(f"group: a rank is in two of {[list(r) for r in rows]}")
     mine = [row for row in rows if whole.rank in row]
     if not mine:
-        raise ValueError(
-            f"group: rank {whole.rank} is not a member of any of {[list(row) for row in rows]}"
-        )
+        raise ValueError(f"group: rank {whole.rank} is not in any of {[list(row) for row in rows]}")
     return mine[0]
 
 
 def group_of(whole: Communicator, ranks: tuple[int, ...], tag: str = "") -> Communicator:
-    """The group of these ranks, made if this is its first use. Another ``tag`` is another group."""
+    """Return the group of these ranks; make it on first use. Each ``tag`` stands for its own group."""
     if ranks == tuple(range(whole.world_size)) and not tag:
         return whole
     known = _groups.setdefault(whole, {})
@@ -93,7 +91,7 @@ def _generation(tag: str) -> int:
 
 
 def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Communicator:
-    """A new group of these ranks; only they call."""
+    """Make a new group of these ranks; only they call."""
     if whole.rank not in ranks:
         raise ValueError(f"group: rank {whole.rank} is not a member of {list(ranks)}")
     place = whole.place.subgroup(ranks, generation)
@@ -101,11 +99,11 @@ def made(whole: Communicator, ranks: tuple[int, ...], generation: int) -> Commun
 
 
 def mesh_dim(mesh: DeviceMesh, dim: int | str | None) -> int:
-    """``dim`` of ``mesh`` as an index from 0; None is the dimension of a mesh of one."""
+    """Return ``dim`` of ``mesh`` as an index from 0; None stands for the only dimension of a mesh."""
     names = mesh.mesh_dim_names or ()
     if dim is None:
         if mesh.ndim != 1:
-            raise ValueError(f"group: a mesh of {mesh.ndim} dimensions needs one, (mesh, dim)")
+            raise ValueError(f"group: a mesh of {mesh.ndim} dimensions needs a dim: (mesh, dim)")
         return 0
     if isinstance(dim, str):
         if dim not in names:
@@ -115,15 +113,15 @@ def mesh_dim(mesh: DeviceMesh, dim: int | str | None) -> int:
 
 
 def rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
-    """The groups of ranks that ``mesh`` makes along one of its dimensions."""
-    with _disable_current_modes():  # who traces need not see that a mesh is a tensor
+    """Return the groups of ranks that ``mesh`` makes along one of its dimensions."""
+    with _disable_current_modes():  # a tracer need not see that a mesh is a tensor
         ranks = mesh.mesh
         lists: list[list[int]] = ranks.movedim(index, -1).reshape(-1, ranks.shape[index]).tolist()
     return lists
 
 
 def all_rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
-    """The :func:`rows` of the mesh from which ``mesh`` was cut: also groups that the caller is not in."""
+    """Return the :func:`rows` of the root mesh of ``mesh``, including groups without the caller."""
     whole = mesh._get_root_mesh()
     if whole is mesh:
         return rows(mesh, index)
@@ -131,14 +129,14 @@ def all_rows(mesh: DeviceMesh, index: int) -> list[list[int]]:
     names = whole.mesh_dim_names or ()
     if name not in names:
         raise ValueError(
-            f"group: dim {name!r} is not one of {list(names)}, those of the mesh from which it comes; "
-            "give the lists of ranks"
+            f"group: dim {name!r} must be one of {list(names)}, the dims of the mesh from which it comes; "
+            "otherwise pass the lists of ranks"
         )
     return rows(whole, names.index(name))
 
 
 def name(whole: Communicator, group_name: str, communicator: Communicator) -> None:
-    """Let ``communicator`` be found by name; ValueError if another has it."""
+    """Make ``communicator`` known by name; raise ValueError if another group has the name."""
     known = _names.setdefault(whole, {})
     if group_name == DEFAULT_NAME or group_name in known:
         raise ValueError(f"name: there is a group named {group_name!r} on rank {whole.rank}")
@@ -146,14 +144,14 @@ def name(whole: Communicator, group_name: str, communicator: Communicator) -> No
 
 
 def named(whole: Communicator, group_name: str) -> Communicator | None:
-    """The group of that name, if it is one of interlace's."""
+    """Return the group of that name, if interlace made it."""
     if group_name == DEFAULT_NAME:
         return whole
     return _names.get(whole, {}).get(group_name)
 
 
 def name_of(whole: Communicator, communicator: Communicator) -> str:
-    """A name that finds it among groups of ``whole``; equal on its members if these ask in one order."""
+    """Return a name of this group within ``whole``, equal on members that ask in the same order."""
     if communicator is whole:
         return DEFAULT_NAME
     known = _names.setdefault(whole, {})
@@ -178,9 +176,9 @@ def close(whole: Communicator) -> None:
 _default: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar(
     "interlace_default_group", default=None
 )
-_of_run: Communicator | None = None  # of a process that is one rank: all its threads see it
+_of_run: Communicator | None = None  # if the process is one rank; all its threads see it
 _of_process: Communicator | None = None
-_made_from: weakref.ref[Any] | None = None  # torch's default group, if that is where it came from
+_made_from: weakref.ref[Any] | None = None  # torch's default group, if the group came from there
 _of_process_group: weakref.WeakKeyDictionary[object, Communicator] = weakref.WeakKeyDictionary()
 
 Group = Communicator
@@ -197,7 +195,7 @@ def install(place: Place, *, all_threads: bool = False) -> Communicator:
 
 
 def replace(old: Communicator, new: Communicator) -> None:
-    """Make ``new`` the default group of the caller where ``old`` was."""
+    """Make ``new`` the caller's default group if ``old`` is the default group."""
     global _of_run, _of_process
     if _default.get() is old:
         _default.set(new)
@@ -206,13 +204,13 @@ def replace(old: Communicator, new: Communicator) -> None:
 
 
 def default_group() -> Communicator:
-    """The caller's default group; made from the environment of a launcher if there is none yet."""
+    """Return the caller's default group; make it from a launcher's environment if there is none yet."""
     if _made_from is not None and _is_left_over():
         shutdown()
-        if not dist.is_initialized():  # else torch's next group is joined
+        if not dist.is_initialized():  # otherwise torch's next group is joined
             raise InterlaceError(
-                "the default group is gone: torch.distributed's default group, from which it came, was "
-                "destroyed; call torch.distributed.init_process_group or interlace.init"
+                "there is no default group any more: torch.distributed's default group, from which it "
+                "came, was destroyed; call torch.distributed.init_process_group or interlace.init"
             )
     communicator = _default.get() or _of_run or _of_process
     if communicator is None:
@@ -232,34 +230,34 @@ def _is_left_over() -> bool:
 
 
 def joined() -> Communicator | None:
-    """The caller's default group, unless it would have to be made first."""
+    """Return the caller's default group, or None if it would have to be made first."""
     communicator = None if _is_left_over() else _default.get() or _of_run or _of_process
     if communicator is None and dist.is_initialized():
-        # the backend may be interlace; not kept, for it ends with that group
+        # the backend may be interlace; not kept, because it ends with torch's group
         whole: dist.ProcessGroup | None = dist.group.WORLD
         communicator = whole.interlace_communicator if isinstance(whole, OnInterlace) else None
     return communicator
 
 
 def simulated() -> int:
-    """The number of ranks that torch's ``LocalTensorMode`` plays in this process just now; 0 without it."""
+    """Return the number of ranks that torch's ``LocalTensorMode`` simulates in this process, or 0."""
     module: Any = sys.modules.get("torch.distributed._local_tensor")
     mode = module.enabled_local_tensor_mode() if module is not None else None
     return 0 if mode is None else len(mode.ranks)
 
 
 class OnInterlace:
-    """A torch process group whose collectives are this project's."""
+    """A torch process group whose collectives are interlace's."""
 
     interlace_communicator: Communicator
 
     def reunited(self, ranks: Sequence[int] | None) -> Any:
-        """The group that takes this one's place after :func:`interlace.shrink`."""
+        """Return the group that takes this group's place after :func:`interlace.shrink`."""
         raise NotImplementedError
 
 
 def world_size_of(name: str) -> int:
-    """The size of the group of that name. One of torch need not be joined for it."""
+    """Return the size of the group of that name. A group of torch need not be joined for it."""
     if dist.is_initialized() and (simulated() or joined() is None):
         if name == DEFAULT_NAME:
             return dist.get_world_size()
@@ -273,17 +271,17 @@ def world_size_of(name: str) -> int:
 def init(
     *, timeout: float | timedelta = DEFAULT_TIMEOUT, device: str | torch.device | None = None
 ) -> Communicator:
-    """Join the default group of a job of several processes, one rank each, on one host or several.
+    """Join the default group of a job with several processes, one rank each, on one host or several.
 
-    Called by itself on first use. Takes rank, world size and store from ``torch.distributed`` if that
-    is initialized, else from the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT``), or others for them (:func:`interlace.launched`). ``timeout``, in
-    seconds, bounds every wait of the group. ``device`` is where the group's tensors are: "cpu", or "cuda"
-    for GPUs, of which ranks of one host may share one. By default "cuda" if every rank has a GPU of its own
-    and torch's default group, if it is initialized, is not one for CPUs alone.
+    The first use of the default group calls this. Rank, world size and store come from
+    ``torch.distributed`` if that is initialized. Otherwise they come from the variables that ``torchrun``
+    sets (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``), or from another launcher
+    (:func:`interlace.launched`). ``timeout``, in seconds, limits every wait of the group. ``device`` is the
+    device of the group's tensors: "cpu", or "cuda" for GPUs, which ranks of one host may share. The default
+    is "cuda" if every rank has its own GPU and torch's default group, if initialized, is not only for CPUs.
 
     Returns the group. Raises :class:`InterlaceError` if neither source is there, ValueError that names
-    a wrong variable, and ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use one.
+    a wrong variable, and ``PlaceUnavailableError`` if ``device`` is "cuda" and some rank cannot use a GPU.
 
     >>> import interlace, torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -294,13 +292,15 @@ def init(
     """
     global _of_process, _made_from
     seconds = positive_seconds("timeout", timeout)
-    local_rank()  # which a rank with a GPU asks for when others wait for it
+    local_rank()  # checked here, because other ranks wait for one with a GPU when it is used
     if _of_process is not None:
-        raise InterlaceError("interlace.init was called before in this process; shutdown() first")
+        raise InterlaceError(
+            "interlace.init was already called in this process; call shutdown() first"
+        )
     if dist.is_initialized():
         if dist.get_backend() == "fake":
             raise InterlaceError(
-                "torch's default group is a fake one, which nobody else is in; under LocalTensorMode use "
+                "torch's default group is a fake group without other ranks; under LocalTensorMode use "
                 "interlace.functional, which needs no group"
             )
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -314,7 +314,7 @@ def init(
                 "them: docs/how-to/run/launching.md"
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # torchrun's agent serves the store already; whoever starts ranks by hand lets rank 0 do it
+        # torchrun's agent serves the store already; without torchrun rank 0 serves it
         agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
         store = torch_groups.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -338,16 +338,16 @@ def init(
 
 
 def _may_be_gpus() -> bool:
-    """Whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
+    """Return whether torch's default group, if there is one, serves GPUs; the same on all ranks."""
     if not dist.is_initialized():
         return True
     return any(device.type == "cuda" for device in dist.group.WORLD._device_types)  # type: ignore[union-attr]
 
 
 def shutdown() -> None:
-    """Leave the default group of this process, which :func:`init` made, and give its memory back.
+    """Leave the default group of this process, which :func:`init` made, and free its memory.
 
-    Idempotent, not collective. Ranks of :func:`interlace.run` need none of it.
+    Idempotent, not collective. Ranks of :func:`interlace.run` do not need it.
 
     >>> interlace.shutdown()
     """
@@ -360,15 +360,15 @@ def shutdown() -> None:
 
 
 def resolve(group: object) -> Communicator:
-    """The communicator that ``group`` names. Every op takes a group in each of these forms:
+    """Return the communicator that ``group`` names. Every op takes a group in each of these forms:
 
     ============================  ====================================================================
     None                          all ranks
     a group                       from :func:`interlace.new_group`, or a torch ``ProcessGroup``
     ``DeviceMesh``                of one dimension
-    ``(DeviceMesh, dim)``         the caller's row along a dimension, given by number or name
+    ``(DeviceMesh, dim)``         the caller's row along a dimension, by number or name
     ``[0, 2]``                    ranks of the default group; made by its members on first use
-    ``[[0, 2], [1, 3]]``          that list, of equally long ones, in which the caller is
+    ``[[0, 2], [1, 3]]``          the list with the caller's rank; all lists have the same length
     name                          "0" for all ranks, a ``name`` of ``new_group``, a torch group's name
     ============================  ====================================================================
 
@@ -398,11 +398,11 @@ def resolve(group: object) -> Communicator:
 
 
 def check_group(group: object, of_handle: object) -> None:
-    """Raise unless ``group``, if it is given, has the ranks of the group of a handle."""
+    """Raise unless ``group``, if it is not None, has the ranks of the group of a handle."""
     ranks = resolve(of_handle).ranks
     if group is not None and resolve(group).ranks != ranks:
         raise ValueError(
-            f"group has ranks {list(resolve(group).ranks)}, the handle's has {list(ranks)}"
+            f"group has ranks {list(resolve(group).ranks)}, the handle's group has {list(ranks)}"
         )
 
 
@@ -415,8 +415,8 @@ def _from_name(name: str) -> Communicator:
         torch_group = torch_groups.resolve(name)
     except (RuntimeError, LookupError, ValueError) as error:
         raise ValueError(
-            f"group: there is no group named {name!r} on rank {whole.rank}; names are "
-            f"{DEFAULT_NAME!r} for all ranks, those given to new_group, those of torch's groups"
+            f"group: there is no group named {name!r} on rank {whole.rank}; use {DEFAULT_NAME!r} for all "
+            f"ranks, the name of a new_group, or the name of one of torch's groups"
         ) from error
     return _from_process_group(torch_group)
 
@@ -430,7 +430,7 @@ def _from_mesh(mesh: DeviceMesh, dim: int | str | None) -> Communicator:
         raise ValueError(f"group: rank {whole.rank} is not in the mesh {mesh.mesh.tolist()}")
     group = None
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a mesh that was made without process groups
+        with contextlib.suppress(RuntimeError):  # the mesh was made without process groups
             group = mesh.get_group(dim)
     return group_of(whole, tuple(row)) if group is None else resolve(group)
 
@@ -458,10 +458,11 @@ def _from_process_group(group: dist.ProcessGroup) -> Communicator:
 
 
 def get_rank(group: object = None) -> int:
-    """The caller's rank within ``group``, by default within all ranks.
+    """Return the caller's rank within ``group``, by default within all ranks.
 
-    Raises ValueError if the caller is no member, TypeError for what is no group, :class:`InterlaceError` if
-    there is no default group. Semantics: ``torch.distributed.get_rank``, which gives -1 to those outside.
+    Raises ValueError if the caller is not a member, TypeError if ``group`` is not a group,
+    :class:`InterlaceError` if there is no default group. Semantics: ``torch.distributed.get_rank``, which
+    returns -1 on ranks outside the group.
 
     >>> interlace.run(interlace.get_rank, 2)
     [0, 1]
@@ -470,10 +471,10 @@ def get_rank(group: object = None) -> int:
 
 
 def get_world_size(group: object = None) -> int:
-    """The number of ranks of ``group``, by default of all ranks.
+    """Return the number of ranks of ``group``, by default of all ranks.
 
-    Raises what :func:`get_rank` does. Semantics: ``torch.distributed.get_world_size``, which gives -1 to
-    those outside.
+    Raises the errors of :func:`get_rank`. Semantics: ``torch.distributed.get_world_size``, which returns -1
+    on ranks outside the group.
 
     >>> interlace.run(interlace.get_world_size, 2)
     [2, 2]
@@ -482,9 +483,9 @@ def get_world_size(group: object = None) -> int:
 
 
 def device() -> torch.device:
-    """Where tensors of the calling rank live.
+    """Return the device of the calling rank's tensors.
 
-    The CPU in ``sim`` and ``shm``, the rank's GPU elsewhere.
+    It is the CPU in ``sim`` and ``shm``, and the rank's GPU elsewhere.
 
     >>> interlace.run(lambda: str(interlace.device()), 1)
     ['cpu']

@@ -1,7 +1,7 @@
-"""Groups made on purpose: new_group, new_subgroups, split_group; shrink and rebuild after a rank has died.
+"""Make groups: new_group, new_subgroups, split_group; shrink and rebuild after a rank has died.
 
-``backend``, ``pg_options`` and ``device_id`` are torch's and have no effect: a group of interlace's is in
-the place of the ranks it is made of.
+``backend``, ``pg_options`` and ``device_id`` are torch's and have no effect: a group of interlace uses the
+place of its ranks.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.place import positive_seconds
 
-_OUTSIDE = cast(Communicator, dist.GroupMember.NON_GROUP_MEMBER)  # as from torch
+_OUTSIDE = cast(Communicator, dist.GroupMember.NON_GROUP_MEMBER)  # as torch returns it
 _made_locally: WeakKeyDictionary[Communicator, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -38,18 +38,18 @@ def new_group(
     group: Group = None,
     name: str | None = None,
 ) -> Communicator:
-    """A group of some ranks of ``group``, by default of all ranks.
+    """Make a group of some ranks of ``group``, by default of all ranks.
 
     Collective over ``group``: every rank calls it with the same ``ranks``, as with
-    ``torch.distributed.new_group``; with ``use_local_synchronization`` its members only. Position in
-    ``ranks`` is the rank in the new group, unless ``sort_ranks``. Ranks outside it get
-    ``GroupMember.NON_GROUP_MEMBER``, as from torch, with which every op raises ValueError.
+    ``torch.distributed.new_group``; with ``use_local_synchronization`` only its members call it. The
+    position in ``ranks`` is the rank in the new group, unless ``sort_ranks``. Ranks outside it get
+    ``GroupMember.NON_GROUP_MEMBER``, as from torch; every op raises ValueError for it.
 
-    ``timeout``, in seconds or a timedelta, bounds the waits of the group, by default as its parent's.
+    ``timeout``, in seconds or a timedelta, limits the waits of the group; the default is the parent's.
     ``name`` names it: a later op takes ``group=name``.
 
-    Raises ValueError or TypeError, on every rank of the parent unless ``use_local_synchronization``, for
-    ranks that are not there, and where ranks ask for different groups.
+    Raises ValueError or TypeError for ranks that do not exist, and if ranks request different groups. Every
+    rank of the parent raises it, unless ``use_local_synchronization``.
 
     >>> def on_rank():
     ...     group = interlace.new_group([2, 1], name="pair", timeout=60)
@@ -91,11 +91,11 @@ def new_subgroups(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """Groups of ``group_size`` consecutive ranks of ``group``; the caller's, and all of them.
+    """Make groups of ``group_size`` consecutive ranks of ``group``; return the caller's and all of them.
 
-    Groups of which the caller is no member are ``NON_GROUP_MEMBER``. ``timeout``: seconds or a timedelta.
-    Raises ValueError on every rank if ``group_size`` does not divide the world size, TypeError if it is no
-    int. Semantics: ``torch.distributed.new_subgroups``.
+    Groups without the caller are ``NON_GROUP_MEMBER``. ``timeout``: seconds or a timedelta.
+    Raises ValueError on every rank if ``group_size`` does not divide the world size, TypeError if it is not
+    an int. Semantics: ``torch.distributed.new_subgroups``.
 
     >>> interlace.run(lambda: interlace.new_subgroups(2)[0].ranks, 4)
     [(0, 1), (0, 1), (2, 3), (2, 3)]
@@ -119,10 +119,11 @@ def new_subgroups_by_enumeration(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Any, list[Any]]:
-    """A group for every list of ranks; the caller's, None if there is none, and all of them.
+    """Make a group for every list of ranks; return the caller's group (or None) and all of them.
 
     ``timeout``: seconds or a timedelta. Raises ValueError on every rank if a rank is in two lists,
-    TypeError for no lists. Semantics: ``torch.distributed.new_subgroups_by_enumeration``.
+    TypeError if the argument is not a list of lists. Semantics:
+    ``torch.distributed.new_subgroups_by_enumeration``.
 
     >>> interlace.run(lambda: interlace.new_subgroups_by_enumeration([[0, 2], [1]])[0].ranks, 3)
     [(0, 2), (1,), (0, 2)]
@@ -133,7 +134,7 @@ def new_subgroups_by_enumeration(
 def _by_enumeration(
     name: str, lists: Any, timeout: timedelta | float | None, group: Group
 ) -> tuple[Any, list[Any]]:
-    """All is checked before the first group is made: the other ranks see one refusal, or none."""
+    """Make the groups after all checks, so that the other ranks see one refusal or none."""
     parent = resolve(group)
     with parent.accepting("new_group"):
         if not isinstance(lists, Sequence) or isinstance(lists, str):
@@ -160,10 +161,10 @@ def split_group(
     group_desc: str | None = None,
     backend: object = None,
 ) -> Any:
-    """The caller's group of those that ``split_ranks``, ranks of the parent, says; None if it has none.
+    """Return the caller's group among ``split_ranks``, lists of ranks of the parent; None if it has none.
 
     Collective over the parent. ``timeout``: seconds or a timedelta. Raises ValueError or TypeError on every
-    rank if a rank is not there, or in two lists. Semantics: ``torch.distributed.split_group``.
+    rank if a rank does not exist or is in two lists. Semantics: ``torch.distributed.split_group``.
 
     >>> interlace.run(lambda: interlace.split_group(split_ranks=[[0, 1]]) is None, 3)
     [False, False, True]
@@ -171,22 +172,22 @@ def split_group(
     return _by_enumeration("split_ranks", split_ranks, timeout, parent_pg)[0]
 
 
-# -- going on after a rank has died ------------------------------------------------------------
+# -- continuing after a rank has died ----------------------------------------------------------
 
 
 def shrink(group: object = None) -> Any:
-    """A group of those ranks of ``group`` that still live, in their order; ``group`` is over.
+    """Make a group of the ranks of ``group`` that still live, in their order; this ends ``group``.
 
-    Every one of them calls it, mostly after an error that said who has died; within the group's timeout.
-    Ranks that end meanwhile are left out too, and all get the same group. Of the default group the result
-    is the next default group, with ranks from 0; of torch's, whose backend is interlace,
-    ``torch.distributed``'s next one, as if the process had just called ``init_process_group``: groups,
-    meshes and models are made again. Of another group of ``torch.distributed`` it is one more such group,
-    with the same global ranks.
+    Every living rank calls it within the group's timeout, usually after an error that names the dead ranks.
+    Ranks that end during the call are left out as well, and all get the same group. If ``group`` is the
+    default group, the result is the next default group, with ranks from 0. If ``group`` is torch's default
+    group with backend interlace, the result becomes torch's default group, as if the process had just
+    called ``init_process_group``; make groups, meshes and models again. For another group of
+    ``torch.distributed`` the result is one more such group, with the same global ranks.
 
     Works, workspaces and symmetric tensors of the old group raise :class:`InterlaceError`. A rank that
-    lives and does not come for a whole timeout of the group is left out, too; if it comes later, it
-    raises :class:`InterlaceError`. Raises ``PlaceUnavailableError`` where ranks cannot outlive each other
+    lives but does not call within a timeout of the group is left out. If it calls later, it raises
+    :class:`InterlaceError`. Raises ``PlaceUnavailableError`` where ranks cannot outlive each other
     (``sim``, ``nvshmem``). Semantics: ``ncclCommShrink`` with abort, ULFM's ``MPI_Comm_shrink``.
 
     >>> import interlace, torch.distributed as dist
@@ -199,11 +200,11 @@ def shrink(group: object = None) -> Any:
 
 
 def rebuild(group: object, ranks: Sequence[int]) -> Any:
-    """As :func:`shrink`, but of exactly ``ranks`` of ``group``, whatever the others do.
+    """Do as :func:`shrink`, but with exactly ``ranks`` of ``group``, even if other ranks live.
 
-    Raises what :func:`shrink` does, ``PeerDiedError`` if one of ``ranks`` does not live,
-    ``CollectiveTimeoutError`` that names those which live and do not come, ValueError if the caller is none
-    of them, or if one that comes names other ranks, or another order. Semantics:
+    Raises the errors of :func:`shrink`, ``PeerDiedError`` if one of ``ranks`` is dead, and
+    ``CollectiveTimeoutError`` that names living ``ranks`` that do not call. Raises ValueError if the caller
+    is not in ``ranks``, or if another rank passes other ranks or another order. Semantics:
     ``torch.distributed.shrink_group``.
 
     >>> import interlace, torch.distributed as dist
@@ -221,9 +222,9 @@ def rebuild(group: object, ranks: Sequence[int]) -> Any:
 
 
 def _known_group(group: object) -> Communicator:
-    """The communicator of ``group``, which has been made."""
+    """Return the communicator of ``group``, which must have been made."""
     if group is None and groups.joined() is None:
-        raise InterlaceError("there is no group to go on from: no default group has been made")
+        raise InterlaceError("there is no group to continue from: no default group has been made")
     return resolve(group)
 
 

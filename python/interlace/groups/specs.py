@@ -1,12 +1,12 @@
-"""Groups as traced ops name them: a string and a size, which need no process group before they run.
+"""Groups as traced ops name them: a string and a size, which need no process group until they run.
 
-A graph holds ``(name, size)`` only. :func:`describe` makes the pair from any form of a group, :func:`bind`
-finds the communicator when the op runs. Names are::
+A graph holds only ``(name, size)``. :func:`describe` makes the pair from any form of a group, and
+:func:`bind` finds the communicator when the op runs. Names are::
 
     "0"                 all ranks
-    "tp"                a GroupSpec that was bound, a name given to new_group, a torch group's name
+    "tp"                a GroupSpec that was bound, a name passed to new_group, a torch group's name
     "ranks:0,2"         these ranks of the default group, made on first use
-    "ranks:0,2|1,3"     the list in which the caller is
+    "ranks:0,2|1,3"     the list with the caller's rank
     "ranks:0,2#fast"    another group over the same ranks: a tag
 """
 
@@ -35,9 +35,9 @@ _found: rank_lists.Known = weakref.WeakKeyDictionary()  # by name and size
 class GroupSpec:
     """A group that need not exist yet: tracing, compiling and exporting take its name and size.
 
-    When an op runs, the name stands for what :meth:`bind` said, else for the group that
-    :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks. Raises
-    TypeError or ValueError for what is no name or size.
+    When an op runs, the name stands for the group of :meth:`bind`. Without one, it stands for the group to
+    which :func:`interlace.new_group` or torch.distributed gave the name. ``size`` is the number of ranks.
+    Raises TypeError or ValueError for a wrong name or size.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> group = interlace.GroupSpec("tp", 4)
@@ -47,9 +47,9 @@ class GroupSpec:
     >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
     ['interlace.all_gather.default', '_c10d_functional.wait_tensor.default', 'aten.mul.Tensor']
 
-    Without a size, what is traced or exported fits groups of any size: the graph asks for it.
+    Without a size, a traced or exported graph fits groups of any size: it reads the size when it runs.
 
-    What it stands for is said when there are ranks:
+    Bind the name to a group when there are ranks:
 
     >>> def bound():
     ...     group.bind(None)  # all ranks
@@ -65,7 +65,7 @@ class GroupSpec:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"GroupSpec: name must be a non-empty string, got {self.name!r}")
         if self.name.startswith(RANKS):
-            raise ValueError(f"GroupSpec: names with {RANKS!r} are of rank lists: {self.name!r}")
+            raise ValueError(f"GroupSpec: name must not begin with {RANKS!r}, got {self.name!r}")
         if self.size is None:
             return
         if isinstance(self.size, bool) or not isinstance(self.size, (int, torch.SymInt)):
@@ -74,14 +74,14 @@ class GroupSpec:
             raise ValueError(f"GroupSpec: size must be at least 1, got {self.size}")
 
     def bind(self, group: object) -> None:
-        """From now on the name stands for ``group``, on the calling rank.
+        """Make the name stand for ``group`` from now on, on the calling rank.
 
-        Raises ValueError for another size.
+        Raises ValueError if the group has another size.
         """
         communicator = groups.resolve(group)
         if self.size is not None and communicator.world_size != self.size:
             raise ValueError(
-                f"GroupSpec {self.name!r} has size {self.size}, the group {communicator.world_size}, "
+                f"GroupSpec {self.name!r} has size {self.size}, the group has {communicator.world_size}, "
                 f"on rank {communicator.rank}"
             )
         whole = groups.default_group()
@@ -90,10 +90,10 @@ class GroupSpec:
 
 
 def describe(group: object, tag: str = "") -> tuple[str, int]:
-    """Name and size of ``group``, in any form that :func:`interlace.groups.resolve` takes, or a GroupSpec.
+    """Return name and size of ``group``, in any form of :func:`interlace.groups.resolve`, or a GroupSpec.
 
-    ``tag`` tells groups over the same list of ranks apart. Needs a live group only for None and names, and
-    what it says of them is a constant of a compiled graph. Raises ValueError or TypeError for other forms.
+    ``tag`` distinguishes groups over the same list of ranks. Only None and names need a live group; its
+    size is then a constant of a compiled graph. Raises ValueError or TypeError for other forms.
     """
     if isinstance(group, GroupSpec):
         size = torch.ops.interlace.group_size(group.name) if group.size is None else group.size
@@ -109,7 +109,7 @@ def describe(group: object, tag: str = "") -> tuple[str, int]:
     elif isinstance(group, DeviceMesh):
         named = _of_mesh(group, None)
     elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        dim = group[1]  # which Dynamo may have made a symbol
+        dim = group[1]  # Dynamo may have made it a symbol
         named = _of_mesh(
             group[0], dim if dim is None or isinstance(dim, str) else operator.index(dim)
         )
@@ -130,7 +130,7 @@ def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
     seen = []
     for row in rows:
         if not isinstance(row, (list, tuple)) or not row:
-            raise TypeError(f"group: {group!r} is neither ranks nor lists of ranks")
+            raise TypeError(f"group: {group!r} must be ranks or lists of ranks")
         for rank in row:
             if isinstance(rank, bool) or not isinstance(rank, (int, torch.SymInt)):
                 raise TypeError(f"group: ranks must be ints, got {rank!r}")
@@ -140,14 +140,14 @@ def _of_ranks(group: Sequence[Any], tag: str) -> tuple[str, int]:
             seen.append(rank)
     sizes = [len(row) for row in rows]
     if min(sizes) != max(sizes):
-        raise ValueError(f"group: group sizes must be identical, got {sizes}")
+        raise ValueError(f"group: all groups must have the same size, got sizes {sizes}")
     if not isinstance(tag, str) or "#" in tag:
         raise ValueError(f"tag must be a string without '#', got {tag!r}")
     text = "|".join([",".join([str(operator.index(rank)) for rank in row]) for row in rows])
     return RANKS + text + ("#" + tag if tag else ""), sizes[0]
 
 
-# What Dynamo cannot trace is asked for once, while it traces.
+# Dynamo cannot trace the following values, so they are read once, while it traces.
 
 
 @assume_constant_result
@@ -164,7 +164,7 @@ def _of_name(name: str) -> tuple[str, int]:
 
 @assume_constant_result
 def _of_object(address: int) -> tuple[str, int]:
-    """Name and size of the group at that address: Dynamo guards ``id``, and passes on constants only."""
+    """Return name and size of the group at that address: Dynamo guards ``id`` and passes constants."""
     group = ctypes.cast(address, ctypes.py_object).value
     if isinstance(group, Communicator):
         return rank_lists.name_of(groups.default_group(), group), group.world_size
@@ -184,7 +184,7 @@ def _of_mesh(mesh: Any, dim: int | str | None) -> tuple[str, int]:
 
 @assume_constant_result
 def rank_in(name: str, size: int) -> int | None:
-    """The caller's rank in a traced ``(name, size)``; None where nobody can know it yet."""
+    """Return the caller's rank in a traced ``(name, size)``, or None if it cannot be known yet."""
     whole = groups.joined()
     if whole is None or groups.simulated():
         return None
@@ -193,7 +193,7 @@ def rank_in(name: str, size: int) -> int | None:
             return rank_lists.chosen(whole, rows_of(name)).index(whole.rank)
         return bind(name, size).rank
     except ValueError:
-        return None  # a name that stands for no group here
+        return None  # the name stands for no group here
 
 
 def size_of(name: str) -> int:
@@ -201,11 +201,11 @@ def size_of(name: str) -> int:
 
 
 def bind(name: str, size: int) -> Communicator:
-    """The caller's communicator of a traced ``(name, size)``; ValueError if there is none of that size."""
+    """Return the caller's communicator of a traced ``(name, size)``; raise ValueError without one."""
     if groups.simulated():
         raise TypeError(
-            f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it knows "
-            "LocalTensorMode itself, no class derived from it"
+            f"group {name!r}: an op of interlace would run once per simulated rank, each alone; it "
+            "supports LocalTensorMode itself, but no class derived from it"
         )
     whole = groups.default_group()
     if name == rank_lists.DEFAULT_NAME and size == whole.world_size:
@@ -216,10 +216,10 @@ def bind(name: str, size: int) -> Communicator:
         communicator = _find(whole, name)
         if communicator.world_size != size:
             raise ValueError(
-                f"group {name!r} has {communicator.world_size} ranks, the op was traced for {size}, "
+                f"group {name!r} has {communicator.world_size} ranks, but the op was traced for {size}, "
                 f"on rank {whole.rank}"
             )
-        if communicator is not whole:  # which would then never be let go
+        if communicator is not whole:  # a key that is also a value would never be freed
             known[name, size] = communicator
     return communicator
 
@@ -235,13 +235,13 @@ def _find(whole: Communicator, name: str) -> Communicator:
 
 
 def rows_of(name: str) -> list[list[int]]:
-    """The lists of ranks that a name has."""
+    """Return the lists of ranks in a name."""
     lists = name.removeprefix(RANKS).partition("#")[0]
     return [[operator.index(int(rank)) for rank in row.split(",")] for row in lists.split("|")]
 
 
 def bound(group: object, tag: str = "") -> Communicator:
-    """``bind(*describe(group, tag))``, for eager calls."""
+    """Return ``bind(*describe(group, tag))``, for eager calls."""
     if isinstance(group, GroupSpec) or tag:
         return bind(*describe(group, tag))
     if isinstance(group, str):

@@ -1,1 +1,1 @@
-"""interlace inside other people's frameworks; none of these is imported before its module here is used."""
+"""interlace inside other frameworks; each framework is imported only when its module here is used."""

@@ -1,11 +1,12 @@
 """Megatron-core's tensor-parallel linear layers on interlace.
 
-:func:`patch` makes the layers of a model run on fused ops. For layers of one's own there is
+:func:`patch` makes the layers of a model run on fused ops. For other layers there is
 :func:`linear_with_grad_accumulation_and_async_allreduce`, Megatron's function of that name. Both need
-neither APEX (``fused_weight_gradient_mlp_cuda``) nor ``CUDA_DEVICE_MAX_CONNECTIONS=1``. megatron-core is
-imported when :func:`patch` is called, and by nothing else.
+neither APEX (``fused_weight_gradient_mlp_cuda``) nor ``CUDA_DEVICE_MAX_CONNECTIONS=1``. Only :func:`patch`
+imports megatron-core.
 
-Semantics: ``megatron.core.tensor_parallel.layers`` of megatron-core 0.16, and the arguments of later ones.
+Semantics: ``megatron.core.tensor_parallel.layers`` of megatron-core 0.16, and the arguments of later
+versions.
 """
 
 import importlib
@@ -42,9 +43,9 @@ FUSED = "fused"
 
 
 class Patched(dict[str, str]):
-    """The result of :func:`patch`: names of tensor-parallel linear layers, with "fused" or why not.
+    """The result of :func:`patch`: names of tensor-parallel linear layers, with "fused" or a reason.
 
-    The layers are Megatron-core's. A context manager, which undoes it at the end.
+    The layers are Megatron-core's. As a context manager it undoes the patch at the end of the block.
     """
 
     def __init__(self, model: torch.nn.Module, layers: dict[str, str]) -> None:
@@ -65,15 +66,16 @@ class Patched(dict[str, str]):
 
 
 def patch(model: torch.nn.Module) -> Patched:
-    """Let Megatron-core's ``ColumnParallelLinear`` and ``RowParallelLinear`` in ``model`` run on interlace.
+    """Make Megatron-core's ``ColumnParallelLinear`` and ``RowParallelLinear`` in ``model`` run on
+    interlace.
 
-    Their subclasses too, the output layer of a language model among them. All else stays as it is:
-    parameters, state dicts, hooks, what the layers return. Layers that cannot be served are left
-    alone, and the result says why. Called twice, it does nothing the second time. All ranks of each layer's
-    ``tp_group`` call it, which joins these groups. :func:`unpatch` undoes it, and so does the end of a
-    ``with`` block.
+    Their subclasses are included, such as the output layer of a language model. Parameters, state dicts,
+    hooks and return values of the layers do not change. Layers that interlace cannot run are not changed,
+    and the result gives the reason. A second call does nothing. All ranks of each layer's ``tp_group`` must
+    call it, because it joins these groups. :func:`unpatch` undoes it, and so does the end of a ``with``
+    block.
 
-    Raises TypeError if ``model`` is no module, ModuleNotFoundError if megatron-core is not installed.
+    Raises TypeError if ``model`` is not a module, ModuleNotFoundError if megatron-core is not installed.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -95,9 +97,9 @@ def patch(model: torch.nn.Module) -> Patched:
 
 
 def unpatch(model: torch.nn.Module) -> list[str]:
-    """Undo :func:`patch`; the names of the layers that were patched.
+    """Undo :func:`patch`; return the names of the layers that were patched.
 
-    All of Megatron-core's layers in ``model`` are as they were; other modules were never touched.
+    All of Megatron-core's layers in ``model`` are as before; other modules were never changed.
 
     >>> from interlace.integrations import megatron
     >>> megatron.unpatch(torch.nn.Linear(2, 2))
@@ -120,25 +122,25 @@ def _is_patched(layer: object) -> bool:
 
 
 def _why_not(layer: torch.nn.Module, megatron: Any, column: bool) -> str:
-    """Why ``layer`` cannot run on interlace; empty if it can. Joins its group."""
+    """Return why ``layer`` cannot run on interlace, or "" if it can. Join its group."""
     base = megatron.ColumnParallelLinear if column else megatron.RowParallelLinear
     method = "_forward_impl" if column else "forward"
     if _is_patched(layer):
         return ""
     if getattr(type(layer), method) is not getattr(base, method):
-        return f"its class {type(layer).__name__} has a {method} of its own"
+        return f"its class {type(layer).__name__} overrides {method}"
     if method in layer.__dict__:
-        return f"its {method} was replaced by something else"
+        return f"its {method} was replaced on the object"
     if getattr(layer, "is_expert", False) or getattr(layer, "explicit_expert_comm", False):
-        return "an expert layer, whose tokens come by all-to-all"
+        return "an expert layer, whose tokens arrive by all-to-all"
     weight = layer.weight
     if weight is not None:
         if type(weight) not in (Tensor, torch.nn.Parameter):
             return f"its weight is a {type(weight).__name__}"
         if getattr(weight, "is_gtp_weight_remat", False):
-            return "its weight is sharded once more, and gathered by Megatron (GTP)"
+            return "its weight has one more sharding, which Megatron gathers (GTP)"
         if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            return f"its weight is of {weight.dtype}"
+            return f"its weight has dtype {weight.dtype}"
     group = getattr(layer, "tp_group", None)
     if group is None or (isinstance(group, dist.ProcessGroup) and group.size() == 1):
         return "its tp_group has one rank"
@@ -146,7 +148,7 @@ def _why_not(layer: torch.nn.Module, megatron: Any, column: bool) -> str:
 
 
 def _row_forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The bias is outside the fused matmul: Megatron sums its gradient in sequence parallelism itself."""
+    """Add the bias outside the fused matmul: Megatron sums its gradient in sequence parallelism itself."""
     input = input_
     if not self.input_is_parallel:
         megatron = importlib.import_module(LAYERS)
@@ -194,25 +196,25 @@ def linear_with_grad_accumulation_and_async_allreduce(
     gtp_remat_size: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Megatron-core's function of this name: ``input @ weight.t() + bias``, overlapped in both directions.
+    """Compute ``input @ weight.t() + bias``, overlapped in both directions, as Megatron-core's function.
 
     Parameters
     ----------
     input : ``[s, b, h]`` or any ``[..., h]``; with ``sequence_parallel`` this rank's shard along dim 0.
-    weight : this rank's ``[out_local, h]``; frozen ones (``requires_grad=False``) are served too.
+    weight : this rank's ``[out_local, h]``; it may be frozen (``requires_grad=False``).
     bias : ``[out_local]`` or None.
     gradient_accumulation_fusion : add the weight's gradient to ``weight.main_grad``, in fp32.
     allreduce_dgrad : sum the input's gradient over the group; not together with ``sequence_parallel``.
     sequence_parallel : gather the input, and reduce-scatter its gradient.
     grad_output_buffer, wgrad_deferral_limit : backward appends the output's gradient to this list and
-        leaves the weight's to :func:`drain_embedding_wgrad_compute`, until the list is as long as the
-        limit; 0 is no limit. Needs ``gradient_accumulation_fusion``.
+        leaves the weight's gradient to :func:`drain_embedding_wgrad_compute`, until the list is as long as
+        the limit; 0 means no limit. Needs ``gradient_accumulation_fusion``.
     async_grad_allreduce : deprecated by Megatron, and ignored. Later versions have ``tp_group`` in its
-        place: a group given by position is taken for that.
-    tp_group : a torch ``ProcessGroup``, or anything that :func:`interlace.groups.resolve` takes. None is
-        Megatron's tensor-parallel group if it has one, else all ranks. A group of one rank, or a call that
-        asks for no communication, needs no group of interlace.
-    gtp_remat_size : of weights that are sharded once more; None or 1, others are not served.
+        place, so a group passed by position here is used as ``tp_group``.
+    tp_group : a torch ``ProcessGroup``, or any form that :func:`interlace.groups.resolve` takes. None is
+        Megatron's tensor-parallel group if it has one, otherwise all ranks. A group of one rank, or a call
+        without communication, needs no group of interlace.
+    gtp_remat_size : for weights with one more sharding; must be None or 1, other sizes are not supported.
     output_dtype : dtype of the output, default the input's.
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
@@ -234,17 +236,19 @@ def linear_with_grad_accumulation_and_async_allreduce(
         async_grad_allreduce, tp_group = None, async_grad_allreduce
     if async_grad_allreduce is not None:
         warnings.warn(
-            "async_grad_allreduce is not used any more; give allreduce_dgrad instead",
+            "async_grad_allreduce is not used any more; pass allreduce_dgrad instead",
             DeprecationWarning,
             stacklevel=2,
         )
     if gtp_remat_size not in (None, 1):
         raise ValueError(
-            f"gtp_remat_size must be None or 1, got {gtp_remat_size}: weights that are sharded once more "
-            "are not served"
+            f"gtp_remat_size must be None or 1, got {gtp_remat_size}: weights with one more sharding are "
+            "not supported"
         )
     if sequence_parallel and allreduce_dgrad:
-        raise ValueError("allreduce_dgrad and sequence_parallel are True; one excludes the other")
+        raise ValueError(
+            "allreduce_dgrad and sequence_parallel are both True; set only one of them"
+        )
     if grad_output_buffer is not None and not gradient_accumulation_fusion:
         raise ValueError(
             "grad_output_buffer needs gradient_accumulation_fusion, which is False: the gradient is added "
@@ -280,11 +284,11 @@ def drain_embedding_wgrad_compute(
     weight: Tensor,
     tp_group: object = None,
 ) -> None:
-    """Megatron-core's function of this name: add to ``weight.main_grad`` what backward has put off.
+    """Add to ``weight.main_grad`` the gradients that backward has deferred, as Megatron-core's function.
 
     ``embedding_activation_buffer`` has inputs ``[s, b, h]``, ``grad_output_buffer`` the gradients ``[s, b,
     n]`` of their outputs, ``weight`` is ``(n, h)``. ``config.sequence_parallel`` says whether the
-    activations are shards, each of which is gathered while the gradient of the one before is computed. Both
+    activations are shards. Then each is gathered while the gradient of the one before is computed. Both
     lists are empty afterwards. All ranks of the group call this. Raises ValueError if the lists differ in
     length.
 
@@ -300,7 +304,7 @@ def drain_embedding_wgrad_compute(
     if len(embedding_activation_buffer) != len(grad_output_buffer):
         raise ValueError(
             f"embedding_activation_buffer has {len(embedding_activation_buffer)} entries, "
-            f"grad_output_buffer {len(grad_output_buffer)}"
+            f"but grad_output_buffer has {len(grad_output_buffer)}"
         )
     deferred = DeferredWeightGradients()
     while embedding_activation_buffer:
@@ -312,7 +316,7 @@ def drain_embedding_wgrad_compute(
 
 
 def _communicator(tp_group: object, input: Tensor) -> Communicator | None:
-    """The group, or None if it has one rank."""
+    """Return the group, or None if it has one rank."""
     if tp_group is None:
         state = sys.modules.get(PARALLEL_STATE)
         if state is not None and state.model_parallel_is_initialized():

@@ -1,7 +1,7 @@
-"""Actors of Ray as ranks: Ray chooses where they run, and nobody starts torchrun.
+"""Actors of Ray as ranks: Ray chooses where they run, so torchrun is not needed.
 
-:func:`run` makes the actors, lets them join a group, and calls a function on all of them. In actors of
-your own :func:`meeting` and :func:`join` do the same.
+:func:`run` makes the actors, lets them join a group, and calls a function on all of them. In your own
+actors, :func:`meeting` and :func:`join` do the same.
 """
 
 import os
@@ -23,9 +23,10 @@ __all__ = ["join", "meeting", "run"]
 
 
 def meeting() -> dict[str, str]:
-    """The address, a free port and a new secret, at which ranks meet: on the actor that is rank 0, for all.
+    """Return the address, a free port and a new secret of the meeting; call it on the actor that is rank 0.
 
-    Returns a dict of variables for :func:`join`. The port is free when it is asked for, so join soon.
+    The result is a dict of variables for :func:`join`. The port is free at the time of the call, so join
+    soon.
     """
     from ray.util import get_node_ip_address
 
@@ -40,11 +41,11 @@ def meeting() -> dict[str, str]:
 
 
 def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
-    """Make the process of the calling actor ``rank`` of ``world_size``, as torchrun would.
+    """Make the calling actor's process ``rank`` of ``world_size``, as torchrun would.
 
-    ``meeting``: what :func:`meeting` gave on rank 0. The first op, :func:`interlace.init` or torch's
-    ``init_process_group("interlace")`` then makes the group, and raises what they do. An actor with a GPU
-    sees that one alone, so its number on the host is 0. Raises TypeError or ValueError naming the argument.
+    ``meeting``: the result of :func:`meeting` on rank 0. The first op, :func:`interlace.init` or torch's
+    ``init_process_group("interlace")`` then makes the group, and raises its errors. An actor with a GPU
+    sees only that GPU, so its number on the host is 0. Raises TypeError or ValueError naming the argument.
     """
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -54,10 +55,10 @@ def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
             f"rank must be at least 0 and less than world_size {world_size}, got {rank}"
         )
     if not isinstance(meeting, Mapping) or not all(isinstance(e, str) for e in meeting.values()):
-        raise TypeError(f"meeting must be what meeting() gave, got {type(meeting).__name__}")
+        raise TypeError(f"meeting must be the result of meeting(), got {type(meeting).__name__}")
     if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in meeting]:
         raise ValueError(
-            f"meeting must be what meeting() gave, and has no {' and no '.join(absent)}"
+            f"meeting must be the result of meeting(), but has no {' and no '.join(absent)}"
         )
     own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     try:
@@ -68,7 +69,7 @@ def join(rank: int, world_size: int, meeting: Mapping[str, str]) -> None:
 
 
 class RayRank:
-    """What is an actor: one rank."""
+    """The class of an actor, which is one rank."""
 
     def meeting(self) -> dict[str, str]:
         return meeting()
@@ -97,18 +98,18 @@ def run(
     start_timeout: float | timedelta = 300.0,
     **kwargs: object,
 ) -> list[T]:
-    """Run ``fn(*args, **kwargs)`` on ``world_size`` actors of Ray, its ranks; what it returned, by rank.
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` actors of Ray, its ranks; return the results by rank.
 
     Parameters
     ----------
-    options : of the actors, as ``Actor.options`` takes them: ``{"num_gpus": 1}``, a placement group.
-    start_timeout : seconds, or a timedelta, in which Ray has to start all actors. ``fn`` may take longer;
+    options : the actors' options, as in ``Actor.options``: ``{"num_gpus": 1}``, a placement group.
+    start_timeout : seconds, or a timedelta, in which Ray must start all actors. ``fn`` may take longer;
         its ops have the timeout of their group.
 
     Raises
     ------
-    PlaceUnavailableError : the cluster has had no room for all actors in that time.
-    Exception : what ``fn`` or joining raised first on a rank, as Ray hands it on; the actors end.
+    PlaceUnavailableError : the cluster had no room for all actors in that time.
+    Exception : the first exception of ``fn`` or of joining on a rank, as Ray passes it on; the actors end.
     """
     check_run(fn, world_size)
     seconds = positive_seconds("start_timeout", start_timeout)
@@ -125,8 +126,8 @@ def run(
         if absent:
             raise PlaceUnavailableError(
                 f"Ray has started {len(started)} of {world_size} actors in {seconds:g} s; with options "
-                f"{dict(options or {})} the others find no room: the cluster has "
-                f"{ray.cluster_resources()}, free are {ray.available_resources()}"
+                f"{dict(options or {})} there is no room for the others: the cluster has "
+                f"{ray.cluster_resources()}, of which {ray.available_resources()} are free"
             )
         where = ray.get(meetings[0])
         given = world_size, where, fn, args, kwargs
@@ -134,7 +135,7 @@ def run(
         order = {each: rank for rank, each in enumerate(waiting)}
         results: list[Any] = [None] * world_size
         while waiting:
-            # the first that fails, not that of the lowest rank
+            # the first rank that fails, not the lowest one
             (ended,), waiting = ray.wait(waiting)
             results[order[ended]] = ray.get(ended)
         return results

@@ -1,9 +1,9 @@
 """A console to print on, and progress of long commands.
 
-The console is rich's where it is installed, else one that prints plainly. Progress goes to stderr: bars of
-rich on a terminal, else lines. Ranks that are processes of their own say how far they are in a file, which
-a thread of the caller reads; a process that measures itself calls :meth:`Progress.at` between blocks and
-has no such thread.
+The console is rich's if rich is installed, otherwise one that prints plainly. Progress goes to stderr: bars
+of rich on a terminal, otherwise lines. Ranks in other processes write their progress to a file, which a
+thread of the caller reads. A process that measures itself calls :meth:`Progress.at` between blocks and has
+no such thread.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _MARKUP = re.compile(r"\[/?[a-z ]*\]")
-WIDEST = 10_000  # columns of a table that is not for a terminal
+WIDEST = 10_000  # columns of a table that is not printed on a terminal
 
 
 class PlainConsole:
-    """A console that needs no rich: as much of ``rich.console.Console`` as the commands use."""
+    """A console without rich, with the methods of ``rich.console.Console`` that the commands use."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         self._stderr = stderr
@@ -40,7 +40,7 @@ class PlainConsole:
 
 
 def new_console(*, stderr: bool = False) -> Any:
-    """rich's console, or a plain one; figures in a text are not coloured."""
+    """Return rich's console, or a plain one; numbers in a text are not coloured."""
     try:
         from rich.console import Console
     except ImportError:
@@ -49,12 +49,12 @@ def new_console(*, stderr: bool = False) -> Any:
 
 
 def write(console: Any, text: str, style: str = "") -> None:
-    """Print a line as it is: words in brackets are no markup, and it is not broken."""
+    """Print a line unchanged: words in brackets are not markup, and the line is not wrapped."""
     console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def write_table(console: Any, table: Any) -> None:
-    """Print rich's table: on a terminal as wide as that, elsewhere whole."""
+    """Print a table of rich: on a terminal as wide as the terminal, elsewhere as wide as the table."""
     if not console.is_terminal:
         table.width = console.measure(
             table, options=console.options.update(max_width=WIDEST)
@@ -74,13 +74,13 @@ def _write_tick(path: str, done: int, total: int) -> None:
 
 
 class Progress:
-    """``count`` sizes, each a step of the bar in which a share may be done; with a temporary ``folder``."""
+    """Progress over ``count`` sizes, which are the steps of a bar; has a temporary ``folder``."""
 
     def __init__(self, command: str, count: int, *, shown: bool = True) -> None:
         self._count, self._shown = count, shown
         name = f"interlace-{command}-{secrets.token_hex(8)}"
         self.folder = os.path.join(tempfile.gettempdir(), name)
-        # before it is there: a signal may come as soon as it is
+        # before the folder exists: a signal may arrive as soon as it does
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         os.mkdir(self.folder, 0o700)
         self._bar: Any = None
@@ -89,7 +89,7 @@ class Progress:
         self._last = 0.0
 
     def __enter__(self) -> "Progress":
-        if self._shown:  # drawn by the caller only
+        if self._shown:  # only the caller draws
             self._bar = _bars("TaskProgressColumn", auto_refresh=False)
         if self._bar is not None:
             self._bar.start()
@@ -102,7 +102,7 @@ class Progress:
         self._remove()
 
     def begin(self, number: int, text: str) -> None:
-        """Size ``number`` (from 0) begins."""
+        """Begin size ``number`` (from 0)."""
         self._number = number
         if self._bar is not None:
             self._bar.update(self._task, description=text, completed=float(number), refresh=True)
@@ -110,7 +110,7 @@ class Progress:
             print(f"{number + 1} of {self._count}: {text}", file=sys.stderr, flush=True)
 
     def at(self, done: int, total: int) -> None:
-        """So much of the size has been done."""
+        """Note that the share ``done / total`` of the size is done."""
         now = time.monotonic()
         if self._bar is None or now - self._last < PERIOD:
             return
@@ -120,7 +120,7 @@ class Progress:
 
     @contextlib.contextmanager
     def on_ranks(self, *, apart: bool) -> Iterator[Tick]:
-        """A function for ranks, ``tick(done, total)``; if they are processes of their own, by a file."""
+        """Yield a function for ranks, ``tick(done, total)``; ranks in other processes use a file."""
         if not apart:
             yield self.at
             return
@@ -133,7 +133,7 @@ class Progress:
 
         def watch() -> None:
             while not ended.wait(PERIOD):
-                with contextlib.suppress(OSError, ValueError):  # not there, or not whole
+                with contextlib.suppress(OSError, ValueError):  # not there, or incomplete
                     done, total = pathlib.Path(path).read_text("ascii").split()
                     self.at(int(done), int(total))
 
@@ -150,7 +150,7 @@ class Progress:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
-    """Yields a function that begins a bar, of a text and a count; its result is called after each step."""
+    """Yield a function that begins a bar, of a text and a count; call its result after each step."""
     bars = _bars("MofNCompleteColumn")
     if bars is None:
         yield lines
@@ -167,7 +167,7 @@ def counted() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
 def lines(
     text: str, total: int | None, now: Callable[[], float] = time.monotonic
 ) -> Callable[..., None]:
-    """What is to be called after each of ``total`` steps: it prints a line, now and then and at the end."""
+    """Return a function to call after each of ``total`` steps: it prints a line at times and at the end."""
     done, begun = 0, now()
     last = begun
 
@@ -190,7 +190,7 @@ def lines(
 
 
 def _bars(column: str, **how: Any) -> Any:
-    """rich's bars on stderr, ``column`` of which says how much is done; None where nobody sees them."""
+    """Return rich's bars on stderr, where ``column`` shows the progress; None without a terminal."""
     try:
         from rich import progress
         from rich.console import Console
@@ -206,6 +206,6 @@ def _bars(column: str, **how: Any) -> Any:
         progress.TimeElapsedColumn(),
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what is told meanwhile goes where it is wanted
+        redirect_stdout=sys.stdout.isatty(),  # other output goes above the bars
         **how,
     )

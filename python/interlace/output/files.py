@@ -1,6 +1,6 @@
-"""Files that a command writes when it is done: their names, an early check of them, and times as bars.
+"""Files that a command writes at its end: their names, early checks of them, and bar charts of times.
 
-Bars are drawn in the terminal, or are the picture that a file's name asks for.
+Bars are drawn in the terminal, or as a picture in the format of the file's name.
 """
 
 import os
@@ -16,9 +16,9 @@ from interlace.output.consoles import write
 def refuse_outputs(
     outputs: Mapping[str, str | None], inputs: Mapping[str, str | None] | None = None
 ) -> None:
-    """Raise ValueError unless each of ``outputs`` can be written, and is none of the other files.
+    """Raise ValueError unless each of ``outputs`` can be written and differs from the other files.
 
-    By option, or None where that is not given. Leaves what is there.
+    Both map options to paths, or to None for options that are not set. Existing files are not changed.
     """
     named: dict[str | tuple[int, int], str] = {}
     for option, path in {**(inputs or {}), **outputs}.items():
@@ -38,7 +38,7 @@ def refuse_outputs(
 
 
 def refuse_unreadable(option: str, path: str) -> None:
-    """Raise ValueError naming ``option`` unless there is a file at ``path`` that can be read."""
+    """Raise ValueError naming ``option`` unless there is a readable file at ``path``."""
     refuse_empty(option, path)
     try:
         with open(path, "rb"):
@@ -48,7 +48,7 @@ def refuse_unreadable(option: str, path: str) -> None:
 
 
 def refuse_no_folder(option: str, path: str) -> None:
-    """Raise ValueError naming ``option`` unless ``path`` is a folder to write in, or can become one."""
+    """Raise ValueError naming ``option`` unless ``path`` is a writable folder, or can become one."""
     refuse_empty(option, path)
     where, target = f"{option} {path}", pathlib.Path(path).absolute()
     there = next(each for each in (target, *target.parents) if each.exists())
@@ -59,18 +59,18 @@ def refuse_no_folder(option: str, path: str) -> None:
 
 
 def refuse_format(path: str) -> None:
-    """Raise ValueError unless matplotlib writes files whose names end so."""
+    """Raise ValueError unless matplotlib can write the format of ``path``."""
     refuse_empty("--plot", path)
     known = require_matplotlib()().canvas.get_supported_filetypes()
     suffix = pathlib.Path(path).suffix.lstrip(".").lower()
     if suffix not in known:
         raise ValueError(
-            f"--plot {path}: the ending {suffix!r} is none of {', '.join(sorted(known))}"
+            f"--plot {path}: the ending {suffix!r} must be one of {', '.join(sorted(known))}"
         )
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's Figure. Raises ValueError saying how to get it."""
+    """Return matplotlib's Figure. Raise ValueError that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -81,7 +81,7 @@ def require_matplotlib() -> Any:
 
 
 def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) -> pathlib.Path:
-    """The file of ``--cache``, else the usual one. Raises ValueError if ``variable`` turns that off."""
+    """Return the file of ``--cache``, or the usual one. Raise ValueError if ``variable`` disables that."""
     if given is not None:
         refuse_empty("--cache", given)
         return pathlib.Path(given).absolute()
@@ -95,7 +95,7 @@ def file_to_write(given: str | None, usual: pathlib.Path | None, variable: str) 
 def tell_written(
     console: object, file: pathlib.Path, usual: pathlib.Path | None, variable: str
 ) -> None:
-    """Print the name of the file, and if it is not the usual one, how to have it read."""
+    """Print the name of the file and, if it is not the usual one, the variable that selects it."""
     write(console, f"written: {file}")
     if usual != file:
         write(console, f"to use it: {variable}={file}")
@@ -103,11 +103,11 @@ def tell_written(
 
 TERMINAL = "-"
 Times = Sequence[tuple[str, Sequence[tuple[str, float]]]]
-"""What was measured, each with the microseconds of its candidates by name."""
+"""Titles of measurements, each with the microseconds of its candidates by name."""
 
 
 def file_of(path: str | None) -> str | None:
-    """The file of ``--plot``; None for the terminal. Raises ValueError for a format that nobody writes."""
+    """Return the file of ``--plot``; None for the terminal. Raise ValueError for an unknown format."""
     if path is None or path == TERMINAL:
         return None
     refuse_format(path)
@@ -124,7 +124,7 @@ def draw_bars(console: object, path: str, times: Times) -> None:
 
 
 def bar_lines(times: Times, width: int) -> list[str]:
-    """A bar per candidate; those of one title are as long as their times, the longest fills ``width``.
+    """Return a bar per candidate, in proportion to its time; the longest of a title fills ``width``.
 
     >>> print(*bar_lines([("64 KiB", [("auto", 50.0), ("gloo", 200.0)])], 41), sep="\\n")
     64 KiB

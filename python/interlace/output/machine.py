@@ -1,7 +1,7 @@
 """Facts about this machine, for ``interlace doctor``: versions, GPUs, links, kernel features.
 
-Nothing is started, waited for or written, and optional packages are looked up without importing
-them: a broken one must not take the doctor down. A probe that fails leaves its reason as a fact.
+No probe starts, awaits or writes anything. Optional packages are looked up without importing them, because
+a broken package must not end the doctor. A probe that fails leaves its reason as a fact.
 """
 
 import ctypes.util
@@ -29,7 +29,7 @@ DEVICE_LIBRARY = "libnvshmem_device.bc"
 
 
 def inspect_machine() -> MachineFacts:
-    """All facts, as values that JSON can hold."""
+    """Return all facts, as values that JSON can hold."""
     return {
         "python": installed("Python"),
         "interlace": _version("interlace"),
@@ -69,10 +69,10 @@ def inspect_machine() -> MachineFacts:
 
 
 def _probe(probe: Callable[[], object]) -> Any:
-    """The result of ``probe``, or {"error": the reason why it failed}."""
+    """Return the result of ``probe``, or {"error": the reason why it failed}."""
     try:
         return probe()
-    except Exception as error:  # whatever a broken driver or package raises is the finding
+    except Exception as error:  # any exception of a broken driver or package is a result
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -81,13 +81,13 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         pass
-    # From a source tree on PYTHONPATH there is no metadata, but there is the module.
+    # A source tree on PYTHONPATH has no metadata, but it has the module.
     found = getattr(sys.modules.get(distribution), "__version__", None)
     return str(found) if found else None
 
 
 def _interpreted() -> bool:
-    """Whether interlace's kernels are interpreted, as they were decorated when they were imported."""
+    """Return whether interlace's kernels are interpreted, as decided when they were imported."""
     from interlace.kernels import signal
     from interlace.runtime.compat.triton_interpreter import InterpretedFunction
 
@@ -108,7 +108,7 @@ def _gpus() -> list[MachineFacts]:
 
 
 def _peer_access() -> str | None:
-    """Summary of the matrix of devices that can reach each other's memory."""
+    """Return a summary of the matrix of devices that can reach each other's memory."""
     pairs = list(itertools.permutations(range(torch.cuda.device_count()), 2))
     if not pairs:
         return None
@@ -141,7 +141,7 @@ def _nvshmem_backend() -> bool:
 
 
 def _nvshmem_library() -> str | None:
-    """Where the bitcode lies that kernels would be linked with, for sm_90."""
+    """Return the path of the bitcode that kernels for sm_90 are linked with."""
     from interlace.runtime.compiler.nvshmem_library import device_library
 
     try:
@@ -151,7 +151,7 @@ def _nvshmem_library() -> str | None:
 
 
 def _this_host() -> str:
-    """Name of this host, and what is equal for ranks that can share its memory."""
+    """Return the name of this host, and a digest that is equal for ranks that can share its memory."""
     from interlace.runtime.places.hosts.host_map import this_host
 
     digest = hashlib.sha256(this_host().encode()).hexdigest()[:8]
@@ -159,7 +159,7 @@ def _this_host() -> str:
 
 
 def _launched() -> str | None:
-    """The ranks that a launcher has put on this host, in words; None for a process that is no rank."""
+    """Describe the ranks that a launcher has put on this host; return None if this is not a rank."""
     found = variables(os.environ)
     here = f"{found['LOCAL_WORLD_SIZE']} " if "LOCAL_WORLD_SIZE" in found else ""
     if not found:
@@ -168,7 +168,7 @@ def _launched() -> str | None:
 
 
 def refuse_size(what: str, nbytes: int, world_size: int, place: str) -> None:
-    """Raise ValueError if ``what``, of ``nbytes`` on each rank, is more than there is memory for."""
+    """Raise ValueError if ``what``, of ``nbytes`` on each rank, needs more memory than there is."""
     if place == "cuda":
         devices = torch.cuda.device_count()
         most = torch.cuda.get_device_properties(0).total_memory
@@ -189,7 +189,7 @@ def _memory() -> int:
 
 
 def _sealed_memfd() -> bool:
-    """Whether a memfd can be made, and after sealing refuses to shrink."""
+    """Return whether a memfd can be made, and after sealing refuses to shrink."""
     import fcntl
 
     descriptor = os.memfd_create("interlace-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -211,7 +211,7 @@ def _pidfd_open() -> bool:
 
 
 def _pass_descriptors() -> bool:
-    """Whether a descriptor travels through an abstract unix socket, as ranks pass theirs."""
+    """Return whether a descriptor travels through an abstract unix socket, as ranks send theirs."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen(1)

@@ -14,9 +14,9 @@ Options = TypeVar("Options", bound="CommandOptions")
 def option(
     default: Any = dataclasses.MISSING, *, help: str, positional: bool = False, **keywords: object
 ) -> Any:
-    """A field of an options class. ``keywords`` are those of ``argparse``'s ``add_argument``.
+    """Return a field of an options class. ``keywords`` are arguments of ``argparse``'s ``add_argument``.
 
-    Beside them ``also``, a second name of it, as where others would look for it.
+    ``also`` among them is a second name of the option, for users who expect that name.
     """
     metadata = {"positional": positional, "help": help, **keywords}
     return dataclasses.field(default=default, metadata=metadata)
@@ -29,12 +29,12 @@ class CommandOptions:
     epilog: ClassVar[str] = ""
 
     def interprets(self) -> bool | None:
-        """Whether kernels run in the interpreter; None where that does not matter."""
+        """Return whether kernels run in the interpreter; None if that does not matter."""
         return None
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of one command, which says itself what it does not know."""
+    """The parser of one command. It reports unknown arguments itself."""
 
     def parse_known_args(self, *arguments: object, **options: object) -> Any:
         given, unknown = super().parse_known_args(*arguments, **options)
@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions]) -> None:
-    """The command ``name``, an argument for every field of ``kind``: ``world_size`` is ``--world-size``."""
+    """Add the command ``name``. The field ``world_size`` of ``kind`` becomes ``--world-size``."""
     text = inspect.getdoc(kind) or ""
     parser = commands.add_parser(
         name,
@@ -64,14 +64,14 @@ def add_command(commands: Any, name: str, line: str, kind: type[CommandOptions])
 
 
 def from_arguments(kind: type[Options], arguments: argparse.Namespace) -> Options:
-    """``kind`` with the values that were parsed; lists become tuples."""
+    """Return ``kind`` with the parsed values; lists become tuples."""
     names = [each.name for each in dataclasses.fields(kind)]
     values = {name: getattr(arguments, name) for name in names}
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def positive_int(text: str) -> int:
-    """For ``type=``: an int of at least 1, and no more than anybody counts to."""
+    """Return ``text`` as an int within 1..MOST, for ``type=``."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
     if int(text) > MOST:
@@ -80,8 +80,8 @@ def positive_int(text: str) -> int:
 
 
 def world_size(text: str) -> int:
-    """For ``type=``: a number of ranks."""
-    from interlace.kernels.signal import MAX_WORLD_SIZE  # brings Triton along
+    """Return ``text`` as a number of ranks, for ``type=``."""
+    from interlace.kernels.signal import MAX_WORLD_SIZE  # imports Triton
 
     size = positive_int(text)
     if size > MAX_WORLD_SIZE:
@@ -90,7 +90,7 @@ def world_size(text: str) -> int:
 
 
 def seed_number(text: str) -> int:
-    """For ``type=``: what torch's generators take."""
+    """Return ``text`` as a seed that torch's generators take, for ``type=``."""
     try:
         number = int(text)
     except ValueError:
@@ -110,15 +110,15 @@ def _numbers(text: str, example: str) -> list[int]:
 
 
 def world_sizes(text: str) -> list[int]:
-    """For ``type=``: "2,3,4,8"."""
+    """Return a list such as "2,3,4,8", for ``type=``."""
     return [world_size(str(size)) for size in _numbers(text, "2,3,4,8")]
 
 
 def arches(text: str) -> list[int]:
-    """For ``type=``: "80,90,100"."""
+    """Return a list such as "80,90,100", for ``type=``."""
     found = _numbers(text.replace("sm_", ""), "80,90,100")
     unknown = [arch for arch in found if arch not in BUILDABLE]
     if unknown:
         known = ", ".join(map(str, BUILDABLE))
-        raise argparse.ArgumentTypeError(f"known are {known}, got {unknown[0]}")
+        raise argparse.ArgumentTypeError(f"must be among {known}, got {unknown[0]}")
     return found

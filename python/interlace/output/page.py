@@ -1,7 +1,7 @@
-"""A page on what ran: lanes by rank and program, arrows, and the source of every access, in one HTML file.
+"""A page about a run: lanes by rank and program, arrows, and the source of every access, in one HTML file.
 
-``data/report.html`` draws it and needs nothing else, no network either. Here are its data: panels, each
-with a text and *views*, a view being one schedule.
+``data/report.html`` draws it and needs nothing else, not even a network. This file has its data: panels,
+each with a text and *views*. A view is one schedule.
 """
 
 import json
@@ -17,7 +17,7 @@ from interlace.runtime.core.errors import SourceText
 
 
 class PageEvent(NamedTuple):
-    """What a lane did from ``start`` to ``end``; ``mark`` is "", "red" or "blocked"; ``peer`` of a tile."""
+    """An activity of a lane. ``mark`` is "", "red" or "blocked", ``peer`` the peer of a tile."""
 
     lane: int
     start: float
@@ -42,7 +42,7 @@ class PageView:
 
 @dataclass
 class Panel:
-    """A finding if ``bad``, else a run; ``table`` begins with its head. Empty views are not shown."""
+    """A finding if ``bad``, otherwise a run; ``table`` begins with its head. Empty views are not shown."""
 
     title: str
     text: str
@@ -55,7 +55,7 @@ class Panel:
 def write_page(
     path: str, title: str, verdict: str, facts: str, panels: Sequence[Panel], *, bad: bool
 ) -> None:
-    """Write the page to ``path``; source files that panels name become part of it."""
+    """Write the page to ``path``; it includes the source files that panels name."""
     sources = Sources()
     content = {
         "title": title,
@@ -66,14 +66,14 @@ def write_page(
         "files": sources.files,
         "frames": list(sources.frames),
     }
-    # nothing in it can end the element that it is in
+    # the content must not end the element that holds it
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     template = (resources.files("interlace") / "data" / "report.html").read_text("ascii")
     pathlib.Path(path).write_text(template.replace("@DATA@", text), encoding="ascii")
 
 
 def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
-    """``panel`` for JSON; its lines become part of ``sources``."""
+    """Return ``panel`` for JSON; its lines become part of ``sources``."""
     views = []
     for view in (each for each in panel.views if each.events):
         events = [[*each[:5], sources.of(each.lines), *each[6:]] for each in view.events]
@@ -82,14 +82,14 @@ def _panel(panel: Panel, sources: "Sources") -> dict[str, object]:
 
 
 class Sources:
-    """Source files by path; ``frames``, each once, are (path, line, text), and known by their numbers."""
+    """Source files by path. ``frames`` are distinct (path, line, text), referred to by their numbers."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, object]] = {}
         self.frames: dict[tuple[str, int, str], int] = {}
 
     def of(self, lines: Iterable[SourceText]) -> list[int]:
-        """Numbers of the frames of ``lines`` whose source is there."""
+        """Return the numbers of the frames of ``lines`` whose source is available."""
         found = []
         for line in lines:
             for place, (path, number) in enumerate(line.frames):

@@ -1,7 +1,7 @@
-"""The collectives of a process group in Python: which way a call goes, and interlace's internal forms.
+"""The collectives of a process group in Python: the path of a call, and interlace's internal forms.
 
-Every method serves plain tensors itself. A call that torch's dispatcher has to see first goes to torch's
-own method; ``dispatch.py`` says which, and how that must be called.
+Every method serves plain tensors itself. A call that torch's dispatcher must see first goes to torch's
+method; ``dispatch.py`` says which calls these are, and how torch's method must be called.
 Ranks in options (``rootRank``) and of ``send`` and ``recv`` are ranks of the group.
 """
 
@@ -39,7 +39,7 @@ _DEFAULT_ALLGATHER = c10d.AllgatherOptions()
 _DEFAULT_REDUCE_SCATTER = c10d.ReduceScatterOptions()
 _DEFAULT_ALL_TO_ALL = c10d.AllToAllOptions()
 
-# What a synchronous call returns: torch waits for it and drops it.
+# The result of a synchronous call: torch waits for it and drops it.
 _done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 _done.set_result([])
 COMPLETED: Work = c10d._create_work_from_future(_done)
@@ -48,7 +48,7 @@ _ZERO = timedelta(0)
 
 
 class OpOptions(Protocol):
-    """Options of an op, as torch hands them on: each op has some of these."""
+    """Options of an op, as torch passes them: each op has some of these."""
 
     asyncOp: bool
     timeout: timedelta
@@ -57,19 +57,19 @@ class OpOptions(Protocol):
 
 
 class HostCopies:
-    """Host copies of a call's tensors, for want of a place there. No overlap; those back are enqueued."""
+    """Copies of a call's tensors in host memory, without overlap; copies back are enqueued."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``tensors``, which are complete; waits for the device."""
+        """Return copies of ``tensors``, which are complete; wait for the device."""
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         self._pairs += zip(tensors, copies, strict=True)
         return copies
 
     def back(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Bring those of ``outputs`` back that are copies, or were copied."""
+        """Copy ``outputs`` back to their originals, whether ``outputs`` are the copies or the originals."""
         filled = {output.data_ptr() for output in outputs}
         for original, copy in self._pairs:
             if original.data_ptr() in filled or copy.data_ptr() in filled:
@@ -77,7 +77,7 @@ class HostCopies:
 
 
 class Works(torch_groups.Work):
-    """Several ops, waited for in their order."""
+    """Several ops; ``wait`` waits for them in their order."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class Works(torch_groups.Work):
         return all(work.is_completed() for work in self._works)
 
 
-ON_GPU = HostCopies()  # none are made: the tensors of the call stay on their GPU
+ON_GPU = HostCopies()  # has no copies: the tensors of the call stay on their GPU
 
 
 class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     """Methods that torch calls to move tensors; ``InterlaceProcessGroup`` is the whole group.
 
     The subclass sets ``interlace_communicator``, ``_place`` and ``_group_name``. ``_has_gpus``: whether
-    tensors on GPUs are served there, by ``device_communicator``; ranks of one job find the same.
+    ``device_communicator`` serves tensors on GPUs; it is equal on all ranks of a job.
     """
 
     device_communicator: Any
@@ -110,17 +110,17 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     _sequence = 0
     _ended = ""
     _copies: HostCopies | None = None
-    _coalescing: list[Work] | None = None  # the Works of what was called since that began
-    _above = 0  # calls of torch's own methods under way
+    _coalescing: list[Work] | None = None  # the Works of the calls since coalescing began
+    _above = 0  # the number of torch's own methods that are running
 
     @abc.abstractmethod
     def _make_dispatchable(self) -> None:
-        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops need. Collective."""
 
     # -- which way a call goes -----------------------------------------------------------------
 
     def _own(self, tensors: Tensors) -> Tensors | None:
-        """Plain tensors that this group serves itself; None if torch's dispatcher sees them first."""
+        """Return plain tensors that this group serves, or None if torch's dispatcher sees them first."""
         if self._ended:
             raise InterlaceError(
                 f"rank {self.rank()}: process group {self._group_name!r} was {self._ended}"
@@ -143,7 +143,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             self._copies = ON_GPU
             return plain
         if self._copies is ON_GPU:
-            self._copies = None  # of a call that was refused before it ran
+            self._copies = None  # left by a call that was refused before it ran
         if plain is None:
             return None
         here = self._place.device.type
@@ -153,10 +153,10 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return plain
 
     def _dispatched(self, name: str, tensors: Sequence[object], *rest: object) -> Work:
-        """Hand a call of method ``name`` to torch's dispatcher, by torch's own method of that name.
+        """Pass a call of method ``name`` to torch's dispatcher, by torch's own method of that name.
 
-        What the dispatcher leaves of it is served here, and has the Work of that: torch's own would hide
-        its errors and its source.
+        A call that comes out of the dispatcher is served here. The result is the Work of that call, because
+        torch's Work would hide its errors and its source.
         """
         works: list[Work | None] = []
 
@@ -185,7 +185,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         *args: Any,
         opts: OpOptions | None = None,
     ) -> Work:
-        """Call the internal form of an op, by ``opts`` if there are any; a Work in any case."""
+        """Call the internal form of an op, with ``opts`` if there are any; always return a Work."""
         if opts is not None:
             if opts.asyncOp or self._copies is not None:
                 args = (*args, opts.asyncOp)
@@ -193,7 +193,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
                     with places.timeout(opts.timeout):
                         return self._run(name, outputs, function, *args)
             else:
-                self._waits.options = opts  # its timeout is read if something has to be waited for
+                self._waits.options = opts  # the timeout is read if a wait is necessary
         self._sequence += 1
         if self._copies is not None:
             work: Work | None = self._run_elsewhere(name, outputs, function, *args)
@@ -207,18 +207,18 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return COMPLETED if work is None else work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Of ``_coalescing_manager`` with a device. Ops begin as they are called, in their order."""
+        """Begin a ``_coalescing_manager`` with a device. Ops start when they are called, in their order."""
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Works:
-        """The Work of all that was called since :meth:`_start_coalescing`."""
+        """Return the Work of all calls since :meth:`_start_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         return Works(works)
 
     def _run_elsewhere(
         self, name: str, outputs: Sequence[torch.Tensor], function: Callable[..., Any], *args: Any
     ) -> Work:
-        """Run an op on GPUs, or on copies of its tensors, to its end."""
+        """Run an op on GPUs, or on copies of its tensors until it has finished."""
         copies, self._copies = self._copies, None
         assert copies is not None
         if copies is ON_GPU:
@@ -348,7 +348,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
             return self._dispatched("all_to_all_single", (output, input), *splits, opts)
         out, tensor = own
         if not any(splits) and out.shape[1:] != tensor.shape[1:]:
-            out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, whatever their shape
+            out, tensor = out.view(-1), tensor.reshape(-1)  # equal parts, for any shape
         return self._run(
             "all_to_all_single", [output], _all_to_all_single, (out, tensor), splits, opts=opts
         )
@@ -365,11 +365,11 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         return self._run("gather", outs, rooted._gather, (tensor, gathered), root, opts=opts)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: OpOptions) -> Work:
-        """Since torch 2.14: parts of one tensor."""
+        """Gather parts into one tensor (since torch 2.14)."""
         parts = list(output.view(self.size(), -1)) if self.rank() == opts.rootRank else []
         return self.gather([parts] if parts else [], [input.reshape(-1)], opts)
 
-    gather_into_tensor = gather_single  # its name for those who come from all_gather_into_tensor
+    gather_into_tensor = gather_single  # the name that matches all_gather_into_tensor
 
     def scatter(self, outputs: object, inputs: object, opts: Any = None, *rest: object) -> Work:
         if type(opts) is not c10d.ScatterOptions or not type(outputs) is type(inputs) is list:
@@ -392,7 +392,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """``dist.monitored_barrier`` refuses every backend but gloo; interlace's own function does not."""
+        """Run interlace's barrier: ``dist.monitored_barrier`` refuses every backend but gloo."""
         if self._own([]) is None:
             self._dispatched("monitored_barrier", (), timeout, wait_all_ranks)
             return
@@ -428,7 +428,7 @@ class Collectives(OnInterlace, torch_groups.ProcessGroup):  # type: ignore[misc]
         name = "reduce_scatter_single_coalesced"
         return self._run(name, outputs, start, (outs, ins), op, opts=opts)
 
-    # -- what torch before 2.13 calls them -----------------------------------------------------
+    # -- names that torch before 2.13 calls ----------------------------------------------------
 
     _allgather_base = torch_groups.renamed("all_gather_single")
     _reduce_scatter_base = torch_groups.renamed("reduce_scatter_single")

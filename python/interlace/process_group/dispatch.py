@@ -1,8 +1,8 @@
-"""Rules of a process group written in Python: calls that it serves, and calls that torch must see first.
+"""Rules of a process group written in Python: which calls it serves, and which torch must see first.
 
-A Python ``ProcessGroup`` is called before torch's dispatcher: dispatch modes and tensor subclasses that
-would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) never learn of it. Then the method
-has to hand the call to torch's own, which dispatches ``c10d::<op>``.
+A Python ``ProcessGroup`` is called before torch's dispatcher. So dispatch modes and tensor subclasses that
+would have handled the op (FakeTensor, meta, make_fx, LocalTensor, ...) do not see it. In these cases the
+method must pass the call to torch's method, which dispatches ``c10d::<op>``.
 
 =======================================  =============================================================
 dispatch mode is active                  torch: the mode decides
@@ -11,27 +11,27 @@ subclass with ``__torch_dispatch__``     torch
 meta tensor                              torch
 =======================================  =============================================================
 
-Modes and subclasses see the op, change its tensors, or answer it. What is left would reach torch's kernel,
-which asks the group for a C++ backend. So for the time of the call there is one more mode below those of
-the user::
+Modes and subclasses see the op, change its tensors, or answer it. The remaining call would reach torch's
+kernel, which asks the group for a C++ backend. So during the call there is one more mode, below the modes
+of the user::
 
     Python          group.allreduce(tensors)      a mode is active, or a tensor is of a subclass
     torch's own     c10d::allreduce_
-    user's modes    see it, hand it on
-    Returning       tensors of subclasses: lets these see it; plain ones: group.allreduce(tensors) again
+    user's modes    see it, pass it on
+    Returning       tensors of subclasses: the subclasses see it; plain ones: group.allreduce(tensors) again
 
 This keeps ranks that run under a mode (a profiler on rank 0) in step with those that do not.
 
 Rejected: a second, C++ group for such calls. The ranks with and without a mode would wait for each other
-in different groups. It remains for one case, see :func:`needs_backend`.
+in different groups. It is still used in one case, see :func:`needs_backend`.
 
 ``torch.distributed`` calls the methods with lists and an options object. ``ProcessGroup`` also takes single
 tensors, and an op or a root in place of the options: ``group.allreduce(tensor, ReduceOp.MAX)``. A method of
-interlace's group that is called so calls itself again with what :func:`long_form` makes of the arguments.
+interlace's group that is called in this way calls itself again with the result of :func:`long_form`.
 
 ``all_gather_into_tensor_out`` and ``batch_p2p_ops`` of ``_c10d_functional`` ask the group for the C++
-backend of a device, which a group in Python does not have (torch 2.13). The CPU kernels here ask the group
-itself, whatever it is, so groups of other backends in the same process go on as before.
+backend of a device, which a group in Python does not have (torch 2.13). The CPU kernels in this file ask
+the group itself, whatever its backend. So other groups in the same process work as before.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ _library: Any = None
 
 
 def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Plain tensors of the same memory; None where torch's dispatcher has to see the call."""
+    """Return plain tensors of the same memory, or None if torch's dispatcher must see the call."""
     if modes_active() or above_autograd():
         return None
     plain = [_plain(tensor) for tensor in tensors]
@@ -71,7 +71,7 @@ def underlying(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, torch.Tensor):
-        return tensor  # misuse, which the op reports
+        return tensor  # a wrong argument, which the op reports
     if tensor.is_meta:
         return None
     if type(tensor) in PLAIN_TYPES:
@@ -83,7 +83,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_simulated(tensors: Sequence[object]) -> bool:
-    """Whether no data will move: fake and meta tensors, or a mode that makes them."""
+    """Return whether no data will move: fake and meta tensors, or a mode that makes them."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return True
     return any(
@@ -93,7 +93,7 @@ def is_simulated(tensors: Sequence[object]) -> bool:
 
 
 def needs_backend() -> bool:
-    """Whether torch's kernel runs anyway: ``make_fx`` and functionalization, below all modes, run it."""
+    """Return whether torch's kernel runs in any case: ``make_fx`` and functionalization run it."""
     keys = _C._TorchDispatchModeKey
     return any(_C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
@@ -108,7 +108,7 @@ class _Returning(DispatchMode):
             return func(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves(args)
         if underlying([each for each in leaves if isinstance(each, torch.Tensor)]) is None:
-            return NotImplemented  # then the subclasses are asked, with this mode still active
+            return NotImplemented  # torch then asks the subclasses, with this mode still active
         work = self._serve(*args[:2])
         if work is None:
             return None
@@ -125,8 +125,8 @@ class _Returning(DispatchMode):
 
 @contextlib.contextmanager
 def returning_to(group: object, serve: Callable[..., object]) -> Iterator[None]:
-    """What the dispatcher leaves of a call of torch's method comes back as ``serve(*tensors)``."""
-    # these are the op's first two arguments; serve returns a Work, or None as the op does
+    """Serve calls of torch's method that come out of the dispatcher with ``serve(*tensors)``."""
+    # the tensors are the op's first two arguments; serve returns a Work, or None as the op does
     above = [_C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
     _C._push_on_torch_dispatch_stack(_Returning(group, serve))
     for mode in reversed(above):
@@ -144,10 +144,10 @@ def returning_to(group: object, serve: Callable[..., object]) -> Iterator[None]:
 
 
 def long_form(kind: type, short: Sequence[Any], args: Sequence[object]) -> tuple[Any, ...]:
-    """Lists of ``short``, which are tensors or lists, and options of ``kind`` with what ``args`` say.
+    """Return lists for ``short`` (tensors or lists), and options of ``kind`` filled from ``args``.
 
-    ``args``: a root, a ReduceOp, a timeout, or options, in any order, as torch's forms have them. A list
-    beside a tensor is one per rank, which the long forms have in a list of its own.
+    ``args``: a root, a ReduceOp, a timeout, or options, in any order, as torch's short forms have them. A
+    list beside a tensor has one tensor per rank; the long forms put it into another list.
     """
     single = any(isinstance(each, torch.Tensor) for each in short)
     lists = [[each] if single else list(each) for each in short]
@@ -166,7 +166,7 @@ def long_form(kind: type, short: Sequence[Any], args: Sequence[object]) -> tuple
 
 
 def flat(long: torch.Tensor, short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch lets a flat tensor stand for one of the same length; 0-dim and stacked ones stay."""
+    """Flatten both tensors if torch lets one stand for the other; keep 0-dim and stacked tensors."""
     if long.dim() in (short.dim(), short.dim() + 1) or not long.is_contiguous():
         return long, short
     return long.view(-1), short.reshape(-1)
@@ -196,7 +196,7 @@ def register() -> None:
 
 
 def _group(name_or_group: object) -> Any:
-    """The process group itself; ops may be given its name, or the object that C++ made of it."""
+    """Return the process group; ops may get its name, or the object that C++ made of it."""
     if isinstance(name_or_group, str):
         return resolve(name_or_group)
     if isinstance(name_or_group, torch._C.ScriptObject):
@@ -220,7 +220,7 @@ def _batch_p2p_ops(
     tensors: list[torch.Tensor],
     group_name: object,
 ) -> list[torch.Tensor]:
-    """For every op its tensor, which is complete after ``wait_tensor``; for sends an empty one."""
+    """Return a tensor for every op, complete after ``wait_tensor``; for sends it is empty."""
     group, results = _group(group_name), []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
         if op == "isend":

@@ -1,18 +1,18 @@
 """interlace as a backend of torch.distributed: ``init_process_group("interlace")``.
 
 A ``ProcessGroup`` in Python over one :class:`Communicator`. Every method serves plain tensors with the
-internal form of interlace's own function; a call that torch's dispatcher has to see first goes to
-``super()``, see ``dispatch.py``. What torch asks of such a class, and what breaks otherwise:
+internal form of interlace's own function. A call that torch's dispatcher must see first goes to
+``super()``, see ``dispatch.py``. torch requires the following of such a class:
 
-- ``ProcessGroup.__init__(rank, size)``; given a store, it builds an object without overrides.
-- Name and description are kept here: torch would keep them in its C++ backends, of which there is none.
+- ``ProcessGroup.__init__(rank, size)`` without a store: with one, it builds an object without overrides.
+- Name and description are kept here: torch would keep them in its C++ backends, and there are none.
 - Every collective returns a Work: C++ callers do not expect None, and crash.
 - Dynamo must not trace into a method: see ``keep_outside_compilation``.
 - C++ code that finds the group in a dispatched ``c10d::`` op asks it for a C++ backend. That is a gloo
-  group over the same ranks, made when it is first needed, which takes all ranks of the group.
-- Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks, which is made when
-  the first of them comes. Where ranks have no GPU for kernels they go through copies on the host.
-- ``_c10d_functional`` ops whose kernels ask for one without need have kernels in ``dispatch.py``.
+  group over the same ranks, made when it is first needed; all ranks of the group must take part.
+- Tensors on a GPU go to a second communicator, on the place ``cuda`` of the same ranks. It is made for the
+  first such tensor. If ranks have no GPU for kernels, these tensors go through copies on the host.
+- ``_c10d_functional`` ops whose kernels ask for a backend without need have kernels in ``dispatch.py``.
 """
 
 import functools
@@ -36,12 +36,12 @@ from interlace.runtime.places.gpu.driver import gpu_problem
 
 LINGER_SECONDS = 0.2
 DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
-_reunited: Place | None = None  # of the group that torch is about to ask for
-ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs, which no other group over them has
+_reunited: Place | None = None  # the place of the group that torch is about to request
+ON_GPU = -(1 << 40)  # generation of the ranks' group on GPUs; no other group over them has it
 
 
 def create(options: Any, backend_options: object = None) -> "InterlaceProcessGroup":
-    """The process group that torch asks for, with its ``_DistributedBackendOptions``. Collective."""
+    """Return the process group for torch's ``_DistributedBackendOptions``. Collective."""
     torch_groups.leave_unrecorded("interlace")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return InterlaceProcessGroup(
@@ -57,7 +57,7 @@ def create(options: Any, backend_options: object = None) -> "InterlaceProcessGro
 
 
 class OnTwoDevices(Communicator):
-    """The group on the CPU; ``group.device_communicator`` is made on first use, on the GPUs."""
+    """The group on the CPU; ``group.device_communicator`` on the GPUs is made on first use."""
 
     def __init__(self, place: Place, ranks: Sequence[int], group: "InterlaceProcessGroup") -> None:
         super().__init__(place, ranks)
@@ -72,7 +72,7 @@ class OnTwoDevices(Communicator):
 
 
 def kind_of(value: object) -> str:
-    """The type of the device that has the first tensor of ``value``, "" if there is none in it."""
+    """Return the device type of the first tensor in ``value``, or "" if there is no tensor."""
     if isinstance(value, torch.Tensor):
         return value.device.type
     if isinstance(value, (list, tuple)):
@@ -85,10 +85,10 @@ def kind_of(value: object) -> str:
 class InterlaceProcessGroup(Collectives):
     """One group of ranks of ``torch.distributed``, on interlace.
 
-    ``interlace_communicator`` is the group under it, for interlace's own functions.
+    ``interlace_communicator`` is the underlying group, for interlace's own functions.
     """
 
-    _backend_kind = dist.ProcessGroup.BackendType.CUSTOM  # torch's own tests ask for gloo's
+    _backend_kind = dist.ProcessGroup.BackendType.CUSTOM  # torch's own tests expect gloo's
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class InterlaceProcessGroup(Collectives):
         high_priority: bool = False,
         place: Any = None,
     ) -> None:
-        local_rank()  # which is asked for when others wait for this rank
+        local_rank()  # checked here, because other ranks wait for this one when it is used
         super().__init__(rank, size)
         dispatch.register()
         if place is None:
@@ -125,7 +125,7 @@ class InterlaceProcessGroup(Collectives):
 
     @functools.cached_property
     def device_communicator(self) -> Communicator:
-        """This group on its ranks' GPUs. Making it is collective."""
+        """Return this group on its ranks' GPUs. Making it is collective."""
         ranks = tuple(range(self.size()))
         host = self._place.subgroup(ranks, ON_GPU)
         place = connect.on_gpu(
@@ -170,21 +170,21 @@ class InterlaceProcessGroup(Collectives):
         return False
 
     def _get_backend(self, device: torch.device) -> Any:
-        """This group: the functions that ask want to know what it supports."""
+        """Return this group: the callers want to know what it supports."""
         return self
 
     def _set_sequence_number_for_group(self) -> None:
-        """Ranks count from 0."""
+        """Do nothing: ranks count from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """The number of collectives that this rank has started."""
+        """Return the number of collectives that this rank has started."""
         return self._sequence
 
     def _make_dispatchable(self) -> None:
-        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops ask for. Collective."""
+        """Give this group the C++ backend that torch's kernels of ``c10d::`` ops need. Collective."""
         if self._gloo is None:
             kind = self._backend_kind
-            # gloo reads what an earlier group has left under the same name in the same store
+            # gloo reads values that an earlier group has left under the same name in the same store
             name = self.interlace_communicator.agree("a gloo group", os.urandom(8).hex())[0]
             store = torch_groups.PrefixStore(f"interlace/gloo/{name}", self._store)
             self._gloo = torch_groups.c10d.ProcessGroupGloo(
@@ -194,18 +194,18 @@ class InterlaceProcessGroup(Collectives):
             self._set_default_backend(kind)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Bound every later wait of this group by ``timeout``."""
+        """Limit every later wait of this group to ``timeout``."""
         self.interlace_communicator.set_timeout(timeout)
         self._timeout = timeout
 
-    _set_default_timeout = set_timeout  # as torch's backends have it
+    _set_default_timeout = set_timeout  # the name that torch's backends have
 
     def register_hook(self, *args: Any, **more: Any) -> Any:
-        """As :meth:`interlace.Group.register_hook`, which says what."""
+        """Call :meth:`interlace.Group.register_hook`, which describes the arguments."""
         return self.interlace_communicator.register_hook(*args, **more)
 
     def abort(self) -> None:
-        """Make every wait of every rank end with an error; the group cannot be used any more."""
+        """End every wait of every rank with an error; the group cannot be used any more."""
         reason = f"rank {self.rank()} aborted process group {self._group_name!r}"
         for communicator in reversed(self.interlace_communicator.on_all_devices()):
             communicator.place.abort(reason)
@@ -236,7 +236,7 @@ class InterlaceProcessGroup(Collectives):
         return dist.group.WORLD
 
     def shutdown(self) -> None:
-        """Leave the group and give its memory back. Not collective; ``destroy_process_group`` calls it."""
+        """Leave the group and free its memory. Not collective; ``destroy_process_group`` calls it."""
         self._place.linger = LINGER_SECONDS
         self._end("destroyed")
 
@@ -254,7 +254,7 @@ torch_groups.keep_outside_compilation(InterlaceProcessGroup)
 
 
 def _serve_timeouts() -> None:
-    """Have torch's function that sets a group's timeout, which knows two backends, know this one too."""
+    """Make torch's function that sets a group's timeout accept this backend; it knows two others."""
     c10d: Any = dist.distributed_c10d
     torchs_own = c10d._set_pg_timeout
 

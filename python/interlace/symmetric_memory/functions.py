@@ -1,40 +1,40 @@
 """The functions of torch's symmetric memory, for tensors on a CPU.
 
 A tensor that :func:`empty` made is known by the address of its storage for as long as the storage lives, so
-views of it are known too. Its handles, one per group, are kept exactly as long: a rank that has dropped its
-handle and asks again gets the same, without another meeting of memory, and all ranks agree on whether there
-is one.
+views of it are known as well. Its handles, one per group, are kept exactly as long. A rank that has dropped
+its handle and asks again gets the same handle without another exchange of memory, and all ranks agree on
+whether there is one.
 
-What refers to what, so that nothing lives longer than its users::
+References are arranged so that nothing lives longer than its users::
 
-    storage -> array -> memory        the own array of the storage, which nothing else refers to
+    storage -> array -> memory        the array of the storage, which nothing else refers to
     the array's end   -> forget the allocation
     allocation -> LocalMemory, handles -> memory of all ranks
     tensors from a handle -> memory
 
-The handle of a tensor in symmetric memory: the surface of torch's, on a CPU.
-
-Same names, same argument order, same meaning as ``torch.distributed._symmetric_memory``'s, so host
-code that was written for GPUs finds what it expects. A kernel gets ``buffer_ptrs_dev`` and
-``signal_pad_ptrs_dev``, the addresses of two int64 tables of base addresses, one entry per rank::
+The handle has the interface of torch's, on a CPU: the same names, argument order and meaning as in
+``torch.distributed._symmetric_memory``. So host code that was written for GPUs works. A kernel gets
+``buffer_ptrs_dev`` and ``signal_pad_ptrs_dev``, the addresses of two int64 tables of base addresses, one
+entry per rank::
 
     table = hdl.buffer_ptrs_dev.to(tl.pointer_type(tl.uint64))
     peer_ptr = tl.load(table + peer).to(tl.pointer_type(tl.float32))
 
 ``barrier``, ``put_signal`` and ``wait_signal`` are kernels on the caller's current stream, in the flag
-protocol of ``kernels/signal.py``. Errors are interlace's: ValueError for what is out of range, naming
-both numbers; ``CollectiveTimeoutError`` and ``PeerDiedError`` naming whom the rank waited for.
+protocol of ``kernels/signal.py``. Errors are interlace's: ValueError with both numbers for a value out of
+range; ``CollectiveTimeoutError`` and ``PeerDiedError`` with the ranks that the caller waited for.
 
-interlace's kernels for ops of torch's namespace ``symm_mem``: on CPUs, and on GPUs for who asks.
+This file also has interlace's kernels for ops of torch's namespace ``symm_mem``: on CPUs, and on GPUs on
+request.
 
 torch has these ops for GPUs only. :func:`register` gives them a kernel for CPUs. ``import interlace`` calls
-it, in 0.3 ms (Xeon, November 2026): the first call of an op loads ``torch_ops.py``, which has the kernels.
-torch defines some of the ops as ``torch.distributed._symmetric_memory`` is imported. That takes 27 ms, so
-it happens when somebody first asks ``torch.ops.symm_mem`` for one of them. torch's own fake kernels
-("Meta") stay.
+it, in 0.3 ms (Xeon, November 2026). The first call of an op loads ``torch_ops.py``, which has the kernels.
+torch defines some of the ops when ``torch.distributed._symmetric_memory`` is imported. That takes 27 ms, so
+it happens at the first access to one of them in ``torch.ops.symm_mem``. torch's own fake kernels ("Meta")
+stay.
 
 :func:`take_over_symm_mem` is for the ops to which compilers lower a collective and a matmul: interlace's
-kernels take the place of torch's there, on GPUs too.
+kernels replace torch's there, also on GPUs.
 """
 
 import contextvars
@@ -72,9 +72,9 @@ _LARGEST = (1 << 32) - 1
 
 
 def _table(addresses: Sequence[int]) -> torch.Tensor:
-    """An int64 table in a mapping of its own, which is high in the address space."""
-    # small memory of a Python that is not position-independent, such as Debian's, may lie below 2**31:
-    # Triton would type its address int32, of which no pointer can be made
+    """Return an int64 table in a separate mapping, which is high in the address space."""
+    # A Python that is not position-independent, such as Debian's, may put small memory below 2**31.
+    # Triton would type such an address int32, which cannot become a pointer.
     memory = mmap.mmap(-1, 8 * len(addresses))
     np.frombuffer(memory, np.int64)[:] = addresses
     return torch.frombuffer(memory, dtype=torch.int64)
@@ -83,23 +83,23 @@ def _table(addresses: Sequence[int]) -> torch.Tensor:
 class SymmetricMemory:
     """One rank's handle of a buffer and a signal pad on every rank of a group.
 
-    Made by ``interlace.symmetric_memory.rendezvous``. Keeps the memory of all ranks alive, and so
-    does every tensor that it gives out.
+    Made by ``interlace.symmetric_memory.rendezvous``. It keeps the memory of all ranks alive, and so
+    does every tensor that it returns.
 
     Attributes
     ----------
     rank, world_size : this rank within the group.
     group_name : torch's name of the group, or interlace's.
-    buffer_ptrs, signal_pad_ptrs : base addresses by rank, as this rank sees them.
-    buffer_ptrs_dev, signal_pad_ptrs_dev : addresses of the same as int64 tables, for kernels.
+    buffer_ptrs, signal_pad_ptrs : base addresses by rank, in this rank's address space.
+    buffer_ptrs_dev, signal_pad_ptrs_dev : addresses of int64 tables of the same, for kernels.
     buffer_size, signal_pad_size : bytes per rank.
-    offset : bytes from the base to the start of the tensor's storage. Always 0, as one allocation
-        holds one storage; where in the storage a view starts is its ``storage_offset()``.
+    offset : bytes from the base to the start of the tensor's storage. Always 0, because one allocation
+        holds one storage; the start of a view in the storage is its ``storage_offset()``.
     multicast_ptr : an address that ``multimem`` instructions take for all ranks' buffers, in ``sim``; 0 in
         ``shm``.
 
-    Raises CollectiveTimeoutError or PeerDiedError in what waits, naming whom it waited for. Semantics:
-    ``torch.distributed._symmetric_memory``'s handle of that name.
+    Waits raise CollectiveTimeoutError or PeerDiedError that name the ranks waited for. Semantics:
+    the handle of that name in ``torch.distributed._symmetric_memory``.
 
     >>> def on_rank():
     ...     tensor = interlace.symmetric_memory.empty(4)
@@ -141,17 +141,17 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
-        """Address of an int64 table of the ranks' buffers, for kernels."""
+        """Return the address of an int64 table of the ranks' buffers, for kernels."""
         return self._buffer_table.data_ptr()
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
-        """Address of an int64 table of the ranks' signal pads, for kernels."""
+        """Return the address of an int64 table of the ranks' signal pads, for kernels."""
         return self._pad_table.data_ptr()
 
     @staticmethod
     def has_multicast_support(device_type: object = None, device_idx: int = 0) -> bool:
-        """False: what is chosen by it on GPUs is not chosen on a CPU, which has no switch."""
+        """Return False: a CPU has no switch, so code must not choose the paths for GPUs with one."""
         return False
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class SymmetricMemory:
     def get_buffer(
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
     ) -> torch.Tensor:
-        """``rank``'s buffer as a tensor, from element ``storage_offset`` on."""
+        """Return ``rank``'s buffer as a tensor, from element ``storage_offset`` on."""
         self._check_member("rank", rank)
         part = self._buffers[rank][: self.buffer_size]
         return self._view("buffer", part, sizes, dtype, storage_offset)
@@ -171,7 +171,7 @@ class SymmetricMemory:
     def get_remote_tensor(
         self, peer: int, sizes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """``peer``'s tensor, from the start of its storage."""
+        """Return ``peer``'s tensor, from the start of its storage."""
         self._check_member("peer", peer)
         return self.get_buffer(peer, sizes, dtype)
 
@@ -182,7 +182,7 @@ class SymmetricMemory:
         dtype: torch.dtype | None = None,
         storage_offset: int = 0,
     ) -> torch.Tensor:
-        """``rank``'s signal pad, uint32 by default; all of it if ``sizes`` is empty."""
+        """Return ``rank``'s signal pad, uint32 by default; all of it if ``sizes`` is empty."""
         self._check_member("rank", rank)
         dtype = torch.uint32 if dtype is None else dtype
         sizes = sizes or (self.signal_pad_size // dtype.itemsize,)
@@ -190,7 +190,7 @@ class SymmetricMemory:
 
     def _check_member(self, name: str, rank: int) -> None:
         if self._communicator.closed:
-            raise InterlaceError(f"rank {self.rank}: {self!r} is of a group that was closed")
+            raise InterlaceError(f"rank {self.rank}: the group of {self!r} was closed")
         with self._communicator.accepting():
             checks.check_member(name, rank, self._communicator)
 
@@ -214,21 +214,20 @@ class SymmetricMemory:
         return tensor_over(part[start:end], shape, dtype)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """All that precedes it on the current stream of any rank is before all that follows it.
+        """Order all that precedes it on the current stream of any rank before all that follows it.
 
-        ``channel`` keeps barriers apart that run at the same time. ``timeout_ms`` bounds it; 0 means
-        the group's own timeout. In ``sim`` there is no clock, and a wait without end is a deadlock
-        that is reported.
+        ``channel`` separates barriers that run at the same time. ``timeout_ms`` limits the wait; 0 means
+        the group's timeout. ``sim`` has no clock; there a wait without end is reported as a deadlock.
         """
         self._run(signal.handle_barrier_kernel, "barrier", channel, timeout_ms)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Signal ``dst_rank``, after all that precedes it; waits while the last one is not taken."""
+        """Signal ``dst_rank`` after all that precedes it; wait while the last signal is not yet taken."""
         self._check_member("dst_rank", dst_rank)
         self._run(signal.put_signal_kernel, "put_signal", channel, timeout_ms, peer=dst_rank)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Wait for a signal of ``src_rank`` and take it; what it had done before is visible then."""
+        """Wait for a signal of ``src_rank`` and take it; its writes before the signal are then visible."""
         self._check_member("src_rank", src_rank)
         self._run(signal.wait_signal_kernel, "wait_signal", channel, timeout_ms, peer=src_rank)
 
@@ -277,9 +276,9 @@ class SymmetricMemory:
 
     @staticmethod
     def memset32(tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-        """Set ``count`` elements of ``tensor``, 1-D and uint32, from element ``offset`` on; the tensor.
+        """Set ``count`` elements of ``tensor``, 1-D and uint32, from element ``offset`` on; return it.
 
-        Raises ValueError for another tensor, or an element or value out of range.
+        Raises ValueError for another kind of tensor, or an element or value out of range.
 
         >>> words = torch.zeros(3, dtype=torch.uint32)
         >>> SymmetricMemory.memset32(words, 1, 7, count=2).tolist()
@@ -291,9 +290,9 @@ class SymmetricMemory:
 
     @staticmethod
     def stream_write_value32(tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        """Set an element of ``tensor``, 1-D and uint32, after all that precedes it; the tensor.
+        """Set an element of ``tensor``, 1-D and uint32, after all that precedes it; return the tensor.
 
-        Whoever sees the value with acquire, on any rank, sees what was written before. Raises ValueError as
+        A rank that reads the value with acquire sees all earlier writes. Raises ValueError like
         :meth:`memset32`.
 
         >>> SymmetricMemory.stream_write_value32(torch.zeros(2, dtype=torch.uint32), 0, 3).tolist()
@@ -320,9 +319,9 @@ def _check_words(tensor: torch.Tensor, offset: int, val: int, count: int) -> Non
 
 
 OP = "symmetric_memory.rendezvous"
-DEFAULT_SIGNAL_PAD_SIZE = 9216  # that of torch 2.13
+DEFAULT_SIGNAL_PAD_SIZE = 9216  # as in torch 2.13
 
-# A context variable, because the ranks of ``sim`` are in one process.
+# A context variable, because the ranks of ``sim`` share one process.
 _signal_pad_size: contextvars.ContextVar[int] = contextvars.ContextVar(
     "interlace_signal_pad_size", default=DEFAULT_SIGNAL_PAD_SIZE
 )
@@ -344,13 +343,13 @@ _allocations: dict[int, _Allocation] = {}
 def empty(
     *size: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """A tensor in symmetric memory, for :func:`rendezvous`; as ``torch.empty``. Not collective.
+    """Return a tensor in symmetric memory, for :func:`rendezvous`; like ``torch.empty``. Not collective.
 
     ``size``: ints, or one sequence of them. ``dtype``: torch's default dtype if None. ``device``: None
-    or the CPU. What it contains is undefined.
+    or the CPU. The contents are undefined.
 
     Raises TypeError or ValueError for a wrong size or device, PlaceUnavailableError in place ``cuda``,
-    InterlaceError if memory is short.
+    InterlaceError if there is not enough memory.
 
     >>> interlace.run(lambda: tuple(interlace.symmetric_memory.empty(2, 3).shape), 2)
     [(2, 3), (2, 3)]
@@ -370,7 +369,7 @@ def empty(
         )
     dtype = torch.get_default_dtype() if dtype is None else dtype
     nbytes = math.prod(shape) * dtype.itemsize
-    # one without elements has an address too
+    # a tensor without elements has an address as well
     memory = place.new_memory((max(nbytes, 1), get_signal_pad_size()))
     array = memory.parts[0][:]
     place.undefine(array)
@@ -381,14 +380,14 @@ def empty(
 
 
 def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
-    """The handle by which this rank reaches the tensors of all ranks of ``group``. Collective.
+    """Return the handle by which this rank reaches the tensors of all ranks of ``group``. Collective.
 
-    ``tensor``: from :func:`empty`, or a view of such a tensor; the handle is of the whole storage, and
-    the same for all views. ``group``: None for all ranks, a group of interlace's, a torch ProcessGroup,
-    or the name of one; "0" is all ranks. Calling again with the same storage and group gives the same
+    ``tensor``: from :func:`empty`, or a view of such a tensor; the handle covers the whole storage, and
+    is the same for all views. ``group``: None for all ranks, a group of interlace, a torch ProcessGroup,
+    or the name of a group; "0" is all ranks. Another call with the same storage and group returns the same
     handle.
 
-    Raises ValueError on every rank if shapes, dtypes or sizes of memory differ, naming both, or if a
+    Raises ValueError on every rank if shapes, dtypes or sizes of memory differ, with both values, or if a
     rank's tensor is not from :func:`empty`.
 
     >>> def neighbour():
@@ -423,17 +422,17 @@ def rendezvous(tensor: torch.Tensor, group: Group = None) -> SymmetricMemory:
         name = _name_of(group, communicator)
         handle = SymmetricMemory(communicator, name, buffers, pads, mine.nbytes)
         mine.handles[communicator] = handle, numbers
-    elif met != numbers:  # then it is so on every rank: a storage meets once in a group
+    elif met != numbers:  # then on every rank, because a storage meets once in a group
         others = [rank for rank in range(len(numbers)) if numbers[rank] != met[rank]]
         raise ValueError(
-            f"{OP}: tensor has met other tensors before than those that ranks {others} pass now, on "
+            f"{OP}: tensor was used before with other tensors than ranks {others} pass now, on "
             f"rank {communicator.rank}"
         )
     return handle
 
 
 def _allocation_of(tensor: torch.Tensor, place: Place) -> _Allocation:
-    """Raises TypeError or ValueError unless it is a tensor of :func:`empty` on this rank."""
+    """Return the allocation of ``tensor``; raise TypeError or ValueError if it has none on this rank."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
     found = _allocations.get(tensor.untyped_storage().data_ptr())
@@ -445,7 +444,7 @@ def _allocation_of(tensor: torch.Tensor, place: Place) -> _Allocation:
     if not place.owns(found.memory):
         raise ValueError(
             "tensor must be one that interlace.symmetric_memory.empty made on this rank, in this "
-            "run; got another's"
+            "run; got a tensor of another rank or run"
         )
     return found
 
@@ -461,9 +460,9 @@ def _name_of(group: Group, communicator: Communicator) -> str:
 
 
 def handle_of(address: int) -> SymmetricMemory | None:
-    """All ranks' handle of the tensor that has ``address``; None if none has, or if it has not met.
+    """Return the handle of the tensor that has ``address``; None without one, or before rendezvous.
 
-    What lies a little outside of a tensor does so on every rank; whoever accesses it there is told.
+    An address slightly outside a tensor also counts, on every rank, so that the access can be reported.
     """
     for beyond in (0, RED_ZONE):
         for base, allocation in _allocations.items():
@@ -473,9 +472,9 @@ def handle_of(address: int) -> SymmetricMemory | None:
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, of any shape, is from :func:`empty`, or a view of such a tensor. Not collective.
+    """Return whether ``tensor``, of any shape, is from :func:`empty` or a view of one. Not collective.
 
-    Raises AttributeError for what is no tensor. Semantics: the function of that name of
+    Raises AttributeError if it is not a tensor. Semantics: the function of that name in
     ``torch.distributed._symmetric_memory``.
 
     >>> symm_mem = interlace.symmetric_memory
@@ -489,7 +488,7 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
 
 
 def get_signal_pad_size() -> int:
-    """Bytes of the signal pad of a tensor that this rank makes now; by default torch's figure.
+    """Return the bytes of the signal pad of a tensor that this rank makes now; by default as in torch.
 
     >>> interlace.run(interlace.symmetric_memory.get_signal_pad_size, 1)
     [9216]
@@ -500,8 +499,8 @@ def get_signal_pad_size() -> int:
 def set_signal_pad_size(size: int) -> None:
     """Set the bytes of the signal pads of tensors that this rank makes from now on.
 
-    Raises TypeError for what is no int, ValueError for what is no positive multiple of 4. Semantics: the
-    function of that name of ``torch.distributed._symmetric_memory``.
+    Raises TypeError if ``size`` is not an int, ValueError if it is not a positive multiple of 4. Semantics:
+    the function of that name in ``torch.distributed._symmetric_memory``.
 
     >>> def on_rank():
     ...     interlace.symmetric_memory.set_signal_pad_size(1024)
@@ -515,9 +514,9 @@ def set_signal_pad_size(size: int) -> None:
 
 
 def get_backend(device: torch.device | str) -> str | None:
-    """The backend of symmetric memory on ``device``: "SIM" or "SHM", None if there is none there.
+    """Return the backend of symmetric memory on ``device``: "SIM", "SHM", or None if there is none.
 
-    Raises :class:`interlace.InterlaceError` outside of a group, RuntimeError for a device that torch does
+    Raises :class:`interlace.InterlaceError` outside a group, RuntimeError for a device that torch does
     not know.
 
     >>> interlace.run(lambda: interlace.symmetric_memory.get_backend("cpu"), 1)
@@ -528,7 +527,7 @@ def get_backend(device: torch.device | str) -> str | None:
 
 
 def is_nvshmem_available() -> bool:
-    """False: no place of interlace's on a CPU has it. torch's function of that name asks its build.
+    """Return False: interlace has no NVSHMEM on a CPU. torch's function of that name asks its build.
 
     >>> interlace.symmetric_memory.is_nvshmem_available()
     False
@@ -536,7 +535,7 @@ def is_nvshmem_available() -> bool:
     return False
 
 
-# so begin the names of the ops that torch defines in Python
+# the names of the ops that torch defines in Python begin with these
 IN_PYTHON = ("fused_", "_low_contention_", "get_remote_tensors")
 TAKEN_OVER = (
     "fused_all_gather_matmul",
@@ -566,13 +565,13 @@ DEFINITIONS = "torch.distributed._symmetric_memory"
 _Library: Any = torch.library.Library
 _library: Any = None
 _taken: Any = None
-_on_cpu: list[str] = []  # what has no kernel of torch's there
+_on_cpu: list[str] = []  # ops for which torch has no kernel on CPUs
 
 
 class _Namespace(type(torch.ops.symm_mem)):  # type: ignore[misc]
-    """``torch.ops.symm_mem``, which has torch define its ops when one of them is asked for."""
+    """``torch.ops.symm_mem``; makes torch define its ops at the first access to one of them."""
 
-    # by it, the code that Inductor writes names the ops
+    # code that Inductor writes names the ops by this module
     __module__ = type(torch.ops.symm_mem).__module__
 
     def __getattr__(self, name: str) -> Any:
@@ -582,7 +581,7 @@ class _Namespace(type(torch.ops.symm_mem)):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Once per process; leaves alone what has a kernel already, unless ``INTERLACE_SYMM_MEM`` is 1."""
+    """Register the kernels, once per process; keep existing kernels unless ``INTERLACE_SYMM_MEM`` is 1."""
     global _library
     if _library is not None:
         return
@@ -598,7 +597,7 @@ def register() -> None:
 
 
 def take_over_symm_mem(taken: bool = True) -> None:
-    """Make interlace the implementation of torch's fused ops, on GPUs and on CPUs; or, if False, no longer.
+    """Make interlace the implementation of torch's fused ops, on GPUs and CPUs; if False, undo that.
 
     Compilers replace a collective beside a matmul by these ops of ``torch.ops.symm_mem``, and programs call
     them: ``fused_all_gather_matmul`` with any number of weights, ``fused_matmul_reduce_scatter``, the two
@@ -607,18 +606,18 @@ def take_over_symm_mem(taken: bool = True) -> None:
     It holds for this process: call it on all ranks or on none, before the ops run. ``INTERLACE_SYMM_MEM=1``
     in the environment does it at ``import interlace``. Without it torch's own kernels serve GPUs.
 
-    Raises TypeError if ``taken`` is no bool. Semantics: torch's ops.
+    Raises TypeError if ``taken`` is not a bool. Semantics: torch's ops.
 
     >>> interlace.take_over_symm_mem()
-    >>> interlace.take_over_symm_mem(False)  # GPUs have torch's again
+    >>> interlace.take_over_symm_mem(False)  # GPUs use torch's kernels again
     """
     global _taken
     checks.flag("taken", taken)
     if _taken is not None and not taken:
-        _taken._destroy()  # then the kernel that was there before counts
+        _taken._destroy()  # then the kernel that was registered before counts
         _taken = None
     elif _taken is None and taken:
-        importlib.import_module(DEFINITIONS)  # what is registered last counts
+        importlib.import_module(DEFINITIONS)  # the last registration counts
         _taken = _Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
@@ -628,11 +627,11 @@ def take_over_symm_mem(taken: bool = True) -> None:
 
 
 def _called_directly() -> tuple[dict[str, Any], dict[str, Any]]:
-    """By simulated ranks: as ops they wait within pybind11, where taking turns ends the process."""
+    """Return functions for simulated ranks: a wait inside an op is in pybind11, which cannot take turns."""
     direct = {name: _loading(name) for name in NAMES}
     for name, function in direct.items():
-        # the overload, and what torch asks for when it defines the op during the run, or when its compiler
-        # looks through all ops that were used: the names of overloads, or, as of 2.13, overloads
+        # torch reads these when it defines the op during the run, or when its compiler visits all used ops:
+        # the overload, and names of overloads (from 2.13 on, overloads)
         own = {"default": function, "_qualified_op_name": f"symm_mem::{name}", "_op": function}
         vars(function).update(own, overloads=list, op_overloads=list)
     return vars(torch.ops.symm_mem), direct

@@ -1,10 +1,10 @@
 """Tensors over device meshes and groups: utilities, costs, parallel styles, and parts of any length.
 
-``mesh_collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, ``costs.py`` its
-costs, by torch's figures or by measured ones (``python -m interlace calibrate``), ``styles.py`` what
-``parallelize_module`` takes. ``mesh_collectives.py`` has differentiable collectives of parts that differ
-in length, ``placeholder.py`` what stands for a tensor on the ranks that have none,
-``sharded.py`` the tensor made of such parts.
+``mesh_collectives.py`` has the utilities of DTensor's ``_collective_utils.py``, and differentiable
+collectives of parts that differ in length. ``costs.py`` has DTensor's costs, with torch's figures or
+measured ones (``python -m interlace calibrate``). ``styles.py`` has styles for ``parallelize_module``.
+``placeholder.py`` has the stand-in for a tensor on ranks without it, ``sharded.py`` the tensor made of
+parts.
 """
 
 from interlace.ops import local_tensor as local_tensor  # registers the ops

@@ -1,12 +1,12 @@
-"""Blocks of a whole tensor, one per rank of a mesh: where they lie, by arithmetic alone, and their moves.
+"""Blocks of a whole tensor, one per rank of a mesh: their positions, by arithmetic alone, and their moves.
 
-A block says where a rank's part lies in the whole, ``(start, length)`` along each dim. Several ranks may
-have the same block, of which they hold replicas. Blocks are moved from one rank to all, from all to one,
-and summed; nothing here is recorded for backward.
+A block is the position of a rank's part in the whole, ``(start, length)`` along each dim. Several ranks may
+have the same block and hold replicas of it. Blocks are moved from one rank to all, from all to one, and
+summed; nothing here is recorded for backward.
 
 Ranks form a mesh. Along a mesh dim of placement ``Shard(d)`` they hold parts of tensor dim d, one after
-another; along ``Replicate()`` the same. If several mesh dims shard one tensor dim, it is cut along the
-first of them, and each part along the next, as ``DTensor`` does. Lengths are free, so long as the shards
+another; along ``Replicate()`` they hold the same. If several mesh dims shard one tensor dim, it is cut
+along the first of them, and each part along the next, as ``DTensor`` does. Lengths are free if the shards
 can be put together: ranks that hold the same part of a dim have the same length of it.
 """
 
@@ -40,7 +40,7 @@ def cut(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]:
-    """Blocks of ``lengths`` along ``dim``, one after another."""
+    """Return blocks of ``lengths`` along ``dim``, one after another."""
     starts = [0, *accumulate(lengths)]
     every = [(0, length) for length in shape]
     return [
@@ -50,12 +50,12 @@ def along(shape: Sequence[int], dim: int, lengths: Sequence[int]) -> list[Block]
 
 
 def chunk_lengths(total: int, count: int) -> list[int]:
-    """The lengths that ``torch.chunk`` cuts ``total`` into, zeros where it makes fewer than ``count``."""
+    """Return the lengths of ``torch.chunk`` of ``total``, with zeros if it makes fewer than ``count``."""
     return [length for _, length in split_rows(total, count)]
 
 
 def wide(dtype: torch.dtype, accumulate: str | None = "fp32") -> torch.dtype:
-    """In what sums of ``dtype`` are accumulated: fp32 if that is wider and ``accumulate`` is not None."""
+    """Return the dtype for sums of ``dtype``: fp32 if it is wider and ``accumulate`` is not None."""
     narrow = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if narrow and accumulate is not None else dtype
 
@@ -64,13 +64,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, in a dtype of that size whose elements torch moves by any of its functions."""
+    """Return the same memory in a dtype of that size whose elements all functions of torch move."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
 @dataclass(frozen=True)
 class CutTensor:
-    """A tensor in blocks on the ranks of a group, of which some may have none."""
+    """A tensor in blocks on the ranks of a group; some ranks may have no block."""
 
     communicator: Communicator
     shape: Dims
@@ -81,11 +81,11 @@ class CutTensor:
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.communicator.place.device)
 
     def parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' blocks of ``whole``; a tensor without elements for a rank that has none."""
+        """Return all ranks' blocks of ``whole``; an empty tensor for a rank without a block."""
         return [whole.new_empty(0) if each is None else cut(whole, each) for each in self.blocks]
 
     def scatter(self, whole: torch.Tensor | None, root: int) -> torch.Tensor | None:
-        """This rank's block of ``whole``, which is on ``root``; None, and nothing sent, if it has none."""
+        """Return this rank's block of ``whole``, which is on ``root``; None if there is none."""
         own = self.blocks[self.communicator.rank]
         out = self.empty((0,) if own is None else shape_of(own))
         parts = None if whole is None else self.parts(whole)
@@ -93,7 +93,7 @@ class CutTensor:
         return None if own is None else out
 
     def gather(self, part: torch.Tensor, root: int) -> torch.Tensor | None:
-        """On ``root``: the whole of every rank's ``part``; elsewhere None. Without a block none is sent."""
+        """Return the whole of all ranks' ``part`` on ``root``, otherwise None. Others may send nothing."""
         if self.blocks[self.communicator.rank] is None:
             part = part.new_empty(0)
         whole = self.empty(self.shape) if self.communicator.rank == root else None
@@ -102,7 +102,7 @@ class CutTensor:
         return whole
 
     def gather_sum(self, part: torch.Tensor, root: int) -> torch.Tensor | None:
-        """Gather; of ranks with the same block, the sum of theirs, in fp32, in rank order."""
+        """Gather; sum the parts of ranks with the same block, in fp32, in rank order."""
         blocks = [each for each in self.blocks if each is not None]
         if len(set(blocks)) == len(blocks):
             return self.gather(part, root)
@@ -128,7 +128,7 @@ class MeshSharding:
     blocks: tuple[Block, ...]
 
     def sizes(self, rank: int) -> dict[int, tuple[int, ...]]:
-        """By mesh dim that shards: the lengths of the parts along it, in the row in which ``rank`` is."""
+        """Return, by mesh dim that shards, the lengths of the parts in the row of ``rank``."""
         own = coordinates(self.mesh_shape)[rank]
         found = {}
         for mesh_dim, placement in enumerate(self.placements):
@@ -144,7 +144,7 @@ class MeshSharding:
         return found
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """One rank for each part of the whole: those that differ from ``rank`` in parts only."""
+        """Return one rank for each part of the whole, all with the replica coordinates of ``rank``."""
         own = coordinates(self.mesh_shape)[rank]
         copied = [m for m, p in enumerate(self.placements) if isinstance(p, Replicate)]
         return tuple(
@@ -159,12 +159,12 @@ def coordinates(mesh_shape: Sequence[int]) -> list[Dims]:
 
 
 def _sharding(placements: Placements, dim: int) -> list[int]:
-    """The mesh dims that shard tensor dim ``dim``."""
+    """Return the mesh dims that shard tensor dim ``dim``."""
     return [m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim]
 
 
 def checked_placements(placements: object, mesh_ndim: int) -> Placements:
-    """One placement per mesh dim; ValueError or TypeError otherwise."""
+    """Return one placement per mesh dim; raise ValueError or TypeError otherwise."""
     given = [placements] if isinstance(placements, Placement) else placements
     if not isinstance(given, (list, tuple)) or len(given) != mesh_ndim:
         raise ValueError(
@@ -173,7 +173,7 @@ def checked_placements(placements: object, mesh_ndim: int) -> Placements:
     for each in given:
         if isinstance(each, Partial):
             raise ValueError(
-                f"placements: {each} is not a part of a tensor but of a sum; reduce it first, "
+                f"placements: {each} is a part of a sum, not of a tensor; reduce it first with "
                 "interlace.functional.all_reduce"
             )
         if type(each) not in (Shard, Replicate):
@@ -182,7 +182,7 @@ def checked_placements(placements: object, mesh_ndim: int) -> Placements:
 
 
 def plain_form(placements: Placements) -> tuple[int | None, ...]:
-    """The dims that are sharded, None for a replica: as ranks tell each other."""
+    """Return the dims that are sharded, and None for a replica, in the form that ranks exchange."""
     return tuple(each.dim if isinstance(each, Shard) else None for each in placements)
 
 
@@ -191,19 +191,19 @@ def of_plain_form(dims: Sequence[int | None]) -> Placements:
 
 
 def for_dims(placements: Placements, ndim: int) -> Placements:
-    """``placements`` with dims from 0; ValueError if a tensor with ``ndim`` dims does not have them."""
+    """Return ``placements`` with dims from 0; raise ValueError if a tensor of ``ndim`` lacks them."""
     found: list[Placement] = []
     for each in placements:
         if isinstance(each, Shard):
             if not -ndim <= each.dim < ndim:
-                raise ValueError(f"placements: {each} of a tensor with {ndim} dims")
+                raise ValueError(f"placements: {each} does not fit a tensor with {ndim} dims")
             each = Shard(each.dim % ndim)
         found.append(each)
     return tuple(found)
 
 
 def from_shapes(mesh_shape: Dims, placements: Placements, shapes: Sequence[Dims]) -> MeshSharding:
-    """The sharding whose shards have these shapes, by rank; ValueError if they do not fit."""
+    """Return the sharding whose shards have these shapes by rank; raise ValueError if they do not fit."""
     first = shapes[0]
     places = coordinates(mesh_shape)
     blocks: list[list[tuple[int, int]]] = [[] for _ in shapes]
@@ -236,7 +236,7 @@ def from_shapes(mesh_shape: Dims, placements: Placements, shapes: Sequence[Dims]
 
 
 def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> MeshSharding:
-    """The sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
+    """Return the sharding of a tensor of ``shape`` that ``torch.chunk`` and ``DTensor`` make."""
     shapes = []
     for place in coordinates(mesh_shape):
         found = list(shape)
@@ -250,12 +250,12 @@ def chunked(mesh_shape: Dims, placements: Placements, shape: Sequence[int]) -> M
 def with_sizes(
     mesh_shape: Dims, placements: Placements, sizes: dict[int, Sequence[int]], shape: Sequence[int]
 ) -> MeshSharding:
-    """The sharding with lengths ``sizes[mesh_dim]``; ``shape`` gives the dims that nothing shards."""
+    """Return the sharding with lengths ``sizes[mesh_dim]``; ``shape`` has the dims without shards."""
     expected = {m for m, p in enumerate(placements) if isinstance(p, Shard)}
     if set(sizes) != expected:
         raise ValueError(
-            f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got those for "
-            f"{sorted(sizes)}"
+            f"sizes must have the lengths for each mesh dim that shards, {sorted(expected)}, got lengths "
+            f"for {sorted(sizes)}"
         )
     for mesh_dim, lengths in sizes.items():
         placement = placements[mesh_dim]
@@ -277,7 +277,7 @@ def with_sizes(
 
 
 def unlike_chunks(sharding: MeshSharding) -> list[str]:
-    """A line for each rank that has another shape than ``torch.chunk`` would give it."""
+    """Return a line for each rank whose shape differs from the shape that ``torch.chunk`` makes."""
     usual = chunked(sharding.mesh_shape, sharding.placements, sharding.shape)
     both = zip(map(shape_of, sharding.blocks), map(shape_of, usual.blocks), strict=True)
     return [

@@ -1,11 +1,12 @@
 """Measurement of collectives along each dimension of a mesh, and the lines that fit the times.
 
-Per dimension, op and size: after warm-ups, calls between barriers of all ranks, each call's time that of
-its slowest rank; of these the median. All rows of a dimension run at the same time, as they do in
-training. Small and large messages are two *protocols*, each with a line of its own: the slope is the
-median of the slopes between all pairs of sizes (Theil-Sen), the latency the median of what is left. The
-large one begins where the lines cross, if that is between the sizes measured, else half-way on a scale of
-doublings. Where noise hides the slope of small messages it is that of large ones.
+Each dimension, op and size has warm-ups and then calls between barriers of all ranks. The time of a call is
+the time of its slowest rank; the median of the calls counts. All rows of a dimension run at the same time,
+as they do in training. Small and large messages are two *protocols*, each with its own line. The slope is
+the median of the slopes between all pairs of sizes (Theil-Sen), and the latency the median of the rest. The
+line of large messages begins where the lines cross, if that is between the sizes measured; otherwise it
+begins half-way on a scale of doublings. If noise hides the slope of small messages, they get the slope of
+large ones.
 """
 
 import datetime
@@ -28,14 +29,14 @@ from interlace.runtime.compat.releases import INTERLACE_VERSION
 from interlace.runtime.tuning import calibration
 from interlace.runtime.tuning.calibration import Link, LinkProtocol, MeasuredMesh
 
-OWN = SimpleNamespace(  # without torch's process groups
+OWN = SimpleNamespace(  # the ops without torch's process groups
     all_gather_into_tensor=rootless.all_gather_into_tensor,
     all_reduce=rootless.all_reduce,
     all_to_all_single=all_to_all.all_to_all_single,
     barrier=rootless.barrier,
     reduce_scatter_tensor=rootless.reduce_scatter_tensor,
 )
-ITEM = 4  # float32
+ITEM = 4  # bytes of a float32
 SMALL = (1 << 10, 4 << 10, 16 << 10, 64 << 10)
 LARGE = (512 << 10, 2 << 20, 8 << 20)
 WARM_UP = 2
@@ -44,22 +45,22 @@ Key = tuple[int, str, int]  # dim, op, bytes
 Times = dict[Key, list[float]]
 
 
-OUTLIER = 10  # times another, of times that are to be of one order of magnitude
+OUTLIER = 10  # times as long as other times that should be of the same order of magnitude
 
 
 class NoisyTimesError(ValueError):
-    """Times that contradict each other, so that nothing can be said of a latency or a bandwidth."""
+    """Times that contradict each other, so that no latency or bandwidth follows from them."""
 
     def __init__(self, op: str, dim: int, why: str) -> None:
         super().__init__(
-            f"{op} along dimension {dim} of the mesh: {why}. That is noise, and nothing is written: try "
+            f"{op} along dimension {dim} of the mesh: {why}. That is noise, so nothing is written: try "
             "again on a quiet machine, or with more --repetitions"
         )
 
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """A request to measure. ``repetitions`` of small messages, a third of it of large ones."""
+    """A request to measure: ``repetitions`` of small messages, a third as many of large ones."""
 
     mesh: tuple[int, ...]
     small: tuple[int, ...] = SMALL
@@ -68,7 +69,7 @@ class CalibrationRequest:
 
     @property
     def cases(self) -> list[Key]:
-        """In the order of measuring; every rank's is the same."""
+        """Return the cases in the order of measurement, which is equal on all ranks."""
         sizes = (*self.small, *self.large)
         dims = [dim for dim, ranks in enumerate(self.mesh) if ranks > 1]
         return list(itertools.product(dims, calibration.OPS, sizes))
@@ -78,7 +79,7 @@ class CalibrationRequest:
 
 
 def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Times:
-    """Microseconds of this rank's calls, inside ``interlace.run`` or a process group of torch."""
+    """Return the microseconds of this rank's calls, in ``interlace.run`` or torch's process group."""
     grid = torch.arange(math.prod(request.mesh)).view(*request.mesh)
     if dist.is_initialized():
         on_gpus = "nccl" in str(dist.get_backend())
@@ -107,7 +108,7 @@ def on_rank(request: CalibrationRequest, tick: Callable[[int, int], None]) -> Ti
 def _call(
     ops: Any, op: str, size: int, ranks: int, group: object, device: torch.device
 ) -> Callable[[], None]:
-    """One call of ``op`` whose whole tensor has ``size`` bytes, rounded up to equal parts."""
+    """Return a call of ``op`` whose whole tensor has ``size`` bytes, rounded up to equal parts."""
     part = max(1, -(-size // (ITEM * ranks)))
     whole, shard = torch.ones(part * ranks, device=device), torch.ones(part, device=device)
     if op == "all_gather":
@@ -134,7 +135,7 @@ def _timed(call: Callable[[], None], calls: int, ops: Any, device: torch.device)
 
 
 def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
-    """The median time of each case over its calls, each call by its slowest rank."""
+    """Return the median time of each case over its calls; the slowest rank gives the time of a call."""
     return {
         key: statistics.median(
             max(calls) for calls in zip(*(each[key] for each in by_rank), strict=True)
@@ -144,7 +145,7 @@ def medians(by_rank: Sequence[Times]) -> dict[Key, float]:
 
 
 def fit(points: Mapping[int, float], slope: float | None = None) -> tuple[float, float]:
-    """Latency in us and us per byte, unless that is known, from times by bytes.
+    """Return latency in us and us per byte (unless ``slope`` is known) from times by bytes.
 
     >>> fit({1000: 12.0, 2000: 14.0, 3000: 16.0, 4000: 99.0})
     (10.0, 0.002)
@@ -158,7 +159,7 @@ def fit(points: Mapping[int, float], slope: float | None = None) -> tuple[float,
 def link_of(
     dim: int, ranks: int, op: str, small: Mapping[int, float], large: Mapping[int, float]
 ) -> Link:
-    """The line of each protocol, and where the second begins. Raises NoisyTimesError."""
+    """Return the line of each protocol, and where the second begins. Raise NoisyTimesError."""
     (latency, slope), (later, flatter) = fit(small), fit(large)
     if flatter < LEAST_SLOPE:
         raise NoisyTimesError(op, dim, _took(max(large), min(large), large))
@@ -170,7 +171,7 @@ def link_of(
         )
     later = max(
         later, latency
-    )  # where caches end, larger messages may take more than in proportion
+    )  # beyond the caches, times of larger messages may grow more than in proportion
     times = {**small, **large}
     for less, more in itertools.combinations(sorted(times), 2):
         if times[less] > OUTLIER / 2 * times[more]:
@@ -188,7 +189,7 @@ def _took(one: int, other: int, times: Mapping[int, float]) -> str:
 
 
 def _refuse_outliers(found: Mapping[Key, float]) -> None:
-    """Raise NoisyTimesError if an op took much longer than the others of its dimension and bytes do."""
+    """Raise NoisyTimesError if an op took much longer than others of its dimension and size."""
     for (dim, op, size), took in found.items():
         usual = statistics.median(found[dim, other, size] for other in calibration.OPS)
         if took > OUTLIER * usual:
@@ -197,20 +198,20 @@ def _refuse_outliers(found: Mapping[Key, float]) -> None:
 
 
 def _rate(slope: float) -> float:
-    """In 10**9 bytes/s, from us per byte."""
+    """Return 10**9 bytes/s, from us per byte."""
     return float(f"{1e-3 / slope:.6g}")
 
 
 def measured(
     request: CalibrationRequest, by_rank: Sequence[Times], backend: str, processes: str
 ) -> MeasuredMesh:
-    """The mesh as the ranks' times measure it. ``processes``: what the ranks were, in a word."""
+    """Return the mesh that the ranks' times describe. ``processes``: a word for the kind of the ranks."""
     found = medians(by_rank)
     _refuse_outliers(found)
     links = []
     for dim, ranks in enumerate(request.mesh):
         for op in calibration.OPS:
-            if ranks == 1:  # nothing to send
+            if ranks == 1:  # no data to send
                 links.append(Link(dim, ranks, op, (LinkProtocol(0, 0.0, _rate(LEAST_SLOPE)),)))
                 continue
             small = {size: found[dim, op, size] for size in request.small}

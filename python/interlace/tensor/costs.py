@@ -1,28 +1,28 @@
-"""Costs of collectives and redistributions on a device mesh, and the topology that they are of.
+"""Costs of collectives and redistributions on a device mesh, and the topology that they depend on.
 
-The figures of a topology, ranks, bandwidth and latency along each dimension, are the first of these that
-there are::
+A topology has ranks, bandwidth and latency along each dimension. Its figures come from the first of these
+sources that exists::
 
     given      bandwidth= and latency= of the caller
-    measured   this machine's file of ``python -m interlace calibrate``, if it has just this mesh
+    measured   this machine's file of ``python -m interlace calibrate``, if it has exactly this mesh
     torch      the constants of ``torch.distributed.tensor``: NCCL's LL protocol on A100
 
 torch's figures are 87.7 GB/s and 0.6 us per hop within a host, 0.22 times that and 2.7 us between hosts,
-and 6.6 us for every collective; which dimensions cross hosts follows from the devices of a host. A file
-has a line per op, dimension and protocol instead (``runtime/tuning/calibration.py``); the bandwidths and
-latencies that a measured topology shows are those of its all_gather of large messages, in the same units.
+and 6.6 us for every collective. The number of devices of a host decides which dimensions cross hosts. A
+file has a line per op, dimension and protocol instead (``runtime/tuning/calibration.py``). The bandwidths
+and latencies that a measured topology shows are of its all_gather of large messages, in the same units.
 
-Costs are torch's, in microseconds. With n ranks on the dimension, B GiB, and of the topology a base, a
-latency per hop and a bandwidth::
+Costs are in microseconds, as in torch. They depend on n ranks on the dimension, B GiB, and the base, the
+latency per hop and the bandwidth of the topology::
 
     all_gather      base + (n - 1) * latency + B * (n - 1) / n / bandwidth          B gathered
     reduce_scatter  the same                                                        B before
     all_reduce      base + 2 (n - 1) * latency + B * 2 (n - 1) / n / bandwidth
     all_to_all      as all_gather: each rank sends n - 1 of the n parts of its B
 
-torch has no formula for all_to_all: from shard to shard it takes that of all_gather and 1 us more. Where
-the topology was measured, the line of the op itself counts instead. ``redistribute_cost`` takes the steps
-that DTensor of the installed torch would take. A topology may be one of torch's own ``MeshTopoInfo``.
+torch has no formula for all_to_all: from shard to shard it takes the cost of all_gather and 1 us more. For
+a measured topology the line of the op itself counts instead. ``redistribute_cost`` takes the steps that
+DTensor of the installed torch would take. A topology may be one of torch's own ``MeshTopoInfo``.
 """
 
 import math
@@ -44,21 +44,21 @@ from interlace.tensor.mesh_collectives import spec_to_bytes
 BANDWIDTH, BASE = 87.7, 6.6
 GIB = float(1 << 30)
 TORCH, GIVEN = "torch", "given"
-PENALTY = 1.0  # torch's, us: from shard to shard it would rather gather
+PENALTY = 1.0  # torch's, us: makes a gather preferable to a change from shard to shard
 
 
 @dataclass
 class MeshTopoInfo:
-    """By dimension of ``mesh``: ranks, GiB/s per rank, and us per hop; as torch's class of that name.
+    """By dimension of ``mesh``: ranks, GiB/s per rank, and us per hop, like torch's class of that name.
 
     Attributes
     ----------
     mesh : the DeviceMesh.
     mesh_dim_devices : ranks along each dimension.
-    mesh_dim_bandwidth : torch says GB/s, and divides GiB by it.
+    mesh_dim_bandwidth : GiB/s; torch's comment says GB/s, but it divides GiB by this figure.
     mesh_dim_latency : microseconds per hop.
     mesh_dim_base : microseconds of a collective before its first hop; 6.6 for torch.
-    links : by dimension and op the measured line, which then counts instead of the figures above.
+    links : the measured line by dimension and op; it replaces the figures above.
     source : "given", "measured ..." or "torch".
 
     >>> from torch.distributed.device_mesh import DeviceMesh
@@ -90,17 +90,17 @@ class MeshTopoInfo:
         latency: float | Sequence[float] | None = None,
         calibrated: bool | str | os.PathLike[str] | MeasuredMesh = True,
     ) -> "MeshTopoInfo":
-        """The topology of ``mesh``, without communication.
+        """Return the topology of ``mesh``, without communication.
 
-        ``bandwidth`` in GiB/s and ``latency`` in us per hop, one for all dimensions or one for each: what
-        is given counts, what is not comes from torch. ``calibrated``: whether this machine's file is
-        asked, or another file's path, or a measurement; a path whose file lacks this mesh is an error.
-        Every rank asks its own file: on several hosts, give them copies of one.
+        ``bandwidth`` in GiB/s and ``latency`` in us per hop: one number for all dimensions or one for each.
+        If only one of the two is passed, the other comes from torch. ``calibrated``: whether to use this
+        machine's file, or the path of another file, or a measurement. A path whose file lacks this mesh is
+        an error. Every rank reads its own file: on several hosts, use copies of one file.
 
-        Raises ValueError for a figure that is not positive and finite, or as many as no dimensions.
+        Raises ValueError for a figure that is not positive and finite, or a wrong number of figures.
         """
         sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
-        # not by its cache, which would keep every mesh
+        # without torch's cache, which would keep every mesh
         torchs = utilities.MeshTopoInfo.build_from_mesh.__wrapped__(mesh)
         base = MeshTopoInfo(mesh, sizes, torchs.mesh_dim_bandwidth, torchs.mesh_dim_latency)
         if bandwidth is not None or latency is not None:
@@ -128,12 +128,12 @@ class MeshTopoInfo:
         )
 
     def us(self, op: str, gib: float, mesh_dim: int) -> float | None:
-        """The measured time of ``op`` on ``gib`` GiB; None if nothing was measured."""
+        """Return the measured time of ``op`` on ``gib`` GiB; None if nothing was measured."""
         link = self.links.get((range(len(self.mesh_dim_devices))[mesh_dim], op))
         return None if link is None else link.us(gib * GIB)
 
     def explain(self) -> str:
-        """A line about where the figures come from, and one per dimension.
+        """Return a line about the source of the figures, and a line per dimension.
 
         >>> from torch.distributed.device_mesh import DeviceMesh
         >>> mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
@@ -155,7 +155,7 @@ Topology = MeshTopoInfo | utilities.MeshTopoInfo
 
 
 def interlace_topology(topo: Topology) -> MeshTopoInfo:
-    """``topo``; of torch's class of that name, one with the same figures, which are torch's then.
+    """Return ``topo`` as a MeshTopoInfo of interlace; torch's class of that name keeps its figures.
 
     Raises TypeError for anything else.
     """
@@ -175,7 +175,7 @@ def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
     figures = list(given) if isinstance(given, Sequence) else [given] * len(otherwise)
     if len(figures) != len(otherwise):
         raise ValueError(
-            f"{name} has {len(figures)} figures, the mesh {len(otherwise)} dimensions: {figures}"
+            f"{name} has {len(figures)} figures, but the mesh has {len(otherwise)} dimensions: {figures}"
         )
     for each in figures:
         right = isinstance(each, (int, float)) and not isinstance(each, bool)
@@ -185,7 +185,7 @@ def _figures(name: str, given: Any, otherwise: list[float]) -> list[float]:
 
 
 def _backend(mesh: DeviceMesh) -> str:
-    """The backend of the collectives of ``mesh``: that of a group of torch, or interlace's own."""
+    """Return the backend of the collectives of ``mesh``: a backend of torch, or interlace's own."""
     if not dist.is_initialized():
         return calibration.OWN
     try:
@@ -197,7 +197,7 @@ def _backend(mesh: DeviceMesh) -> str:
 def _calibration(
     mesh: DeviceMesh, sizes: list[int], file: pathlib.Path | None
 ) -> tuple[MeasuredMesh, Sequence[int]] | None:
-    """The file's times of this mesh, or of the mesh from which it was cut; and its dimensions there."""
+    """Return the file's times of this mesh, or of its root mesh, and the dimensions there."""
     meshes = calibration.read(mesh.device_type, file)
     backend, dims = _backend(mesh), list(range(mesh.ndim))
     found = calibration.find(meshes, backend, sizes)
@@ -215,7 +215,7 @@ def _of_measured(
 ) -> MeshTopoInfo:
     if [measured.mesh[dim] for dim in dims if dim < len(measured.mesh)] != sizes:
         raise ValueError(
-            f"calibrated: the mesh has {sizes} ranks, measured was one of {list(measured.mesh)}"
+            f"calibrated: the mesh has {sizes} ranks, but the measured mesh has {list(measured.mesh)}"
         )
     links = {(n, op): measured.link(of, op) for n, of in enumerate(dims) for op in calibration.OPS}
     bandwidth, latency = [], []
@@ -239,7 +239,8 @@ def _ring_us(op: str, bytes_gb: float, mesh_topo: Topology, mesh_dim: int, round
 
 
 def allgather_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
-    """Microseconds of an all-gather along ``mesh_dim``; ``bytes_gb``: GiB of the gathered tensor.
+    """Return the microseconds of an all-gather along ``mesh_dim``; ``bytes_gb``: GiB of the gathered
+    tensor.
 
     Semantics: ``torch.distributed.tensor._collective_utils.allgather_cost``.
 
@@ -251,7 +252,7 @@ def allgather_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float
 
 
 def reduce_scatter_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
-    """Microseconds of a reduce-scatter along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
+    """Return the microseconds of a reduce-scatter along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
 
     Semantics: ``torch.distributed.tensor._collective_utils.reduce_scatter_cost``.
 
@@ -263,7 +264,7 @@ def reduce_scatter_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> 
 
 
 def allreduce_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
-    """Microseconds of an all-reduce along ``mesh_dim``; ``bytes_gb``: GiB of a rank's tensor.
+    """Return the microseconds of an all-reduce along ``mesh_dim``; ``bytes_gb``: GiB of a rank's tensor.
 
     Semantics: ``torch.distributed.tensor._collective_utils.allreduce_cost``.
 
@@ -275,9 +276,9 @@ def allreduce_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float
 
 
 def alltoall_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
-    """Microseconds of an all-to-all along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
+    """Return the microseconds of an all-to-all along ``mesh_dim``; ``bytes_gb``: GiB of a rank's input.
 
-    Every rank sends each of the n - 1 others its n-th part. torch has no such function.
+    Every rank sends an n-th of its input to each of the n - 1 others. torch has no such function.
 
     >>> topo = MeshTopoInfo(None, mesh_dim_devices=[2], mesh_dim_bandwidth=[10], mesh_dim_latency=[2])
     >>> round(alltoall_cost(0.001, topo, 0), 3)
@@ -289,7 +290,7 @@ def alltoall_cost(bytes_gb: float, mesh_topo: Topology, mesh_dim: int) -> float:
 def _step(
     current: Any, target: Any, topo: MeshTopoInfo, mesh_dim: int, gib: float
 ) -> tuple[float, float]:
-    """A change of placement in one dimension: its cost, and the GiB of a rank after it."""
+    """Return the cost of a change of placement in one dimension, and the GiB of a rank after it."""
     ranks = topo.mesh_dim_devices[mesh_dim]
     if current == target:
         return 0.0, gib
@@ -304,7 +305,7 @@ def _step(
     if current.is_partial() and target.is_shard():
         return reduce_scatter_cost(gib, topo, mesh_dim), gib / ranks
     if target.is_partial() and (current.is_shard() or current.is_partial()):
-        return math.inf, gib  # nobody does that
+        return math.inf, gib  # DTensor never does this
     return 0.0, gib / ranks if current.is_replicate() and target.is_shard() else gib
 
 
@@ -315,12 +316,12 @@ def _topology(mesh: DeviceMesh, topo: Topology | None) -> MeshTopoInfo:
 def redistribute_cost(
     current_spec: Any, target_spec: Any, *, mesh_topo: Topology | None = None
 ) -> float:
-    """Microseconds of communication from one ``DTensorSpec`` to another.
+    """Return the microseconds of communication from one ``DTensorSpec`` to another.
 
-    0 from a replicated tensor, to an equal layout, and on a rank outside the mesh; infinite between meshes,
-    from a shard to a partial sum, between kinds of partial sums. ``mesh_topo``, interlace's or torch's: by
-    default that of :meth:`MeshTopoInfo.build_from_mesh`. Raises ValueError if a spec has no tensor_meta.
-    Semantics and, with torch's topology, figures:
+    The cost is 0 from a replicated tensor, to an equal layout, and on a rank outside the mesh. It is
+    infinite between meshes, from a shard to a partial sum, and between kinds of partial sums. ``mesh_topo``
+    may be interlace's or torch's; the default is :meth:`MeshTopoInfo.build_from_mesh`. Raises ValueError if
+    a spec has no tensor_meta. Semantics and, with torch's topology, figures:
     ``torch.distributed.tensor._collective_utils.redistribute_cost``.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
@@ -359,7 +360,7 @@ def redistribute_cost(
 def one_step_redistribute_cost(
     current_spec: Any, target_spec: Any, *, mesh_topo: Topology | None = None
 ) -> float:
-    """The cost as :func:`redistribute_cost`, for specs that differ in one placement at most.
+    """Return the cost like :func:`redistribute_cost`, for specs that differ in one placement at most.
 
     Raises ValueError if they differ in more. Semantics:
     ``torch.distributed.tensor._collective_utils.one_step_redistribute_cost``.

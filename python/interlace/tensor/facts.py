@@ -1,8 +1,8 @@
-"""Facts that the ranks of an uneven collective tell each other, forward and backward, and whether they fit.
+"""Facts that the ranks of an uneven collective exchange, forward and backward, and checks that they agree.
 
-Backward is collective. torch's engine decides when it runs, so ranks whose graphs differ may come to two
-ops in different order. The ops of a group are counted, and before a gradient moves the ranks compare which
-op they are at.
+Backward is collective. torch's engine decides when it runs, so ranks whose graphs differ may reach two ops
+in different order. The ops of a group are counted, and before a gradient moves the ranks compare the number
+of their current op.
 """
 
 import weakref
@@ -31,10 +31,11 @@ Gradient = Callable[[torch.Tensor | None], torch.Tensor | None]
 def exchange(
     communicator: Communicator, op: str, terms: Terms, part: object, check: Check | None = None
 ) -> list[Any]:
-    """Every rank's ``part``, by rank: one small message, before any tensor moves. Collective.
+    """Return every rank's ``part``, by rank, with one small message before any tensor moves. Collective.
 
-    ``terms``, pairs of a name and a value, are equal on all ranks, else ValueError, or TypeError if the
-    name begins with "dtype". ``check`` is called with all parts, and raises the same on every rank.
+    ``terms`` are pairs of a name and a value. Values that differ between ranks raise ValueError, or
+    TypeError if the name begins with "dtype". ``check`` gets all parts, and raises the same error on every
+    rank.
     """
     call = Call(op, terms, part=part, match=check)
     parts: list[object] = []
@@ -49,12 +50,12 @@ def exchange(
 @plain.record
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts that a rank tells of its tensor; ``shape`` is None where it has none."""
+    """Facts that a rank sends about its tensor; ``shape`` is None if it has no tensor."""
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     requires_grad: bool = False
-    device: str = ""  # its kind: a process group may serve several
+    device: str = ""  # the type of device: a process group may serve several
     dim: int = 0
     sizes: Any = None
 
@@ -78,19 +79,19 @@ def checked_facts(
 
 
 def source_tensor(tensor: object, root: int, communicator: Communicator) -> torch.Tensor | None:
-    """``tensor`` itself, if it is readable on ``root``, and a Placeholder or None elsewhere."""
+    """Return ``tensor`` if it is readable on ``root``, and a Placeholder or None elsewhere."""
     if communicator.rank == root:
         return with_data("tensor", tensor, communicator.on(tensor))
     if tensor is not None and not isinstance(tensor, Placeholder):
         raise TypeError(
-            "tensor must be None or a Placeholder where it does not come from, the source is group rank "
+            "tensor must be None or a Placeholder on ranks other than the source, which is group rank "
             f"{root}, got a {type(tensor).__name__}"
         )
     return tensor
 
 
 def with_data(name: str, tensor: Any, communicator: Communicator) -> torch.Tensor:
-    """``tensor`` itself if an op can read it."""
+    """Return ``tensor`` if an op can read it; raise an error otherwise."""
     if isinstance(tensor, Placeholder):
         raise tensor._refuse(name)
     checks.source(name, tensor, communicator)
@@ -114,12 +115,12 @@ def _same_sizes(parts: Sequence[TensorFacts], expected: Sequence[int], but: str)
 
 
 def check_like_source(parts: Sequence[TensorFacts], root: int) -> None:
-    """Placeholders have the shape and the dtype of the source's tensor."""
+    """Raise ValueError unless Placeholders have the shape and the dtype of the source's tensor."""
     source = parts[root]
     for rank, facts in enumerate(parts):
         if facts.shape is not None and (facts.shape, facts.dtype) != (source.shape, source.dtype):
             raise ValueError(
-                f"tensor is {facts.shape} of {facts.dtype} on rank {rank}, {source.shape} of "
+                f"tensor is {facts.shape} of {facts.dtype} on rank {rank}, but {source.shape} of "
                 f"{source.dtype} on the source, group rank {root}"
             )
 
@@ -131,7 +132,7 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
     lengths = source.sizes or blocks.chunk_lengths(total, len(parts))
     if sum(lengths) != total:
         raise ValueError(
-            f"sizes {list(lengths)} add up to {sum(lengths)} on rank {root}, its tensor of shape "
+            f"sizes {list(lengths)} add up to {sum(lengths)} on rank {root}, but its tensor of shape "
             f"{source.shape} has {total} along dim {source.dim}"
         )
     check_like_source(parts, root)
@@ -146,7 +147,7 @@ def check_source(parts: list[TensorFacts], root: int) -> None:
 def shared(
     op: str, tensor: Any, sizes: Sizes, dim: int, communicator: Communicator, terms: Terms = ()
 ) -> tuple[blocks.CutTensor, bool]:
-    """The whole, of the parts of all ranks, and whether any requires gradients."""
+    """Return the whole of the parts of all ranks, and whether any part requires gradients."""
     with communicator.accepting(op):
         own = checked_facts(with_data("tensor", tensor, communicator), dim, sizes, communicator)
     terms = (("dtype of tensor", own.dtype), ("dim", own.dim), *terms, gradient_mode())
@@ -167,14 +168,14 @@ def _check_parts(parts: list[TensorFacts]) -> None:
 
 
 def check_equal_beside(dim: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    """The ``shapes`` of all ranks' tensors are equal but for their lengths along ``dim``."""
+    """Raise ValueError unless the ``shapes`` of all ranks are equal except for lengths along ``dim``."""
     first = shapes[0]
     for rank, shape in enumerate(shapes):
         same_rest = (*shape[:dim], *shape[dim + 1 :]) == (*first[:dim], *first[dim + 1 :])
         if len(shape) != len(first) or not same_rest:
             raise ValueError(
-                f"tensor must be equal in shape off dim {dim} on all ranks, got {first} on rank 0, {shape} "
-                f"on rank {rank}"
+                f"tensor must have the same shape on all ranks except along dim {dim}, got {first} on rank "
+                f"0, {shape} on rank {rank}"
             )
 
 
@@ -185,7 +186,7 @@ def gradient_here(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient of a result that is on this rank, with its data; zeros if nothing was made of it."""
+    """Return the gradient of a result on this rank, with its data, or zeros if the result was not used."""
     if grad is None:
         return torch.zeros(tuple(shape), dtype=dtype, device=communicator.place.device)
     with communicator.accepting(op):
@@ -196,7 +197,7 @@ _count: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary
 
 
 class _Recorded(torch.autograd.Function):
-    """Communicates nothing in forward: what it returns is there already."""
+    """A node that communicates only in backward: its forward returns an existing result."""
 
     @staticmethod
     def forward(
@@ -204,7 +205,7 @@ class _Recorded(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.gradient, ctx.own = gradient, own
         ctx.set_materialize_grads(False)  # zeros for a placeholder would be as large as the whole
-        return result[0]  # not an argument of its own, or what is returned would be a view of it
+        return result[0]  # passed in a list, otherwise the returned tensor would be a view of it
 
     @staticmethod
     @once_differentiable
@@ -220,7 +221,7 @@ def recorded(
     input: torch.Tensor | None,
     gradient: Gradient,
 ) -> torch.Tensor:
-    """``result`` with a node whose backward calls ``gradient`` on every rank, for that of ``input``."""
+    """Return ``result`` with a node whose backward calls ``gradient`` on every rank, for ``input``."""
     own = input is not None and input.requires_grad
     anchor = input if own else torch.empty(0, requires_grad=True)
     prepare(communicator, anchor)

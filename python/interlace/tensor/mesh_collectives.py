@@ -1,17 +1,17 @@
-"""Collectives along a dimension of a device mesh, shards made even and back, metadata that ranks compare.
+"""Collectives along a dimension of a device mesh, padding of shards, and metadata that ranks compare.
 
-Signatures and semantics are those of ``torch/distributed/tensor/_collective_utils.py``. What differs: meta
-tensors are traced, ``group_src=None`` does what is documented there, ``shard_dim_alltoall`` can be
-asynchronous, and moves what a rank needs only: 1/n-th of what an all-gather followed by a chunk moves.
-Errors name what differs.
+Signatures and semantics are as in ``torch/distributed/tensor/_collective_utils.py``, with these
+differences: meta tensors are traced, and ``group_src=None`` does what torch documents.
+``shard_dim_alltoall`` can be asynchronous, and moves only the data that a rank needs: 1/n-th of an
+all-gather followed by a chunk. Errors name the difference.
 
 ``mesh`` is a DeviceMesh over any backend of torch.distributed, or over the ranks of ``interlace.run``.
 
-Differentiable collectives of parts that differ in length along a dim.
+The file also has differentiable collectives of parts that differ in length along a dim.
 
-They move what :mod:`interlace.ops.collectives.all_to_all`'s do, and return tensors. What those are told by
-all ranks, these find out: dtype, shape, lengths and whether gradients are wanted go in one small message
-before the tensors.
+They move data like the ops in :mod:`interlace.ops.collectives.all_to_all`, and return tensors. Those get
+dtype, shape, lengths and whether gradients are required as arguments on all ranks; these ops exchange them
+in one small message before the tensors.
 
 =======================  ===============================================================================
 op                       gradient of its input
@@ -22,8 +22,8 @@ op                       gradient of its input
 ``indexed_all_to_all_v`` all_to_all back, and ``index_add_``
 =======================  ===============================================================================
 
-A gradient is that of the sum of all ranks' losses. If any rank's input requires one, backward is
-collective: every rank calls it on something made of its result. There are no second derivatives.
+A gradient is the gradient of the sum of all ranks' losses. If any rank's input requires one, backward is
+collective: every rank calls it on a result computed from its output. There are no second derivatives.
 """
 
 import functools
@@ -58,25 +58,25 @@ from interlace.tensor.placeholder import Placeholder
 
 
 def _done(op: str, tensor: torch.Tensor, async_op: bool) -> Work | None:
-    """The Work of an op that needed no communication; None unless ``async_op``."""
+    """Return the Work of an op that needed no communication; None unless ``async_op``."""
     return Work(op, cast(Any, _Nowhere()), None, [tensor]) if async_op else None
 
 
 class _Nowhere:
-    """The place of an op that ran nowhere."""
+    """The place of an op without communication."""
 
     rank, calls = 0, 0
 
 
 def _traced(tensor: object) -> bool:
-    """Whether the traceable op is taken; what is no tensor goes to the op that says so."""
+    """Return whether to use the traceable op; the other op reports a ``tensor`` that is not a tensor."""
     if not isinstance(tensor, torch.Tensor):
         return False
     return torch.compiler.is_compiling() or bool(modes_active()) or type(tensor) not in PLAIN_TYPES
 
 
 def _row(op: str, mesh: object, mesh_dim: object) -> Communicator:
-    """The caller's row of ``mesh``. Where a mesh has one alone, its ranks hear of a wrong ``mesh_dim``."""
+    """Return the caller's row of ``mesh``. On a 1-D mesh all ranks raise for a wrong ``mesh_dim``."""
     try:
         return bound((mesh, mesh_dim))
     except (TypeError, ValueError) as error:
@@ -93,12 +93,12 @@ def mesh_broadcast(
     *,
     group_src: int | None = 0,
 ) -> Work | None:
-    """``tensor`` becomes that of rank ``group_src`` of the caller's row of ``mesh`` along ``mesh_dim``.
+    """Copy the ``tensor`` of rank ``group_src`` of the caller's row of ``mesh`` along ``mesh_dim`` to all.
 
-    On a mesh ``[[0, 1], [2, 3]]`` with ``mesh_dim=1`` ranks 0 and 2 send, to 1 and 3. ``group_src=None``:
-    every rank keeps what it has, and nothing is sent; a meta tensor has nothing to send either. Returns a
-    :class:`interlace.Work` if ``async_op``, in every case; else None. Raises ValueError or TypeError on
-    every rank of the row if shapes, dtypes or ``group_src`` differ, before any data moves.
+    On a mesh ``[[0, 1], [2, 3]]`` with ``mesh_dim=1`` ranks 0 and 2 send, to 1 and 3. With
+    ``group_src=None`` every rank keeps its tensor, and nothing is sent; neither is a meta tensor. Returns a
+    :class:`interlace.Work` if ``async_op``, in every case; otherwise None. Raises ValueError or TypeError
+    on every rank of the row if shapes, dtypes or ``group_src`` differ, before any data moves.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
@@ -128,13 +128,13 @@ def mesh_scatter(
     *,
     group_src: int | None = 0,
 ) -> Work | None:
-    """``output`` becomes entry r of the ``scatter_list`` of rank ``group_src``, on rank r of the row.
+    """Copy entry r of the ``scatter_list`` of rank ``group_src`` to ``output`` on rank r of the row.
 
     The row is the caller's, of ``mesh`` along ``mesh_dim``. Lists of other ranks are not read, and may be
-    None. ``group_src=None``: every rank takes entry r of its own list, and nothing is sent. A meta
-    ``output`` stays as it is. Returns a :class:`interlace.Work` if ``async_op``, in every case; else None.
-    Raises ValueError or TypeError on every rank of the row, before any data moves; for ``group_src=None``
-    on the caller alone.
+    None. With ``group_src=None`` every rank takes entry r of the list that it passes, without
+    communication. A meta ``output`` is not changed. Returns a :class:`interlace.Work` if ``async_op``, in
+    every case; otherwise None. Raises ValueError or TypeError on every rank of the row, before any data
+    moves; with ``group_src=None`` only on the caller.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> def on_rank():
@@ -153,7 +153,7 @@ def mesh_scatter(
         _take(output, scatter_list, _local_rank(mesh, mesh_dim))
         return _done("scatter", output, async_op)
     if _traced(output):
-        if scatter_list is None:  # only the shape of it counts here
+        if scatter_list is None:  # only its shape counts here
             rows = output.new_empty((mesh.size(mesh_dim), output.numel()))
         else:
             rows = torch.stack([each.reshape(-1) for each in scatter_list])
@@ -168,12 +168,12 @@ def _take(output: torch.Tensor, scatter_list: list[torch.Tensor] | None, rank: i
     if scatter_list is None or len(scatter_list) <= rank:
         count = "None" if scatter_list is None else f"{len(scatter_list)} tensors"
         raise ValueError(
-            "scatter_list: with group_src=None every rank takes its entry of its own list, got "
+            "scatter_list: with group_src=None every rank takes an entry of the list that it passes, got "
             f"{count} on rank {rank}"
         )
     if scatter_list[rank].shape != output.shape:
         raise ValueError(
-            f"scatter_list[{rank}] has shape {tuple(scatter_list[rank].shape)}, output "
+            f"scatter_list[{rank}] has shape {tuple(scatter_list[rank].shape)}, but output has "
             f"{tuple(output.shape)}, on rank {rank}"
         )
     output.copy_(scatter_list[rank])
@@ -194,14 +194,16 @@ def shard_dim_alltoall(
     *,
     async_op: bool = False,
 ) -> torch.Tensor:
-    """From shards along ``gather_dim`` to shards along ``shard_dim``, by an all-to-all.
+    """Change shards along ``gather_dim`` to shards along ``shard_dim``, by an all-to-all.
 
-    The ``input`` of the ranks of the caller's row of ``mesh``, one behind the other along ``gather_dim``,
-    then the caller's chunk of it along ``shard_dim``, contiguous. Inputs must have equal shapes. Chunks are
-    those of ``torch.chunk``, and empty on the last ranks if there are too few. Any dtype; differentiable.
-    ``async_op``: returns an :class:`interlace.functional.AsyncTensor`, which waits when it is first used;
-    the input must not change before. With a gradient, and in a graph, it is complete, or waits where the
-    compiler has put that. A meta tensor gives one of the right shape.
+    The result is the caller's chunk along ``shard_dim`` of the ranks' ``input``, joined along
+    ``gather_dim``. It is contiguous. The ranks are the caller's row of ``mesh``; their inputs must have
+    equal shapes. Chunks are as in ``torch.chunk``, and empty on the last ranks if there are too few. Any
+    dtype; differentiable.
+
+    With ``async_op`` it returns an :class:`interlace.functional.AsyncTensor`, which waits when it is first
+    used; do not change the input before. With a gradient the result is complete, and in a graph it waits at
+    the place that the compiler chose. A meta tensor returns a meta tensor of the right shape.
 
     Raises ValueError or TypeError on every rank of the row before any data moves. Semantics:
     ``torch.distributed.tensor._collective_utils.shard_dim_alltoall``.
@@ -225,7 +227,7 @@ def shard_dim_alltoall(
         gather_dim = checks.index("gather_dim", gather_dim, input.dim())
         shard_dim = checks.index("shard_dim", shard_dim, input.dim())
         sizes = [count for _, count in split_rows(input.shape[shard_dim], ranks)]
-    if gather_dim == shard_dim:  # the own shard is that chunk
+    if gather_dim == shard_dim:  # this rank's shard is that chunk
         same = input.clone(memory_format=torch.contiguous_format)
         return AsyncTensor(same, cast(Work, _done("all_to_all", same, True))) if async_op else same
     shape = list(input.shape)
@@ -241,7 +243,7 @@ def shard_dim_alltoall(
 def _functional(
     input: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """By the traceable op: along dim 0, and permuted before and after."""
+    """Use the traceable op, which works along dim 0: permute before and after."""
     ranks, index = mesh.size(mesh_dim), groups.mesh_dim(mesh, mesh_dim)
     gather_dim = checks.index("gather_dim", gather_dim, input.dim())
     shard_dim = checks.index("shard_dim", shard_dim, input.dim())
@@ -255,7 +257,7 @@ def _functional(
         sent = [count for _, count in split_rows(length, ranks)]
         mine = sent[_local_rank(mesh, index)]
         received = [mine] * ranks
-    if input.is_meta:  # nobody needs to be there
+    if input.is_meta:  # no rank needs to take part
         parts = rows.new_empty((ranks * mine, *rows.shape[1:]))
     else:
         parts = wait(all_to_all(rows, received, sent, group=(mesh, index)))
@@ -269,7 +271,7 @@ def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bo
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"{name}: pad_dim must be an int, got {dim!r}")
     if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{name}: pad_dim {dim} is no dimension of shape {tuple(tensor.shape)}")
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} has no dimension pad_dim={dim}")
     most = tensor.size(dim) if within else "any"
     if isinstance(size, int) and (size < 0 or (isinstance(most, int) and size > most)):
         raise ValueError(
@@ -279,9 +281,10 @@ def _checked(name: str, tensor: torch.Tensor, dim: int, size: Any, *, within: bo
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
-    """``tensor`` with ``pad_size`` zeros more at the end of ``pad_dim``; itself if that is 0.
+    """Return ``tensor`` with ``pad_size`` more zeros at the end of ``pad_dim``; ``tensor`` itself if it is
+    0.
 
-    Differentiable. Raises ValueError for a dimension that is not there, or a negative size.
+    Differentiable. Raises ValueError for a dimension that does not exist, or a negative size.
 
     >>> pad_tensor(torch.ones(2), 0, 1)
     tensor([1., 1., 0.])
@@ -291,9 +294,9 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt)
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymInt) -> torch.Tensor:
-    """A view of ``tensor`` without the last ``pad_size`` of ``pad_dim``; itself if that is 0.
+    """Return a view of ``tensor`` without the last ``pad_size`` of ``pad_dim``; ``tensor`` if it is 0.
 
-    Raises ValueError for a dimension that is not there, or a size that it has not.
+    Raises ValueError for a dimension that does not exist, or a size that is negative or too large.
 
     >>> unpad_tensor(torch.arange(3), 0, 1)
     tensor([0, 1])
@@ -305,10 +308,10 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int | torch.SymIn
 def fill_empty_tensor_to_shards(
     shards: list[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """``shards``, the same list, with as many tensors of length 0 along ``shard_dim`` at its end.
+    """Append ``num_empty_tensors`` tensors of length 0 along ``shard_dim`` to ``shards``; return the list.
 
-    Raises ValueError if ``shards`` is empty, which says no shape, or has no such dimension. Semantics:
-    ``torch.distributed.tensor._collective_utils.fill_empty_tensor_to_shards``.
+    Raises ValueError if ``shards`` is empty, because no shape is known, or has no such dimension.
+    Semantics: ``torch.distributed.tensor._collective_utils.fill_empty_tensor_to_shards``.
 
     >>> [each.shape[0] for each in fill_empty_tensor_to_shards([torch.ones(2, 3)], 0, 2)]
     [2, 0, 0]
@@ -326,10 +329,10 @@ def check_tensor_meta(
 ) -> None:
     """Raise ValueError, on all ranks of ``group``, unless their ``local_tensor`` agree. Collective.
 
-    Raises TypeError if it is no tensor. Compared, on the host, are dtype and requires_grad; with
-    ``check_shape_stride`` shape and strides too. ``group`` is anything that names one, by default all
-    ranks. The message names what differs, both values and a rank. Nothing of the tensor is read: it may be
-    a meta tensor.
+    Raises TypeError if it is not a tensor. The host compares dtype and requires_grad, and with
+    ``check_shape_stride`` also shape and strides. ``group`` may have any form; the default is all ranks.
+    The message names the property, both values and a rank. The data is not read, so it may be a meta
+    tensor.
 
     >>> interlace.run(lambda: check_tensor_meta(torch.ones(2, device="meta")), 2)
     [None, None]
@@ -350,7 +353,7 @@ def check_tensor_meta(
 
 
 def spec_to_bytes(spec: Any) -> int:
-    """Bytes of the whole tensor that a ``DTensorSpec`` describes.
+    """Return the bytes of the whole tensor that a ``DTensorSpec`` describes.
 
     Raises ValueError if it has no tensor_meta. Semantics:
     ``torch.distributed.tensor._collective_utils.spec_to_bytes``.
@@ -361,7 +364,7 @@ def spec_to_bytes(spec: Any) -> int:
     32
     """
     if spec.tensor_meta is None:
-        raise ValueError(f"spec: {spec} has no tensor_meta, which has the dtype and the shape")
+        raise ValueError(f"spec: {spec} has no tensor_meta, which holds the dtype and the shape")
     return int(utilities.spec_to_bytes(spec))
 
 
@@ -374,19 +377,20 @@ def scatter_v(
     group_src: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """This rank's part, ``sizes[rank]`` long along ``dim``, of the tensor of rank ``src``.
+    """Scatter the tensor of rank ``src``; return this rank's part, ``sizes[rank]`` long along ``dim``.
 
     Parameters
     ----------
     tensor : on the source, of any dtype and shape but 0-dim. Elsewhere None, or a :class:`Placeholder`,
         whose shape and dtype are compared with the source's tensor. Receivers need to know nothing else.
-    sizes : lengths by rank; by default those of ``torch.chunk``, with zeros at the end. Other ranks may
+    sizes : lengths by rank; the default is as in ``torch.chunk``, with zeros at the end. Other ranks may
         leave them out.
     dim : the same on every rank; may count from the end.
-    src, group_src : the source as a rank of the default group, 0 by default, or of ``group``.
+    src, group_src : the source as a rank of the default group (default 0), or of ``group``.
 
     The result is a new, dense tensor, and requires gradients if the source's tensor does. Raises ValueError
-    or TypeError on every rank before the tensor moves. As ``torch.distributed.scatter``, of unequal parts.
+    or TypeError on every rank before the tensor moves. Semantics: ``torch.distributed.scatter`` with
+    unequal parts.
 
     >>> def part():
     ...     whole = torch.arange(5.0) if interlace.get_rank() == 0 else None
@@ -419,7 +423,7 @@ def scattered(
     root: int,
     source: facts.TensorFacts,
 ) -> torch.Tensor:
-    """This rank's block of ``tensor`` of ``root`` (see ``source``); in backward ``root`` gets the sum."""
+    """Return this rank's block of ``tensor`` of ``root`` (see ``source``); in backward sum to ``root``."""
     assert source.shape is not None and source.dtype is not None
     communicator = communicator.on(Placeholder((), device=source.device))
     whole = blocks.CutTensor(communicator, source.shape, source.dtype, cuts)
@@ -449,18 +453,18 @@ def gather_v(
     group_dst: int | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """On rank ``dst``: every rank's ``tensor``, one after another along ``dim``. Elsewhere a Placeholder.
+    """Return every rank's ``tensor``, joined along ``dim``, on rank ``dst``; elsewhere a Placeholder.
 
     Parameters
     ----------
-    tensor : of any dtype, of equal shape off ``dim`` on all ranks, of any length along it.
+    tensor : any dtype, any length along ``dim``, otherwise the same shape on all ranks.
     sizes : lengths by rank, if they are known; compared with the tensors'.
-    dst, group_dst : the receiver as a rank of the default group, 0 by default, or of ``group``.
+    dst, group_dst : the receiver as a rank of the default group (default 0), or of ``group``.
 
-    The :class:`Placeholder` has shape and dtype of the whole, and requires gradients as it does:
-    ``backward`` of what is made of it takes part in the gradients of all ranks, which ``dst`` sends. Raises
-    ValueError or TypeError on every rank before the tensors move. As ``torch.distributed.gather``, of
-    unequal parts.
+    The :class:`Placeholder` has the shape and dtype of the whole, and requires gradients if the whole does.
+    ``backward`` of a result computed from it takes part in the gradients of all ranks, which ``dst`` sends.
+    Raises ValueError or TypeError on every rank before the tensors move. Semantics:
+    ``torch.distributed.gather`` with unequal parts.
 
     >>> def whole():
     ...     return interlace.tensor.gather_v(torch.ones(1 + interlace.get_rank()))
@@ -478,7 +482,7 @@ def gather_v(
 def gathered(
     whole: blocks.CutTensor, tensor: torch.Tensor, root: int, requires_grad: bool
 ) -> torch.Tensor:
-    """The whole on ``root``, a Placeholder elsewhere; in backward every rank gets its block's gradient."""
+    """Return the whole on ``root``, a Placeholder elsewhere; in backward send each block's gradient."""
     communicator, own = whole.communicator, tensor.detach()
     result = whole.gather(own, root)
     is_root = result is not None
@@ -506,13 +510,13 @@ def all_gather_v(
     group: Group = None,
     accumulate: str | None = "fp32",
 ) -> torch.Tensor:
-    """On all ranks: every rank's ``tensor``, one after another along ``dim``.
+    """Return every rank's ``tensor``, joined along ``dim``, on all ranks.
 
     Parameters
     ----------
-    tensor, sizes : as for :func:`gather_v`, which have any length along ``dim``.
-    accumulate : of the gradients, which are summed over ranks in rank order: "fp32", rounded once to their
-        dtype (wider dtypes keep theirs), or None, rounded to their dtype after each addition.
+    tensor, sizes : as for :func:`gather_v`, with any length along ``dim``.
+    accumulate : how gradients are summed over ranks, in rank order. "fp32" rounds the sum once to their
+        dtype (wider dtypes stay), None rounds to their dtype after each addition.
 
     Raises ValueError or TypeError on every rank before the tensors move.
 
@@ -542,7 +546,7 @@ def all_gather_v(
 def _reduced(
     communicator: Communicator, parts: list[torch.Tensor], own: torch.Tensor, accumulate: str | None
 ) -> torch.Tensor:
-    """The sum over ranks of their ``parts[own rank]``, in rank order."""
+    """Return the sum over ranks of their ``parts[own rank]``, in rank order."""
     if blocks.wide(own.dtype) == blocks.wide(own.dtype, accumulate):
         out = torch.empty_like(own, memory_format=torch.contiguous_format)
         rootless._reduce_scatter(communicator, (out, parts))
@@ -574,16 +578,16 @@ def indexed_all_to_all_v(
     group: Group = None,
     accumulate: str | None = "fp32",
 ) -> torch.Tensor:
-    """The parts that all ranks pick of their tensors for this one, along ``dim``, in rank order.
+    """Return the parts that all ranks select from their tensors for this rank, along ``dim``, by rank.
 
     Parameters
     ----------
-    tensor : of any dtype, of equal shape off ``dim`` on all ranks.
+    tensor : any dtype, the same shape on all ranks except along ``dim``.
     indices : for each rank, the positions along ``dim`` that it gets, a 1-D tensor of ints. A position may
-        go to several ranks, or several times to one, or nowhere.
-    sizes : ``sizes[s][r]`` is how much rank s picks for rank r, if known; compared with ``indices``.
-    accumulate : of the gradients, which are summed over all places a position went to: "fp32", rounded once
-        to their dtype (wider dtypes keep theirs), or None, rounded to their dtype after each addition.
+        go to several ranks, or several times to one, or to none. sizes : ``sizes[s][r]`` is the number that
+    rank s selects for rank r, if known; compared with ``indices``. accumulate : how gradients are summed
+    over all copies of a position. "fp32" rounds the sum once to their
+        dtype (wider dtypes stay), None rounds to their dtype after each addition.
 
     Raises ValueError or TypeError on every rank before the tensors move.
 
@@ -623,7 +627,7 @@ def indexed_all_to_all_v(
     shape = (*about.shape[:dim], sum(lengths), *about.shape[dim + 1 :])
     whole = blocks.CutTensor(communicator, shape, own.dtype, blocks.along(shape, dim, lengths))
     result = whole.empty(shape)
-    bits = blocks.bits(own)  # torch selects numbers of some dtypes only
+    bits = blocks.bits(own)  # torch selects elements of some dtypes only
     sent = [bits.index_select(dim, each).view(own.dtype) for each in picked]
     in_rank(lambda: _all_to_all(communicator, (whole.parts(result), sent)))
     if not any(each.requires_grad for each in parts):
@@ -668,6 +672,6 @@ def _check(dim: int, parts: list[_Picked]) -> None:
             assert own.matrix is not None
             if own.matrix[sender] != other.counts:
                 raise ValueError(
-                    f"sizes[{sender}] is {list(own.matrix[sender])} on rank {rank}, indices of rank "
-                    f"{sender} pick {list(other.counts)}"
+                    f"sizes[{sender}] is {list(own.matrix[sender])} on rank {rank}, but indices of rank "
+                    f"{sender} select {list(other.counts)}"
                 )

@@ -1,13 +1,14 @@
 """A tensor that is on other ranks: shape, dtype and device, no data.
 
-An op that gives its result to some ranks only gives the others a :class:`Placeholder`, which knows what
-they would have got. It works as torch's meta tensors do, on any device: arithmetic gives placeholders, with
-the shapes and dtypes that torch infers. What asks for values raises :class:`PlaceholderError`.
+An op whose result is on some ranks only returns a :class:`Placeholder` on the others. It has the shape,
+dtype and device of that result. It works like torch's meta tensors, on any device: arithmetic returns
+placeholders, with the shapes and dtypes that torch infers. An operation that needs values raises
+:class:`PlaceholderError`.
 
-Gradients: a placeholder that requires them has a place in the graph, so ``backward`` of what was made of it
-reaches the op that it came from, which communicates in backward too. A rank calls it where the ranks with
-the data do, with the same code; values of these gradients are placeholders. Tensors with data that are
-combined with a placeholder get no gradient from that: the result is not computed here.
+Gradients: a placeholder that requires them has a node in the graph. So ``backward`` of a result computed
+from it reaches the op that it came from, which communicates in backward as well. A rank calls ``backward``
+where the ranks with the data do, with the same code; these gradients are placeholders. Tensors with data
+that are combined with a placeholder get no gradient from that, because the result is not computed here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,25 +20,25 @@ from torch.utils._pytree import tree_iter, tree_map
 
 READING = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"))
 COMMUNICATION = ("interlace", "c10d", "_c10d_functional", "c10d_functional", "_dtensor")
-# calls that are about the graph itself, where a tensor with data must stay what it is
+# calls about the graph itself, in which a tensor with data must stay unchanged
 ABOUT_GRAPHS = frozenset(("backward", "grad", "__get__", "__set__", "__delete__"))
 
 
 class PlaceholderError(TypeError, RuntimeError):
-    """The data of a :class:`Placeholder` was asked for, on a rank that has none."""
+    """Raised by an operation that needs the data of a :class:`Placeholder`, on a rank without it."""
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a tensor that is on ``ranks`` and not here. Takes no memory: 0 bytes of storage.
+    """A stand-in for a tensor that is on ``ranks`` and not here. It takes no memory: 0 bytes of storage.
 
     Parameters
     ----------
-    shape : of the tensor.
-    dtype, device : of the tensor; torch's defaults.
+    shape : the tensor's shape.
+    dtype, device : the tensor's; by default torch's defaults.
     requires_grad : whether it is a leaf that gets a gradient, which is a placeholder again.
-    ranks : of the default group, where the value is valid; () if nobody said.
+    ranks : ranks of the default group on which the value is valid; () if unknown.
 
-    What is made of several placeholders is valid where all of them are.
+    A result of several placeholders is valid on the ranks on which all of them are.
 
     >>> from interlace.tensor import Placeholder
     >>> there = Placeholder((4, 2), dtype=torch.bfloat16, ranks=[3])
@@ -128,7 +129,7 @@ def _rebuilt(shape: Any, dtype: Any, device: Any, requires_grad: bool, ranks: An
     return Placeholder(shape, dtype=dtype, device=device, requires_grad=requires_grad, ranks=ranks)
 
 
-# a checkpoint's Placeholders are made by it, from plain data, so torch.load(weights_only=True) may call it
+# torch.load(weights_only=True) may call this: it makes a checkpoint's Placeholders from plain data
 FORMER = (
     "interlace.tensor.uneven.placeholder._rebuilt"  # its name in checkpoints of earlier commits
 )
@@ -150,7 +151,7 @@ def _without_gradient(value: object) -> Any:
 
 
 def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
-    """The result of ``func``, as far as that can be said without data."""
+    """Return the result of ``func``, as far as it can be inferred without data."""
     name = func._schema.name.partition("::")[2]
     given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Placeholder)]
     first = given[0]
@@ -161,7 +162,7 @@ def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
     _check_written(func, name, args, kwargs, first)
     ranks = tuple(r for r in first.ranks if all(r in each.ranks for each in given))
     device = first.device
-    # with the meta tensor: an id is nobody else's only as long as its owner lives
+    # keeps the meta tensor as well: an id is unique only while its owner lives
     stand_ins: dict[int, tuple[Placeholder, torch.Tensor]] = {}
 
     def to_meta(value: object) -> object:
@@ -197,7 +198,7 @@ def _inferred(func: OpOverload, args: object, kwargs: dict[str, object]) -> Any:
 def _check_written(
     func: OpOverload, name: str, args: Any, kwargs: dict[str, object], first: Placeholder
 ) -> None:
-    """Nothing with data may be written: it would keep values that it should not have any more."""
+    """Refuse writes to a tensor with data, which would keep values that it should not have any more."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -208,7 +209,7 @@ def _check_written(
 
 
 def _communicated(func: OpOverload, name: str, args: Any, first: Placeholder) -> Any:
-    """A collective that is given a placeholder: it may be for what receivers only read the shape of."""
+    """Run a collective on a placeholder if receivers read only its shape; refuse it otherwise."""
     if name == "wait_tensor":
         return first
     if func.namespace == "interlace":

@@ -1,7 +1,7 @@
 """A tensor in parts of any length on the ranks of a mesh.
 
-A :class:`ShardedTensor` holds this rank's part, and knows where every rank's lies. It is no tensor: compute
-with :meth:`ShardedTensor.to_local`, and wrap what comes out with :func:`from_local`.
+A :class:`ShardedTensor` holds this rank's part, and knows the position of every rank's part. It is not a
+tensor: compute with :meth:`ShardedTensor.to_local`, and wrap the result with :func:`from_local`.
 """
 
 import functools
@@ -35,14 +35,14 @@ from interlace.tensor.mesh_collectives import all_gather_v, gathered, scattered
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The mesh as given, its shape, and the group of all its ranks in row-major order."""
+    """The mesh that the user passed, its shape, and the group of all its ranks in row-major order."""
 
     given: Group
     shape: tuple[int, ...]
     communicator: Communicator
 
     def row(self, mesh_dim: int) -> Group:
-        """The group along ``mesh_dim`` in which the caller is."""
+        """Return the group along ``mesh_dim`` with the caller."""
         return (self.given, mesh_dim) if isinstance(self.given, DeviceMesh) else self.given
 
 
@@ -59,13 +59,14 @@ class ShardedTensor:
 
     Attributes
     ----------
-    shape : of the whole tensor; ``dtype`` and ``device`` are those of the part.
-    mesh : the DeviceMesh or group over whose ranks it is spread.
+    shape : the shape of the whole tensor; ``dtype`` and ``device`` are as in the part.
+    mesh : the DeviceMesh or group whose ranks hold the parts.
     placements : one per mesh dim, ``Shard`` or ``Replicate``.
     sizes : by mesh dim that shards, the lengths of the parts in this rank's row of the mesh.
 
-    ``local``, this rank's part, may have any length along the dims that are sharded. Raises ValueError or
-    TypeError on every rank where it is made or gathered, not here. The semantics are those of ``DTensor``.
+    ``local``, this rank's part, may have any length along the dims that are sharded. The functions that
+    make or gather it raise ValueError or TypeError on every rank; the class does not. Semantics:
+    ``DTensor``.
 
     >>> from torch.distributed.tensor import Shard
     >>> def methods():
@@ -85,7 +86,7 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of this rank's part, and of the whole."""
+        """The dtype of this rank's part and of the whole."""
         return self._local.dtype
 
     @property
@@ -105,16 +106,15 @@ class ShardedTensor:
         )
 
     def to_local(self) -> torch.Tensor:
-        """This rank's part, the tensor itself."""
+        """Return this rank's part, the tensor itself."""
         return self._local
 
     def full_tensor(self, *, accumulate: str | None = "fp32") -> torch.Tensor:
-        """The whole tensor, on every rank; parts are gathered over the mesh dims that shard, last first.
+        """Return the whole tensor on every rank; gather parts over the mesh dims that shard, last first.
 
-        The gradient of a part is that of the losses of all ranks in its rows of the mesh, summed as
-        ``accumulate`` says, see :func:`all_gather_v`; of a whole that every rank has (``Replicate``), that
-        of the rank's own loss. ``DTensor.full_tensor`` takes gradients for equal on all ranks and does not
-        sum them.
+        The gradient of a part sums the losses of all ranks in its rows of the mesh, by ``accumulate``, see
+        :func:`all_gather_v`. For a whole that every rank has (``Replicate``), only the rank's own loss
+        counts. ``DTensor.full_tensor`` assumes equal gradients on all ranks and does not sum them.
         """
         whole = self._local
         for mesh_dim, lengths in reversed(self.sizes.items()):
@@ -125,11 +125,11 @@ class ShardedTensor:
         return whole
 
     def gather(self, *, group_dst: int = 0) -> torch.Tensor:
-        """The whole tensor on one rank, a :class:`Placeholder` on the others.
+        """Return the whole tensor on one rank, a :class:`Placeholder` on the others.
 
-        ``group_dst`` counts the ranks of the mesh in row-major order. Every part is sent once, so where
-        ranks hold replicas, those that share the receiver's coordinates send, and the others' gradients are
-        zeros. Raises ValueError or TypeError on every rank before the parts move.
+        ``group_dst`` counts the ranks of the mesh in row-major order. Every part is sent once. If ranks
+        hold replicas, the ranks with the receiver's replica coordinates send, and the gradients of the
+        others are zeros. Raises ValueError or TypeError on every rank before the parts move.
         """
         op, communicator = "gather", self._ranks.communicator.on(self._local)
         with communicator.accepting(op):
@@ -140,7 +140,7 @@ class ShardedTensor:
             ("group_dst", root),
             ("shape", tuple(self.shape)),
             ("dtype", self.dtype),
-            ("where parts lie", self._sharding.blocks),  # some ranks may have been told otherwise
+            ("where parts lie", self._sharding.blocks),  # sizes= may differ between ranks
             facts.gradient_mode(),
         )
         wanted = facts.exchange(communicator, op, terms, needs)
@@ -150,14 +150,14 @@ class ShardedTensor:
         return gathered(whole, local, root, any(wanted))
 
     def to_dtensor(self) -> DTensor:
-        """This tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
+        """Return this tensor as torch's ``DTensor``, on the same memory. Differentiable, sends nothing.
 
-        Raises ValueError, which says what rank has what, unless all parts are as long as those of
-        ``torch.chunk``; TypeError unless the mesh is a ``DeviceMesh``.
+        Raises ValueError, with the ranks and lengths, unless all parts are as long as ``torch.chunk`` makes
+        them; TypeError unless the mesh is a ``DeviceMesh``.
         """
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError(
-                f"to_dtensor needs a DeviceMesh, the mesh is a {type(self.mesh).__name__} on rank "
+                f"to_dtensor needs a DeviceMesh, but the mesh is a {type(self.mesh).__name__} on rank "
                 f"{self._ranks.communicator.rank}"
             )
         if others := unlike_chunks(self._sharding):
@@ -183,21 +183,21 @@ def from_local(
     *,
     shape: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """The tensor of which every rank has the part ``local``.
+    """Make a tensor of which every rank has the part ``local``.
 
     Parameters
     ----------
-    local : any dtype. Its gradients are those of the result.
-    mesh : a ``DeviceMesh``, or a group in any form, a mesh of one dim.
+    local : any dtype. Gradients of the result go to it.
+    mesh : a ``DeviceMesh``, or a group in any form, which is a mesh of one dim.
     placements : one per mesh dim, ``Shard(dim)`` or ``Replicate()``; ``Partial`` is refused.
-    sizes : "infer", parts of any length, which the ranks tell each other in one small message; "chunk",
-        those of ``torch.chunk`` of ``shape``, nothing is sent; or ``{mesh_dim: lengths}`` for every mesh
-        dim that shards, nothing is sent.
-    shape : of the whole tensor, for "chunk"; by default that of parts which are all like ``local``.
+    sizes : "infer" means parts of any length, which the ranks exchange in one small message. "chunk" means
+        the lengths of ``torch.chunk`` of ``shape``, and ``{mesh_dim: lengths}`` has the lengths for every
+        mesh dim that shards; both send nothing.
+    shape : the whole tensor's, for "chunk"; the default assumes that all parts are like ``local``.
 
     Raises ValueError or TypeError, on every rank, if parts do not fit together, or ``local`` is not as long
-    as ``sizes`` says. Sizes that were given, but not the same on all ranks, are found by what communicates
-    next. Semantics: ``DTensor.from_local``, of any lengths.
+    as ``sizes`` says. If ranks pass different ``sizes``, the next op that communicates raises the error.
+    Semantics: ``DTensor.from_local``, of any lengths.
 
     >>> from torch.distributed.tensor import Shard
     >>> def shards():
@@ -232,7 +232,7 @@ def _given_sharding(
     sizes: object,
     shape: Sequence[int] | None,
 ) -> MeshSharding:
-    """By ``sizes``, which this rank's ``own`` shape has to follow."""
+    """Return the sharding by ``sizes``, which this rank's ``own`` shape must match."""
     rank = ranks.communicator.rank
     if sizes == "chunk":
         whole = list(own if shape is None else shape)
@@ -247,7 +247,7 @@ def _given_sharding(
         sharding = with_sizes(ranks.shape, placements, _whole_sizes(sizes), own)
     expected = blocks.shape_of(sharding.blocks[rank])
     if expected != own:
-        raise ValueError(f"local has shape {own}, where sizes={sizes!r} makes it {expected}")
+        raise ValueError(f"local has shape {own}, but sizes={sizes!r} makes it {expected}")
     return sharding
 
 
@@ -265,18 +265,18 @@ def scatter(
     *,
     group_src: int = 0,
 ) -> ShardedTensor:
-    """The tensor of rank ``group_src`` of the mesh, in parts; every rank is sent its own part only.
+    """Scatter the tensor of rank ``group_src`` of the mesh; every rank gets only its own part.
 
     Parameters
     ----------
     tensor : on the source. Elsewhere None or a :class:`Placeholder`; receivers need to know nothing.
     mesh, placements : as for :func:`from_local`, the same on every rank.
-    sizes : ``{mesh_dim: lengths}``, on the source; by default the lengths of ``torch.chunk``.
+    sizes : ``{mesh_dim: lengths}``, on the source; the default is the lengths of ``torch.chunk``.
     group_src : counts the ranks of the mesh in row-major order.
 
     Differentiable: the source gets the gradients of all parts, summed over replicas in fp32. Raises
-    ValueError or TypeError on every rank before the tensor moves. ``torch.distributed.tensor``'s
-    ``distribute_tensor`` of one rank's tensor.
+    ValueError or TypeError on every rank before the tensor moves. Semantics: ``distribute_tensor`` of
+    ``torch.distributed.tensor``, for one rank's tensor.
 
     >>> from torch.distributed.tensor import Shard
     >>> def local():
@@ -308,8 +308,8 @@ def scatter(
         for other, (_, dims) in enumerate(parts):
             if not all(d in each for d, each in zip(dims, same, strict=True)):
                 raise ValueError(
-                    f"placements are {of_plain_form(dims)} on rank {other}, {of_plain_form(placed)} on the "
-                    f"source, group rank {root}"
+                    f"placements are {of_plain_form(dims)} on rank {other}, but {of_plain_form(placed)} on "
+                    f"the source, group rank {root}"
                 )
 
     terms = (("group_src", root), ("mesh", ranks.shape), facts.gradient_mode())
@@ -321,7 +321,7 @@ def scatter(
 
 
 def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts) -> MeshSharding:
-    """The way in which the source's tensor is cut."""
+    """Return the sharding of the source's tensor."""
     shape, sizes = source.shape, source.sizes
     assert shape is not None
     placements = for_dims(placements, len(shape))
@@ -329,15 +329,15 @@ def _cut(ranks: _Ranks, placements: Placements, source: facts.TensorFacts) -> Me
         return chunked(ranks.shape, placements, shape)
     sharding = with_sizes(ranks.shape, placements, sizes, shape)
     if sharding.shape != shape:
-        raise ValueError(f"sizes={sizes} add up to shape {sharding.shape}, tensor has {shape}")
+        raise ValueError(f"sizes={sizes} add up to shape {sharding.shape}, but tensor has {shape}")
     return sharding
 
 
 def from_dtensor(dtensor: DTensor) -> ShardedTensor:
-    """A ShardedTensor of torch's ``dtensor``, of any shape, on the same memory.
+    """Return a ShardedTensor of torch's ``dtensor``, of any shape, on the same memory.
 
     Differentiable, sends nothing. Raises TypeError for anything else, ValueError for ``Partial``
-    placements. The way back is :meth:`ShardedTensor.to_dtensor`.
+    placements. The reverse is :meth:`ShardedTensor.to_dtensor`.
 
     >>> from torch.distributed.device_mesh import DeviceMesh
     >>> from torch.distributed.tensor import DTensor, Placement, Shard

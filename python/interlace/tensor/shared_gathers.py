@@ -1,21 +1,21 @@
 """One gather for all linears that read the same sequence-sharded input: q, k and v, or w1 and w3.
 
-The first of them multiplies while it gathers, and its op gives the gathered input too. The others multiply
-that, and in backward their gradients of it are added before one reduce-scatter::
+The first linear multiplies while it gathers, and its op also returns the gathered input. The others
+multiply the gathered input. In backward their gradients of it are added before one reduce-scatter::
 
     wq(x)   all_gather_matmul(x, Wq) -> q, X        wk(x)   X @ Wk        wv(x)   X @ Wv
 
-``X`` is kept for ``x``, the same tensor object, and no longer than that lives. ``x`` is gathered anew for a
-linear that has read ``X`` already, after a backward through the op, after ``x`` has changed, under another
-autocast or gradient mode, in another checkpointed region, and when activation checkpointing calls the
-linears again. So a forward and its recomputation run the same ops, and all ranks decide alike.
+``X`` is kept for ``x``, the same tensor object, while that lives. ``x`` is gathered again for a linear that
+has read ``X`` already, after a backward through the op, after ``x`` has changed, under another autocast or
+gradient mode, in another checkpointed region, and when activation checkpointing calls the linears again. So
+a forward and its recomputation run the same ops, and all ranks decide alike.
 
-:class:`Ungathered` is what a module reads of which a PrepareModuleInput says that its input is gathered. It
-is a replicated DTensor to all that ask, but each rank has its shard alone until an op reads it. From then
-on all read the gathered one.
+:class:`Ungathered` is the input of a module for which a PrepareModuleInput asks for a gathered input. It
+looks like a replicated DTensor, but each rank has only its shard until an op reads it. From then on all ops
+read the gathered tensor.
 
-``X`` may not lead back to ``x``, or both would live for ever. It does if ``x`` is a leaf that requires a
-gradient: of these only the last one of a thread has its ``X`` kept.
+``X`` must not refer back to ``x``, or both would live for ever. It does if ``x`` is a leaf that requires a
+gradient; for such leaves only the ``X`` of the last one of a thread is kept.
 """
 
 import threading
@@ -35,30 +35,30 @@ Tensor = torch.Tensor
 
 
 class _Kept:
-    """A gathered input, when it may be taken, and the linears that have read it."""
+    """A gathered input, the state in which it may be used, and the linears that have read it."""
 
     def __init__(self, gathered: Tensor, state: tuple[object, ...]) -> None:
         self.gathered: Tensor | None = gathered
         self.state, self.readers = state, list[Any]()
-        self.region = weakref.ref(_region())  # weak: it may lead to the input
+        self.region = weakref.ref(_region())  # weak, because it may refer to the input
 
 
 class _OwnGathers(threading.local):
     def __init__(self) -> None:
         self.kept: Any = WeakTensorKeyDictionary()
-        self.leaf: Any = None  # weak: the last input that is a leaf
+        self.leaf: Any = None  # a weak reference to the last input that is a leaf
 
 
 _own = _OwnGathers()
 
 
 def can_share() -> bool:
-    """Whether tensors are what they seem; a compiler sees a whole graph, and fuses gathers itself."""
+    """Return whether tensors are ordinary; a compiler sees a whole graph and fuses gathers itself."""
     return not (torch.compiler.is_compiling() or modes_active())
 
 
 def find(input: Tensor, reader: object, *how: object) -> Tensor | None:
-    """The gathered ``input``, for a linear that has not read it yet; ``how``: it was gathered."""
+    """Return the gathered ``input``, if ``reader`` has not read it yet; ``how`` it was gathered."""
     kept = _own.kept.get(input) if can_share() else None
     if kept is None or kept.gathered is None or kept.state != _state(input, how):
         return None
@@ -72,7 +72,7 @@ def find(input: Tensor, reader: object, *how: object) -> Tensor | None:
 
 
 def keep(input: Tensor, reader: object, gathered: Tensor, output: Tensor, *how: object) -> None:
-    """Have :func:`find` find ``gathered``, which ``reader`` made of ``input`` together with ``output``."""
+    """Make :func:`find` return ``gathered``, made by ``reader`` from ``input`` with ``output``."""
     kept = _Kept(gathered, _state(input, how))
     kept.readers.append(weakref.ref(reader))
     weak = weakref.ref(kept)
@@ -83,7 +83,7 @@ def keep(input: Tensor, reader: object, gathered: Tensor, output: Tensor, *how: 
 
     for each in (gathered, output):
         if each.requires_grad:
-            # the op's backward frees what it has saved
+            # the op's backward frees the tensors that it has saved
             each.register_hook(forget)  # type: ignore[no-untyped-call]
     if input.is_leaf and input.requires_grad:
         before = None if _own.leaf is None else _own.leaf()
@@ -102,25 +102,25 @@ def _state(input: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def _outside() -> None:
-    """Stands for the region of what is not checkpointed."""
+    """Stand for the region outside activation checkpointing."""
 
 
 def _region() -> object:
-    """What saves tensors for backward: in a region that torch checkpoints that is a function of its own."""
+    """Return the hook that saves tensors for backward: torch uses another function in each region."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return _outside if hooks is None else hooks[0]
 
 
-NO_BACKWARD = -1  # the task of a graph that does not run
+NO_BACKWARD = -1  # the task id outside a backward
 
 
 def _pass() -> tuple[bool, int]:
-    """What tells a forward from its recomputation, which runs inside a backward."""
+    """Return values that differ between a forward and its recomputation, which runs inside a backward."""
     return torch.is_grad_enabled(), torch._C._current_graph_task_id()
 
 
 class _Later(torch.autograd.Function):
-    """From a shard to an :class:`Ungathered`: a gradient of what is replicated becomes one of the shard."""
+    """From a shard to an :class:`Ungathered`; in backward a replicated gradient becomes the shard's."""
 
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> DTensor:
@@ -138,32 +138,30 @@ class _Later(torch.autograd.Function):
 class Ungathered(DTensor):
     """A replicated DTensor of which each rank has its shard until an op other than a linear reads it.
 
-    From then on the gathered tensor stands for it, in every mode, as an op may change it in place. What
-    leads to its gradient leads to that of the shard, in which those of linears and of other ops meet.
+    From then on the gathered tensor stands for it, in every mode, because an op may change it in place. Its
+    gradient leads to the gradient of the shard, where the gradients of linears and of other ops are added.
     """
 
     shard: DTensor
     _say: Callable[[str], None]
     _gathered: DTensor | None
-    _born: tuple[
-        object, bool
-    ]  # how the gathered tensor stood in the graph before it was changed in place
+    _born: tuple[object, bool]  # the gathered tensor's node in the graph before any change in place
     _read: dict[object, DTensor]
 
     @staticmethod
     def of(shard: DTensor, say: Callable[[str], None]) -> "Ungathered":
-        """``say`` is called with the name of the op that has the shard gathered for itself."""
+        """Return a tensor for ``shard``; ``say`` is called with the name of an op that gathers it."""
         shard = shard.redistribute(
             placements=shard.placements
-        )  # a node for the gradients to meet in
+        )  # a node in which the gradients are added
         made = _Later.apply(shard)  # type: ignore[no-untyped-call]
         made.shard, made._say, made._gathered, made._read = shard, say, None, {}
         return made  # type: ignore[no-any-return]
 
     def for_linear(self, linear: object) -> DTensor:
-        """The shard, which ``linear`` gathers while it multiplies; if an op has gathered it already, that.
+        """Return the shard, which ``linear`` gathers while it multiplies, or the tensor if it is gathered.
 
-        Within a backward it is what ``linear`` read last before: a recomputation repeats its forward.
+        Within a backward return what ``linear`` read last: a recomputation repeats its forward.
         """
         read = self.shard if self._gathered is None else self._gathered
         if _pass()[1] != NO_BACKWARD:
@@ -172,7 +170,7 @@ class Ungathered(DTensor):
         return read
 
     def whole(self, reader: str) -> DTensor:
-        """The gathered tensor, for the op ``reader``."""
+        """Return the gathered tensor, for the op ``reader``."""
         if self._gathered is None:
             self._say(reader)
             local = self.shard._local_tensor
@@ -182,7 +180,7 @@ class Ungathered(DTensor):
         return self._gathered
 
     def _in_graph(self) -> DTensor:
-        """The tensor whose gradient is this one's."""
+        """Return the tensor whose gradient is this tensor's gradient."""
         changed = self._gathered is not None and _place_in_graph(self._gathered) != self._born
         return self._gathered if changed else self.shard  # type: ignore[return-value]
 
@@ -208,18 +206,18 @@ class Ungathered(DTensor):
 
     @_local_tensor.setter
     def _local_tensor(self, tensor: Tensor) -> None:
-        """Set by DTensor's constructor; the shard's."""
+        """Ignore the shard's tensor, which DTensor's constructor sets."""
 
     def to_local(self, **options: Any) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.whole("to_local").to_local(**options)
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.whole("full_tensor").full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """As of the whole tensor."""
+        """Redistribute the whole tensor."""
         return self.whole("redistribute").redistribute(*args, **options)
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``, whose linears are fused.
+"""Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module`` with fused linears.
 
-Options, parameters and results are those of torch's styles of the same names, from which these inherit. The
-forward of an ``nn.Linear`` is one op of interlace where there is one:
+Options, parameters and results are the ones of torch's styles of the same names, which are the base
+classes. The forward of an ``nn.Linear`` is one op of interlace in these cases:
 
 =================  ======================  =======================  ===========================
 style              input_layouts           output_layouts           forward
@@ -11,15 +11,15 @@ RowwiseParallel    Shard(-1)               Shard(sequence dim)      matmul_reduc
 RowwiseParallel    Shard(-1)               Replicate()              matmul_all_reduce
 =================  ======================  =======================  ===========================
 
-and the gradient of its input is the other one. Linears that read the same input share one gather
-(``shared_gathers.py``), also if a PrepareModuleInput has it replicated. What is not in this table, and
-what does not fit (lengths that the ranks do not divide, subclasses of nn.Linear with a forward of their
-own), runs as torch's style does. :func:`explain` says what ran, and why.
+The gradient of its input uses the other op. Linears that read the same input share one gather
+(``shared_gathers.py``), also if a PrepareModuleInput replicates the input. All other cases run as in
+torch's style: layouts that are not in this table, lengths that the ranks do not divide, and subclasses of
+nn.Linear with another forward. :func:`explain` says what ran, and why.
 
-A style makes a :class:`FusedLinear` of an ``nn.Linear`` by setting its class, so that parameters, hooks and
-state dict stay as they are. The rules of gradients are DTensor's: an output that is replicated has the same
-gradient on every rank, which is not summed. So is the bias of RowwiseLinear, replicated: its gradient is
-the sum over ranks where each has seen its part of the sequence.
+A style makes a :class:`FusedLinear` of an ``nn.Linear`` by setting its class, so parameters, hooks and
+state dict stay as they are. Gradients follow DTensor's rules: a replicated output has the same gradient on
+every rank, which is not summed. The replicated bias of RowwiseLinear follows them as well: if each rank has
+seen only its part of the sequence, the bias's gradient is the sum over ranks.
 """
 
 import abc
@@ -54,7 +54,7 @@ REPLICATED = "replicated"
 
 @dataclass(frozen=True)
 class Style:
-    """A parallel style's arguments, and the mesh that it was applied on."""
+    """The arguments of a parallel style, and the mesh that it was applied to."""
 
     name: str
     mesh: DeviceMesh
@@ -62,7 +62,7 @@ class Style:
     desired_input_layouts: Placements
     output_layouts: Placements
     use_local_output: bool
-    group: GroupSpec  # this and what follows are constants where the forward is compiled
+    group: GroupSpec  # this field and the following are constants in a compiled forward
     input_layout: DimLayout
     output_layout: DimLayout
 
@@ -72,23 +72,23 @@ class Style:
 
 
 class Unfused(Exception):
-    """Why torch's way is taken."""
+    """Raised with the reason why torch's style runs instead of a fused op."""
 
 
 class FusedLinear(nn.Linear):
-    """The common part: which op, and torch's way where there is none."""
+    """The base of fused linears: it runs a fused op, or torch's style if there is none."""
 
     _style: Style
     _explanation: str
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """nn.Linear under the style; ``input``: a local tensor of ``input_layouts``, or a DTensor."""
+        """Run nn.Linear under the style; ``input``: a local tensor of ``input_layouts``, or a DTensor."""
         try:
             output, found = self._fused(input)
         except Unfused as why:
             self._say(f"torch's {self._style.name}: {why}")
             return self._as_torch(input)
-        # rows of a product come sequence by sequence; who takes a view of [b, s, h] expects torch's order
+        # rows of a product are ordered by sequence; callers that view [b, s, h] expect torch's order
         output, style = output.flatten().view(output.shape), self._style
         as_wanted = found == from_start(style.output_layout, output.dim())
         if as_wanted and style.use_local_output:
@@ -100,7 +100,7 @@ class FusedLinear(nn.Linear):
         return whole.to_local() if style.use_local_output else whole
 
     def explain(self) -> str:
-        """A text: what the last forward ran, and why; before the first, what the layouts ask for."""
+        """Return a text: what the last forward ran, and why; before the first, what the layouts require."""
         return self._explanation
 
     def _say(self, text: str) -> None:
@@ -121,10 +121,10 @@ class FusedLinear(nn.Linear):
 
     @abc.abstractmethod
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
-        """The local output and its layout. Raises Unfused before anything has run."""
+        """Return the local output and its layout. Raise Unfused before anything has run."""
 
     def _local(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
-        """The local input, and its layout."""
+        """Return the local input and its layout."""
         style = self._style
         if input.dim() < 2:
             raise Unfused("the input has less than 2 dimensions")
@@ -142,7 +142,7 @@ class FusedLinear(nn.Linear):
         return local, from_start(layout, input.dim())
 
     def _operands(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Local input, weight (k, n) and bias or None, in the dtype of autocast."""
+        """Return local input, weight (k, n) and bias or None, in the dtype of autocast."""
         parameters: list[Any] = [self.weight, self.bias]
         found: list[Any] = [None if each is None else each.to_local() for each in parameters]
         found = [input, *found]
@@ -155,9 +155,9 @@ class FusedLinear(nn.Linear):
 
 
 class ColwiseLinear(FusedLinear):
-    """Weight Shard(0), bias Shard(0): an input sharded by sequence is gathered by the matmul.
+    """Weight Shard(0), bias Shard(0): the matmul gathers an input that is sharded by sequence.
 
-    By the first one of those that read it; the others multiply what that has gathered.
+    The first linear that reads the input gathers it; the others multiply the gathered input.
     """
 
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
@@ -188,12 +188,12 @@ class ColwiseLinear(FusedLinear):
     def _nothing_to_gather(self, input: torch.Tensor, layout: DimLayout) -> str:
         text = f"the input is {_text(layout)}, not sharded by sequence: nothing to gather"
         if layout == REPLICATED and isinstance(input, DTensor):
-            text += "; what torch's PrepareModuleInput gathers, that of interlace.tensor leaves to linears"
+            text += "; to fuse the gather, use interlace.tensor's PrepareModuleInput, not torch's"
         return text
 
 
 class RowwiseLinear(FusedLinear):
-    """Weight Shard(1), bias replicated: the sums over ranks are scattered, or added up, by the matmul."""
+    """Weight Shard(1), bias replicated: the matmul scatters the sums over ranks, or adds them up."""
 
     def _fused(self, input: torch.Tensor) -> tuple[torch.Tensor, DimLayout]:
         style, last = self._style, input.dim() - 1
@@ -207,7 +207,7 @@ class RowwiseLinear(FusedLinear):
             made = _ReplicatedMatmul.apply(*self._operands(local), style.group)  # type: ignore[no-untyped-call]
             return made, wanted
         if not isinstance(wanted, int) or wanted == last:
-            text = f"the output is to be {_text(wanted)}"
+            text = f"the output must become {_text(wanted)}"
             raise Unfused(f"{text}, neither replicated nor sharded by sequence")
         _even("the output's", local.shape[wanted], wanted, style.ranks)
         local, weight, bias = self._operands(local)
@@ -221,7 +221,7 @@ class RowwiseLinear(FusedLinear):
 
 
 class _Replicated(torch.autograd.Function):
-    """A parameter that all ranks have: its gradient is the sum of what they say."""
+    """A parameter that all ranks have: its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, group: object) -> torch.Tensor:
@@ -234,7 +234,7 @@ class _Replicated(torch.autograd.Function):
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
-    """``matmul_all_reduce`` to an output that is replicated, whose gradient all ranks have already."""
+    """``matmul_all_reduce`` to a replicated output, whose gradient all ranks have already."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
 
 
 def layout_of(placement: Placement) -> DimLayout:
-    """The dimension of a Shard, REPLICATED, or what else it is.
+    """Return the dimension of a Shard, REPLICATED, or the name of another placement.
 
     >>> layout_of(Shard(1)), layout_of(Replicate())
     (1, 'replicated')
@@ -269,18 +269,18 @@ def layout_of(placement: Placement) -> DimLayout:
 
 
 def from_start(layout: DimLayout, ndim: int) -> DimLayout:
-    """``layout`` with a dimension counted from 0."""
+    """Return ``layout`` with a dimension counted from 0."""
     return layout + ndim if isinstance(layout, int) and layout < 0 else layout
 
 
 def gathered_dim(shard: DTensor, wanted: Placement, mesh: DeviceMesh) -> int:
-    """The dimension along which a linear gathers ``shard``; Unfused if it is not to be gathered so."""
+    """Return the dimension along which a linear gathers ``shard``; raise Unfused if it does not."""
     layout = from_start(layout_of(shard.placements[0]), shard.dim())
     if shard.device_mesh != mesh or mesh.ndim != 1:
         raise Unfused("the input is on another mesh")
     if not isinstance(layout, int) or layout == shard.dim() - 1 or not wanted.is_replicate():
         raise Unfused(
-            f"from {_text(layout)} to {_text(layout_of(wanted))}, no gather of a sequence"
+            f"from {_text(layout)} to {_text(layout_of(wanted))} is not a gather of a sequence"
         )
     _even("the input's", shard.shape[layout], layout, mesh.size(0))
     return layout
@@ -292,13 +292,15 @@ def _text(layout: DimLayout) -> str:
 
 def _even(what: str, length: int, dim: int, ranks: int) -> None:
     if length % ranks:
-        raise Unfused(f"{what} length {length} of dimension {dim} is not divided by {ranks} ranks")
+        raise Unfused(
+            f"{what} length {length} of dimension {dim} is not divisible by {ranks} ranks"
+        )
 
 
 class ColwiseParallel(torch_style.ColwiseParallel):
     """Shard an ``nn.Linear`` or ``nn.Embedding`` by its output features.
 
-    Options as torch's: ``input_layouts`` (default Replicate()), ``output_layouts`` (Shard(-1)),
+    Options as in torch: ``input_layouts`` (default Replicate()), ``output_layouts`` (Shard(-1)),
     ``use_local_output`` (True). With ``input_layouts=Shard(d)``, d the sequence dimension, a linear gathers
     its input while it multiplies (``interlace.functional.all_gather_matmul``). See the module.
 
@@ -317,7 +319,7 @@ class ColwiseParallel(torch_style.ColwiseParallel):
 class RowwiseParallel(torch_style.RowwiseParallel):
     """Shard an ``nn.Linear`` by its input features, an ``nn.Embedding`` by its rows.
 
-    Options as torch's: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
+    Options as in torch: ``input_layouts`` (default Shard(-1)), ``output_layouts`` (Replicate()),
     ``use_local_output`` (True). With ``output_layouts=Shard(d)``, d the sequence dimension, a linear
     scatters its sums while it multiplies (``interlace.functional.matmul_reduce_scatter``). See the
     module.
@@ -336,16 +338,16 @@ class RowwiseParallel(torch_style.RowwiseParallel):
 
 
 class SequenceParallel(torch_style.SequenceParallel):
-    """Run a norm or a dropout on the own part of the sequence: torch's style.
+    """Run a norm or a dropout on this rank's part of the sequence: torch's style.
 
-    Options as torch's: ``sequence_dim`` (default 1), ``use_local_output`` (False).
+    Options as in torch: ``sequence_dim`` (default 1), ``use_local_output`` (False).
 
     >>> SequenceParallel(sequence_dim=0)
     SequenceParallel(sequence_dim=0, use_local_output=False)
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        why = "every rank works on its part of the sequence, nothing is sent"
+        why = "every rank works on its part of the sequence, so it communicates nothing"
         setattr(module, _EXPLANATION, f"torch's SequenceParallel: {why}")
         return super()._apply(module, device_mesh)
 
@@ -353,10 +355,10 @@ class SequenceParallel(torch_style.SequenceParallel):
 class PrepareModuleInput(torch_style.PrepareModuleInput):
     """Convert and redistribute the inputs of a module: torch's style, but linears inside fuse its gathers.
 
-    Options as torch's: ``input_layouts``, ``desired_input_layouts``, ``input_kwarg_layouts``,
+    Options as in torch: ``input_layouts``, ``desired_input_layouts``, ``input_kwarg_layouts``,
     ``desired_input_kwarg_layouts``, ``use_local_output`` (False). An input that is sharded by sequence and
-    is to be replicated is not gathered at once. The first ColwiseParallel linear that reads it gathers it
-    while it multiplies, for those behind it too. Any other op that reads it has it gathered before.
+    must become replicated is not gathered at once. The first ColwiseParallel linear that reads it gathers
+    it while it multiplies, also for the linears after it. Any other op that reads it gathers it first.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()).input_layouts
@@ -370,9 +372,9 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         setattr(module, _EXPLANATION, f"not called yet; {self!r}")
 
         def prepare(called: nn.Module, inputs: object, kwargs: Mapping[str, object]) -> Any:
-            if torch.compiler.is_compiling():  # and what then gathers is the compiler's to fuse
+            if torch.compiler.is_compiling():  # the compiler then fuses gathers
                 return self._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
-            call = copy.copy(self)  # of a style, which several modules may have
+            call = copy.copy(self)  # because several modules may share one style
             call._module, call._said = called, []
             made = call._prepare_input_kwarg_fn(inputs, kwargs, device_mesh)  # type: ignore[no-untyped-call]
             call._explain()
@@ -404,7 +406,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     def _shard(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> tuple[DTensor, int]:
-        """The shard that linears gather, and along which dimension; raises Unfused if they do not."""
+        """Return the shard that linears gather, and the dimension; raise Unfused if they do not gather."""
         if not shared_gathers.can_share():
             raise Unfused("the call is traced")
         if self.use_local_output:
@@ -424,7 +426,7 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
 class PrepareModuleOutput(torch_style.PrepareModuleOutput):
     """Convert and redistribute the outputs of a module: torch's style.
 
-    Options as torch's: ``output_layouts``, ``desired_output_layouts``, ``use_local_output`` (True).
+    Options as in torch: ``output_layouts``, ``desired_output_layouts``, ``use_local_output`` (True).
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)).output_layouts
@@ -432,14 +434,12 @@ class PrepareModuleOutput(torch_style.PrepareModuleOutput):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        setattr(
-            module, _OF_OUTPUT, "torch's PrepareModuleOutput: the linears inside do not know of it"
-        )
+        setattr(module, _OF_OUTPUT, "torch's PrepareModuleOutput: the linears inside do not use it")
         return super()._apply(module, device_mesh)
 
 
 class PrepareModuleInputOutput(torch_style.PrepareModuleInputOutput):
-    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` of one module; options as torch's.
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` of one module; options as in torch.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> layouts = {"output_layouts": Replicate(), "desired_output_layouts": Shard(0)}
@@ -454,10 +454,10 @@ class PrepareModuleInputOutput(torch_style.PrepareModuleInputOutput):
 
 
 def explain(module: nn.Module) -> dict[str, str]:
-    """By name, every part of ``module`` that a style of interlace was applied to: what its forward runs.
+    """Return, by name, what the forward runs for every part of ``module`` with a style of interlace.
 
-    Before its first call, what the layouts say; after, what the last call ran, and why if it was not fused.
-    The own name of ``module`` is "".
+    Before a part's first call that follows from the layouts. After a call it is what the last call ran, and
+    the reason if that was not fused. The name of ``module`` itself is "".
 
     >>> explain(torch.nn.Linear(2, 2))  # no style was applied
     {}
@@ -476,7 +476,7 @@ def explain(module: nn.Module) -> dict[str, str]:
 def _fused_linear(
     style: Any, kind: type[FusedLinear], module: nn.Module, mesh: DeviceMesh
 ) -> nn.Module:
-    """``module``, an nn.Linear, with its parameters split as torch's style does, as a ``kind``."""
+    """Return ``module``, an nn.Linear, as a ``kind``, with its parameters split as in torch's style."""
     module = distribute_module(module, mesh, style._partition_linear_fn)
     if mesh.ndim != 1:
         raise ValueError(f"device_mesh must have 1 dimension, got {mesh.ndim}")
@@ -492,5 +492,5 @@ def _fused_linear(
 
 
 def _torch_runs(module: nn.Module, style: object) -> None:
-    why = "may differ" if isinstance(module, nn.Linear) else "is no nn.Linear"
+    why = "may differ" if isinstance(module, nn.Linear) else "is not an nn.Linear"
     setattr(module, _EXPLANATION, f"torch's {type(style).__name__}: {type(module).__name__} {why}")

@@ -249,7 +249,7 @@ def test_values_that_no_group_has(
 
 def test_a_file_is_no_bundle(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("{}")
-    with pytest.raises(aot.BundleError, match="is no bundle"):
+    with pytest.raises(aot.BundleError, match="is not a bundle"):
         aot.load(tmp_path / "file", arch=90)
 
 
@@ -304,11 +304,14 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
         lambda p: edit(p, lambda m: constants_of(m).update(CHUNKS=1 << 39)),
         "damaged: .*CHUNKS is '549755813888'",
     ),
-    "changed cubin": (lambda p: (p / CUBIN).write_bytes(b"no"), f"{CUBIN} is not the file that"),
+    "changed cubin": (
+        lambda p: (p / CUBIN).write_bytes(b"no"),
+        f"{CUBIN} differs from the file that",
+    ),
     "no cubin": (lambda p: (p / CUBIN).unlink(), f"{CUBIN} is missing"),
     "elsewhere": (
         lambda p: edit(p, lambda m: kernel_of(m)["cubin"].update(file="../x.cubin")),
-        "a file outside of the bundle: ../x.cubin",
+        "a file outside the bundle: ../x.cubin",
     ),
 }
 
@@ -454,7 +457,7 @@ def test_document_shows_the_manifest(bundles: dict[str, pathlib.Path]) -> None:
 
 def test_a_pipe_in_place_of_a_file_is_said(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(aot.BundleError, match=r"manifest.json is no regular file"):
+    with pytest.raises(aot.BundleError, match=r"manifest.json is not a regular file"):
         aot.load(tmp_path, 90)
 
 

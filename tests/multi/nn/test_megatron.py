@@ -208,11 +208,11 @@ def test_what_cannot_be_served_is_left_alone() -> None:
         "block.column": "fused",
         "block.row": "fused",
         "other": "a TEColumnParallelLinear, not one of Megatron-core's own layers",
-        "own": "its class OwnForward has a forward of its own",
-        "expert": "an expert layer, whose tokens come by all-to-all",
+        "own": "its class OwnForward overrides forward",
+        "expert": "an expert layer, whose tokens arrive by all-to-all",
         "weight": "its weight is a Sharded",
-        "whole": "its weight is of torch.complex64",
-        "replaced": "its forward was replaced by something else",
+        "whole": "its weight has dtype torch.complex64",
+        "replaced": "its forward was replaced on the object",
     }
 
 
@@ -299,7 +299,7 @@ def arguments(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"allreduce_dgrad": True, "sequence_parallel": True}, "one excludes the other"),
+        ({"allreduce_dgrad": True, "sequence_parallel": True}, "set only one of them"),
         ({"grad_output_buffer": []}, "needs gradient_accumulation_fusion"),
         ({"gtp_remat_size": 2}, "gtp_remat_size must be None or 1, got 2"),
     ],
@@ -325,7 +325,7 @@ def test_names_of_older_and_later_versions() -> None:
 
 
 def test_lists_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 1 entries, grad_output_buffer 0"):
+    with pytest.raises(ValueError, match="has 1 entries, but grad_output_buffer has 0"):
         megatron.drain_embedding_wgrad_compute(None, [torch.ones(1)], [], torch.ones(1))
 
 

@@ -196,7 +196,7 @@ def test_all_groups_of_a_killed_rank_are_in_its_file(tmp_path: Path) -> None:
     assert {record.name for record in found} == {1}
     assert all(record.collectives[-1].ended for record in found)
     assert not [line for line in shown(tmp_path) if "unknown" in line]
-    assert sum("have not come" in line for line in shown(tmp_path)) == 1
+    assert sum("have not reached" in line for line in shown(tmp_path)) == 1
     assert interlace.get_rank() or analysed(tmp_path).count("missing ranks: {1}") == 1
 
 
@@ -316,7 +316,7 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
 
     refused = PermissionError(13, "Permission denied")  # as of what /proc has of another user
     with mock.patch.object(Path, "iterdir", side_effect=refused):
-        with pytest.raises(ValueError, match="whether it is a rank of interlace; if it is, run"):
+        with pytest.raises(ValueError, match="If it is a rank of interlace, run inspect with"):
             shown(os.getpid())
         text = r"is of uid \d+, and this .* run this as that user"
         with mock.patch.object(os, "getuid", lambda: -1), pytest.raises(ValueError, match=text):
@@ -452,7 +452,7 @@ def test_files_of_two_jobs_are_two_tables(tmp_path: Path) -> None:
         for job in ("1", "2")
     ]
     (empty := tmp_path / "empty").mkdir()
-    for said in ("is called JOB_rank_RANK", "no record in .* can be read"):
+    for said in ("is named JOB_rank_RANK", "no readable record in"):
         with pytest.raises(ValueError, match=said):
             shown(empty)
         (empty / "9_rank_9").write_text("no record")

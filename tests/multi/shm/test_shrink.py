@@ -325,7 +325,7 @@ def test_a_group_is_over_when_it_was_shrunk() -> None:
         interlace.shrink(old)
     with pytest.raises(ValueError, match=r"ranks must be distinct, within 0..1, got \[0, 9\]"):
         interlace.rebuild(new, [0, 9])
-    said = "<SymmetricMemory of group.*is of a group that was closed"
+    said = "the group of <SymmetricMemory of group.*was closed"
     with pytest.raises(InterlaceError, match=said):
         handle.get_buffer(0, (4,), torch.float32)
 

@@ -281,7 +281,7 @@ def test_misuse_is_refused_on_every_rank_and_the_group_goes_on(place: str) -> No
         (ValueError, lambda: symm_mem.rendezvous(symm_mem.empty(4) if odd else tensor),
          "whether tensor has been here before differs between ranks: True on rank 0, False on rank 1"),
         (ValueError, lambda: symm_mem.rendezvous(other if odd else tensor),
-         "tensor has met other tensors before than those that ranks "),
+         "tensor was used before with other tensors than ranks "),
         (TypeError, lambda: symm_mem.rendezvous(number), "tensor must be a tensor, got float"),
         (ValueError, lambda: symm_mem.rendezvous(tensor, "nobody"),
          "group: there is no group named 'nobody'"),

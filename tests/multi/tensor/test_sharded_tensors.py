@@ -123,7 +123,7 @@ def test_to_and_from_dtensors() -> None:
     for each in ("rank 0 has (1, 2), torch.chunk gives it (3, 2)",
                  "rank 3 has (4, 2), torch.chunk gives it (2, 2)"):  # fmt: skip
         assert each in str(caught.value)
-    with pytest.raises(ValueError, match="not a part of a tensor but of a sum"):
+    with pytest.raises(ValueError, match="is a part of a sum, not of a tensor"):
         from_dtensor(DTensor.from_local(local, mesh, [Replicate(), Partial()]))
 
 

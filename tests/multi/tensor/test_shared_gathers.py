@@ -301,7 +301,7 @@ def test_prepared_in_torchs_way(mesh: DeviceMesh) -> None:
         (gathering(styles, use_local_output=True), {"attention.wq": column}, "gets no DTensor"),
         (
             gathering(styles, WHOLE, SHARD), {"attention.wq": column},
-            "from replicated to Shard(1), no gather of a sequence",
+            "from replicated to Shard(1) is not a gather of a sequence",
         ),
         (gathering(styles, SHARD, SHARD), {"attention.wq": column}, "no layout changes"),
         (gathering(styles), {}, "no linear inside has"),

@@ -144,7 +144,7 @@ def test_torchs_way_and_why(mesh: DeviceMesh) -> None:
     column_of_shards = styles.ColwiseParallel(input_layouts=Shard(1))
     odd = torch_styles.parallelize_module(linear(outputs=INNER + 1), mesh, column_of_shards)
     odd(sequence(1)())
-    assert f"out_features length {INNER + 1} of dimension 0 is not divided" in odd.explain()
+    assert f"out_features length {INNER + 1} of dimension 0 is not divisible" in odd.explain()
 
 
 @on_meshes
@@ -164,7 +164,7 @@ def test_embeddings_and_norms(mesh: DeviceMesh) -> None:
         }
 
     _, said = both(mesh, make, plan, lambda: torch.arange(2 * SEQUENCE).view(2, SEQUENCE))
-    assert "Embedding is no nn.Linear" in said["0"] and "SequenceParallel" in said["1"]
+    assert "Embedding is not an nn.Linear" in said["0"] and "SequenceParallel" in said["1"]
     assert said["3"].startswith("all_gather_matmul") and "reduce_scatter" in said["5"]
 
 

@@ -107,7 +107,7 @@ def test_the_command_in_shm(tmp_path: pathlib.Path) -> None:
         assert set(row.microseconds) == {"pipelined", "unfused"}
         assert row.microseconds[row.algorithm] > 0 and row.ranks == 2
     assert found["all_gather_matmul"].rows == 32 and found["matmul_all_reduce"].rows == 64
-    assert "CPUs; they say nothing of a GPU" in out.getvalue()
+    assert "CPUs; they say nothing about a GPU" in out.getvalue()
     bars = [line for line in out.getvalue().splitlines() if "####" in line]
     assert len(bars) >= 4 and sum("(default)" in line for line in bars) == 2
 

@@ -249,13 +249,13 @@ def test_a_process_group_with_a_communicator_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("group", "kind", "text"),
     [
-        ([[0, 1, 2], [3]], ValueError, r"group sizes must be identical, got \[3, 1\]"),
+        ([[0, 1, 2], [3]], ValueError, r"all groups must have the same size, got sizes \[3, 1\]"),
         ([[0, 1], [1, 2]], ValueError, "a rank is in two of"),
         ([0, 0], ValueError, "ranks must be distinct"),
         ([0, 9], ValueError, r"within 0\.\.3, got \[0, 9\]"),
         ([], ValueError, "ranks must be distinct"),
         ([0, 1.5], TypeError, "ranks must be ints"),
-        ([[0, 1]], ValueError, "rank [23] is not a member of any"),
+        ([[0, 1]], ValueError, "rank [23] is not in any of"),
         ([1, 2], ValueError, "rank [03] is not a member"),
         ("nobody", ValueError, "no group named 'nobody'"),
     ],

@@ -25,7 +25,7 @@ def _gather_over(choose: Callable[[torch.Tensor], Any]) -> None:
 
 
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: interlace.broadcast(ONE.clone()), ValueError, "give src or group_src: got neither"),
+    (lambda: interlace.broadcast(ONE.clone()), ValueError, "pass src or group_src: got neither"),
     (lambda: interlace.broadcast(ONE.clone(), 0, group_src=0), ValueError, "not both: got 0, 0"),
     (lambda: interlace.broadcast(ONE.clone(), 5), ValueError, r"ranks \[0, 1\], got 5"),
     (lambda: interlace.broadcast(ONE.clone(), 0.0), TypeError, "src must be an int, got 0.0"),
@@ -82,7 +82,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.broadcast_object_list([None] * mine(1, 2), 0), ValueError,
      "number of objects differs between ranks: 1 on rank 0, 2 on rank 1"),
     (lambda: interlace.send(ONE, interlace.get_rank()), ValueError, "dst must be another rank"),
-    (lambda: interlace.isend(ONE, tag=0), ValueError, "give dst or group_dst"),
+    (lambda: interlace.isend(ONE, tag=0), ValueError, "pass dst or group_dst"),
     (lambda: interlace.isend(ONE, 0, tag="x"), TypeError, "tag must be an int, got 'x'"),
     (lambda: interlace.isend(ONE, 0, tag=True), TypeError, r"tag must be an int, got True \(on rank"),
     (lambda: interlace.irecv(ONE.clone(), 0, tag=2**31), ValueError, r"tag must be within .* \(on rank"),

@@ -164,7 +164,7 @@ def test_memory_is_shared_not_copied() -> None:
 def test_what_may_not_be_written_is_refused() -> None:
     x, rank = numbers(LENGTH), interlace.get_rank()
     x.flags.writeable = rank == 0
-    with pytest.raises(TypeError, match="tensor is a ndarray that is read-only; give a copy"):
+    with pytest.raises(TypeError, match="tensor is a read-only ndarray; pass a copy"):
         interlace.all_reduce(x)
     assert x.tolist() == [10 * rank + i for i in range(LENGTH)]
 

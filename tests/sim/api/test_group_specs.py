@@ -32,13 +32,13 @@ def test_names_need_no_group(group: Any, tag: str, expected: tuple[str, int]) ->
 @pytest.mark.parametrize(
     "group, tag, kind, message",
     [
-        ([[0], [1, 2]], "", ValueError, r"group sizes must be identical, got \[1, 2\]"),
+        ([[0], [1, 2]], "", ValueError, r"all groups must have the same size, got sizes \[1, 2\]"),
         ([0, 0], "", ValueError, "distinct"),
         ([-1, 0], "", ValueError, "not negative"),
         ([0, True], "", TypeError, "ranks must be ints, got True"),
         ([0, "1"], "", TypeError, "ranks must be ints, got '1'"),
-        ([[0, 1], 2], "", TypeError, "neither ranks nor lists of ranks"),
-        ([[]], "", TypeError, "neither ranks nor lists of ranks"),
+        ([[0, 1], 2], "", TypeError, "must be ranks or lists of ranks"),
+        ([[]], "", TypeError, "must be ranks or lists of ranks"),
         ([0], "a#b", ValueError, "without '#'"),
         (interlace.GroupSpec("tp", 2), "fast", ValueError, "goes with a list of ranks"),
         (None, "", interlace.InterlaceError, "no group"),
@@ -78,14 +78,14 @@ def test_binding() -> None:
     spec = interlace.GroupSpec("bound here", 2)
     with pytest.raises(ValueError, match="no group named 'bound here'"):
         gathered(spec)
-    with pytest.raises(ValueError, match="has size 2, the group 4"):
+    with pytest.raises(ValueError, match="has size 2, the group has 4"):
         spec.bind(None)
     spec.bind([[0, 1], [2, 3]])
     assert gathered(spec) == pairs
     spec.bind([[0, 2], [1, 3]])  # again, to another group
     for form in (spec, "bound here", interlace.GroupSpec("bound here")):
         assert gathered(form) == columns
-    with pytest.raises(ValueError, match="has 2 ranks, the op was traced for 3"):
+    with pytest.raises(ValueError, match="has 2 ranks, but the op was traced for 3"):
         gathered(interlace.GroupSpec("bound here", 3))
     interlace.new_group([0, 1, 2, 3], name="named")
     assert gathered(interlace.GroupSpec("named", 4)) == [0.0, 1.0, 2.0, 3.0]

@@ -296,7 +296,7 @@ def test_shards_of_a_sequence() -> None:
         part = nn.functional.shard_sequence(whole, balance=balance)
         assert part[0].tolist() == parts[interlace.get_rank()]
         assert torch.equal(nn.functional.unshard_sequence(part, balance=balance), whole)
-    with pytest.raises(ValueError, match="dim 1 does not exist: there is none at all"):
+    with pytest.raises(ValueError, match="dim 1 does not exist: there are no dimensions"):
         nn.functional.shard_sequence(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"lengths must not be negative, got \[-1, 2\]"):
         nn.functional.positions_of_ranks([-1, 2])

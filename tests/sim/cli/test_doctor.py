@@ -158,8 +158,8 @@ def test_a_place_that_the_facts_allow_is_tried(tried: mock.Mock) -> None:
     facts = {**CLUSTER, "places": judge_places(CLUSTER)}
     try_places(facts)
     assert [call.kwargs["place"] for call in tried.mock_calls] == ["shm", "cuda"]
-    assert facts["places"]["shm"]["why"].startswith("tried: all_reduce on 2 ranks, right after")
-    assert facts["places"]["hosts"]["why"].startswith("not tried, which takes torchrun; ")
+    assert facts["places"]["shm"]["why"].startswith("tried: all_reduce on 2 ranks was right after")
+    assert facts["places"]["hosts"]["why"].startswith("not tried, because it needs torchrun; ")
     assert not facts["places"]["sim"]["works"]
 
 
@@ -167,7 +167,7 @@ def test_a_place_that_the_facts_allow_is_tried(tried: mock.Mock) -> None:
     ("result", "why"),
     [
         (AttributeError("no 'load'\nand more"), "failed with AttributeError: no 'load';"),
-        ([[SUM, 0.0]] * 2, r"and \[48\.0, 0\.0\] is wrong"),
+        ([[SUM, 0.0]] * 2, r"got \[48\.0, 0\.0\], which is wrong"),
     ],
 )
 def test_a_place_that_fails_does_not_work(tried: mock.Mock, result: Any, why: str) -> None:

@@ -171,6 +171,7 @@ def test_an_overlap_below_0_is_explained(shown: float) -> None:
         device="cpu",
         world_size=2,
         dtype="float32",
+        format="",
         cache_bytes=0,
         left_out=[],
         rows=[row],

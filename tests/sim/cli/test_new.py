@@ -68,7 +68,7 @@ def test_it_writes_over_nothing(kernel: pathlib.Path, capsys: pytest.CaptureFixt
     assert run(again) == 2
     kernel.unlink()  # its test alone is a reason, and then the kernel is not written either
     assert run(again) == 2
-    assert capsys.readouterr().err.count("is there already, and is not written over") == 2
+    assert capsys.readouterr().err.count("exists already, and new does not overwrite it") == 2
     assert not kernel.exists()
 
 

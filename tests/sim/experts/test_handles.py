@@ -103,7 +103,7 @@ def test_another_group_than_the_handles_is_refused(op: Any) -> None:
     received, handle = dispatched(CHOSEN)
     weight = () if op is experts.combine else (torch.eye(4)[None],)
     with pytest.raises(
-        ValueError, match=r"group has ranks \[1\], the handle's has \[0, 1\]"
+        ValueError, match=r"group has ranks \[1\], the handle's group has \[0, 1\]"
     ) as caught:
         op(received.x, *weight, handle, group=alone if rank else None)
     assert "rank 1" in str(caught.value)

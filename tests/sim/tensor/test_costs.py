@@ -179,7 +179,7 @@ def test_a_mesh_that_was_cut_from_the_one_measured(tmp_path: pathlib.Path) -> No
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"bandwidth": [1.0]}, "bandwidth has 1 figures, the mesh 2 dimensions"),
+        ({"bandwidth": [1.0]}, "bandwidth has 1 figures, but the mesh has 2 dimensions"),
         ({"bandwidth": [1.0, 0.0]}, "bandwidth must be positive and finite, got 0.0"),
         ({"latency": math.nan}, "latency must be positive and finite, got nan"),
         ({"latency": "fast"}, "latency has 4 figures"),
@@ -320,8 +320,8 @@ def test_requests_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     for options, text in (
         (CalibrateOptions(mesh="2x3", world_size=4), "has 6 ranks, --world-size is 4"),
         (CalibrateOptions(mesh="2xb"), "--mesh must be like"),
-        (CalibrateOptions(world_size=1), "there must be 2 to"),
-        (CalibrateOptions(backend="gloo"), "--backend is for ranks that torchrun"),
+        (CalibrateOptions(world_size=1), "a mesh must have 2 to"),
+        (CalibrateOptions(backend="gloo"), "--backend needs ranks of torchrun"),
         (CalibrateOptions(repetitions=1), "--repetitions must be within"),
         (CalibrateOptions(), "there is no file to write"),
     ):

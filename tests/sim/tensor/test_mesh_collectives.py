@@ -65,7 +65,9 @@ def test_without_a_source_nobody_communicates(async_op: bool) -> None:
         assert (work is not None) is async_op
         assert work is None or (work.wait() and work.is_completed() and "completed" in repr(work))
     assert mine.tolist() == [1.0, 1.0] and part.tolist() == [7.0, 7.0]
-    with pytest.raises(ValueError, match="every rank takes its entry of its own list, got None"):
+    with pytest.raises(
+        ValueError, match="every rank takes an entry of the list that it passes, got None"
+    ):
         tensor.mesh_scatter(part, None, mesh, group_src=None)
     with pytest.raises(ValueError, match=r"scatter_list\[1\] has shape \(3,\), output \(2,\)"):
         tensor.mesh_scatter(part, [mine, torch.ones(3)], mesh, group_src=None)
@@ -214,7 +216,7 @@ def test_graphs_of_symbolic_padding_are_alike() -> None:
 @pytest.mark.parametrize(
     "call, text",
     [
-        (lambda x: tensor.pad_tensor(x, 2, 1), "pad_dim 2 is no dimension"),
+        (lambda x: tensor.pad_tensor(x, 2, 1), "has no dimension pad_dim=2"),
         (lambda x: tensor.pad_tensor(x, 0, -1), r"pad_size must be within 0\.\.any"),
         (lambda x: tensor.unpad_tensor(x, 0, 3), r"pad_size must be within 0\.\.2"),
         (lambda x: tensor.fill_empty_tensor_to_shards([], 0, 1), "shards is empty"),

@@ -159,7 +159,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (local(ones(2)), local(ones(2, dtype=torch.int64)), "dtype differs"),
     (local(ones(2)), local(ones(2), placements=[Replicate()]), "placements differs"),
     (local(ones(2)), local(ones(2), placements=[Shard(1)]), "with 1 dims"),
-    (local(ones(2)), local(ones(2), placements=[Partial()]), "not a part of a tensor"),
+    (local(ones(2)), local(ones(2), placements=[Partial()]), "not of a tensor"),
     (local(ones(2)), local(ones(2), placements=[]), "one for each of the 1 mesh dims"),
     (local(ones(2)), local(ones(2), "guess"), 'sizes must be "infer"'),
     (local(ones(2), "chunk"), local(ones(2), "chunk", shape=(3,)), "makes it (1,)"),

@@ -266,7 +266,7 @@ def scattering(tensor: Any, *sizes: Any, **options: Any) -> Callable[[], Any]:
 
 ROOT = scattering(lambda: source(rows(6)))
 MISUSE: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
-    (gathering(2, 2), gathering(2, 3), "equal in shape off dim 0"),
+    (gathering(2, 2), gathering(2, 3), "the same shape on all ranks except along dim 0"),
     (gathering(2, 2), gathering(2, 2, dim=1), "dim differs"),
     (everywhere(rows(2)), everywhere(rows(2, dtype=torch.int32)), "dtype of tensor differs"),
     (gathering(2), gathering(2, dst=1), "root differs"),

@@ -331,7 +331,7 @@ def test_the_command_in_the_simulator(tmp_path: pathlib.Path) -> None:
         op=("all_gather_matmul",), place="sim", budget=1.0, cache=str(file), **sizes
     )
     assert code == 0 and "default" in text and str(file) in text
-    assert "say nothing of a GPU" in text and "candidates tried" in text
+    assert "say nothing about a GPU" in text and "candidates tried" in text
     machine = files.machine("sim", torch.device("cpu"))
     (found,) = files.rows_for(machine, file)
     assert (found.op, found.world, found.rows, found.columns) == ("all_gather_matmul", 2, 8, 16)
@@ -427,12 +427,15 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"op": ("all_reduce",)}, "is none of all_gather_matmul"),
-        ({"op": ("combine",), "format": "mxfp8"}, "--format mxfp8: combine has none"),
+        ({"op": ("all_reduce",)}, "must be one of all_gather_matmul"),
+        ({"op": ("combine",), "format": "mxfp8"}, "--format mxfp8: combine takes no format"),
         ({"format": "mxfp4", "place": "sim", "k": "33"}, "--k 33: mxfp4 has two numbers in a byte"),
         ({"place": "sim", "m": "15"}, "does not divide"),
         ({"place": "sim", "budget": 0.0}, "--budget must be positive"),
-        ({"place": "sim", "budget": float("inf")}, "--budget must be positive, got inf"),
+        (
+            {"place": "sim", "budget": float("inf")},
+            "--budget must be positive and at most 1e.* s, got inf",
+        ),
         ({"place": "sim", "m": ""}, "--m: '' is no size"),
         ({"place": "sim", "m": "1G", "n": "1G", "k": "1G"}, "on 2 ranks needs .* GiB, there are"),
         ({"place": "sim", "arch": 90}, "--arch is for --dry-run"),

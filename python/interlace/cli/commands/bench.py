@@ -1,7 +1,7 @@
-"""``interlace bench``: time an op or a kernel of one's own, check it, and compare it with others.
+"""``interlace bench``: time an op or your own kernel, check it, and compare it with baselines.
 
-``interlace/benchmark/`` measures. This file reads the options, runs one size after another, on ranks of its
-own or on those of ``torchrun``, of which rank 0 prints: the table, JSON, the plot.
+``interlace/benchmark/`` measures. This file reads the options and runs one size after another, on ranks
+that it starts or on the ranks of ``torchrun``. Rank 0 prints the table, the JSON and the plot.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from interlace.runtime.compat import launchers
 from interlace.runtime.core.errors import RankError, rank_error, users_traceback
 from interlace.runtime.core.place import MOST_SECONDS
 
-PLACES = (*OWN_PLACES, *JOB_PLACES)  # these only with torchrun
+PLACES = (*OWN_PLACES, *JOB_PLACES)  # JOB_PLACES need torchrun
 GPU_PLACES = ("cuda", "nvshmem")
 DEFAULT_SHAPE = "1024"
 MOST_RANKS = 64
@@ -52,9 +52,9 @@ MOST_RANKS = 64
 UNITS = """\
 columns:
   time      microseconds per call: the median over blocks of calls; +- half the distance between quartiles
-  algbw     size / time, in GB/s = 10**9 bytes/s; the size is that of the op's largest buffer on a rank
+  algbw     size / time, in GB/s = 10**9 bytes/s; the size is the largest buffer of the op on a rank
   busbw     algbw times nccl-tests' factor: 2(W-1)/W for all_reduce; (W-1)/W for all_gather, reduce_scatter,
-            all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; on W ranks
+            all_to_all, gather and scatter; 1 for broadcast, reduce and send_recv; W is the number of ranks
   TFLOP/s   2 m n k / time of one rank's matmul, in 10**12/s
   overlap   (T_matmul + T_communication - T_fused) / min(T_matmul, T_communication), all of this run
   x NAME    how many times as fast as that baseline
@@ -63,22 +63,25 @@ columns:
 baselines:
   gloo      torch.distributed and torch.mm, on a CPU       nccl      the same on GPUs, one per process
   symm_mem  torch's symmetric memory, on GPUs              torch     copies, sums and torch.mm on one
-                                                                     rank alone; nobody waits
-exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors.
+                                                                     rank alone, without waits
+exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
 """
 
 
 @dataclass(frozen=True)
 class BenchOptions(CommandOptions):
-    """Time an op of interlace, or a kernel of your own, against baselines, and check every result.
+    """Time an op of interlace, or your own kernel, against baselines, and check every result.
 
-    OP is a collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
-    scatter, send_recv, barrier), a fused op (all_gather_matmul, matmul_reduce_scatter,
-    matmul_all_reduce, the last two also as ..._norm, with residual and RMSNorm; all_reduce_norm,
-    reduce_scatter_norm; all_to_all_grouped_matmul, all_gather_grouped_matmul, grouped_matmul_combine;
-    dispatch, combine; matmul_all_to_all, all_to_all_matmul; context_parallel_attention, the same as
-    ..._backward; distributed_decode), or path/to/file.py::function, which returns an
-    interlace.benchmark.Kernel, or a callable to time.
+    OP is one of these, or path/to/file.py::function, which returns an interlace.benchmark.Kernel or a
+    callable to time:
+
+    - all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send_recv,
+      barrier
+    - all_gather_matmul, matmul_all_to_all, all_to_all_matmul
+    - matmul_reduce_scatter, matmul_all_reduce; both also as ..._norm, with residual and RMSNorm
+    - all_reduce_norm, reduce_scatter_norm
+    - all_to_all_grouped_matmul, all_gather_grouped_matmul, grouped_matmul_combine, dispatch, combine
+    - context_parallel_attention (also as ..._backward), distributed_decode
 
     Under torchrun its processes are the ranks:  torchrun --nproc-per-node 8 -m interlace bench all_reduce
     """
@@ -88,71 +91,71 @@ class BenchOptions(CommandOptions):
     target: str = option(
         positional=True,
         metavar="OP|FILE.py::FUNCTION",
-        help="what is timed, as said above; "
+        help="the op or function to time, see above; "
         f"{GatherNormed.op} is reduce_scatter_norm with an all-gather of the normed rows",
     )
     sizes: str | None = option(
         None,
         metavar="1K:1G:x4",
-        help="bytes, of collectives: a list of sizes and of ranges first:last:xFACTOR or "
+        help="sizes of collectives in bytes: a list of sizes and of ranges first:last:xFACTOR or "
         f"first:last:+STEP; K, M, G are 2**10, 2**20, 2**30 (default {Plain.defaults['nbytes']})",
     )
     m: str | None = option(
-        None, metavar="ROWS", help="of fused ops: all rows; a list or range like --sizes"
+        None, metavar="ROWS", help="all rows of a fused op; a list or range like --sizes"
     )
     n: str | None = option(
         None,
         metavar="COLUMNS",
-        help="of fused ops: columns of a rank's weight; of attention: heads",
+        help="columns of a rank's weight of a fused op; heads of attention",
     )
     k: str | None = option(
         None,
         metavar="INNER",
-        help="of fused ops: what a rank contracts; of attention: a head's size",
+        help="contracted dimension of a rank of a fused op; head size of attention",
     )
-    batch: int | None = option(None, type=int, help="of attention: sequences (default 1)")
+    batch: int | None = option(None, type=int, help="sequences of attention (default 1)")
     key_heads: int | None = option(
-        None, type=int, help="of attention: heads of keys, which divide N (default N)"
+        None, type=int, help="heads of keys of attention, a divisor of N (default N)"
     )
     mask: str | None = option(
-        None, choices=("causal", "full"), help="of attention over a sequence (default causal)"
+        None, choices=("causal", "full"), help="mask of attention over a sequence (default causal)"
     )
     dtype: str | None = option(
-        None, choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU"
+        None, choices=DTYPES, help="dtype (default bfloat16 on a GPU, float32 on a CPU)"
     )
     format: str | None = option(
         None,
         choices=tuple(FORMATS),
-        help="of fused matmuls and dispatch: operands in this block-scaled format; --dtype is the output's",
+        help="block-scaled format of operands of fused matmuls and dispatch; --dtype is the output dtype",
     )
     world_size: int | None = option(
-        None, type=int, also="--ranks", help="ranks (default 2; torchrun has its own)"
+        None, type=int, also="--ranks", help="number of ranks (default 2; torchrun sets its own)"
     )
     place: str | None = option(
         None,
         choices=PLACES,
-        help="sim: simulated ranks, whose times are those of the simulator; shm: processes on this host; "
-        "cuda: virtual ranks on one GPU (default: cuda where there is a GPU, else shm). With torchrun, "
-        "where its ranks have to be",
+        help="sim (simulated ranks; times of the simulator), shm (processes on this host) or cuda (virtual "
+        "ranks on one GPU). Default: cuda if there is a GPU, otherwise shm. With torchrun, the place that "
+        "its ranks must use",
     )
     algorithm: str | None = option(
         None,
         metavar="NAME,...|all",
-        help="auto; of fused ops fused, pipelined, unfused; of attention behind a method, as 'ring fused'; "
-        "of all_reduce, all_gather and reduce_scatter kernel, copy. all leaves out Triton kernels where "
-        "they would be interpreted (default auto)",
+        help="auto (default). Fused ops also have fused, pipelined, unfused. Attention has a method and an "
+        "algorithm, as 'ring fused'. all_reduce, all_gather and reduce_scatter have kernel, copy. all "
+        "stands for every one, without Triton kernels if they would be interpreted",
     )
     baseline: str | None = option(
         None,
         metavar="NAME,...|none",
-        help="torch, nccl, gloo, symm_mem, or those of your Kernel (default what fits the place: gloo on a "
-        "CPU, nccl on GPUs, torch for virtual ranks, none in sim)",
+        help="torch, nccl, gloo, symm_mem, or a baseline of your Kernel (default: gloo on a CPU, nccl on "
+        "GPUs, torch for virtual ranks, none in sim)",
     )
     repetitions: int = option(15, type=int, help="blocks per candidate and size (default 15)")
     timeout: float = option(600.0, type=float, help="seconds for one size (default 600)")
-    json: str | None = option(None, metavar="FILE", help="write everything that was measured")
+    json: str | None = option(None, metavar="FILE", help="write all measurements to this file")
     plot: str | None = option(
-        None, metavar="FILE", help="a plot, PNG or SVG (needs matplotlib); - draws it here"
+        None, metavar="FILE", help="write a plot, PNG or SVG (needs matplotlib); - draws it here"
     )
 
     def interprets(self) -> bool:
@@ -160,17 +163,17 @@ class BenchOptions(CommandOptions):
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank of torchrun or another launcher, whose variables are then torchrun's.
+    """Return whether this process is a rank that torchrun or another launcher started.
 
-    Raises what :func:`interlace.launched` does.
+    Set torchrun's variables if another launcher did. Raise what :func:`interlace.launched` raises.
     """
     if "RANK" not in os.environ and launchers.variables(os.environ).get("WORLD_SIZE", "1") == "1":
-        return False  # a shell of srun --pty is no rank
+        return False  # a shell of srun --pty is not a rank
     return launchers.launched()
 
 
 def place_of(options: BenchOptions) -> str:
-    """The place of the ranks, as far as the options say."""
+    """Return the place of the ranks, as far as the options say."""
     return options.place or ("cuda" if torch.cuda.is_available() else "shm")
 
 
@@ -181,18 +184,16 @@ def _names(text: str | None) -> tuple[str, ...] | None:
 
 
 def requests_of(options: BenchOptions) -> list[BenchRequest]:
-    """A request per size. Raises ValueError for what does not fit together."""
+    """Return a request per size. Raise ValueError if options do not fit together."""
     target = options.target
     if "::" not in target and target not in OPS:
         known = ", ".join(OPS)
-        raise ValueError(f"{target}: is none of {known}, and not path/to/file.py::function")
+        raise ValueError(f"OP must be one of {known}, or path/to/file.py::function, got {target}")
     if not 1 <= options.repetitions <= MOST:
-        raise ValueError(
-            f"--repetitions must be positive, got {options.repetitions}; the most is {MOST}"
-        )
+        raise ValueError(f"--repetitions must be within 1..{MOST}, got {options.repetitions}")
     if not 0 < options.timeout <= MOST_SECONDS:
         raise ValueError(
-            f"--timeout must be positive, got {options.timeout}; the most is {MOST_SECONDS:g} s"
+            f"--timeout must be positive and at most {MOST_SECONDS:g} s, got {options.timeout}"
         )
     on_gpu = place_of(options) in GPU_PLACES
     request = BenchRequest(
@@ -224,7 +225,7 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
     """Check that the place is there and has the baselines, as far as is known before ranks have met."""
     place, has_gpu = place_of(options), torch.cuda.is_available()
     if place not in OWN_PLACES and not under_torchrun():
-        raise ValueError(f"--place {place} is one of torchrun's: start bench with it")
+        raise ValueError(f"--place {place} needs ranks of torchrun: start bench with torchrun")
     if place in GPU_PLACES and not has_gpu:
         raise ValueError(f"--place {place} needs a CUDA device, torch sees none; use shm or sim")
     for name in () if request.own else request.chosen or ():
@@ -236,7 +237,7 @@ def _check_place(options: BenchOptions, request: BenchRequest) -> None:
 
 
 def world_size_of(options: Any) -> int:
-    """The number of ranks. Raises ValueError for one that cannot be."""
+    """Return the number of ranks. Raise ValueError if it is not possible."""
     given = options.world_size
     if under_torchrun():
         actual = int(os.environ["WORLD_SIZE"])
@@ -251,7 +252,7 @@ def world_size_of(options: Any) -> int:
 def _algorithms(options: BenchOptions) -> tuple[str, ...]:
     if "::" in options.target:
         if options.algorithm is not None:
-            raise ValueError(f"--algorithm {options.algorithm}: a kernel of your own has none")
+            raise ValueError(f"--algorithm {options.algorithm}: your own kernel has no algorithms")
         return ()
     known = OPS[options.target].algorithms
     names = _names(options.algorithm) or ("auto",)
@@ -264,7 +265,7 @@ def _algorithms(options: BenchOptions) -> tuple[str, ...]:
 
 
 def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
-    """What is given besides sizes, as the op's class takes it."""
+    """Return the options besides sizes, in the form that the op's class takes."""
     kind = OPS.get(options.target)
     known = kind.settings if kind is not None else ()
     found: list[tuple[str, int | str]] = []
@@ -274,17 +275,17 @@ def _settings(options: BenchOptions) -> tuple[tuple[str, int | str], ...]:
             continue
         option = f"--{name.replace('_', '-')} {value}"
         if name not in known:
-            raise ValueError(f"{option}: {options.target} has none")
+            raise ValueError(f"{option}: {options.target} has no such setting")
         if isinstance(value, int) and not 1 <= value <= MOST:
-            raise ValueError(f"{option} must be positive; the most is {MOST}")
+            raise ValueError(f"{option} must be within 1..{MOST}")
         found.append((name, value))
     return tuple(found)
 
 
 def _shapes(options: BenchOptions) -> list[dict[str, Any]]:
-    """The sizes, as fields of a request."""
+    """Return the sizes, as fields of a request."""
     given = {"m": options.m, "n": options.n, "k": options.k, "nbytes": options.sizes}
-    kind = OPS.get(options.target)  # None for a kernel of one's own
+    kind = OPS.get(options.target)  # None for the user's own kernel
     lists = {}
     for name, text in given.items():
         option = "--sizes" if name == "nbytes" else f"--{name}"
@@ -315,7 +316,7 @@ def render(console: Any, options: BenchOptions, results: Sequence[SizeResult]) -
         what = ", ".join(wrong) if wrong else options.target.rpartition("::")[2]
         write(console, f"WRONG results: {what}.", "red")
     elif any(row.right is None and row.role != PART for r in results for row in r.rows):
-        console.print("Not checked: there is nothing to compare with.")
+        console.print("Not checked: there is no reference to compare with.")
     else:
         console.print("[green]All results are right.[/green]")
 
@@ -330,7 +331,7 @@ def _title(results: Sequence[SizeResult]) -> str:
 
 
 def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells; columns that no row has a figure for are left out."""
+    """Return headers and cells; leave out columns that have no figure in any row."""
     names = list(dict.fromkeys(n for result in results for row in result.rows for n in row.speedup))
     columns: list[tuple[str, Any]] = [
         ("time\nus", lambda row: _number(row.microseconds.median)),
@@ -360,7 +361,7 @@ def table(results: Sequence[SizeResult]) -> tuple[list[str], list[list[str]]]:
 
 
 def _number(value: float | None) -> str:
-    """Three digits, without an exponent.
+    """Return three digits, without an exponent.
 
     >>> _number(0.12345), _number(12.345), _number(12345.6), _number(None)
     ('0.123', '12.3', '12,346', '')
@@ -383,7 +384,7 @@ def _verdict(row: BenchRow) -> str:
 
 
 def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> None:
-    """Cells below each other; names of candidates, in the second column, begin at its left."""
+    """Print cells in columns; names of candidates, in the second column, are aligned on the left."""
     names = [["", *header.split("\n")][-2:] for header in headers]
     heads = [[name[i] for name in names] for i in range(2)]
     widths = [max(len(line[i]) for line in [*heads, *lines]) for i in range(len(headers))]
@@ -397,19 +398,19 @@ def _print_table(console: Any, headers: list[str], lines: list[list[str]]) -> No
 
 
 def notes(results: Sequence[SizeResult]) -> list[str]:
-    """Notes that a reader of the results needs, each once."""
+    """Return notes that a reader of the results needs, each once."""
     found = []
     for result in results:
         sizes = result.sizes
         if sizes is None:
             continue
         if sizes.place == "sim":
-            found.append("Times are those of the simulator: they say nothing about any machine.")
+            found.append("Times are simulator times: they say nothing about any machine.")
         if sizes.left_out:
             found.append(f"Left out of all: {', '.join(sizes.left_out)}.")
         found += [
             f"{result.label}: {row.name} took longer than its matmul and its communication one after the "
-            "other, hence the overlap below 0: sizes are too small to gain, or something else was running."
+            "other. The sizes are too small to gain, or another program was running."
             for row in result.rows
             if row.overlap is not None and row.overlap < 0
         ]
@@ -423,7 +424,7 @@ def notes(results: Sequence[SizeResult]) -> list[str]:
 
 
 def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[SizeResult]) -> None:
-    """Everything: options, machine, protocol, all blocks of all rows."""
+    """Write everything: options, machine, protocol, all blocks of all rows."""
     from interlace import __version__
     from interlace.output.machine import inspect_machine
 
@@ -450,13 +451,13 @@ def write_json(path: pathlib.Path, options: BenchOptions, results: Sequence[Size
 
 
 def times(results: Sequence[SizeResult]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The medians of what was measured, for bars."""
+    """Return the medians of the measurements, for bars."""
     measured = [result for result in results if result.rows]
     return [(r.label, [(row.name, row.microseconds.median) for row in r.rows]) for r in measured]
 
 
 def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
-    """A line per candidate over the sizes: bus bandwidth, or time where there is none; quartiles shaded."""
+    """Draw a line per candidate over the sizes: bus bandwidth, or time without one; shade the quartiles."""
     figure = require_matplotlib()(figsize=(8, 5))
     axes = figure.subplots()
     measured = [result for result in results if result.sizes is not None]
@@ -489,7 +490,7 @@ def write_plot(path: pathlib.Path, results: Sequence[SizeResult]) -> None:
 
 
 def bench(console: Any, options: BenchOptions) -> int:
-    """Measure, print, write; 1 if any result is wrong, else 0. Wrong options raise before that."""
+    """Measure, print, write; return 1 if any result is wrong, otherwise 0. Check the options first."""
     requests = requests_of(options)
     if _prints():
         source = options.target.partition("::")[0] if requests[0].own else None
@@ -499,7 +500,7 @@ def bench(console: Any, options: BenchOptions) -> int:
         results = _in_own_ranks(options, requests)
     else:
         results = _as_rank(options, requests)
-        if not _prints():  # rank 0 has the same; a status of 1 here would end it too early
+        if not _prints():  # rank 0 prints the same; a status of 1 here would end it too early
             failed = [each.failed for each in results if each.failed]
             print("".join(f"{text}\n" for text in failed), end="", file=sys.stderr)
             return 1 if failed else 0
@@ -508,7 +509,7 @@ def bench(console: Any, options: BenchOptions) -> int:
         if options.json is not None:
             write_json(pathlib.Path(options.json), options, results)
             write(console, f"JSON: {options.json}")
-    finally:  # one may fail, and the other not
+    finally:  # one may fail without the other
         if options.plot == TERMINAL:
             draw_bars(console, options.plot, times(results))
         elif options.plot is not None:
@@ -518,7 +519,7 @@ def bench(console: Any, options: BenchOptions) -> int:
 
 
 def _prints() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Return whether this process prints and writes."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -543,15 +544,15 @@ def _in_own_ranks(options: BenchOptions, requests: list[BenchRequest]) -> list[S
 
 
 def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeResult]:
-    """This process is a rank of a job, on one host or on several."""
+    """Measure as a rank of a job, on one host or on several."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     chosen = requests[0].chosen
-    if chosen is None:  # which it will be is known when the place is, and that comes after
+    if chosen is None:  # it depends on the place, which is known only later
         chosen = baselines.default(
             "", "cuda" if torch.cuda.is_available() else "cpu", virtual=False
         )
     results = []
-    # torch first: interlace then takes the store from it, and no port is served twice
+    # torch first: interlace then takes the store from torch, and no port is served twice
     with baselines.joined(baselines.torch_backend(chosen), None, rank, world_size):
         try:
             found = groups.default_group().place.name
@@ -562,7 +563,7 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
                     progress.begin(number, _text(request))
                     with _wrong(request, rank) as said:
                         results.append(SizeResult(measure(request, progress.at)))
-                    if said:  # the other ranks may be anywhere in it
+                    if said:  # the other ranks may be anywhere in the block
                         return [*results, SizeResult(None, f"rank {rank}: {said[0]}")]
         finally:
             interlace.shutdown()
@@ -571,9 +572,9 @@ def _as_rank(options: BenchOptions, requests: list[BenchRequest]) -> list[SizeRe
 
 @contextmanager
 def _wrong(request: BenchRequest, rank: int | None = None) -> Iterator[list[str]]:
-    """The text of an AssertionError of the user's own function, by which it says that it was wrong.
+    """Yield a list that gets the text of an AssertionError of the user's function, which means "wrong".
 
-    What else that raises is a RankError with its traceback; ``rank``, if this process is one.
+    Any other exception becomes a RankError with its traceback. ``rank``: the rank of this process, or None.
     """
     said: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""``interlace build``: compile every kernel for the named architectures, without a GPU, and judge it.
+"""``interlace build``: compile every kernel for the named architectures without a GPU, and check it.
 
 With ``--op`` it builds one op ahead of time, for launches without Triton.
 """
@@ -21,87 +21,100 @@ from interlace.tools.bundle import LOADER, OPS, BundleTarget, KernelOptions, bui
 from interlace.tools.catalogue.build import STRICT_ARCHES, BuildReport, build as build_entries
 from interlace.tools.catalogue.catalogue import ARCHES, Entry, entries, linked, one_of_each
 
-NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # of a report
+NUMBERS = ("registers", "stack", "spills", "shared", "tensor_cores")  # the figures of a report
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class BuildOptions(CommandOptions):
-    """Compile every kernel for the named architectures, without a GPU, and judge it.
+    """Compile every kernel for the named architectures, without a GPU, and check the result.
 
-    One variant of each, for sm_90, in a minute; --full builds all, for --arch, in many.
+    The default is one variant of each kernel for sm_90, which takes a minute. --full builds all variants,
+    which takes many minutes.
 
-    With --op one op ahead of time: cubin, PTX and a manifest for launches without Triton
-    (docs/how-to/compile/aot.md). The options from --out on are for that. Tiles are chosen for the given
-    extents; columns and inner that are multiples of 16 have to be so at every launch.
+    With --op it builds one op ahead of time: cubin, PTX and a manifest for launches without Triton
+    (docs/how-to/compile/aot.md). The options from --out on belong to --op. Tiles are chosen for the given
+    extents; if columns or inner is a multiple of 16, it must be one at every launch.
     """
 
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="GPUs to compile for (default 90)"
     )
-    full: bool = option(False, action="store_true", help="every variant, for 80, 90 and 100")
+    full: bool = option(
+        False, action="store_true", help="every variant (default of --arch then 80,90,100)"
+    )
     json: bool = option(False, action="store_true", help="print JSON")
     kernel: tuple[str, ...] | None = option(
         None,
         action="append",
         metavar="NAME",
-        help="only this one, by the name that is printed; may be repeated",
+        help="build only the kernel with this name, as build prints it; may be repeated",
     )
-    nvshmem: str | None = option(None, metavar="FOLDER", help="where libnvshmem_device.bc is")
-    op: str | None = option(None, choices=tuple(OPS), help="which one is built ahead of time")
-    out: str | None = option(None, metavar="DIR", help="where the bundle goes")
-    dtype: str | None = option(None, metavar="NAME", help=", ".join(_DTYPES))
+    nvshmem: str | None = option(None, metavar="FOLDER", help="folder of libnvshmem_device.bc")
+    op: str | None = option(None, choices=tuple(OPS), help="the op to build ahead of time")
+    out: str | None = option(None, metavar="DIR", help="directory to write the bundle to")
+    dtype: str | None = option(None, metavar="NAME", help="dtype: " + ", ".join(_DTYPES))
     weight: str | None = option(
-        None, choices=("kn", "nk"), help="contiguous along N (default) or K"
+        None, choices=("kn", "nk"), help="layout of the weight: contiguous along N (default) or K"
     )
     bias: str | None = option(
-        None, choices=("none", "n", "m"), help="per column, per row; default none"
+        None, choices=("none", "n", "m"), help="bias: none (default), per column (n), per row (m)"
     )
-    average: bool | None = option(None, action="store_const", const=True, help="not the sum")
+    average: bool | None = option(
+        None, action="store_const", const=True, help="average over ranks instead of summing"
+    )
     path: str | None = option(
-        None, choices=("auto", "tma", "pointers"), help="of loads; default auto"
+        None,
+        choices=("auto", "tma", "pointers"),
+        help="loads of operands in kernels (default auto)",
     )
-    rows: int | None = option(None, type=positive_int, metavar="N", help="of a rank; default 4096")
+    rows: int | None = option(
+        None, type=positive_int, metavar="N", help="rows of a rank (default 4096)"
+    )
     columns: int | None = option(
-        None, type=positive_int, metavar="N", help="of the weight; default 4096"
+        None, type=positive_int, metavar="N", help="columns of the weight (default 4096)"
     )
-    inner: int | None = option(None, type=positive_int, metavar="N", help="K; default 4096")
+    inner: int | None = option(
+        None, type=positive_int, metavar="N", help="contracted dimension K (default 4096)"
+    )
     norm: str | None = option(
-        None, choices=("rms", "layer"), help="of rows, where an op has one; default rms"
+        None, choices=("rms", "layer"), help="norm of rows, for ops that have one (default rms)"
     )
     quantize: str | None = option(
         None,
         nargs="?",
         const="fp8",
         choices=("fp8", "fp8_static", *FORMATS),
-        help="to fp8, where an op has a norm: with a scale for each row (fp8, if nothing is said), or one "
-        "that the weight has; or to a block-scaled format, without --gather",
+        help="quantize, for ops with a norm: fp8 (without a value) takes a scale for each row, fp8_static "
+        "a scale that the norm's weight contains; or to a block-scaled format, without --gather",
     )
     gather: str | None = option(
         None,
         choices=("none", "normed", "both"),
-        help="of rows that are normed, what all ranks get; default none",
+        help="the normed rows that all ranks get (default none)",
     )
     format: str | None = option(
         None,
         choices=tuple(FORMATS),
-        help="operands in this block-scaled format, packed, with --weight nk; --dtype is the output's",
+        help="block-scaled format of packed operands, with --weight nk; --dtype is the output dtype",
     )
     head_dim: int | None = option(
-        None, type=positive_int, metavar="N", help="of attention; default 128"
+        None, type=positive_int, metavar="N", help="head size of attention (default 128)"
     )
     value_dim: int | None = option(
-        None, type=positive_int, metavar="N", help="of its values; default that of keys"
+        None, type=positive_int, metavar="N", help="head size of the values (default: of the keys)"
     )
-    topk: int | None = option(None, type=positive_int, metavar="N", help="of a token; default 8")
+    topk: int | None = option(
+        None, type=positive_int, metavar="N", help="experts per token (default 8)"
+    )
     experts: int | None = option(
-        None, type=positive_int, metavar="N", help="of a rank, at the most; default 2"
+        None, type=positive_int, metavar="N", help="largest number of experts of a rank (default 2)"
     )
     set: tuple[str, ...] | None = option(
         None,
         action="append",
         metavar="NAME=VALUE",
-        help="a value of the configuration, such as block_m=64; may be repeated",
+        help="set a value of the configuration, such as block_m=64; may be repeated",
     )
 
 
@@ -110,16 +123,16 @@ _OF_ONE_OP = _NAMES[_NAMES.index("op") + 1 :]
 
 
 def build(console: Any, options: BuildOptions) -> int:
-    """Build kernels of the catalogue for ``arch`` (90 is 9.0), or one op; a line per variant.
+    """Build kernels of the catalogue for ``arch`` (90 is 9.0), or one op; print a line per variant.
 
-    1 if an entry does not compile, breaks an ordering rule, lacks tensor-core instructions, or, on
-    9.0 and 10.0, is a default that spills; else 0. ValueError naming an option that is wrong.
+    Return 1 if an entry does not compile, breaks an ordering rule or lacks tensor-core instructions, or if
+    a default for 9.0 or 10.0 spills; 0 otherwise. Raise ValueError, naming the option, if one is wrong.
     """
     if options.op is not None:
         return _bundle(console, options.op, options)
     for name in _OF_ONE_OP:
         if getattr(options, name) is not None:
-            raise ValueError(f"--{name} is for one op; give --op too: {', '.join(OPS)}")
+            raise ValueError(f"--{name} needs --op, which is one of {', '.join(OPS)}")
     if options.nvshmem is not None:
         refuse_empty("--nvshmem", options.nvshmem)
     kernels = options.kernel
@@ -131,7 +144,7 @@ def build(console: Any, options: BuildOptions) -> int:
         known = list(dict.fromkeys(entry.name.split()[0] for entry in wanted))
         for name in kernels:
             if name not in known:
-                raise ValueError(f"--kernel {name}: is none of {', '.join(known)}")
+                raise ValueError(f"--kernel must be one of {', '.join(known)}, got {name}")
         wanted = [entry for entry in wanted if entry.name.split()[0] in kernels]
     with counted() as begin:
         reports = build_entries(wanted, on_report=begin("compiling", len(wanted)))
@@ -142,7 +155,7 @@ def build(console: Any, options: BuildOptions) -> int:
 
 
 def _linked(arch: int, folder: str | None) -> list[Entry]:
-    """The variants that are linked with NVSHMEM; none, and a message, where it is not installed."""
+    """Return the variants that are linked with NVSHMEM; without NVSHMEM none, and print a message."""
     try:
         return linked(arch, folder)
     except PlaceUnavailableError as error:
@@ -154,7 +167,7 @@ def _linked(arch: int, folder: str | None) -> list[Entry]:
 
 
 def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
-    """A line per report, or all of them as JSON; 1 if any is not as it should be, else 0."""
+    """Print a line per report, or all reports as JSON; return 1 if any is faulty, otherwise 0."""
     failed = sum(bool(report.problems()) for report in reports)
     if as_json:
         facts = [{**asdict(report), "problems": report.problems()} for report in reports]
@@ -199,17 +212,17 @@ def show(console: Any, reports: list[BuildReport], as_json: bool) -> int:
             verdict,
         )
     consoles.write_table(console, table)
-    console.print(f"{len(reports)} built, {failed} not as they should be.")
+    console.print(f"{len(reports)} built, {failed} of them faulty.")
     return 1 if failed else 0
 
 
 def _bundle(console: Any, op: str, given: BuildOptions) -> int:
-    """Build one op into ``out``; 1, and nothing is written, if a kernel is not as it should be."""
+    """Build one op into ``out``; return 1 and write nothing if a kernel is faulty."""
     if given.out is None:
         raise ValueError("--op needs --out, the directory for the bundle")
     for name in ("kernel", "full"):
         if getattr(given, name):
-            raise ValueError(f"--{name} is for the catalogue; --op builds all kernels of an op")
+            raise ValueError(f"--{name} is not for --op, which builds all kernels of its op")
     refuse_no_folder("--out", given.out)
     arches = tuple(dict.fromkeys(given.arch or ARCHES))
     target = BundleTarget(op, _options(given), arches, pathlib.Path(given.out))
@@ -217,7 +230,7 @@ def _bundle(console: Any, op: str, given: BuildOptions) -> int:
         reports = build_bundles([target], on_report=begin("compiling", len(target.entries())))
     code = show(console, reports, given.json)
     if not given.json and not code:
-        consoles.write(console, f"Written to {given.out}. Without Triton: {LOADER} there.")
+        consoles.write(console, f"Written to {given.out}. Its {LOADER} launches without Triton.")
     return code
 
 
@@ -227,7 +240,9 @@ def _options(given: BuildOptions) -> KernelOptions:
     if "dtype" in chosen:
         named = {**_DTYPES, **{short: short for short in _DTYPES.values()}}
         if chosen["dtype"] not in named:
-            raise ValueError(f"--dtype is {chosen['dtype']!r}; there are {', '.join(_DTYPES)}")
+            raise ValueError(
+                f"--dtype must be one of {', '.join(_DTYPES)}, got {chosen['dtype']!r}"
+            )
         chosen["dtype"] = named[chosen["dtype"]]
     if chosen.get("bias") == "none":
         chosen["bias"] = ""
@@ -238,7 +253,7 @@ def _options(given: BuildOptions) -> KernelOptions:
 def _override(text: str) -> tuple[str, int]:
     name, _, value = text.partition("=")
     if not value.isdecimal():
-        raise ValueError(f"--set is {text!r}; it must be like block_m=64")
+        raise ValueError(f"--set must be like block_m=64, got {text!r}")
     number = int(value)
     if isinstance(getattr(Configuration, name, None), bool) and value in ("0", "1"):
         number = value == "1"

@@ -1,7 +1,7 @@
-"""``interlace calibrate``: measure what collectives take between the ranks of a mesh, and remember it.
+"""``interlace calibrate``: measure the time of collectives between the ranks of a mesh, and save it.
 
-``mesh/calibration.py`` measures and fits, ``runtime/tuning/calibration.py`` writes; the cost model of
-``interlace.tensor`` and the choice between algorithms of the fused ops read it.
+``tensor/calibration.py`` measures and fits, ``runtime/tuning/calibration.py`` writes. The cost model of
+``interlace.tensor`` and the choice between algorithms of the fused ops read the file.
 """
 
 import contextlib
@@ -27,18 +27,19 @@ from interlace.runtime.tuning import calibration
 
 MOST_REPETITIONS = 10_000
 TIMEOUT = 600.0
-TRIES, PATIENCE = 3, 60.0  # what is noise still, after so many and so many seconds, is refused
+TRIES, PATIENCE = 3, 60.0  # times that are still noise after these tries or seconds are refused
 
 
 @dataclass(frozen=True)
 class CalibrateOptions(CommandOptions):
     """Measure latency and bandwidth of collectives on this machine, along each dimension of a mesh.
 
-    all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages: two lines of
-    time over bytes for each. They go into this machine's file: $INTERLACE_CALIBRATION, or
-    interlace/calibration-XXXXXXXX.json in the user's cache folder. From then on interlace.tensor's costs
-    are these for meshes of just this shape and backend, and algorithm="auto" of all_gather_matmul on CPUs
-    follows them for groups of this size. INTERLACE_CALIBRATION=off ignores the file.
+    It measures all_gather, reduce_scatter, all_reduce and all_to_all, with small and with large messages,
+    and fits two lines of time over bytes for each. They go into this machine's file:
+    $INTERLACE_CALIBRATION, or interlace/calibration-XXXXXXXX.json in the user's cache folder.
+
+    interlace.tensor then uses these costs for meshes of exactly this shape and backend. algorithm="auto" of
+    all_gather_matmul on CPUs uses them for groups of this size. INTERLACE_CALIBRATION=off ignores the file.
 
     Without torchrun the ranks are processes of this host (place shm). Under torchrun its processes are the
     ranks:
@@ -46,22 +47,28 @@ class CalibrateOptions(CommandOptions):
     """
 
     world_size: int | None = option(
-        None, type=int, also="--ranks", metavar="RANKS", help="default: the mesh's, or 2"
+        None,
+        type=int,
+        also="--ranks",
+        metavar="RANKS",
+        help="number of ranks (default: of --mesh, or 2)",
     )
     mesh: str | None = option(
         None, metavar="2x2", help="ranks per dimension (default: one dimension)"
     )
     backend: str | None = option(
-        None, metavar="NAME", help="of torch.distributed, under torchrun (default interlace)"
+        None,
+        metavar="NAME",
+        help="backend of torch.distributed, under torchrun (default interlace)",
     )
     repetitions: int = option(21, type=int, help="calls of each small size (default 21)")
-    json: bool = option(False, action="store_true", help="print it as JSON")
-    dry_run: bool = option(False, action="store_true", help="only say what would be measured")
-    cache: str | None = option(None, metavar="FILE", help="write there instead")
+    json: bool = option(False, action="store_true", help="print JSON")
+    dry_run: bool = option(False, action="store_true", help="only print the cases to measure")
+    cache: str | None = option(None, metavar="FILE", help="write this file instead")
 
 
 def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
-    """Ranks per dimension. Raises ValueError for what cannot be."""
+    """Return the ranks per dimension. Raise ValueError if they are not possible."""
     asked = options.world_size
     if under_torchrun():
         asked = world_size_of(options)
@@ -79,13 +86,13 @@ def mesh_of(options: CalibrateOptions) -> tuple[int, ...]:
     most = 1 << 20 if under_torchrun() else MOST_RANKS
     if not all(mesh) or not 2 <= math.prod(mesh) <= most:
         raise ValueError(
-            f"a mesh of {math.prod(mesh)} ranks: there must be 2 to {MOST_RANKS}, got {list(mesh)}"
+            f"a mesh must have 2 to {MOST_RANKS} ranks, got {list(mesh)} with {math.prod(mesh)}"
         )
     return mesh
 
 
 def calibrate(console: Any, options: CalibrateOptions) -> int:
-    """Measure, write, print. Raises ValueError or OSError."""
+    """Measure, write, print. Raise ValueError or OSError."""
     from interlace.tensor import calibration as measuring  # late: it imports torch's DTensor
 
     mesh = mesh_of(options)
@@ -94,7 +101,7 @@ def calibrate(console: Any, options: CalibrateOptions) -> int:
             f"--repetitions must be within 3..{MOST_REPETITIONS}, got {options.repetitions}"
         )
     if options.backend is not None and not under_torchrun():
-        raise ValueError("--backend is for ranks that torchrun started; without, it is interlace")
+        raise ValueError("--backend needs ranks of torchrun; without torchrun it is interlace")
     request = measuring.CalibrationRequest(mesh, repetitions=options.repetitions)
     if options.dry_run:
         _plan(console, options, request)
@@ -126,9 +133,9 @@ def _without_noise(
     fitted: Callable[[list[Any]], calibration.MeasuredMesh],
     agreed: Callable[[bool], bool] = bool,
 ) -> calibration.MeasuredMesh:
-    """What fits the times of all attempts so far, each of which makes the medians' noise less.
+    """Return a fit of the times of all attempts so far; each attempt makes the medians' noise less.
 
-    Raises NoisyTimesError after enough of them; ``agreed`` makes one decision of all ranks'.
+    Raise NoisyTimesError if too many attempts were noise. ``agreed`` makes one decision for all ranks.
     """
     from interlace.tensor.calibration import NoisyTimesError
 
@@ -150,7 +157,7 @@ def _without_noise(
 
 
 def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: Any) -> int:
-    """One rank of a job. The first of each host writes that host's file."""
+    """Calibrate as one rank of a job. The first rank of each host writes the file of that host."""
     backend = options.backend or calibration.OWN
     local = local_rank() or 0
     kind = "cuda" if "nccl" in backend else "cpu"
@@ -164,7 +171,7 @@ def _as_rank(console: Any, options: CalibrateOptions, request: Any, measuring: A
             dist.all_gather_object(every, mine)
             return every
 
-        found = _without_noise(  # of all ranks' times, so that all see the same noise
+        found = _without_noise(  # fits the times of all ranks, so that all see the same noise
             lambda number: of_all(measuring.on_rank(request, lambda done, total: None)),
             lambda times: measuring.measured(request, times, backend, "torchrun"),
             lambda enough: bool(of_all(enough)[0]),

@@ -1,11 +1,11 @@
 """``python -m interlace check``: every kernel, at several shapes and world sizes, against float64.
 
 On ``cpu`` the kernels run interpreted in ``sim``; on ``cuda`` the same kernels run compiled, with virtual
-ranks on the current GPU. A line per case says how large the worst error was as a share of what the dtypes
-allow; the exit code is 0 only if no share exceeds 1, and 3 if only time was missing.
+ranks on the current GPU. A line per case shows the worst error as a share of the error that the dtypes
+allow. The exit code is 0 only if no share exceeds 1, and 3 if only time was too short.
 
-A case is a call on every rank, and the judgement of what came of it, by kind of op. Inputs are the same on
-every device and in every place. The most telling cases come first.
+A case is a call on every rank and the judgement of its results, by kind of op. Inputs are the same on every
+device and in every place. The most informative cases come first.
 """
 
 import itertools
@@ -43,9 +43,9 @@ Sizes = tuple[int, ...]
 
 @dataclass
 class CheckCase(ABC):
-    """``kernels``: those of the catalogue that it runs. ``overrides``: values of the configuration.
+    """A case. ``kernels``: the kernels of the catalogue that it runs. ``overrides``: configuration values.
 
-    ``branch``: what they do only if they are asked to, with tiles or instructions of its own.
+    ``branch``: what the kernels do only on request, with tiles or instructions for it.
 
     ``by_switch``: it needs a multicast address. ``by_kernels``: streams of a GPU signal by kernels, and
     not by words that the driver writes.
@@ -73,7 +73,7 @@ class CheckCase(ABC):
 
     @contextmanager
     def circumstances(self) -> Iterator[None]:
-        """What holds while the case runs."""
+        """Set up the circumstances in which the case runs."""
         stream_words = driver.stream_words
         if self.by_kernels:
             driver.stream_words = lambda device: None  # type: ignore[assignment]
@@ -88,20 +88,20 @@ class CheckCase(ABC):
         """Call the op on the calling rank."""
 
     def _on_all(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
-        """The same result on every rank."""
+        """Return the same result for every rank."""
         return [(value, bound)] * self.world_size
 
     def _shared(self, value: torch.Tensor, bound: torch.Tensor) -> list[reference.Bounded]:
-        """A part of the result on every rank."""
+        """Return a part of the result for every rank."""
         parts = (reference.split(each, self.world_size) for each in (value, bound))
         return list(zip(*parts, strict=True))
 
     def expected(self, seed: int) -> list[reference.Bounded]:
-        """What :meth:`on_rank` has to return, by rank; [] if it returns the worst error over its bound."""
+        """Return the expected results by rank; [] if :meth:`on_rank` returns the error ratio itself."""
         return []
 
     def ratio(self, results: Sequence[Any], seed: int) -> float:
-        """The worst error over its bound, from what :meth:`on_rank` returned on every rank."""
+        """Return the worst error over its bound, from the results of :meth:`on_rank` on every rank."""
         right = self.expected(seed)
         if not right:
             return float(max(results))
@@ -111,7 +111,7 @@ class CheckCase(ABC):
 
 @dataclass
 class Verdict:
-    """``ratio``: worst error over its bound; ``error``: what was raised; ``skipped``: why it is left."""
+    """``ratio`` of the worst error to its bound, the text of an ``error``, why the case was ``skipped``."""
 
     case: CheckCase
     ratio: float
@@ -125,7 +125,7 @@ class Verdict:
 
 
 def _on_rank(case: CheckCase, seed: int) -> Any:
-    """None where the case needs a switch and there is none."""
+    """Run the case on this rank; return None if it needs a switch and there is none."""
     if case.by_switch and not default_group().arena.multicast():
         return None
     return case.on_rank(seed)
@@ -149,14 +149,14 @@ def run_case(case: CheckCase, device: str, seed: int) -> Verdict:
 Variant = tuple[str, dict[str, Any], Mapping[str, int | bool]]  # name, arguments, configuration
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RECORDS = {**BY_NAME, **{each.name: op for op in BY_NAME.values() for each in op.variants}}
-"""By the name of an op, or of a variant of one."""
+"""By the name of an op, or of a variant of an op."""
 OF_STREAMS = ("wait_credits_kernel", "finish_kernel")
-"""What streams of a GPU launch around copies; those of ``sim`` need none."""
+"""Kernels that streams of a GPU launch around copies; streams of ``sim`` need none."""
 
 
 @dataclass
 class DenseCase(CheckCase):
-    """``arguments``: of the op, besides tensors. ``sizes``: m, n, k, or the elements of a collective."""
+    """``arguments`` of the op, besides tensors. ``sizes``: m, n, k, or the elements of a collective."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ class DenseCase(CheckCase):
         return torch.randn(*shape, generator=generator).to(DTYPES[self.dtype])
 
     def _inputs(self, seed: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
+        """Return (input, weight) of a rank; shards are uneven, weights of an all-gather are the same."""
         if self.op in COLLECTIVES:
             return self._random(seed, rank, *self.sizes), torch.empty(0)
         m, n, k = self.sizes
@@ -255,7 +255,7 @@ def _kernels(
 
 
 def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
-    """For 9.x: warps that load, multiply or store."""
+    """Yield cases for 9.x: warps that load, multiply or store."""
     for op, more in (("all_gather_matmul", ()), ("matmul_reduce_scatter", ("sum_tiles_kernel",))):
         kernels = (f"{op}_roles_kernel", *more)
         about = op, "fused, roles", world_size, sizes, dtype, kernels
@@ -263,7 +263,7 @@ def roles(world_size: int, sizes: Sizes, dtype: str) -> Iterator[CheckCase]:
 
 
 def signals(world_size: int) -> Iterator[CheckCase]:
-    """A copy whose arrival a kernel tells, as where the driver has no words of streams."""
+    """Yield a copy whose arrival a kernel signals, as if the driver had no words of streams."""
     about = "all_gather", "copy, signals by kernels", world_size, (14336,), "bf16"
     how = {"algorithm": "copy"}
     kernels = "publish_kernel", "wait_kernel", *OF_STREAMS
@@ -271,7 +271,7 @@ def signals(world_size: int) -> Iterator[CheckCase]:
 
 
 def dense(device: str, world_size: int) -> Iterator[CheckCase]:
-    """On a GPU the shapes are large enough for several waves of tiles."""
+    """Yield dense cases. On a GPU the shapes are large enough for several waves of tiles."""
     shapes = [(96, 80, 64), (61, 45, 37)]
     if device == "cuda":
         shapes = [(2048, 1024, 512), (256, 512, 512), (1000, 520, 264), (61, 45, 37)]
@@ -280,7 +280,7 @@ def dense(device: str, world_size: int) -> Iterator[CheckCase]:
         of_streams = (*("wait_kernel",) * (world_size > 1), *OF_STREAMS)
     names = ("bf16", "fp32", "fp16")
     for number, sizes in enumerate(shapes):
-        main_tile = device == "cuda" and number == 0  # others take turns
+        main_tile = device == "cuda" and number == 0  # the other tiles take turns
         for dtype in names if main_tile else (names[(number + world_size) % 3],):
             for op, variants in _fused().items():
                 for variant, arguments, overrides in variants:
@@ -301,7 +301,7 @@ def dense(device: str, world_size: int) -> Iterator[CheckCase]:
 
 
 class _CountedRows(AllToAllGroupedRows):
-    """Counts that stay on the device, under a bound of every rank's rows."""
+    """Counts that stay on the device, under a bound for every rank's rows."""
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
         splits = torch.full((self.world_size,), self.rows, device=self.device)
@@ -320,7 +320,7 @@ COUNTED = "counts on the device"
 
 @dataclass
 class RowsCase(CheckCase):
-    """``variant`` is the algorithm, behind a comma what the op is besides; ``settings`` ask for that."""
+    """``variant`` is the algorithm, then a comma and other properties, which ``settings`` ask for."""
 
     settings: tuple[tuple[str, int | str], ...] = ()
 
@@ -341,7 +341,7 @@ class RowsCase(CheckCase):
 
 
 def _kernels_of(op: str, algorithm: str) -> Sequence[str]:
-    """Those of the record; a backward runs its forward before."""
+    """Return the kernels of the record; a backward runs its forward before."""
     if algorithm == COUNTED:
         return ("counted_grouped_matmul_kernel",)
     before = _kernels_of(op.removesuffix("_backward"), algorithm) if "_backward" in op else ()
@@ -357,13 +357,13 @@ class _CheckedOp(NamedTuple):
 
     @property
     def algorithms(self) -> dict[str, tuple[str, ...]]:
-        """With the kernels that they run."""
+        """Return the algorithms with the kernels that they run."""
         return {name: tuple(_kernels_of(self.op, name)) for name in self.ways}
 
 
 _TOKENS = (48, 4, 16), (1024, 8, 128)
 _PRODUCTS = (48, 48, 24), (1024, 1024, 512)
-_SMALL = (48, 48, 24), (128, 1024, 512)  # for which all-reduce is one kernel
+_SMALL = (48, 48, 24), (128, 1024, 512)  # for these sizes all-reduce is one kernel
 _MOVED = (48, 40), (1024, 2048)
 _WORDS = (48, 32), (8, 1024)
 _ROWS = (
@@ -404,7 +404,7 @@ _NORMS = ("reduce_scatter_norm", "matmul_reduce_scatter_norm", "all_reduce_norm"
 
 
 class _Branch(NamedTuple):
-    """``op`` so that it does ``what``, which ``settings`` ask for; ``sizes``: if others than above."""
+    """A call in which ``op`` does ``what``, by ``settings``; ``sizes`` if not the sizes of ``_ROWS``."""
 
     op: str
     what: str
@@ -432,7 +432,7 @@ _BRANCHES = (
 
 
 def branches(device: str, world_size: int) -> Iterator[CheckCase]:
-    """What kernels do for some calls only; heads have tiles by their size and dtype."""
+    """Yield cases of branches in kernels; the tiles of heads depend on size and dtype."""
     on_gpu, by_op = device == "cuda", {each.op: each for each in (*_ROWS, *_SCALED_ONLY)}
     for op, what, settings, sizes in _BRANCHES:
         algorithm, kernels = next(iter(by_op[op].algorithms.items()))
@@ -448,7 +448,7 @@ def branches(device: str, world_size: int) -> Iterator[CheckCase]:
 
 
 def rows(device: str, world_size: int) -> Iterator[CheckCase]:
-    """Each op in the dtype of models; on a GPU attention in the others too."""
+    """Yield each op in the dtype of models; on a GPU attention in the others as well."""
     on_gpu = device == "cuda"
     for each in _ROWS:
         heads = each.sizes == _TOKENS
@@ -470,7 +470,7 @@ class ScaledCase(CheckCase):
     def _operands(
         self, seed: int, rank: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input, weight, and their scales; the weight lies along K, and is the same where ranks gather."""
+        """Return input, weight and scales. The weight is contiguous along K, and equal if ranks gather."""
         (m, n, k), gathers = self.sizes, self.op == GATHER
         own = torch.Generator().manual_seed(1000 * seed + rank)
         of_weight = torch.Generator().manual_seed(1000 * seed + (99 if gathers else 50 + rank))
@@ -511,7 +511,7 @@ def scaled(device: str, world_size: int) -> Iterator[CheckCase]:
 
 @dataclass
 class TargetCase(CheckCase):
-    """A target of ``interlace verify``, whose numbers are whole: results are exact, or it raises."""
+    """A target of ``interlace verify`` with whole numbers: results are exact, otherwise it raises."""
 
     def on_rank(self, seed: int) -> float:
         TARGETS[self.op].variants[self.variant]()
@@ -520,7 +520,7 @@ class TargetCase(CheckCase):
 
 @dataclass
 class HandleCase(CheckCase):
-    """A tensor in symmetric memory: what is written before a barrier and a signal is there behind it."""
+    """A tensor in symmetric memory: a write before a barrier and a signal is visible after them."""
 
     def on_rank(self, seed: int) -> float:
         memory, size = interlace.symmetric_memory, interlace.get_world_size()
@@ -558,23 +558,22 @@ _HANDLES = (
 )  # fmt: skip
 _ROLES = "all_gather_matmul_roles_kernel", "matmul_reduce_scatter_roles_kernel", "sum_tiles_kernel"
 WITHOUT = {
-    "cpu": dict.fromkeys(_ROLES, "is for a GPU of 9.x"),
+    "cpu": dict.fromkeys(_ROLES, "needs a GPU of 9.x"),
     "cuda": dict.fromkeys(_BETWEEN, "runs between nodes: one GPU has one")
-    | dict.fromkeys(_HANDLES, "is of handles on a CPU: on a GPU they are torch's own"),
+    | dict.fromkeys(_HANDLES, "uses handles on a CPU: on a GPU they are torch's own"),
 }
-"""By device, why there is no case of a kernel."""
+"""By device, the reason why a kernel has no case."""
 
 
 def every_kernel() -> list[str]:
-    """The kernels of the catalogue, in its order."""
+    """Return the kernels of the catalogue, in its order."""
     return list(dict.fromkeys(each.kernel for arch in ARCHES for each in entries(arch)))
 
 
 def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
-    """First a case for each kernel on each number of ranks, then the others in the order that they have.
+    """Return a case for each kernel on each number of ranks first, then the others in their order.
 
-    A branch of a kernel counts as another one: of fp8 operands, for instance, products are other
-    instructions.
+    A branch of a kernel counts as a kernel: products of fp8 operands, for instance, are other instructions.
     """
     seen: set[tuple[int, str, str]] = set()
     first: list[CheckCase] = []
@@ -587,7 +586,7 @@ def most_telling_first(cases: Iterable[CheckCase]) -> list[CheckCase]:
 
 
 def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
-    """The cases to check; ``has_roles``: whether the device is one of 9.x, as far as that is known."""
+    """Return the cases to check; ``has_roles``: whether the device is 9.x, as far as that is known."""
     found: list[CheckCase] = []
     for world_size in WORLDS[device]:
         found += dense(device, world_size)
@@ -606,7 +605,7 @@ def cases(device: str, *, has_roles: bool = True) -> list[CheckCase]:
 
 
 def listed(device: str) -> dict[str, list[str]]:
-    """By kernel of the catalogue, the titles of the cases that run it, or why there is none."""
+    """Return, by kernel of the catalogue, the titles of the cases that run it, or why there is none."""
     titles: dict[str, list[str]] = {kernel: [] for kernel in every_kernel()}
     for case in cases(device):
         for kernel in case.kernels:
@@ -615,32 +614,32 @@ def listed(device: str) -> dict[str, list[str]]:
     return {name: found or [why.get(name, "no case runs it")] for name, found in titles.items()}
 
 
-LEFT_OUT = 3  # the exit code if all that began have passed
+LEFT_OUT = 3  # the exit code if time was too short and all cases that ran have passed
 
 
 @dataclass(frozen=True)
 class CheckOptions(CommandOptions):
-    """Run every kernel against float64 references, those first that teach most."""
+    """Run every kernel against float64 references, the most informative cases first."""
 
     device: str | None = option(
-        None, choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
+        None, choices=("cpu", "cuda"), help="device (default: cuda if there is a GPU)"
     )
-    seed: int = option(0, type=seed_number, help="of the inputs (default 0)")
+    seed: int = option(0, type=seed_number, help="seed of the inputs (default 0)")
     ranks: tuple[int, ...] = option(
         (),
         type=positive_int,
         action="append",
         metavar="N",
-        help="only on so many ranks; may be repeated",
+        help="run only cases on this number of ranks; may be repeated",
     )
     seconds: float | None = option(
         None,
         type=positive_int,
         metavar="S",
-        help="begin no case after so many seconds; what is left out is counted",
+        help="start no case after this number of seconds; cases left out are counted",
     )
     list: bool = option(
-        False, action="store_true", help="print the kernels and the cases that run them, run none"
+        False, action="store_true", help="print the kernels and their cases, run none"
     )
     json: bool = option(False, action="store_true", help="print JSON")
 
@@ -652,7 +651,7 @@ class CheckOptions(CommandOptions):
 
 
 def check(console: Any, options: CheckOptions) -> int:
-    """Print a line per case; 0 if all pass, 1 if one fails, LEFT_OUT if only time was missing."""
+    """Print a line per case; return 0 if all pass, 1 if one fails, LEFT_OUT if only time was too short."""
     device, ranks, seconds = options.chosen_device(), options.ranks, options.seconds
     if options.list:
         return _list(console, device, options)

@@ -1,16 +1,16 @@
-"""``interlace demo``: the fused ops on real input, compared with float64, and what happened when.
+"""``interlace demo``: run the fused ops on real input, compare with float64, and show what happened when.
 
     all_gather_matmul       x W1        rows of x are sharded, and gathered inside the matmul
-    matmul_reduce_scatter   x W1        k is sharded; partial sums leave tile by tile
-    MLP                     gelu(x W1) W2   both in a row: how a sequence-parallel layer uses them
+    matmul_reduce_scatter   x W1        k is sharded; partial sums are sent tile by tile
+    MLP                     gelu(x W1) W2   both in sequence: how a sequence-parallel layer uses them
 
-The expected results are in float64, each with the bound within which a correct result lies.
+The expected results are in float64, each with an error bound that a correct result keeps.
 ``demo_timeline.py`` draws what happened.
 
 The input is activations ``[m, k]`` and two weights of an MLP, from a text or a file. A text is cut into
-words and punctuation; a word becomes a vector by a fixed table, chosen by the word's checksum, and gets its
-position added, so that no two rows of the activations are equal. Table and weights are drawn from the seed.
-A file holds activations of one's own, and weights if there are any.
+words and punctuation. A fixed table turns each word into a vector, by the word's checksum. The word's
+position is added, so that no two rows of the activations are equal. Table and weights are drawn from the
+seed. A file holds the user's activations, and optionally weights.
 """
 
 import pathlib
@@ -55,17 +55,21 @@ class DemoOptions(CommandOptions):
     """Run the fused ops on real input and draw what happened."""
 
     ranks: int = option(4, type=world_size, also="--world-size", help="world size (default 4)")
-    place: str = option("sim", choices=PLACES, help="where ranks run (default sim)")
+    place: str = option("sim", choices=PLACES, help="place of the ranks (default sim)")
     m: int | None = option(None, type=positive_int, help="rows of the whole activations (tokens)")
     n: int | None = option(None, type=positive_int, help="hidden features of the MLP")
     k: int | None = option(None, type=positive_int, help="features of the activations")
-    dtype: str = option("bfloat16", choices=DTYPES, help="of everything (default bfloat16)")
-    seed: int = option(0, type=seed_number, help="schedule, embedding and weights")
+    dtype: str = option(
+        "bfloat16", choices=DTYPES, help="dtype of weights and activations (default bfloat16)"
+    )
+    seed: int = option(
+        0, type=seed_number, help="seed of schedule, embedding and weights (default 0)"
+    )
     text: str | None = option(None, metavar="FILE", help="text to take the tokens from")
     input: str | None = option(None, metavar="FILE", help="activations and weights, .npy or .pt")
     trace: str | None = option(None, metavar="FILE", help="write a Chrome/Perfetto trace (JSON)")
     plot: str | None = option(None, metavar="FILE", help="draw the timeline (needs matplotlib)")
-    html: str | None = option(None, metavar="FILE", help="write a page to look at what happened")
+    html: str | None = option(None, metavar="FILE", help="write a page that shows what happened")
 
     def interprets(self) -> bool:
         return self.place != "cuda"
@@ -73,7 +77,7 @@ class DemoOptions(CommandOptions):
 
 @dataclass(frozen=True)
 class Workload:
-    """``activations`` [m, k], ``weight1`` [k, n], ``weight2`` [n, k], of one dtype; where they are from."""
+    """``activations`` [m, k], ``weight1`` [k, n], ``weight2`` [n, k] of one dtype, and their origin."""
 
     activations: torch.Tensor
     weight1: torch.Tensor
@@ -82,14 +86,14 @@ class Workload:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """m, n, k."""
+        """Return m, n, k."""
         return (*self.activations.shape[:1], self.weight1.shape[1], self.activations.shape[1])
 
 
 def from_text(
     path: str | None, dtype: torch.dtype, seed: int, m: int | None, n: int | None, k: int | None
 ) -> Workload:
-    """The first ``m`` tokens of a text, from its beginning again if it is shorter."""
+    """Return the first ``m`` tokens of a text; a shorter text is repeated from its beginning."""
     m, n, k = m or DEFAULT_M, n or DEFAULT_N, k or DEFAULT_K
     if path is None:
         text = (resources.files("interlace") / "data" / SHIPPED_TEXT).read_text("utf-8")
@@ -107,7 +111,7 @@ def from_text(
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, k, generator=generator)
     tokens = torch.tensor([zlib.crc32(words[i % len(words)].lower().encode()) for i in range(m)])
-    frequency = 10000.0 ** (-torch.arange(k) / k)  # of its position, another in each column
+    frequency = 10000.0 ** (-torch.arange(k) / k)  # how often a position turns, by column
     positions = torch.sin(torch.arange(m)[:, None] * frequency + torch.arange(k))
     activations = embedding[tokens % VOCABULARY] + positions
     weight1, weight2 = _weights(k, n, generator)
@@ -119,10 +123,10 @@ def from_text(
 def from_file(
     path: str, dtype: torch.dtype, seed: int, m: int | None, n: int | None, k: int | None
 ) -> Workload:
-    """Activations and weights of the user's own. ``m`` takes the first rows; n and k must agree.
+    """Return the user's activations and weights. ``m`` takes the first rows; n and k must agree.
 
-    ``.npy``: activations ``[m, k]``. ``.pt``: a tensor, or a dict with "activations" and perhaps
-    "weight1" ``[k, n]`` and "weight2" ``[n, k]``. What is missing is drawn from the seed.
+    ``.npy``: activations ``[m, k]``. ``.pt``: a tensor, or a dict with "activations" and optionally
+    "weight1" ``[k, n]`` and "weight2" ``[n, k]``. Missing weights are drawn from the seed.
     """
     where = f"--input {path}"
     found = _read(path, where)
@@ -159,13 +163,13 @@ def _refuse_size(m: int, n: int, k: int) -> None:
 
 
 def _weights(k: int, n: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random weights that keep the size of what passes through."""
+    """Return random weights that keep the magnitude of the values that they multiply."""
     first = torch.randn(k, n, generator=generator) / k**0.5
     return first, torch.randn(n, k, generator=generator) / n**0.5
 
 
 def _read(path: str, where: str) -> dict[str, Any]:
-    """The contents of the file, by the names in ``KEYS``."""
+    """Return the contents of the file, by the names in ``KEYS``."""
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npy", ".pt"):
         raise ValueError(f"{where}: must be a .npy or a .pt file")
@@ -199,7 +203,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _matrix(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """``value`` as a finite, non-empty matrix of ``dtype``."""
+    """Return ``value`` as a finite, non-empty matrix of ``dtype``."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind != "f":
             raise TypeError(f"{name}: must be floating point, got {value.dtype}")
@@ -221,7 +225,7 @@ def _matrix(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DemoCase:
-    """``on_rank`` gives a rank's part, along ``part_dim``; ``expected`` the whole in float64 and bounds."""
+    """One op: ``on_rank`` returns a rank's part, along ``part_dim``; ``expected`` the whole and bounds."""
 
     title: str
     formula: str
@@ -232,13 +236,13 @@ class DemoCase:
 
 
 def _own(whole: torch.Tensor, dim: int) -> torch.Tensor:
-    """This rank's shard, on its device."""
+    """Return this rank's shard, on its device."""
     parts = reference.split(whole, interlace.get_world_size(), dim)
     return parts[interlace.get_rank()].to(interlace.device())
 
 
 def _gather(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """All rows of ``whole``, of which this rank has some, times ``weight``."""
+    """Multiply all rows of ``whole`` by ``weight``; this rank holds some of the rows."""
     input = _own(whole, 0)
     with _visible_tiles(whole.shape[0], weight):
         output: torch.Tensor = interlace.all_gather_matmul(input, weight, algorithm="fused")
@@ -246,14 +250,14 @@ def _gather(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scatter(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The own rows of the sum over ranks of ``input @ weight``."""
+    """Return this rank's rows of the sum over ranks of ``input @ weight``."""
     with _visible_tiles(input.shape[0], weight):
         output: torch.Tensor = interlace.matmul_reduce_scatter(input, weight, algorithm="fused")
     return output
 
 
 def _visible_tiles(rows: int, weight: torch.Tensor) -> AbstractContextManager[None]:
-    """Tiles small enough that a shard has several, of all ranks' ``rows``; compiled kernels keep theirs."""
+    """Make tiles small enough that a shard has several; compiled kernels keep their tiles."""
     if not groups.default_group().place.interpreted:
         return nullcontext()
     inner, columns = weight.shape
@@ -269,7 +273,7 @@ def _visible_tiles(rows: int, weight: torch.Tensor) -> AbstractContextManager[No
 
 
 def _power_of_two(least: float, smallest: int, largest: int) -> int:
-    """The first that is at least ``least``, within bounds."""
+    """Return the smallest power of two that is at least ``least``, within bounds."""
     size = smallest
     while size < least and size < largest:
         size *= 2
@@ -293,17 +297,17 @@ def _scatter_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.T
 
 
 def _mlp_expected(work: Workload, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bound of the second matmul, and what the first and gelu may be off, carried through it."""
+    """Return the bound of the second matmul, with the error of the first and of gelu carried through it."""
     dtype = work.activations.dtype
     shards = reference.split(work.activations, ranks)
-    # torch's gelu is a call of its own: what it takes is rounded, and what it gives
+    # torch's gelu is a separate call: its input and its output are rounded
     hidden, off = reference.all_gather_matmul(
         shards, work.weight1, dtype, activation="gelu", roundings=2
     )
     inputs = reference.split(hidden, ranks, 1)
     weights = reference.split(work.weight2, ranks)
     value, bound = reference.matmul_all_reduce(inputs, weights, dtype)
-    # The second matmul rounds what is off, too: twice to dtype, and while it accumulates.
+    # The second matmul also rounds these errors: twice to dtype, and while it accumulates.
     unit, unit32 = reference.unit_roundoff(dtype), reference.unit_roundoff(torch.float32)
     growth = 1 + 4 * unit + 2 * reference.gamma(hidden.shape[1] + ranks + 8, unit32)
     return value, bound + growth * (off @ work.weight2.double().abs())
@@ -314,7 +318,7 @@ CASES = (
         "all_gather_matmul",
         "x @ weight1",
         "Every rank has some rows of x and some columns of weight1. It multiplies its own rows at "
-        "once, and the others' as chunks of them arrive.",
+        "once, and the rows of other ranks as their chunks arrive.",
         1,
         lambda work: _gather(work.activations, _own(work.weight1, 1)),
         _gather_expected,
@@ -323,7 +327,7 @@ CASES = (
         "matmul_reduce_scatter",
         "x @ weight1",
         "Every rank has some of the k columns of x and rows of weight1, so its product is one part "
-        "of a sum. Tiles leave for the rank that adds them up as they are done; own rows last.",
+        "of a sum. Each finished tile is sent to the rank that adds it up; own rows come last.",
         0,
         lambda work: _scatter(_own(work.activations, 1), _own(work.weight1, 0)),
         _scatter_expected,
@@ -331,8 +335,8 @@ CASES = (
     DemoCase(
         "MLP",
         "gelu(x @ weight1) @ weight2",
-        "Both in a row, as a sequence-parallel layer of a transformer uses them. A bar in the tiles "
-        "shows where gelu is done and the second matmul begins.",
+        "Both in sequence, as a sequence-parallel layer of a transformer uses them. A bar in the tiles "
+        "shows where gelu has finished and the second matmul begins.",
         0,
         _mlp_on_rank,
         _mlp_expected,
@@ -341,12 +345,12 @@ CASES = (
 
 
 TIMEOUT = 1800.0
-RECORDED = ("sim", "shm")  # places whose kernels are interpreted, and report their tiles
+RECORDED = ("sim", "shm")  # places whose kernels are interpreted and report their tiles
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case, run: per rank (largest error, its ratio to the bound); None where nothing is seen."""
+    """One case after its run: per rank (largest error, its ratio to the bound); None if not recorded."""
 
     case: DemoCase
     errors: list[tuple[float, float]]
@@ -358,7 +362,7 @@ class CaseResult:
 
 
 def demo(console: Console, options: DemoOptions) -> int:
-    """Run and print everything; 0 if every error is within its bound, else 1."""
+    """Run and print everything; return 0 if every error is within its bound, otherwise 1."""
     work = _load(options)
     _headline(console, options, work)
     outcomes = []
@@ -385,7 +389,7 @@ def demo(console: Console, options: DemoOptions) -> int:
 
 
 def _load(options: DemoOptions) -> Workload:
-    """The input, after everything that could make the run useless has been looked at."""
+    """Return the input, after all checks of options that could make the run useless."""
     if options.text is not None and options.input is not None:
         raise ValueError("--text and --input exclude each other")
     inputs = {"--text": options.text, "--input": options.input}
@@ -431,7 +435,7 @@ def run_case(case: DemoCase, work: Workload, options: DemoOptions) -> CaseResult
 
 
 def _on_rank(case: int, work: Workload) -> torch.Tensor:
-    """This rank's part of the result."""
+    """Return this rank's part of the result."""
     interlace.barrier()
     return CASES[case].on_rank(work).cpu()
 
@@ -454,7 +458,7 @@ def _headline(console: Console, options: DemoOptions, work: Workload) -> None:
 
 
 def report(console: Console, outcome: CaseResult, number: int) -> None:
-    """Print what one case did: a line per rank, then the timeline."""
+    """Print the result of one case: a line per rank, then the timeline."""
     case, recording = outcome.case, outcome.recording
     console.print(f"\n[bold]{number}. {case.title}[/bold]   {case.formula}")
     console.print(Padding(case.story, (0, 0, 0, 3)), style="dim")

@@ -1,12 +1,12 @@
 """Drawings of a recording: for the terminal, for a PNG, and as a panel of the page of ``--html``.
 
-In the terminal two lanes per rank, as wide as the console::
+In the terminal each rank has two lanes, as wide as the console::
 
-    rank 0  chunks |----3--2---1----|     from which rank a chunk arrived; - while one is under way
-            tiles  |0000033..2221111|     whose rows the tile in work multiplies; . while all wait
+    rank 0  chunks |----3--2---1----|     the rank from which a chunk arrived; - while one is on its way
+            tiles  |0000033..2221111|     whose rows the current tile multiplies; . while all wait
 
-A lane is a row of cells. What is under way at any time during a cell competes for it, and what fills
-most of it wins; work always wins over waiting. A cell holds one arrival, so a crowd spreads sideways.
+A lane is a row of cells. The activity that fills most of a cell is shown in it; work always wins over
+waiting. A cell holds one arrival, so several arrivals at once spread sideways.
 """
 
 import pathlib
@@ -62,20 +62,20 @@ class Timeline:
         last = f"{(end - start) / TICKS:,.0f} {STEPS}"
         if (
             self.recording.unit != STEPS
-        ):  # interpreted kernels should not seem to say how fast they are
+        ):  # the times of interpreted kernels must not look like real speed
             last = f"{(end - start) / TICKS / 1000:,.1f} ms in the interpreter"
         yield Text(" " * (margin - 1) + "0" + last.rjust(scale.cells - 1), "dim", no_wrap=True)
 
 
 def legend(ascii_only: bool) -> Text:
-    """A legend of a :class:`Timeline`, in five lines."""
+    """Return a legend of a :class:`Timeline`, in five lines."""
     glyphs = Glyphs(ascii_only)
     text = Text(
         "  reading the timelines, where a rank is always the same digit and color:\n", "dim"
     )
     for lane, glyph, meaning in (
-        ("chunks", f"{glyphs.under_way}1", "a chunk from rank 1 is under way, and has arrived"),
-        ("tiles", "1", "in work: a tile of the rows that belong to rank 1"),
+        ("chunks", f"{glyphs.under_way}1", "a chunk from rank 1 is on its way, and has arrived"),
+        ("tiles", "1", "computes a tile of the rows that belong to rank 1"),
         ("", "+", "sums the parts of all ranks"),
         ("", glyphs.waiting, "all programs of the rank wait for chunks"),
     ):
@@ -86,7 +86,7 @@ def legend(ascii_only: bool) -> Text:
 
 
 class Glyphs:
-    """Characters of the lanes, with stand-ins for consoles that have only ASCII."""
+    """Characters of the lanes, with replacements for consoles that have only ASCII."""
 
     def __init__(self, ascii_only: bool) -> None:
         self.under_way = "-" if ascii_only else "\u2500"
@@ -103,7 +103,7 @@ class Scale:
         return min(self.cells - 1, max(0, int((time - self.start) / self.per_cell)))
 
     def shares(self, span: RecordedSpan) -> Iterable[tuple[int, float]]:
-        """(cell, how long in it) of every cell that ``span`` touches."""
+        """Yield (cell, time in the cell) for every cell that ``span`` touches."""
         for cell in range(self.cell(span.start), self.cell(span.end) + 1):
             begin = self.start + cell * self.per_cell
             inside = min(span.end, begin + self.per_cell) - max(span.start, begin)
@@ -114,7 +114,7 @@ ColouredCells = list[tuple[str, str]]
 
 
 def name_of(rank: int | None) -> str:
-    """A rank as one character."""
+    """Return a rank as one character."""
     return NAMES[rank] if rank is not None and rank < len(NAMES) else "?"
 
 
@@ -123,7 +123,7 @@ def color_of(rank: int | None) -> str:
 
 
 def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
-    """The cells of a line that shows the chunks that arrive at ``rank``."""
+    """Return the cells of a line that shows the chunks that arrive at ``rank``."""
     cells: ColouredCells = [(" ", "")] * scale.cells
     for span in recording.spans:
         if span.kind == "copy" and span.peer == rank and span.rank != rank:
@@ -140,7 +140,7 @@ def _chunk_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) 
 
 
 def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -> ColouredCells:
-    """The cells of a line that shows the tiles that ``rank`` computes."""
+    """Return the cells of a line that shows the tiles that ``rank`` computes."""
     work: list[dict[tuple[str, int | None], float]] = [
         defaultdict(float) for _ in range(scale.cells)
     ]
@@ -171,7 +171,7 @@ def _tile_cells(recording: Recording, rank: int, scale: Scale, glyphs: Glyphs) -
 
 
 def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world_size: int) -> None:
-    """One panel per (title, recording): arrivals and the programs of every rank."""
+    """Draw one panel per (title, recording): arrivals and the programs of every rank."""
     figure = require_matplotlib()(figsize=(12, 1.6 + len(parts) * (0.7 + 0.62 * world_size)))
     panels = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
     for panel, (title, recording) in zip(panels, parts, strict=True):
@@ -183,7 +183,7 @@ def write_plot(path: pathlib.Path, parts: Sequence[tuple[str, Recording]], world
     figure.text(
         0.5,
         0.995,
-        "upper line of a rank: chunks under way to it, a triangle where one has arrived; "
+        "upper line of a rank: chunks on their way to it, a triangle where one has arrived; "
         "below: its programs",
         ha="center",
         va="top",
@@ -220,7 +220,7 @@ def _plot_panel(panel: Any, recording: Recording, world_size: int) -> None:
 
 
 def _program(span: RecordedSpan) -> str:
-    """The lane without the kernel's name: programs of successive ops share a line."""
+    """Return the lane without the kernel's name: programs of successive ops share a line."""
     return span.lane.split(" ", 1)[-1]
 
 
@@ -240,7 +240,7 @@ def _patch(color: str, label: str) -> Any:
 
 
 def panel_of(title: str, text: str, recording: Recording) -> Panel:
-    """``recording`` with its story. An arrow begins at the span before the publish that ended a wait."""
+    """Return a panel of ``recording``. An arrow starts at the span before the publish that ended a wait."""
     lanes = sorted({(span.rank, span.lane) for span in recording.spans})
     view, (first, _) = PageView(title, recording.unit, lanes), recording.extent()
     ends: dict[tuple[int, str], list[tuple[int, int]]] = {lane: [] for lane in lanes}
@@ -254,6 +254,6 @@ def panel_of(title: str, text: str, recording: Recording) -> Panel:
     for wait, signal in recording.ended_by().items():
         before = sorted(ends.get((signal.source, signal.lane), []))
         place = bisect_right(before, (signal.time, len(numbers)))
-        if place and signal.time > wait.start:  # else nobody had to wait
+        if place and signal.time > wait.start:  # otherwise nothing had to wait
             view.arrows.append((before[place - 1][1], numbers[wait], "wait"))
     return Panel(title, text, [view])

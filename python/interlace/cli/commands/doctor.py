@@ -1,7 +1,7 @@
-"""``interlace doctor``: what this machine offers, and which places work here and why not.
+"""``interlace doctor``: what this machine offers, which places work here, and why others do not.
 
-Places that the facts allow are tried, with two ranks and one op: internals of torch or Triton may be others
-than those that interlace knows, of which no fact tells.
+A place that the facts allow is tried with two ranks and one op. Other releases of torch or Triton may have
+other internals than interlace expects, and no fact shows that.
 """
 
 import json
@@ -20,25 +20,25 @@ from interlace.output.options import CommandOptions, option
 
 OLDEST_CAPABILITY = (8, 0)
 TRY_SECONDS = 60.0  # a place that takes longer for one op does not work
-SUM = 48.0  # of what _one_op gathers and multiplies
+SUM = 48.0  # the right result of _one_op
 
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """What this machine offers and which places work."""
+    """Show what this machine offers and which places work."""
 
     json: bool = option(False, action="store_true", help="print JSON")
 
 
 def collect() -> MachineFacts:
-    """Facts about this machine, and under "places" what they mean for each place."""
+    """Return facts about this machine, and under "places" what they mean for each place."""
     facts = inspect_machine()
     facts["places"] = judge_places(facts)
     return facts
 
 
 def judge_places(facts: MachineFacts) -> MachineFacts:
-    """Per place whether it works with these facts: {"works": bool, "why": str}."""
+    """Return for each place whether it works with these facts: {"works": bool, "why": str}."""
     host, gpus, interpreted = facts["host"], facts["gpus"], facts["triton"]["interpreted"]
     compiler = "kernels are loaded for the compiler: set TRITON_INTERPRET=1 before Python starts"
     places: MachineFacts = {}
@@ -96,13 +96,13 @@ def judge_places(facts: MachineFacts) -> MachineFacts:
 
 
 def try_places(facts: MachineFacts) -> None:
-    """Try the places that work as far as ``facts`` tell, but torchrun's; verdicts say what came of it."""
+    """Try the places that work according to ``facts`` and need no torchrun; add the results to them."""
     for name, verdict in facts["places"].items():
         if verdict["works"]:
             if name in PLACES:
                 verdict["works"], said = _tried(name, facts["triton"]["interpreted"])
             else:
-                said = "not tried, which takes torchrun"
+                said = "not tried, because it needs torchrun"
             verdict["why"] = f"{said}; {verdict['why']}"
 
 
@@ -111,18 +111,18 @@ def _tried(place: RunPlace, interpreted: bool) -> tuple[bool, str]:
     begin = time.monotonic()
     try:
         results = interlace.run(_one_op, 2, kernels, place=place, timeout=TRY_SECONDS)
-    except Exception as error:  # whatever another release raises is the finding
+    except Exception as error:  # any exception of another release is a result
         first = str(error).strip().partition("\n")[0]
         return False, f"tried, and failed with {type(error).__name__}: {first}"
     seconds = time.monotonic() - begin
     if results != [SUM, SUM]:
-        return False, f"tried, and {results} is wrong, {[SUM, SUM]} would be right"
+        return False, f"tried, and got {results}, which is wrong: {[SUM, SUM]} is right"
     op = "all_gather_matmul" if kernels else "all_reduce"
-    return True, f"tried: {op} on 2 ranks, right after {seconds:.1f} s"
+    return True, f"tried: {op} on 2 ranks was right after {seconds:.1f} s"
 
 
 def _one_op(kernels: bool) -> float:
-    """SUM, by a fused kernel or by a collective without one."""
+    """Return SUM, computed by a fused kernel or by a collective without a kernel."""
     mine = torch.full((2, 4), 1.0 + interlace.get_rank(), device=interlace.device())
     if kernels:
         weight = torch.ones(4, 2, device=mine.device)
@@ -132,7 +132,7 @@ def _one_op(kernels: bool) -> float:
 
 
 def doctor(console: Any, options: DoctorOptions) -> int:
-    """Print what :func:`collect` finds and trying does; 0 if at least one place works here, else 1."""
+    """Print the facts and the results of trials; return 0 if at least one place works, otherwise 1."""
     facts = collect()
     try_places(facts)
     code = 0 if any(place["works"] for place in facts["places"].values()) else 1
@@ -149,7 +149,7 @@ def doctor(console: Any, options: DoctorOptions) -> int:
 
 
 def _rows(facts: MachineFacts) -> list[tuple[str, str]]:
-    """Facts about the machine as (name, text)."""
+    """Return facts about the machine as (name, text)."""
     versions, triton, host, nvshmem = (facts[k] for k in ("torch", "triton", "host", "nvshmem"))
     hosts = facts["hosts"]
     mode = "interpreted" if triton["interpreted"] else "compiled"

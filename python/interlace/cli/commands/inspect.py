@@ -1,7 +1,7 @@
-"""``interlace inspect``: where every rank of a job is, from outside, on a live hang or from files.
+"""``interlace inspect``: show where every rank of a job is, from outside, for a live hang or from files.
 
-A process keeps a descriptor of the segment of shared memory that has its record, so whoever may trace it
-may read that, also while it is stopped. Nothing of what is read is trusted, and nothing is written.
+A process keeps a descriptor of the shared memory segment with its record. A process that may trace it can
+read that record, even while it is stopped. The record is not trusted, and nothing is written.
 """
 
 import contextlib
@@ -39,28 +39,28 @@ _WIDTHS = (5, 8, 8, 44, 17, 9)
 _HEAD = ("rank", "pid", "process", "op", "", "waits for", "called at")
 
 Found = dict[int, RankRecord | None]
-"""The records of a group's ranks; None of those whose process or file is not there."""
+"""The records of a group's ranks; None for ranks whose process or file is not there."""
 
 
 @dataclass(frozen=True)
 class InspectOptions(CommandOptions):
-    """Say where every rank of a job is, and who keeps the others waiting.
+    """Show where every rank of a job is, and which ranks the others wait for.
 
-    A PID is of any rank on this host, or of what started it, such as torchrun or a script that calls
-    interlace.run; the others of its groups on this host are found from there. FILEs are what ranks wrote
-    when they failed, or on SIGUSR2; of a folder all that is in it.
+    A PID is a rank on this host, or a process that started ranks, such as torchrun or a script that calls
+    interlace.run. Other ranks of its groups on this host are shown as well. A FILE is a record that a
+    rank wrote when it failed, or on SIGUSR2. A FOLDER stands for all records in it.
     """
 
     target: tuple[str, ...] = option(
         positional=True,
         nargs="+",
         metavar="PID|FILE|FOLDER",
-        help="a rank's process, or what ranks have written",
+        help="process of a rank, or records that ranks have written",
     )
 
 
 def inspect(console: Any, options: InspectOptions) -> int:
-    """Print a table of each group, culprits first; returns 0."""
+    """Print a table of each group, with the ranks that others wait for first; return 0."""
     groups: dict[tuple[str, str], Found] = defaultdict(dict)
     for target in options.target:
         refuse_empty("PID, FILE or FOLDER", target)
@@ -69,7 +69,7 @@ def inspect(console: Any, options: InspectOptions) -> int:
             found.update({base + rank: found.get(base + rank) for rank in range(len(record.ranks))})
             found[base + record.rank] = record
     if not groups:
-        raise ValueError(f"no record in {' '.join(options.target)} can be read")
+        raise ValueError(f"no readable record in {' '.join(options.target)}")
     several = len({job for job, _ in groups}) > 1
     for (job, name), group in sorted(groups.items()):
         _show(console, name + several * f" of job {job or 'that runs'}", group)
@@ -77,21 +77,21 @@ def inspect(console: Any, options: InspectOptions) -> int:
 
 
 def _records(console: Any, target: str) -> Iterator[tuple[str, RankRecord]]:
-    """The records in ``target``, each with the job that the name of its file begins with.
+    """Yield the records in ``target``, each with the job that the name of its file begins with.
 
-    What else a folder has under such a name is left out, and said to be.
+    Print a line for each other file of a folder that has such a name, and leave it out.
     """
     path = Path(target)
     if target.isdigit() and not path.exists():
         yield from (("", record) for record in _of_processes(int(target)))
         return
     if not path.exists():
-        raise ValueError(f"{target}: is no process's number, and there is no such file or folder")
+        raise ValueError(f"{target}: there is no process, file or folder of that name")
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if JOB_AND_RANK.fullmatch(file.name))
         if not files:
-            raise ValueError(f"no file in {target} is called JOB_rank_RANK, as records are")
+            raise ValueError(f"no file in {target} is named JOB_rank_RANK, as records are")
     for file in files:
         named = JOB_AND_RANK.fullmatch(file.name)
         try:
@@ -105,12 +105,12 @@ def _records(console: Any, target: str) -> Iterator[tuple[str, RankRecord]]:
 
 
 def _base(record: RankRecord) -> int:
-    """Ranks of several hosts are counted from the first of each in the group."""
+    """Return the first rank of the record's host: ranks of several hosts are counted from it."""
     return record.whole.index(record.ranks[0]) if record.ranks[0] in record.whole else 0
 
 
 def _segments(pid: int) -> Iterator[tuple[Identity, RankRecord]]:
-    """The records of a process, one per group, each with what its memory says of itself."""
+    """Yield the records of a process, one per group, each with the identity of its memory."""
     folder = Path(f"/proc/{pid}/fd")
     for entry in sorted(folder.iterdir()):
         try:
@@ -129,17 +129,17 @@ def _segments(pid: int) -> Iterator[tuple[Identity, RankRecord]]:
             head = os.pread(descriptor, PAGE, PAGE)
             region = os.pread(descriptor, REGION_BYTES, PAGE + RECORD)
             yield identity, read_rank(region, *said(head))
-        except (InterlaceError, ValueError):  # of a group that is still joining
+        except (InterlaceError, ValueError):  # the group is still joining
             continue
         finally:
             os.close(descriptor)
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that ``pid`` has started, those that these have, and so on."""
+    """Return the processes that ``pid`` has started, directly or indirectly."""
     started = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # its name, in brackets, may have any characters
+        with contextlib.suppress(OSError):  # the name, in brackets, may have any characters
             _, parent = entry.read_text(errors="replace").rpartition(") ")[2].split()[:2]
             started[int(parent)].append(int(entry.parent.name))
     found = sorted(started[pid])
@@ -149,7 +149,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _of_processes(pid: int) -> Iterator[RankRecord]:
-    """The records of ``pid``, or of the first below it that has any, and of its peers on this host."""
+    """Yield the records of ``pid``, or of its first descendant with one, and of its peers on this host."""
     try:
         own = list(_segments(pid))
     except FileNotFoundError:
@@ -157,30 +157,32 @@ def _of_processes(pid: int) -> Iterator[RankRecord]:
     except PermissionError:
         owner, name = os.stat(f"/proc/{pid}").st_uid, Path(f"/proc/{pid}/comm").read_text().strip()
         if owner == os.getuid():
-            why = "it has more rights than others of its uid, which so cannot see whether it is a rank"
-            why += " of interlace; if it is, run this with CAP_SYS_PTRACE"
+            why = "it runs with extra privileges, so it cannot be inspected. If it is a rank of interlace,"
+            why += " run inspect with CAP_SYS_PTRACE"
         else:
-            why = f"it is of uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
-            why += "CAP_SYS_PTRACE, may read its record; run this as that user, or by sudo"
+            why = f"it belongs to uid {owner}, and this is uid {os.getuid()}: only its user, and root with "
+            why += "CAP_SYS_PTRACE, may read its record; run inspect as that user, or by sudo"
         raise ValueError(f"process {pid}, {_clean(name)}: {why}") from None
     for rank in (
         [] if own else _below(pid)
-    ):  # as of torchrun, or of a script that called interlace.run
+    ):  # for torchrun, or for a script that called interlace.run
         with contextlib.suppress(OSError):
             own = own or list(_segments(rank))
     if not own:
-        raise ValueError(f"process {pid} is in no group of interlace, nor is one that it started")
+        raise ValueError(
+            f"process {pid} and the processes that it started are in no group of interlace"
+        )
     nonces = {identity.nonce for identity, _ in own}
     yield from (record for _, record in own)
     for other in sorted({other for _, record in own for other in record.pids}):
         try:
             yield from (r for identity, r in _segments(other) if identity.nonce in nonces)
-        except OSError:  # it has ended, or is another user's by now
+        except OSError:  # it has ended, or its number belongs to another user now
             continue
 
 
 def _awaited(record: RankRecord | None) -> int | None:
-    """For whom a rank waits, by place; None for nobody."""
+    """Return the place of the rank that a rank waits for; None if it waits for none."""
     op = None if record is None else _last(record)
     if record is None or op is None or op.ended or record.now / 1e9 - record.since > FRESH_SECONDS:
         return None
@@ -188,7 +190,7 @@ def _awaited(record: RankRecord | None) -> int | None:
 
 
 def _last(record: RankRecord) -> PastOp | None:
-    """What a rank does, or did last."""
+    """Return the current op of a rank, or its last one."""
     ops = [*record.collectives[-1:], *record.transfers]
     return max(ops, key=lambda op: (not op.ended, op.began), default=None)
 
@@ -207,7 +209,7 @@ def _show(console: Any, name: str, found: Found) -> None:
     if late:
         write(console, f"  waited for: {_names(found, late)}", "red")
     if missing:
-        write(console, f"  have not come to op {latest}: {_names(found, missing)}")
+        write(console, f"  have not reached op {latest}: {_names(found, missing)}")
     if unknown:
         write(console, f"  unknown: {_names(found, unknown)}")
     order = sorted(found, key=lambda rank: (rank not in late, come.get(rank, latest + 1), rank))
@@ -221,7 +223,7 @@ def _names(found: Found, ranks: Sequence[int]) -> str:
 
 
 def _who(found: Found, rank: int) -> tuple[int, int]:
-    """The rank of the job, and its process, as any record of its host says."""
+    """Return the rank in the job and its process, from any record of its host."""
     for record in found.values():
         if record is not None and 0 <= (place := rank - _base(record)) < len(record.ranks):
             return int(record.ranks[place]), int(record.pids[place])
@@ -244,7 +246,7 @@ def _row(rank: int, found: Found, waits: int | None) -> tuple[str, ...]:
 
 
 def _process(pid: str) -> str:
-    """What process ``pid`` does, as the kernel says."""
+    """Return the state of process ``pid``, as the kernel reports it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -253,5 +255,5 @@ def _process(pid: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """``text`` without what could steer a terminal."""
+    """Return ``text`` without characters that could control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

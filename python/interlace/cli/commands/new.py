@@ -1,4 +1,4 @@
-"""``interlace new``: files to start from, which pass their own tests and ``verify`` as they are written."""
+"""``interlace new``: write files to start from. As written, they pass their own tests and ``verify``."""
 
 import importlib.util
 import keyword
@@ -17,26 +17,30 @@ FILES = {"{}.py": "new_kernel.txt", "test_{}.py": "new_kernel_test.txt"}
 
 @dataclass(frozen=True)
 class NewOptions(CommandOptions):
-    """Write a small fused kernel, its launch side, its tests, and a function for verify."""
+    """Write a small fused kernel, its launch function, its tests, and a function for verify."""
 
     what: str = option(positional=True, choices=("kernel",), metavar="kernel", help="what to write")
-    name: str = option(positional=True, metavar="NAME", help="of the kernel and of its file")
+    name: str = option(positional=True, metavar="NAME", help="name of the kernel and of its file")
     folder: str = option(
-        ".", metavar="FOLDER", help="where to write NAME.py and test_NAME.py; made if need be"
+        ".",
+        metavar="FOLDER",
+        help="folder for NAME.py and test_NAME.py; created if it does not exist",
     )
 
 
 def new(console: Any, options: NewOptions) -> int:
-    """Write the files; ValueError if one is there, or if the name cannot be one."""
+    """Write the files. Raise ValueError if one exists, or if the name cannot be used."""
     refuse_empty("--folder", options.folder)
     name, folder = options.name, pathlib.Path(options.folder)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"{name!r}: the name of a kernel is lower-case letters, digits and _, and no word of "
-            "Python's, as my_kernel"
+            f"{name!r}: the name of a kernel is lower-case letters, digits and _, and not a Python "
+            "keyword, such as my_kernel"
         )
     if name.startswith("test_") or name.endswith("_test"):
-        raise ValueError(f"{name}: pytest takes a file of that name for tests; leave test out")
+        raise ValueError(
+            f"{name}: pytest takes a file of that name for tests; use a name without test"
+        )
     if not folder.is_dir():
         try:
             folder.mkdir(parents=True)
@@ -46,12 +50,12 @@ def new(console: Any, options: NewOptions) -> int:
     texts = {folder / f.format(name): (data / t).read_text("ascii") for f, t in FILES.items()}
     for path in texts:
         if path.exists():
-            raise ValueError(f"{path}: is there already, and is not written over")
+            raise ValueError(f"{path}: exists already, and new does not overwrite it")
         refuse_unwritable("new kernel", str(path))
     if importlib.util.find_spec(name) is not None:
-        raise ValueError(f"{name}: is the name of a module that this one would hide")
+        raise ValueError(f"{name}: is the name of a module that this file would hide")
     if any(re.search(rf"\b{name}\b", text) for text in texts.values()):
-        raise ValueError(f"{name}: is a name that the files use for something else")
+        raise ValueError(f"{name}: the files use this name for something else")
     for path, text in texts.items():
         title = "".join(part.capitalize() for part in name.split("_"))
         path.write_text(text.replace("@NAME@", name).replace("@CLASS@", title), encoding="ascii")

@@ -1,7 +1,7 @@
-"""``interlace tune``: measure which configuration is fastest for some shapes, keep it, say what it gained.
+"""``interlace tune``: measure which configuration is fastest for some shapes, save it, and report the gain.
 
-``benchmark/tune.py`` measures on the ranks, ``runtime/tuning/files.py`` writes; here one shape
-comes after another, each written when it is done, so an interrupted run keeps what it has.
+``benchmark/tune.py`` measures on the ranks, ``runtime/tuning/files.py`` writes. This file runs one shape
+after another and writes each when it is done, so an interrupted run keeps its results.
 """
 
 import datetime
@@ -57,25 +57,25 @@ MatmulShape = tuple[int, int, int]
 TuneJob = tuple[str, tuple[int, ...]]
 
 MEANING = """\
-what a figure means:
-  cuda  the time of the op on these GPUs: one process per GPU if there are as many as ranks, else virtual
-        ranks that share one, whose "links" are its memory: tune where you run
-  shm   the time of the op on this host's CPUs. What is chosen is the algorithm, "pipelined" or "unfused"
-  sim   the time of the simulator, which is interpreted Python: says nothing of a GPU. Read only where
-        INTERLACE_TUNE_CACHE names the file, so that a seed is the same schedule everywhere
-exit status: 0; 1 if a result is wrong; 2 for options that cannot be, and errors.
+meaning of the figures:
+  cuda  the time of the op on these GPUs: one process per GPU if there are as many GPUs as ranks, otherwise
+        virtual ranks on one GPU, whose "links" are its memory. Tune on the machine where you run
+  shm   the time of the op on this host's CPUs. tune chooses the algorithm, "pipelined" or "unfused"
+  sim   the time of the simulator, which is interpreted Python: it says nothing about a GPU. It is used only
+        if INTERLACE_TUNE_CACHE names the file, so that a seed is the same schedule everywhere
+exit status: 0; 1 if a result is wrong; 2 for wrong options and for errors.
 """
 
 
 @dataclass(frozen=True)
 class TuneOptions(CommandOptions):
-    """Measure which configuration of a fused op is fastest here, and remember it.
+    """Measure which configuration of a fused op is fastest here, and save it.
 
-    OP is one of those below; without, it is all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce.
-    Every candidate is checked against float64. The fastest go into a cache file, where calls of about the
-    same shape, on as many ranks and the same device, find them: $INTERLACE_TUNE_CACHE, or
-    interlace/tune.json in the user's cache folder. Ranks of a group never choose differently; where their
-    files differ, rank 0's counts.
+    OP is listed below; by default it is all_gather_matmul, matmul_reduce_scatter and matmul_all_reduce.
+    Every candidate is checked against float64. The fastest go into a cache file: $INTERLACE_TUNE_CACHE, or
+    interlace/tune.json in the user's cache folder. Calls of about the same shape, on as many ranks and the
+    same device, use them. Ranks of a group never choose differently: if their files differ, the file of
+    rank 0 counts.
     """
 
     epilog = MEANING
@@ -83,42 +83,47 @@ class TuneOptions(CommandOptions):
     op: tuple[str, ...] = option(
         (), positional=True, nargs="*", metavar="OP", help=", ".join(TUNED)
     )
-    m: str | None = option(None, metavar="ROWS", help="all rows; a list or range, as bench has it")
+    m: str | None = option(None, metavar="ROWS", help="all rows; a list or range, as for bench")
     n: str | None = option(None, metavar="COLUMNS", help="columns of a rank's weight")
-    k: str | None = option(None, metavar="INNER", help="what a rank contracts")
+    k: str | None = option(None, metavar="INNER", help="contracted dimension of a rank")
     shapes: str | None = option(
-        None, metavar="FILE", help="lines 'm n k' or 'm x n x k', # for comments"
+        None, metavar="FILE", help="file with lines 'm n k' or 'm x n x k', # for comments"
     )
     dtype: str | None = option(
         None,
         choices=("float32", "float16", "bfloat16", "float64"),
-        help="default bfloat16 on a GPU, float32 on a CPU",
+        help="dtype (default bfloat16 on a GPU, float32 on a CPU)",
     )
     format: str | None = option(
         None,
         choices=tuple(FORMATS),
-        help="operands in this block-scaled format; --dtype is the output's",
+        help="block-scaled format of the operands; --dtype is the output dtype",
     )
     world_size: int | None = option(
-        None, type=int, also="--ranks", help="ranks (default: the GPUs, if several; else 2)"
+        None,
+        type=int,
+        also="--ranks",
+        help="number of ranks (default: of GPUs, if several; otherwise 2)",
     )
     place: str | None = option(
-        None, choices=PLACES, help="default: cuda where there is a GPU, else shm"
+        None, choices=PLACES, help="default: cuda if there is a GPU, otherwise shm"
     )
-    budget: float = option(60.0, type=float, metavar="SECONDS", help="in all (default 60)")
+    budget: float = option(
+        60.0, type=float, metavar="SECONDS", help="total time for all measurements (default 60)"
+    )
     dry_run: bool = option(
-        False, action="store_true", help="only list what is chosen now, and what would be tried"
+        False, action="store_true", help="only list the current choice and the candidates"
     )
     arch: int | None = option(
-        None, type=int, choices=BUILDABLE, help="with --dry-run: as on such a GPU, without one"
+        None, type=int, choices=BUILDABLE, help="GPU that --dry-run assumes; needs no GPU"
     )
     cache: str | None = option(
-        None, metavar="FILE", help="write there; INTERLACE_TUNE_CACHE then reads it"
+        None, metavar="FILE", help="write this file; INTERLACE_TUNE_CACHE then reads it"
     )
     plot: str | None = option(
         None,
         metavar="FILE",
-        help="times of candidates as PNG or SVG (needs matplotlib); - draws them here",
+        help="plot times of candidates as PNG or SVG (needs matplotlib); - draws them here",
     )
 
     def interprets(self) -> bool | None:
@@ -147,27 +152,29 @@ def dtype_of(options: TuneOptions) -> torch.dtype:
 
 
 def settings_of(options: TuneOptions) -> dict[str, Any]:
-    """What is given besides sizes, as the op's class takes it."""
+    """Return the settings besides sizes, by the names of the op's class."""
     return {} if options.format is None else {"format": options.format}
 
 
 def check(options: TuneOptions) -> None:
-    """Raise ValueError for what cannot be, before anything runs."""
+    """Raise ValueError for options that are not possible, before anything runs."""
     for op in options.op:
         if op not in TUNED:
-            raise ValueError(f"{op}: is none of {', '.join(TUNED)}")
+            raise ValueError(f"OP must be one of {', '.join(TUNED)}, got {op}")
         if options.format is not None and "format" not in TUNED[op].settings:
-            raise ValueError(f"--format {options.format}: {op} has none")
+            raise ValueError(f"--format {options.format}: {op} takes no format")
     if under_torchrun():
-        raise ValueError("tune starts its ranks, one process per GPU: start it without torchrun")
+        raise ValueError(
+            "tune starts its own ranks, one process per GPU: start it without torchrun"
+        )
     if not 0 < options.budget <= MOST_BUDGET:
         raise ValueError(
-            f"--budget must be positive, got {options.budget}; the most is {MOST_BUDGET:g} s"
+            f"--budget must be positive and at most {MOST_BUDGET:g} s, got {options.budget}"
         )
     if not 1 <= world_size_of(options) <= MOST_RANKS:
         raise ValueError(f"--world-size must be within 1..{MOST_RANKS}, got {options.world_size}")
     if options.arch is not None and not (options.dry_run and place_of(options) == "cuda"):
-        raise ValueError("--arch is for --dry-run in place cuda")
+        raise ValueError("--arch needs --dry-run and place cuda")
     if place_of(options) == "cuda" and options.arch is None and not torch.cuda.is_available():
         raise ValueError(
             "--place cuda needs a CUDA device, and torch sees none; use --place shm or sim, or "
@@ -181,7 +188,7 @@ def check(options: TuneOptions) -> None:
 
 
 def jobs_of(options: TuneOptions) -> list[TuneJob]:
-    """Every op with every shape, as far as it has these sizes. Raises ValueError or OSError."""
+    """Return every op with every shape whose sizes it has. Raise ValueError or OSError."""
     found = [
         (op, shape[: len(TUNED[op].sizes)])
         for op in ops_of(options)
@@ -191,11 +198,11 @@ def jobs_of(options: TuneOptions) -> list[TuneJob]:
 
 
 def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]]:
-    """(m, n, k) of each."""
+    """Return (m, n, k) of each shape."""
     sizes = (options.m, options.n, options.k)
     if options.shapes is not None:
         if any(each is not None for each in sizes):
-            raise ValueError("--shapes has the shapes: leave --m, --n and --k")
+            raise ValueError("--shapes gives the shapes: leave out --m, --n and --k")
         refuse_unreadable("--shapes", options.shapes)
         shapes = read_shapes(pathlib.Path(options.shapes))
     else:
@@ -213,7 +220,7 @@ def _shapes_of(options: TuneOptions, kind: type[ByRows]) -> list[tuple[int, ...]
 
 
 def read_shapes(path: pathlib.Path) -> list[MatmulShape]:
-    """The shapes in a file, one per line; errors name the line."""
+    """Return the shapes in a file, one per line; errors name the line."""
     shapes = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -230,11 +237,11 @@ def read_shapes(path: pathlib.Path) -> list[MatmulShape]:
     return shapes
 
 
-GRACE = 300.0  # seconds over the budget after which a run is given up: compiling is slow
+GRACE = 300.0  # seconds over the budget after which a run is ended: compiling is slow
 
 
 def tune(console: Any, options: TuneOptions) -> int:
-    """Measure, write, print; 1 if any default is wrong, else 0. Raises ValueError or OSError."""
+    """Measure, write, print; return 1 if any default is wrong, otherwise 0. Raise ValueError or OSError."""
     check(options)
     jobs = jobs_of(options)
     if options.dry_run:
@@ -263,7 +270,7 @@ def tune(console: Any, options: TuneOptions) -> int:
                 if unwritten:
                     cache.add(machine, unwritten, file)
                     unwritten.clear()
-            except (OSError, NotOursError) as error:  # what was measured is still to be printed
+            except (OSError, NotOursError) as error:  # the measurements are still printed
                 failed = error
     for job, outcome in outcomes:
         _print(console, job, outcome)
@@ -297,7 +304,7 @@ def _problem(options: TuneOptions, job: TuneJob) -> Problem:
 
 
 def _of_products(op: str) -> bool:
-    """Whether tiles and cost model are those of a matmul."""
+    """Return whether tiles and cost model are the ones of a matmul."""
     return op.removesuffix("_norm") in FUSED
 
 
@@ -312,7 +319,7 @@ def _tried(options: TuneOptions, job: TuneJob) -> list[TuneCandidate]:
 
 
 def _measured(options: TuneOptions, job: TuneJob, count: int, progress: Progress) -> Tuned:
-    """One ``interlace.run``, or as many as candidates cannot be run."""
+    """Measure in one ``interlace.run``, or in one more for each candidate that cannot be run."""
     op, shape = job
     place, size = place_of(options), world_size_of(options)
     processes = place == "cuda" and torch.cuda.device_count() >= size > 1
@@ -354,15 +361,15 @@ def _row(options: TuneOptions, job: TuneJob, outcome: Tuned) -> cache.CacheRow:
 
 
 FIGURES = {
-    "cuda": "Times are those of the ops on these GPUs, medians over blocks of the slowest rank.",
-    "shm": "Times are those of the ops on this host's CPUs; they say nothing of a GPU.",
-    "sim": "Times are those of the simulator, interpreted Python on one core: they say nothing of a "
-    f"GPU, and the simulator uses the cache only where {cache.VARIABLE} names it.",
+    "cuda": "Times of the ops on these GPUs, medians over blocks of the slowest rank.",
+    "shm": "Times of the ops on this host's CPUs; they say nothing about a GPU.",
+    "sim": "Times of the simulator, interpreted Python on one core: they say nothing about a "
+    f"GPU, and the simulator uses the cache only if {cache.VARIABLE} names it.",
 }
 
 
 def _times(outcome: Tuned) -> list[tuple[str, float]]:
-    """The medians of what ran and was right, fastest first."""
+    """Return the medians of the candidates that ran and were right, fastest first."""
     ran = [each for each in outcome.timed if each.microseconds and each.right]
     ran.sort(key=lambda each: each.median)
     default = outcome.default
@@ -383,7 +390,9 @@ def _print(console: Any, job: TuneJob, outcome: Tuned) -> None:
         line(f"  {outcome.factor:.2f} times as fast as the default", "green")
     wrong = [each for each in outcome.timed if not each.right]
     for each in wrong:
-        text = f"  WRONG: {each.candidate.describe()}: error {each.error:.3g} times what is allowed"
+        text = (
+            f"  WRONG: {each.candidate.describe()}: error {each.error:.3g} times the allowed error"
+        )
         line(text, "red")
     for candidate, reason in outcome.skipped:
         line(f"  skipped: {candidate.describe()}: {reason}", "yellow")
@@ -394,7 +403,7 @@ def _print(console: Any, job: TuneJob, outcome: Tuned) -> None:
 
 
 def _list(console: Any, options: TuneOptions, jobs: list[TuneJob]) -> None:
-    """Print what is chosen now and why, and what would be tried."""
+    """Print the current choice and its reason, and the candidates."""
     place, capability = place_of(options), _capability(options)
     rows: tuple[cache.CacheRow, ...] = ()
     if options.arch is None:

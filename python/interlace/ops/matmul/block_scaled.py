@@ -170,10 +170,14 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
         return "nvfp4"
     if values.dim() < 2 or scales.dim() != values.dim() or not values.shape[inner]:
         return ""
-    blocks = -(-values.shape[inner] // INNER)
     across = -3 - inner
-    by_row = blocks == 1 and scales.shape[across] in (1, values.shape[across])
-    return "" if scales.shape[inner] != blocks or by_row else "fp8_block128"
+    blocks, of_many = (-(-values.shape[each] // INNER) for each in (inner, across))
+    by_block = scales.shape[inner] == blocks
+    if (
+        blocks == 1
+    ):  # a scale of each row is that of a block as well, so the other dimension decides
+        by_block = by_block and scales.shape[across] == of_many not in (1, values.shape[across])
+    return "fp8_block128" if by_block else ""
 
 
 def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
@@ -538,16 +542,16 @@ def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
     return packed_parts(rows, 1, format) if format else rows
 
 
-@torch.no_grad()
 def product(
     left: torch.Tensor, weight: torch.Tensor, format: str, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``left @ weight`` in a format, in the dtype of ``left`` or another; without a format torch's.
+    """Return ``left @ weight`` in a format, in the dtype of ``left`` or another.
 
-    ``weight`` may be packed columns.
+    ``weight`` may be packed columns. Without a format it is torch's product, which has gradients.
     """
     if not format:
         return left @ weight
+    left = left.detach()
     rows = packed_rows(quantize(left.flatten(0, -2), format))  # type: ignore[arg-type]
     columns = packed_weight(weight, format).mT
     made: torch.Tensor = multiply_parts(rows[None], columns[None], format)

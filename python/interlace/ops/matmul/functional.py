@@ -90,7 +90,8 @@ def gather(
 ) -> Any:
     """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
     op = "all_gather_matmul"
-    if not (given.format or block_scaled.are_scaled(given.input, given.weights)):
+    scaled = isinstance(given.input, Scaled) or isinstance(given.weights, Scaled)
+    if not (given.format or scaled):
         return _gather(op, given, group, tag, save_gathered)
     op, made, terms = block_scaled.packed_by_functional(op, given, group, tag)
     with terms:
@@ -294,8 +295,8 @@ def reduce(
 ) -> Any:
     """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
     multiplies = op in (SCATTER, ALL_REDUCE)
-    blocks = given.format or block_scaled.are_scaled(given.input, given.weight)
-    if not multiplies or not blocks:
+    scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
+    if not multiplies or not (given.format or scaled):
         return _reduce(op, op, given, norm, quantize, group, tag)
     of_blocks, given, terms = block_scaled.packed_by_functional(op, given, group, tag)
     with terms:
