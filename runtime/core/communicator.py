@@ -95,7 +95,8 @@ class Communicator:
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
     def on(self, *values: object) -> "Communicator":
-        """Return these ranks' communicator on the device of the first tensor in ``values`` or their lists."""
+        """Return these ranks' communicator on the device of the first tensor in ``values`` or their
+        lists."""
         return self
 
     def on_all_devices(self) -> "Sequence[Communicator]":
