@@ -95,8 +95,7 @@ class Communicator:
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
     def on(self, *values: object) -> "Communicator":
-        """Return these ranks' communicator on the device of the first tensor in ``values`` or their
-        lists."""
+        """Return these ranks' communicator on the first tensor's device; ``values`` may hold lists."""
         return self
 
     def on_all_devices(self) -> "Sequence[Communicator]":
@@ -326,8 +325,9 @@ class Communicator:
 
         Several registrations are called in their order.
 
-        Parameters ---------- before : called with a :class:`HookedOp` before the op. If it raises, the op
-        is refused on all ranks,
+        Parameters
+        ----------
+        before : called with a :class:`HookedOp` before the op. If it raises, all ranks refuse the op,
             like any misuse. For a message this aborts the group, because the peer would wait for it.
         after : called with a :class:`HookedOp` when the op has ended, or when a later hook has refused it.
             For an asynchronous op it runs in the thread that ends the op; for an op on streams (``sim``,

@@ -139,8 +139,7 @@ class Engine(ABC):
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Parts, op: str
     ) -> Event | None:
-        """Set ``output`` to the reduction over ranks of ``inputs[this rank]``; ``inputs[r]`` is r's
-        part."""
+        """Set ``output`` to the reduction of all ranks' ``inputs[this rank]``."""
         return self.reduce(call, inputs, output, op, TO_EACH)
 
     def cut(self, parts: Parts) -> Tensors:

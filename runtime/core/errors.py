@@ -70,8 +70,7 @@ class PeerDiedError(InterlaceError):
 
 
 class SourceText(str):
-    """Text that names lines of source, as "signal.py:69 in publish"; ``frames`` are (path, line), innermost
-    first."""
+    """Text that names source, as "signal.py:69 in publish"; ``frames``: (path, line), innermost first."""
 
     frames: tuple[tuple[str, int], ...]
 
@@ -175,8 +174,7 @@ class RankError(InterlaceError):
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` from the first call outside this project; whole if none is
-    outside."""
+    """Return the traceback of ``error`` from the first call outside this project, or all of it."""
     first = error.__traceback__
     while first is not None and _is_own(first.tb_frame):
         first = first.tb_next

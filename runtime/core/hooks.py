@@ -262,8 +262,7 @@ class OpHooks:
             (hook.after or _nothing)(call)
 
     def over(self, cause: BaseException) -> None:
-        """Call ``on_abort`` of the hooks, because ``cause`` has aborted the group. Only the first call
-        counts."""
+        """Call ``on_abort`` of the hooks: ``cause`` aborted the group. Only the first call counts."""
         over, self._over = self._over, True
         for hook in [] if over else list(self._registered.values()):
             try:

@@ -128,8 +128,7 @@ def read_only(kernel: KernelFunction) -> frozenset[str]:
 
 
 def compiled_with(kernel: KernelFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return ``arguments`` to compile ``kernel`` with, not to run it: ``general`` tuples select general
-    code."""
+    """Return ``arguments`` to compile ``kernel``, not to run it: ``general`` tuples specialise nothing."""
     return {
         name: type(value)(*map(_any_number, value))
         if name in general(kernel) and isinstance(value, tuple)
@@ -139,8 +138,7 @@ def compiled_with(kernel: KernelFunction, arguments: Mapping[str, object]) -> di
 
 
 def _any_number(value: object) -> Any:
-    """Return an integer as wide as ``value``, but neither 1 nor a multiple of 16; other values
-    unchanged."""
+    """Return an integer of ``value``'s width, neither 1 nor a multiple of 16; other values unchanged."""
     if type(value) is not int:
         return value
     return 3 if -SMALL <= value < SMALL else SMALL + 3

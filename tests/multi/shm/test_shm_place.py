@@ -638,7 +638,7 @@ def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
         [sys.executable], input=AT_IMPORT, env=environment, capture_output=True, text=True
     )
     assert script.stderr.count("Traceback") == 1
-    assert "<stdin> is no file: save it as one" in script.stderr.splitlines()[-1]
+    assert "<stdin> is not a file: save the script as a file" in script.stderr.splitlines()[-1]
 
 
 STARTING = """

@@ -74,7 +74,7 @@ def _layout(*, data: bool = False) -> Layout:
     return layout
 
 
-GAVE_UP = pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte")
+GAVE_UP = pytest.raises(CollectiveTimeoutError, match="timed out waiting for rank 1: slot at byte")
 
 
 @gpu_ranks(2, raises=GAVE_UP, eager=0.0)
@@ -121,7 +121,7 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
             torch.cuda.synchronize()
 
     counted = (fake_kernels, "itertools", SimpleNamespace(count=polls))
-    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
+    with pytest.raises(CollectiveTimeoutError, match="timed out waiting for rank 1"):
         fake_host.run(on_rank, 2, FakeGpu(eager=0.0), counted)
     assert passed[0] == pytest.approx(100 * minutes / 10, rel=0.02)
 
