@@ -49,7 +49,7 @@ IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HookedOp:
-    """One op of a group as its hooks see it. Setting a field raises AttributeError.
+    """One op of a group as its hooks see it. Raises AttributeError if a field is set.
 
     Attributes
     ----------

@@ -55,7 +55,9 @@ def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
     """On two ranks; where no alarm comes, the wait says so in the end."""
     with contextlib.ExitStack() as stack:
         if fake_queues.CONNECTIONS == 1:
-            stack.enter_context(pytest.raises(CollectiveTimeoutError, match="gave up waiting for"))
+            stack.enter_context(
+                pytest.raises(CollectiveTimeoutError, match="timed out waiting for")
+            )
         fake_host.run(on_rank, 2, gpu, *faults)
 
 
@@ -162,7 +164,7 @@ def test_a_kernel_that_gave_up_is_found_in_its_header() -> None:
     place.check()
 
 
-OF_ANOTHER = pytest.raises(AbortedError, match="a kernel of another rank of the group has given up")
+OF_ANOTHER = pytest.raises(AbortedError, match="kernel of another rank of the group has timed out")
 
 
 @gpu_ranks(raises=OF_ANOTHER)
