@@ -115,7 +115,7 @@ class Hooks(Protocol):
     def atomic(self, atomic: Atomic, perform: Perform) -> Any: ...
 
     def origin(self, address: int) -> Any:
-        """Return the origin of a number that becomes a pointer; None if unknown (``provenance.py``)."""
+        """Return the origin of a number that becomes a pointer; None if unknown (``session.py``)."""
 
     def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
         """Raise an error that names ``what`` the memory is.

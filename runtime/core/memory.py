@@ -204,7 +204,8 @@ class _Channel:
 class Arena:
     """Leases workspaces of one group, in the same order and at the same offsets on every rank.
 
-    ``turn`` counts the ops that took a channel. ``words``: memory of ``algorithms/low_latency.py``, if any.
+    ``turn`` counts the ops that took a channel. ``words``: memory of
+    ``kernels/collectives/low_latency.py``, if any.
     """
 
     def __init__(
