@@ -1,6 +1,6 @@
 """Engines, which move and reduce the tensors of one group: the interface under the plain collectives.
 
-An engine gets a collective after its arguments have been checked on this rank, and only dense tensors:
+An engine gets a collective after its arguments have been checked on this rank. It gets only dense tensors:
 contiguous, detached, on the group's device, of a dtype for which the op is defined. It compares the
 calls of all ranks before any byte of a caller's tensor changes, and then does the work.
 
@@ -83,9 +83,9 @@ class Engine(ABC):
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
         """Give tensors to other ranks, and take tensors from them.
 
-        ``gives``: a tensor for each rank; one alone if ``alike``; () for a rank that gives nothing.
-        ``takes``: a tensor from each rank, or one alone from the only giver; () if it takes nothing.
-        Lengths may differ between ranks, except in a broadcast.
+        ``gives`` has a tensor for each rank, one alone if ``alike``, and is () if a rank gives nothing.
+        ``takes`` has a tensor from each rank, or one alone from the only giver, and is () if it takes
+        nothing. Lengths may differ between ranks, except in a broadcast.
         """
 
     @abstractmethod

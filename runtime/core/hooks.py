@@ -100,7 +100,7 @@ class Form(NamedTuple):
     def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> Iterator[tuple[str, object]]:
         """Yield its arguments by name, except absent ones; yield the fields of a record of arguments.
 
-        A fused op has names; its options that are None are yielded, too.
+        The arguments of a fused op have names, and its options that are None are yielded as well.
         """
         names = self.names or [*inspect.signature(self.check).parameters][1:]
         options_from = len(tensors) if self.names else len(names)

@@ -7,9 +7,9 @@ Kernels take ``NamedTuple``s (``kernels/arguments.py``), but compilations and la
 This file takes tuples with names apart, and puts them together again. Here a value has a *path*,
 ``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
 
-A compiled kernel depends on the dtypes of tensors and the width of numbers. If an argument is not listed in
-the kernel's ``do_not_specialize``, the kernel also depends on whether a number is 1, and whether a number
-or a tensor's address is a multiple of 16. Triton decides this by itself, but it ignores
+A compiled kernel depends on the dtypes of tensors and the width of numbers. Arguments that are not listed
+in the kernel's ``do_not_specialize`` specialise it further. It depends on whether a number is 1, and on
+whether a number or a tensor's address is a multiple of 16. Triton decides this by itself, but it ignores
 ``do_not_specialize`` inside tuples: for these, :func:`compiled_with` passes numbers that select the general
 code.
 """

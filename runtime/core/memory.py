@@ -283,7 +283,7 @@ class Tables:
     def table(
         self, key: object, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
     ) -> torch.Tensor:
-        """Return the table of ``rows()``; drop old ``passing`` tables, except those of captured graphs."""
+        """Return the table of ``rows()``; drop old ``passing`` tables that no captured graph has."""
         table = self.lasting.get(key)
         if table is None and passing:
             table = self._passing.get(key)

@@ -70,7 +70,7 @@ PUTS = ("nvshmem", "stores", "late")
 
 @dataclass(frozen=True)
 class Nodes:
-    """``of[r]``: node of rank r; ``put``: see ``kernels/node_puts.py``; ``options`` link its library."""
+    """``of[r]`` is rank r's node. For ``put`` see ``kernels/node_puts.py``; ``options`` link its library."""
 
     of: tuple[int, ...]
     put: str
@@ -149,7 +149,7 @@ class PlaceControl(PlaceRank, ABC):
     Attributes
     ----------
     joining : the seconds that it took to meet the other processes.
-    linger : the seconds that :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
+    linger : the seconds that :meth:`close` waits until rank 0 closes; see ``HostGroup.close``.
     calls : the number of this rank's calls, if ranks compare their calls without waiting for each other.
     """
 

@@ -104,7 +104,7 @@ def loads(data: bytes) -> Any:
         value, end = _read(data, 0, DEEPEST)
     except UnreadableError:
         raise
-    except Exception as error:  # of struct, of codecs, of a record's checks
+    except Exception as error:  # from struct, from codecs, from a record's checks
         raise UnreadableError(f"unreadable message of {len(data)} bytes: {error}") from error
     if end != len(data):
         raise UnreadableError(f"{len(data) - end} bytes follow the end of a message")

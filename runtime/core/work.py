@@ -171,8 +171,8 @@ class Work(TorchWork):
 
     def _future_of_the_end(self) -> torch.futures.Future[Any]:
         settled: torch.futures.Future[None] = torch.futures.Future()
-        # set_exception() would set a value that only Python sees as an error; an exception of a callback
-        # is an error for C++, too.
+        # set_exception() would set a value that only Python sees as an error. An exception of a callback
+        # is an error for C++ as well.
         future = settled.then(lambda _: self._value())
         if self._outcome is None:
             settled.set_result(None)

@@ -1,7 +1,7 @@
 """Symmetric memory of processes on one node: by torch, or by CUDA IPC if torch's allocator refuses.
 
-torch allocates with CUDA's virtual memory API, passes the allocations to the peers (file descriptors, or
-fabric handles between hosts), maps every peer's, and binds a multicast object if the hardware has one.
+torch allocates with CUDA's virtual memory API and passes the allocations to the peers (file descriptors, or
+fabric handles between hosts). It maps every peer's, and binds a multicast object if the hardware has one.
 
 torch's rendezvous needs a C++ ``ProcessGroup`` with rank, size and store, registered under the name that
 torch gets. It needs no backend, so a bare group is enough. The store serves as an all-gather: torch sets

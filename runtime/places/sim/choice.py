@@ -51,7 +51,7 @@ def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
     """Return programs compiled for ``arch``; None: compiled if needed. ValueError for an unknown one."""
     if arch is None:
         if rewrite is not None:
-            raise ValueError("rewrite changes PTX, so arch must be passed, too")
+            raise ValueError("rewrite changes PTX, so arch must be passed as well")
         return functools.partial(_by_need, *_chosen.get())
     if rewrite is not None and not callable(rewrite):
         raise TypeError(f"rewrite must be a function of a name and PTX, got {rewrite!r:.60}")

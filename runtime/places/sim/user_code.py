@@ -20,7 +20,7 @@ Globals of modules are per rank (:class:`RankGlobals`): one module in this proce
 each process of a job. A rank that continues finds its modules' names as it has left them, and so the
 dictionaries, lists and sets that they hold. A rank begins with their state before the run, and after the
 run they have this state again. So each rank has its own caches, workspaces and counters of a file, as if it
-were a process, and no run finds those of the previous run.
+were a process, and no run finds the state of the previous run.
 
 Only contents are exchanged: a dictionary stays the same object, for all who refer to it. The search covers
 module globals, attributes of classes and of objects whose class belongs to one of the modules, defaults and
@@ -122,7 +122,7 @@ def _put(cell: Any, content: Any) -> None:
 def _anew(contents: list[Any]) -> list[Any]:
     """Return contents for a rank that begins, with new, empty copies of ``functools.cache`` functions.
 
-    Locks are new, too: ranks share a thread, so a rank that yields while it holds one would block all.
+    Locks are new as well. Ranks share a thread, so a rank that yields while it holds one would block all.
     """
 
     @functools.cache

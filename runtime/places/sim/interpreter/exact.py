@@ -7,9 +7,9 @@ digits of these types, so +, -, * and / are as if rounded once from the exact va
 
     stored bits --widen--> fp32 numpy --operation--> fp32 or fp64 --narrow--> stored bits
 
-Results follow the hardware and not torch in these cases: conversions to fp8 saturate (`cvt.satfinite`: 500
-becomes 448 in e4m3, and nan in torch), integers and fp64 round once on the way to bf16 (torch goes through
-fp32), and min, max and clamp return the number if one operand is nan.
+Results follow the hardware and not torch in three cases. Conversions to fp8 saturate (`cvt.satfinite`: 500
+becomes 448 in e4m3, and nan in torch). Integers and fp64 round once on the way to bf16 (torch goes through
+fp32). And min, max and clamp return the number if one operand is nan.
 
 Results may differ from the GPU in these cases:
 - `tl.dot` and reductions add in the order of `numerics/exact.py`, which is the same on every processor, but
@@ -111,7 +111,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> TensorHandle:
         if not d.dtype.scalar.is_floating():
             return stock_dot(a, b, d, precision, imprecise)
-        # A narrow accumulator, too, is rounded once at the end, and not at every addition.
+        # A narrow accumulator is rounded once at the end, and not at every addition.
         with np.errstate(all="ignore"):
             return like(matrix_product(_number(a), _number(b)) + _number(d), d)
 

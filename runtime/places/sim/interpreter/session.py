@@ -484,7 +484,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def source_frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of kernel code, without those of Triton and of the runtime."""
+    """Return the frames of kernel code, without frames of Triton and of the runtime."""
     return [
         each
         for each in outwards(frame)

@@ -1,7 +1,7 @@
 """Shortcuts through Triton's front end for the most frequent work of interpreted kernels: arithmetic,
 calls.
 
-Triton's interpreter runs every operation through the front end of the compiler: types are promoted,
+Triton's interpreter runs every operation through the front end of the compiler. Types are promoted,
 constants become tensors, shapes are broadcast by rule, and each step makes new types and tensors. An
 addition of two numbers takes 20 us that way, and 3 us here (one core of a shared machine, Triton 3.7.1).
 Kernels that move data mostly compute indices, so this decides how long they take.
@@ -23,8 +23,8 @@ and call the previous operator in all other cases::
 
 Shapes have equally many dimensions, of equal lengths or 1, or one of the two is a scalar: then numpy
 broadcasts as Triton does. The result has the type, the shape and the bits that the front end would have
-given it; test_interpreter_shortcuts.py compares. Integers wrap around, without a check for overflow: the
-session omits that check, too.
+given it; test_interpreter_shortcuts.py compares. Integers wrap around, without a check for overflow, which
+the session omits anyway.
 
 Inside :func:`call_shortcuts` loads, stores, ranges and the creation of tensors handle these cases and leave
 all others to the front end. The results have its types, shapes and bits; test_interpreter_calls.py
@@ -39,8 +39,8 @@ compares::
     tl.tensor    the shape and the number of elements are made once for every shape
     block_type   ... of another element type is made once for every type of numbers
 
-A masked load took 46 us and takes 8, a store 35 and 4, a range 16 and 2, an atomic 40 and 10, without the
-time of hooks (one core of a shared machine, Triton 3.7.1).
+A masked load took 46 us and takes 8, a store 35 and 4, a range 16 and 2, an atomic 40 and 10. These times
+do not include hooks (one core of a shared machine, Triton 3.7.1).
 """
 
 import math

@@ -199,7 +199,7 @@ class Allocations:
 
     def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
         """Return the origin of the pointer in a launch's argument."""
-        tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
+        tensor = getattr(tensor, "base", tensor)  # Triton reinterprets one by a wrapper
         if not isinstance(tensor, torch.Tensor):
             return None
         read_only = ""

@@ -162,7 +162,7 @@ class MemoryCheck:
             allocation = origin.allocation
         lane = np.unravel_index(position, pointers.data.shape)
         shape = "x".join(map(str, pointers.data.shape))
-        threads = threads_of(pointers)  # of the participating threads, maybe not the whole block's
+        threads = threads_of(pointers)  # only participating threads, perhaps not the whole block
         if threads is not None:
             where = f", by thread {int(threads[position])}"
         elif pointers.data.size == 1:

@@ -19,7 +19,7 @@ class Observer:
 
     ``task`` does the action: a program of a kernel, a stream, or the user code of a rank. User code also
     stands for its rank's current stream, because its torch operators run there. ``pointers`` and ``mask``
-    are the interpreter's handles; those of PTX have the thread of each element (``threads_of``).
+    are the interpreter's handles; handles of PTX have the thread of each element (``threads_of``).
     """
 
     def attach(self, steps: Callable[[], int]) -> None:
@@ -54,7 +54,7 @@ class Observer:
         """Note that threads' stores have arrived everywhere, for a later signal by any thread."""
 
     def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
-        """Note that threads have fenced between their accesses and those of the async proxy."""
+        """Note that threads have fenced between their accesses and accesses of the async proxy."""
 
     def on_alias_fence(self, task: Task, threads: Lanes = None) -> None:
         """Note a fence between accesses by a multicast address and accesses by other addresses."""

@@ -1,7 +1,7 @@
 """The scheduler's hooks of the interpreter, called at every memory access of a program.
 
 Each access is a point where another task may go on. Stores may be delayed in buffers, and observers are
-notified. The hooks detect polls, so a deadlock is found and not waited for: a poll that reads the same
+notified. The hooks detect polls, so a deadlock is found and not waited for. A poll that reads the same
 values twice will read them again until memory changes, so its program does not run before that.
 """
 
@@ -30,7 +30,7 @@ SMALL_READ = 64  # elements: the most that a program may read between two polls 
 TIRED = 1000  # points
 SPINNING = 500  # plain loads without a change of memory; more of them count as polls
 LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and the reads around it
-MORE_READS = 100  # of all programs woken in vain, before their reads count as polls again
+MORE_READS = 100  # by all programs woken in vain, before their reads count as polls again
 
 
 class Read(NamedTuple):

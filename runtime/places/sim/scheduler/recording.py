@@ -3,10 +3,10 @@
 Time is in thousandths of ``Recording.unit``: a schedule step in ``sim``; in ``shm`` a microsecond of the
 clock that all processes of a host share.
 
-:func:`write_trace` makes Chrome trace JSON of recordings, for https://ui.perfetto.dev or chrome://tracing:
-one process per rank, one thread per program or stream; a complete event per tile, sum, copy, wait and
-stream item; an arrow from each publish to the wait that it ended. The format counts microseconds: a
-schedule step is written as one.
+:func:`write_trace` makes Chrome trace JSON of recordings, for https://ui.perfetto.dev or chrome://tracing.
+It has one process per rank, one thread per program or stream, and a complete event per tile, sum, copy,
+wait and stream item. An arrow leads from each publish to the wait that it ended. The format counts
+microseconds: a schedule step is written as one.
 
 :class:`Recorder` records tiles, copies, waits and signals of every rank, from its memory operations.
 Kernels contain no code for it. The interpreter's hooks show every store and atomic of every program with
@@ -50,7 +50,7 @@ from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 
-TICKS = 1000  # of time per unit
+TICKS = 1000  # ticks per unit of time
 STEPS, MICROSECONDS = "schedule steps", "microseconds"
 
 

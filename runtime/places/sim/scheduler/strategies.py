@@ -1,9 +1,9 @@
 """The strategies by which the scheduler explores interleavings: they choose the next task.
 
-A *point* is a place where a task may be interrupted: before every load, store and atomic of a program,
-between the pieces of a copy, at every call that waits. The scheduler asks a strategy twice: at a memory
-access, whether to interrupt; and after an interruption, which task goes on. Both answers may depend only on
-a seed, so a seed is a schedule.
+A task may be interrupted at a *point*: before every load, store and atomic of a program, between the pieces
+of a copy, and at every call that waits. The scheduler asks a strategy twice. At a memory
+access it asks whether to interrupt, and after an interruption, which task goes on. Both answers may depend
+only on a seed, so a seed is a schedule.
 
 =============  ====================================================================================
 Random         any task that can run, with equal chances; memory accesses sometimes interrupt
@@ -45,12 +45,12 @@ class Task:
 
     ``name`` is the same in every schedule; ``number`` counts the rank's tasks with the same ``who``.
     ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may stop
-    polling if it goes on. ``seen``: its polls and reads since it changed memory; ``loads``: its plain loads
-    since then; ``idled``: the points since then at which it could have been interrupted. ``changes`` counts
-    its changes of memory. If ``watched``, ``seen`` has all its reads, for code that decides when it waits
-    (``ptx/machine/machine.py``). ``known``: its last polls, by addresses; ``busy``: steps since its last
-    poll without a new value, and ``looked``: its changes at that time. ``torch_state``: see
-    ``torch_state.py``.
+    polling if it goes on. Since it changed memory, ``seen`` has its polls and reads, ``loads`` its number
+    of plain loads, and ``idled`` the number of points at which it could have been interrupted. ``changes``
+    counts its changes of memory. If ``watched``, ``seen`` has all its reads, for code that decides when it
+    waits (``ptx/machine/machine.py``). ``known`` has its last polls, by addresses. ``busy`` counts the
+    steps since its last poll without a new value, and ``looked`` has its changes at that time.
+    ``torch_state``: see ``torch_state.py``.
     """
 
     rank: int

@@ -4,9 +4,8 @@ A rank may yield inside ``torch.no_grad()`` or ``torch.inference_mode()``, or wh
 within torch's dispatcher. It would leave its modes and its excluded dispatch keys to the next rank, and in
 the end to the caller, whose tensors would then have no gradients. The same holds for a rank that yields
 under hooks on saved tensors, as torch.utils.checkpoint sets them: other ranks would save their tensors in
-its checkpoint. A rank's warning handler must not stay either: torch keeps it on the stack of the C++
-function that was called last, and ranks do not return from these functions in the reverse order of their
-calls.
+its checkpoint. A rank's warning handler must not stay either. Torch keeps it on the stack of the C++
+function that was called last, and ranks return from these functions in another order than they called them.
 
 Random numbers are as in processes: each rank has its own state of torch's generator, which begins with the
 caller's state, and the caller's state does not change. Python's and NumPy's generators are shared: saving
