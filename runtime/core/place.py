@@ -70,7 +70,7 @@ PUTS = ("nvshmem", "stores", "late")
 
 @dataclass(frozen=True)
 class Nodes:
-    """``of[r]`` is rank r's node. For ``put`` see ``kernels/node_puts.py``; ``options`` link its library."""
+    """``of[r]`` is rank r's node. For ``put`` see ``kernels/node_puts.py``; ``options`` link a library."""
 
     of: tuple[int, ...]
     put: str
