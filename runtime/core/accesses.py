@@ -104,8 +104,7 @@ class Hooks(Protocol):
 
     ``perform`` does the operation and returns its handle (None for stores). A hook calls it once and
     returns its result; a hook of a poll may call it more than once. If a hook passes another mask,
-    ``perform`` leaves out more elements, which read as 0. A compare-and-swap then leaves out
-    all elements.
+    ``perform`` leaves out more elements, which read as 0; a compare-and-swap leaves out all.
     """
 
     def load(self, pointers: Handle, mask: Mask, perform: Perform) -> Any: ...

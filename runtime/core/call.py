@@ -25,8 +25,7 @@ CALLS = plain.dumps(("", None, None))[:6]  # the first bytes of the message of e
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], object]
 Start = Callable[[], Outcome | Event | None]
-"""The launch side of an op, after the ranks' agreement: returns its result, the event of its end, or
-None."""
+"""The launch side of an op, after ranks agree: returns its result, the event of its end, or None."""
 
 
 NEEDED, UNTOLD, BESIDE = "the set of inputs that require a gradient", "?", "beside"
@@ -37,8 +36,7 @@ NEEDED, UNTOLD, BESIDE = "the set of inputs that require a gradient", "?", "besi
 class Call:
     """A rank's request: the values that must be equal on all ranks, and the rank's own part.
 
-    Immutable, so a call that is repeated is made once. ``fitting`` holds the last messages of all ranks
-    that matched.
+    Immutable, so a repeated call is made once. ``fitting``: the last messages of all ranks that matched.
 
     Attributes
     ----------
@@ -120,8 +118,8 @@ class MessageEnd(Future[Outcome]):
     complete. The next message without an error that is asked for its end raises such an error.
 
     ``settled``: whether the message has ended; reading it moves no data. Python's future creates a lock and
-    a condition at once, which takes longer than a short message. This one creates an event only when a
-    thread sleeps.
+    a condition at once, which takes longer than a short message. This one has an event once a thread
+    sleeps.
     """
 
     refused: deque[Exception]
@@ -187,8 +185,7 @@ class MessageEnd(Future[Outcome]):
 class _Callback:
     """A callback at the end of a message, called until it has returned, by whichever threads end it.
 
-    It never runs twice at once. It must allow another call after an exception, for instance one of a signal
-    handler.
+    It never runs twice at once. It may be called again after an exception, such as a signal handler's.
     """
 
     def __init__(self, function: Callable[[Future[Outcome]], object]) -> None:

@@ -92,8 +92,7 @@ class Engine(ABC):
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> Event | None:
-        """Set ``take`` to the reduction over ranks of the tensors that they give to this one. All ranks
-        give.
+        """Set ``take`` to the reduction of the tensors that all ranks give to this one.
 
         ``gives`` as in :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
         """

@@ -274,8 +274,7 @@ class OpHooks:
 class WatchedWork(Work):
     """The handle of an op that has hooks: ``ended`` is called once, when the op's end is noticed.
 
-    ``ranges``, if it is profiled: they are repeated around the wait, because the profile may not record the
-    op's thread.
+    ``ranges``, if it is profiled: repeated around the wait, as the profile may not record the op's thread.
     """
 
     def __init__(self, work: Work, ended: Callable[..., None], ranges: OpRanges | None) -> None:

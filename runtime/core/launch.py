@@ -10,8 +10,7 @@ This file takes tuples with names apart, and puts them together again. Here a va
 A compiled kernel depends on the dtypes of tensors and the width of numbers. Arguments that are not listed
 in the kernel's ``do_not_specialize`` specialise it further. It depends on whether a number is 1, and on
 whether a number or a tensor's address is a multiple of 16. Triton decides this by itself, but it ignores
-``do_not_specialize`` inside tuples: for these, :func:`compiled_with` passes numbers that select the general
-code.
+``do_not_specialize`` inside tuples: for these, :func:`compiled_with` passes numbers that do not specialise.
 """
 
 import collections
@@ -194,8 +193,7 @@ class KernelLaunch:
     """``kernel[grid](**arguments)`` with compile options; ``op`` names the user's call.
 
     ``grid``: a number of programs, or up to three extents. ``options``: a dict with more options of Triton,
-    for a GPU only, such as ``launch_cooperative_grid``. Arguments may be tuples with names, but not tuples
-    in tuples.
+    for a GPU only, such as ``launch_cooperative_grid``. Arguments may be flat tuples with names.
     """
 
     kernel: Any

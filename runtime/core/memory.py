@@ -91,8 +91,7 @@ class SymmetricBuffer:
     ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0 if
     the memory is not mapped. Between nodes it continues as ``kernels/collectives/node_moves.py`` says.
     ``peer_bytes[r]`` is a uint8 tensor over rank r's memory. It keeps the mapping alive, and is empty if
-    the memory is not mapped. ``multicast`` is the address by which one store reaches all ranks; 0 if there
-    is none.
+    the memory is not mapped. ``multicast`` is the address by which one store reaches all ranks, or 0.
     """
 
     rank: int

@@ -1,7 +1,6 @@
 """The interface of a place, for one rank: memory, control, streams, and kernels of user code.
 
-Places differ only in these roles: there are four, and a caller that needs one of them takes that role's
-class.
+Places differ only in these four roles. A caller that needs one of them takes that role's class.
 """
 
 from abc import ABC, abstractmethod
@@ -49,11 +48,10 @@ def timeout(seconds: timedelta | float) -> Iterator[None]:
     (:meth:`Group.set_timeout`). Torch's timeout of one op and the ``timeout`` argument of an op take
     precedence over it. When it passes the group is aborted, as by the group's own timeout: some ranks may
     have finished the op and others not. Only ``Work.wait(timeout)`` may be tried again. In ``sim``, which
-    has no clock, it does nothing: a wait that cannot end is a DeadlockError at once. On a GPU it bounds
-    only the host.
+    has no clock, it does nothing: an endless wait is a DeadlockError at once. On a GPU it bounds the host
+    only.
 
-    Raises ValueError if ``seconds`` is not positive or is more than a million, TypeError if it is not a
-    number.
+    Raises ValueError if ``seconds`` is not positive or exceeds a million, TypeError if not a number.
 
     >>> def on_rank():
     ...     with interlace.timeout(60):

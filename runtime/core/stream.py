@@ -9,8 +9,7 @@ and every place implements it:
 ``cuda``   a ``torch.cuda.Stream``
 =========  ==============================================================================
 
-An algorithm (the launch side of an op) is a sequence of calls on two streams, so it is written once for
-all places.
+An algorithm (an op's launch side) is a sequence of calls on two streams, written once for all places.
 """
 
 from abc import ABC, abstractmethod

@@ -69,8 +69,7 @@ def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
 def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
     """Let ``programs(None)`` compile for the first of ``arches`` that can be run and has the kernel.
 
-    If none of them can be run, all of :data:`ARCHES` are tried. Yields those for which kernels were
-    compiled.
+    If none can be run, all of :data:`ARCHES` are tried. Yields those for which kernels were compiled.
     """
     used: set[int] = set()
     token = _chosen.set((sorted({*arches} & {*ARCHES}) or ARCHES, used))
@@ -142,8 +141,7 @@ def _text(value: object) -> str | None:
 def by_threads(text: str) -> str:
     """Return the part of PTX that makes threads differ, count or wait for each other; "" if none does.
 
-    For example, an atomic add runs once for each thread; in a loop that stores, a thread may wait for
-    another.
+    An atomic add runs once for each thread, and in a loop that stores a thread may wait for another.
     """
     found = _BY_THREADS.search(text)
     if found is None:

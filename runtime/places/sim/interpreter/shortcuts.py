@@ -1,5 +1,4 @@
-"""Shortcuts through Triton's front end for the most frequent work of interpreted kernels: arithmetic,
-calls.
+"""Shortcuts through Triton's front end for the frequent work of interpreted kernels: arithmetic, calls.
 
 Triton's interpreter runs every operation through the front end of the compiler. Types are promoted,
 constants become tensors, shapes are broadcast by rule, and each step makes new types and tensors. An
@@ -27,8 +26,7 @@ given it; test_interpreter_shortcuts.py compares. Integers wrap around, without 
 the session omits anyway.
 
 Inside :func:`call_shortcuts` loads, stores, ranges and the creation of tensors handle these cases and leave
-all others to the front end. The results have its types, shapes and bits; test_interpreter_calls.py
-compares::
+all others to the front end. Results have its types, shapes, bits; test_interpreter_calls.py compares::
 
     tl.load      of pointers to numbers, of at least 8 bits; mask: none, or of the shape of the pointers;
                  other: none, or 0 (not for fp8: Triton converts no integer to it); no options

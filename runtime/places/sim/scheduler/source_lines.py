@@ -36,8 +36,7 @@ def polling(
 ) -> BlockedWait:
     """Describe a program that polls ``words``, from the frames in which it is suspended.
 
-    ``values``: the words' last values that were read; ``seen``: the value of the first word, if only it
-    counts.
+    ``values``: the last values read from the words; ``seen``: the first word's value, if only it counts.
     """
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)

@@ -12,8 +12,7 @@ caller's state, and the caller's state does not change. Python's and NumPy's gen
 and restoring takes 30 us and 330 us for them, and 8 us for torch's.
 
 Modes of dispatch and of functions are a stack of the thread. Torch removes a mode from it while the mode
-runs, so a task that waits there would leave the other tasks without it. So each task has its own two
-stacks.
+runs, so a task that waits there would leave the other tasks without it. Each task has its own stacks.
 """
 
 import contextlib
