@@ -184,7 +184,7 @@ class Communicator:
             self.place.submit(exchange, asynchronous=False).result()
 
     def barrier(self) -> None:
-        """Return once every rank has called it and all work issued before has finished."""
+        """Return once every rank has called it, and the work that the callers issued before has ended."""
         self.place.arrive()
         self.agree("barrier", None)
         self.place.depart()

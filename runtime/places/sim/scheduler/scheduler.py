@@ -70,7 +70,7 @@ LAST_TRIES = 100  # polls that cannot succeed, before they are called a deadlock
 
 
 Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]]
-"""Makes (a program that its task runs, its number of distinguished threads) of (launch, hooks)."""
+"""Maps (launch, hooks) to (a program, which a task runs; the number of its distinguished threads or 0)."""
 
 
 def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
