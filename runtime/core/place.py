@@ -133,7 +133,7 @@ class PlaceMemory(PlaceRank, ABC):
 
     @property
     def all_mapped(self) -> bool:
-        """Whether all ranks map every rank's memory: not between nodes, nor without memory."""
+        """Whether all ranks map every rank's memory: not between nodes, nor if ``mapped`` is False."""
         return self.mapped and self.nodes is None
 
     @abstractmethod
@@ -164,7 +164,7 @@ class PlaceControl(PlaceRank, ABC):
 
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> "Place":
-        """Return a member's place in the group of ``ranks``, in order; ``generation`` is unique."""
+        """Return a member's place in the ordered group ``ranks``; ``generation`` separates equal groups."""
 
     def reunited(self, ranks: Sequence[int] | None) -> "tuple[Place, list[int]]":
         """Return the place of the living ranks of this group, or of ``ranks``; and their numbers.
