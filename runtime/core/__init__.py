@@ -1,4 +1,4 @@
 """The vocabulary of the runtime: group, place, stream, workspace, launch, agreement, result.
 
-Everything speaks of these; they know of nothing else.
+All other folders of the runtime use these terms. This folder imports none of them except ``compat``.
 """

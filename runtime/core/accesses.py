@@ -1,4 +1,4 @@
-"""Memory accesses of a program: what an interpreter session asks and tells its owner."""
+"""Memory accesses of a program: the interface between an interpreter session and its owner."""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
-"""An array whose element type is known at run time only: addresses, values, numbers of threads."""
+"""An array whose element type is known only at run time: addresses, values, thread numbers."""
 Lanes = Numbers | None
-"""The number of the thread of each element, flat; None where threads are not told apart."""
-NULL = 4096  # bytes that no process has
+"""The thread number of each element, flat; None where threads are not distinguished."""
+NULL = 4096  # bytes from address 0 on that no process has
 
 
 class Handle(Protocol):
-    """A value in Triton's interpreter: its elements, and the type that Triton takes them for."""
+    """A value in Triton's interpreter: its elements and its Triton type."""
 
     data: Numbers
     dtype: Any
@@ -29,7 +29,7 @@ Perform = Callable[..., Any]
 
 
 def threads_of(pointers: Handle) -> Lanes:
-    """Who does what is done at each of ``pointers``."""
+    """Return the thread that accesses each of ``pointers``."""
     threads = getattr(pointers, "threads", None)
     if threads is None or threads.shape == pointers.data.shape:
         return None if threads is None else threads.ravel()
@@ -37,12 +37,12 @@ def threads_of(pointers: Handle) -> Lanes:
 
 
 def origin_of(handle: Handle) -> Any:
-    """Where a pointer comes from, None if that is not known."""
+    """Return the allocation that a pointer comes from; None if that is not known."""
     return getattr(handle.dtype, "origin", None)
 
 
 def with_origin(kind: Any, origin: Any) -> Any:
-    """The pointer type ``kind`` with this origin, or with none."""
+    """Return a copy of the pointer type ``kind`` with this origin, or with none."""
     made = copy.copy(kind)
     made.origin = origin
     return made
@@ -53,13 +53,13 @@ class Atomic:
     """One atomic access, of ``tl.atomic_*`` or of inline assembly.
 
     ``kind``: "cas", "load", "store" or the name of the read-modify-write ("add", "xchg", ...). ``sem``:
-    "relaxed", "acquire", "release", "acq_rel". ``scope``: "cta", "gpu", "sys". ``reads_only``: known not
-    to change memory. ``compare``: the handle of what a "cas" expects. ``each_thread``: thread i does
-    element i (inline assembly on a tensor); otherwise one thread does it and all get the result.
-    ``value``: the handle of what a "store" stores.
+    "relaxed", "acquire", "release", "acq_rel". ``scope``: "cta", "gpu", "sys". ``reads_only``: the access
+    is known not to change memory. ``compare``: the handle of the value that a "cas" expects. ``value``: the
+    handle of the value that a "store" stores. ``each_thread``: thread i accesses element i (inline assembly
+    on a tensor); otherwise one thread does the access and all threads get the result.
     """
 
-    pointers: Any  # a handle; None where a stream does it
+    pointers: Any  # a handle; None if a stream does the access
     mask: Mask
     kind: str
     sem: str
@@ -71,12 +71,12 @@ class Atomic:
 
     @property
     def by_lanes(self) -> bool:
-        """Several threads do it, each its own elements; so each releases its own stores only."""
+        """Whether several threads do it, each for its elements; each then releases only its own stores."""
         return self.each_thread or self.pointers.data.size > 1
 
     @property
     def looks(self) -> bool:
-        """Whether it may wait for what it finds: a store does not, nor does an xchg that only signals."""
+        """Whether a program may wait for the value: not for a store, nor for an xchg that only signals."""
         return self.kind != "store" and (self.kind != "xchg" or self.sem == "acquire")
 
     @property
@@ -91,7 +91,7 @@ class Atomic:
 class AsyncAccess(NamedTuple):
     """An access of the async proxy: its number in a queue, from 1, and the thread that has started it.
 
-    Of a queue it can be seen that all up to a number have ended.
+    A program can observe that all accesses of a queue up to a number have ended.
     """
 
     queue: Hashable
@@ -102,9 +102,9 @@ class AsyncAccess(NamedTuple):
 class Hooks(Protocol):
     """Hooks of a session, called for each memory operation of a program.
 
-    ``perform`` does the operation and returns its handle (None for stores); a hook calls it once and
-    returns what it returned. A poll may perform more than once. Given another mask it leaves out more
-    elements, which read as 0; of a compare-and-swap all.
+    ``perform`` does the operation and returns its handle (None for stores). A hook calls it once and
+    returns its result; a hook of a poll may call it more than once. If a hook passes another mask,
+    ``perform`` leaves out more elements, which read as 0; a compare-and-swap leaves out all.
     """
 
     def load(self, pointers: Handle, mask: Mask, perform: Perform) -> Any: ...
@@ -114,24 +114,25 @@ class Hooks(Protocol):
     def atomic(self, atomic: Atomic, perform: Perform) -> Any: ...
 
     def origin(self, address: int) -> Any:
-        """What a number that becomes a pointer points to, None if unknown; see ``provenance.py``."""
+        """Return the origin of a number that becomes a pointer; None if unknown (``session.py``)."""
 
     def misplaced(self, address: int, align: int, count: int, does: str, what: str) -> None:
-        """``count`` accesses would begin at null, or at no multiple of ``align``; ``address`` the first.
+        """Raise an error that names ``what`` the memory is.
 
-        Raises an error that says ``what`` it is.
+        ``count`` accesses would begin at null or at an address that is not a multiple of ``align``;
+        ``address`` is the first such address.
         """
 
     def barrier(self, threads: Lanes = None) -> None:
-        """All threads meet, or ``threads``, where they are told apart."""
+        """Let all threads meet, or only ``threads`` where threads are distinguished."""
 
     def fence(self, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True) -> None:
-        """``threads``: those that fence, where they are told apart; ``puts``: what they have put, too."""
+        """Fence: ``threads``, where they are distinguished; ``puts``: also the data that they have put."""
 
     def pause(self) -> None:
-        """A program sleeps: let others go on."""
+        """Let other programs go on while this one sleeps."""
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """Code inside the session launches ``kernel[grid](**arguments, **options)``; run it."""
+        """Run ``kernel[grid](**arguments, **options)``, which code inside the session has launched."""

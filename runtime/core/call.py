@@ -19,35 +19,34 @@ from interlace.runtime.core.stream import Event, Outcome
 T = TypeVar("T")
 _log = logging.getLogger("interlace")
 
-LONGEST = 32 << 10  # bytes of a message; places take twice as much
-CALLS = plain.dumps(("", None, None))[:6]  # how the messages of calls begin
+LONGEST = 32 << 10  # bytes of a message; places accept twice as many
+CALLS = plain.dumps(("", None, None))[:6]  # the first bytes of the message of each call
 
 Terms = tuple[tuple[str, Any], ...]
 Match = Callable[[Sequence[Any]], object]
 Start = Callable[[], Outcome | Event | None]
-"""The launch side of an op, from the ranks' agreement on: its result, the point where it ends, or None."""
+"""The launch side of an op, after ranks agree: returns its result, the event of its end, or None."""
 
 
-NEEDED, UNTOLD, BESIDE = "what requires a gradient", "?", "beside"
-"""Names of terms that ``context.py`` adds, and what fits to all other gradients."""
+NEEDED, UNTOLD, BESIDE = "the set of inputs that require a gradient", "?", "beside"
+"""Names of terms that ``context.py`` adds, and the value that matches every set of gradients."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A rank's request: what must be equal on all ranks, and what every rank adds of its own.
+    """A rank's request: the values that must be equal on all ranks, and the rank's own part.
 
-    Immutable, so a call that comes again and again is made once. ``fitting`` are the messages of all ranks
-    that fitted together last.
+    Immutable, so a repeated call is made once. ``fitting``: the last messages of all ranks that matched.
 
     Attributes
     ----------
     op : the collective's name.
     terms : pairs (name as error messages put it, value), equal on all ranks. Plain data.
-    part : what may differ between ranks, for instance the lengths a rank sends. Plain data.
+    part : data that may differ between ranks, for instance the lengths a rank sends. Plain data.
     match : called with every rank's ``part``, by rank, when all terms are equal. Raises ValueError or
-        TypeError if they do not fit together, and the same on every rank.
-    equal_fits : whether parts that are all equal to this one fit together; ``match`` is not called then.
-    message : terms and part as bytes; of very many terms a digest.
+        TypeError if the parts do not match, and the same error on every rank.
+    equal_fits : whether parts that all equal this one match; ``match`` is then not called.
+    message : terms and part as bytes; a digest if the terms are very long.
     """
 
     op: str
@@ -66,16 +65,16 @@ class Call:
             self.message = plain.dumps((self.op, terms, None))
 
     def verify(self, messages: Sequence[bytes]) -> None:
-        """Raise unless all ranks' ``messages`` fit together; the same error on every rank."""
+        """Raise an error, the same on every rank, unless all ranks' ``messages`` match."""
         if self.equal_fits and all(message == self.message for message in messages):
             return
         if messages != self.fitting:
             self.compared(messages)
-            self.fitting = messages  # a call that comes again is not read again
+            self.fitting = messages  # a repeated call is not parsed again
 
     def compared(self, messages: Sequence[bytes]) -> list[Any]:
-        """Every rank's part, by rank; raises as :meth:`verify` does."""
-        equal = messages.count(self.message) == len(messages)  # then there is nothing to read
+        """Return every rank's part, by rank; raise as :meth:`verify` does."""
+        equal = messages.count(self.message) == len(messages)  # then nothing has to be parsed
         parts = [self.part] * len(messages) if equal else compare(messages)
         if self.match is not None:
             self.match(parts)
@@ -83,12 +82,12 @@ class Call:
 
 
 PreparedCall = tuple[Start, Sequence[torch.Tensor], Call | None]
-"""A call whose arguments were checked on this rank, the caller's tensors that it fills, and on what the
-ranks agree, if that is known."""
+"""The launch side of a call whose arguments were checked on this rank, the caller's tensors that it fills,
+and the call that ranks agree on, if it is known."""
 
 
 def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
-    """The first of ``waiting`` that ``fits``, which then waits no more; None if none does."""
+    """Remove the first of ``waiting`` that ``fits``, and return it; None if none does."""
     found = next((each for each in waiting if fits(each)), None)
     if found is not None:
         waiting.remove(found)
@@ -98,7 +97,7 @@ def take_first(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
 def mismatch(
     tensor: torch.Tensor, rank: int, tag: int, source: int, dtype: torch.dtype, numel: int
 ) -> Exception | None:
-    """Why ``tensor`` of ``rank`` cannot receive a message from ``source``; None if it can."""
+    """Return the reason why ``tensor`` of ``rank`` cannot receive from ``source``; None if it can."""
     if tensor.dtype != dtype:
         return TypeError(
             f"recv: dtype of tensor differs between ranks: {dtype} was sent by rank {source}, "
@@ -115,12 +114,12 @@ def mismatch(
 class MessageEnd(Future[Outcome]):
     """The end of a message on one rank.
 
-    ``refused``: what receivers could not take of this rank's earlier messages, whose own ends were told
-    before that was known. The next message that is asked for its end, and has not failed, fails with it.
+    ``refused``: errors of receivers about earlier messages of this rank that had already been reported as
+    complete. The next message without an error that is asked for its end raises such an error.
 
-    ``settled``: whether it is done; to look at it moves nothing. A future of Python's has a lock and a
-    condition from the beginning, which take longer to make than a short message; this one has what a thread
-    sleeps by once one does.
+    ``settled``: whether the message has ended; reading it moves no data. Python's future creates a lock and
+    a condition at once, which takes longer than a short message. This one has an event once a thread
+    sleeps.
     """
 
     refused: deque[Exception]
@@ -149,15 +148,15 @@ class MessageEnd(Future[Outcome]):
         if not self.settled:
             raise FutureTimeoutError
         if self._error is None and self.refused:
-            with suppress(IndexError):  # another thread has just said it
+            with suppress(IndexError):  # another thread has just taken it
                 self._error = self.refused.popleft()
         return self._error
 
     def sleep(self, seconds: float | None) -> None:
-        """Until it is done, which another thread sees to, ``seconds`` at most."""
+        """Sleep until another thread has ended the message, at most ``seconds``."""
         if not self.settled:
             event = vars(self).setdefault("_event", threading.Event())
-            if not self.settled:  # else nobody may have seen the event
+            if not self.settled:  # otherwise ``tell`` may not have seen the event
                 event.wait(seconds)
 
     def set_result(self, result: Outcome) -> None:
@@ -169,7 +168,7 @@ class MessageEnd(Future[Outcome]):
         self.tell()
 
     def tell(self) -> None:
-        """It is done: tell who waits for it; told again, those whom an exception has kept from hearing."""
+        """Mark the message as ended and call the callbacks; again, those that an exception interrupted."""
         self.settled = True
         if self._event is not None:
             self._event.set()
@@ -184,9 +183,9 @@ class MessageEnd(Future[Outcome]):
 
 
 class _Callback:
-    """What is called at the end of a message until it has returned, whichever threads tell that.
+    """A callback at the end of a message, called until it has returned, by whichever threads end it.
 
-    Not twice at once; it bears to be called again after an exception, which may be a signal handler's.
+    It never runs twice at once. It may be called again after an exception, such as a signal handler's.
     """
 
     def __init__(self, function: Callable[[Future[Outcome]], object]) -> None:
@@ -200,10 +199,10 @@ class _Callback:
         except Exception:
             try:
                 self.function(end)
-            except Exception:  # its own, then
-                _log.exception("what was to be called at the end of a message failed")
+            except Exception:  # the callback itself fails
+                _log.exception("a callback at the end of a message failed")
                 return
-            raise  # a signal handler's
+            raise  # an exception of a signal handler
         except BaseException:
             if vars(self).get("caller") is token:
                 del vars(self)["caller"]
@@ -211,7 +210,7 @@ class _Callback:
 
 
 def _read(message: bytes, rank: int) -> tuple[str, Terms, Any]:
-    """Op, terms, part; or op, whether it is a TypeError, and why the rank refuses."""
+    """Return op, terms, part; or op, whether the rank's error is a TypeError, and the error's text."""
     found = plain.loads(message)
     if isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], str):
         terms = found[1]
@@ -221,18 +220,18 @@ def _read(message: bytes, rank: int) -> tuple[str, Terms, Any]:
             and all(isinstance(name, str) for name, _ in terms)
         ):
             return found
-    raise plain.UnreadableError(f"rank {rank} sent {len(message)} bytes that are no call")
+    raise plain.UnreadableError(f"rank {rank} sent {len(message)} bytes that are not a call")
 
 
 def compare(messages: Sequence[bytes]) -> list[Any]:
-    """Every rank's part; raises if a rank refused, or if ops or terms differ."""
+    """Return every rank's part; raise if a rank refused, or if ops or terms differ."""
     answers = [_read(message, rank) for rank, message in enumerate(messages)]
     for rank, (op, refused, text) in enumerate(answers):
         if isinstance(refused, bool):
             kind = TypeError if refused else ValueError
             raise of_another_rank(kind(f"{op}: rank {rank} cannot take part: {text}"))
     op, terms, _ = answers[0]
-    first: dict[str, tuple[int, object]] = {}  # of each term beside, who says it first
+    first: dict[str, tuple[int, object]] = {}  # the first rank and value of each term beside
     for rank, (other_op, other_terms, _) in enumerate(answers):
         if other_op != op:
             raise DifferentOpsError(
@@ -242,7 +241,7 @@ def compare(messages: Sequence[bytes]) -> list[Any]:
         said, others = dict(terms), dict(other_terms)
         said.pop(BESIDE, None)
         more = others.pop(BESIDE, ())
-        # a term that a rank has not is None there; what is needed may be why others differ
+        # A term that a rank lacks is None. The gradients come first: they may be why other terms differ.
         both = {NEEDED: (0, said.get(NEEDED), others.get(NEEDED))}
         for name, value in more:
             both[name] = (*first.setdefault(name, (rank, value)), value)

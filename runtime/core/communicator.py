@@ -1,18 +1,18 @@
 """A communicator: one group of ranks, with its place, arena, streams and plans.
 
-Every op of a group is an :func:`internal_form`, whose call is the life of an op::
+Every op of a group is an :func:`internal_form`. Its call has these steps::
 
-    plan     on a GPU, a call whose like was made before is enqueued again; that is all
-    check    the caller's arguments; what one rank refuses, all ranks refuse
-    agree    ranks exchange what they were asked for; a mismatch is an error before any byte moves
+    plan     on a GPU, a repeated call is enqueued from its plan, and the other steps are skipped
+    check    validate the caller's arguments; if one rank refuses, all ranks refuse
+    agree    ranks exchange their calls; a mismatch is an error before any byte moves
     lease    a workspace from the arena
     enqueue  copies, kernels and signals on the group's two streams
     finish   credit to the peers, epoch + 1
     Work     a handle on the result
 
 Ops of one group run in the order of the calls. Groups share no memory and no streams, but a call waits
-on the host for the other ranks' agreement: ranks that share several groups call their ops in the same
-order, as torch.distributed asks for too.
+on the host for the other ranks' agreement. So ranks that share several groups must call their ops in the
+same order, as torch.distributed requires too.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Communicator:
     """
 
     def __init__(self, place: Place, ranks: Sequence[int], hooks: OpHooks | None = None) -> None:
-        """``hooks`` are those of the same ranks on another device."""
+        """Share ``hooks`` with the communicator of the same ranks on another device."""
         self.place = place
         self.ranks = tuple(ranks)
         self.rank = place.rank
@@ -82,30 +82,30 @@ class Communicator:
         )
         self.tables = Tables(place)
         self.table = self.tables.table
-        self.calls: dict[Any, Call] = {}  # that come again and again
-        self.derived: dict[Any, Any] = {}  # what algorithms have made of shapes and configurations
-        self.numbers: dict[object, int] = {}  # that ranks have told each other once for all
+        self.calls: dict[Any, Call] = {}  # kept to be repeated
+        self.derived: dict[Any, Any] = {}  # computed by algorithms from shapes and configurations
+        self.numbers: dict[object, int] = {}  # that ranks have exchanged once
         self.plans: Any = place.new_plans(self)
         self._last_on_channel: dict[int, tuple[Event, bool]] = {}
         self._generation = 0
         self._closed = False
-        self._out_of_step = ""  # since which call, once ranks have called different ops
+        self._out_of_step = ""  # the error, once ranks have called different ops
         self.hooks = OpHooks(self, hooks)
         self._since = time.perf_counter()
         self._log(f"made in {place.joining:.3f} s" if place.joining else "made")
 
     def on(self, *values: object) -> "Communicator":
-        """These ranks' communicator on the device of the first tensor in ``values``, or in their lists."""
+        """Return these ranks' communicator on the first tensor's device; ``values`` may hold lists."""
         return self
 
     def on_all_devices(self) -> "Sequence[Communicator]":
-        """The communicators of the same ranks, one per device, as far as they are made."""
+        """Return the existing communicators of the same ranks, one per device."""
         return (self,)
 
     def _number(self, error: Exception, *, own: bool) -> None:
-        """Say in ``error`` which rank raised it, if it is this one's ``own``, and how ranks are counted."""
+        """Add to ``error`` this rank's number if the error is its ``own``, and the numbering of ranks."""
         if not own:
-            vars(error)["told"] = id(self)  # all ranks of this group have it
+            vars(error)["told"] = id(self)  # all ranks of this group raise it
         if isinstance(error, DifferentOpsError) and not self._out_of_step:
             self._out_of_step = str(error)
             self.place.fault(self._out_of_step)
@@ -115,24 +115,24 @@ class Communicator:
         if own and f"on rank {self.rank}" not in text and not isinstance(error, InterlaceError):
             text = f"{text} (on rank {self.rank})"
         note = f" (rank r stands for r-th of the group's ranks {list(self.ranks)}, from 0)"
-        whose = isinstance(error, DeadlockError) or text.endswith(note)  # said already
+        whose = isinstance(error, DeadlockError) or text.endswith(note)  # it has the note already
         if self.ranks != tuple(range(self.world_size)) and not whose:
             text += note
         error.args = (text, *error.args[1:])
 
     def agree(self, op: str, mine: object) -> list[Any]:
-        """Every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
+        """Return every rank's ``mine`` (small and picklable), by rank. Collective, host only."""
         return self.told(Call(op, part=mine))
 
     def told(self, call: Call) -> list[Any]:
-        """As :meth:`parts`, of a call that is no more than that."""
+        """Return :meth:`parts` of a call that consists of this exchange alone."""
         parts = self.parts(call)
         if self.plans is not None:
             self.plans.launched()
         return parts
 
     def parts(self, call: Call, messages: Callable[[Call], list[bytes]] | None = None) -> list[Any]:
-        """Every rank's part of ``call``, by rank, out of ``messages(call)``; raises unless all fit."""
+        """Return every rank's part of ``call``, by rank, from ``messages(call)``; raise on a mismatch."""
         if self._closed or self._out_of_step:
             raise self._over(call.op)
         try:
@@ -145,7 +145,7 @@ class Communicator:
             raise
 
     def messages(self, call: Call) -> list[bytes]:
-        """Every rank's message of ``call``, by rank, to be compared. Collective, host only."""
+        """Return every rank's message of ``call``, by rank. Collective, host only."""
         if self.world_size == 1:
             return [call.message]
         if self.plans is None:
@@ -153,50 +153,50 @@ class Communicator:
         return self.plans.agree(call)  # type: ignore[no-any-return]
 
     def accepting(self, op: str = "") -> "_Accepting":
-        """Around the validation of an op's arguments: what one rank refuses, all ranks refuse.
+        """Enclose the validation of an op's arguments: if one rank refuses, all ranks refuse.
 
-        Without an ``op`` the others need not hear of it. Errors name this rank.
+        Without an ``op`` the other ranks are not notified. Errors name this rank.
         """
         return _Accepting(self, op)
 
     def refuse(self, op: str, error: Exception) -> None:
-        """Tell the other ranks that this one does not take part in ``op``, because of ``error``.
+        """Notify the other ranks that this one does not take part in ``op``, because of ``error``.
 
-        Otherwise they would wait for this rank, and take its next call for this one. They raise TypeError
-        or ValueError; this rank is to raise ``error``, of any class, in which its number is added.
+        Otherwise they would wait for this rank, and match its next call with this one. They raise TypeError
+        or ValueError. This rank then raises ``error``, of any class, to which its number is added.
         """
-        self.place.recorder = None  # what follows is another call
-        if vars(error).get("told") == id(self):  # of what ranks compare while they check
+        self.place.recorder = None  # the next op is another call
+        if vars(error).get("told") == id(self):  # the ranks compared it while they checked
             return
-        said = str(error)  # the others name this rank themselves
+        said = str(error)  # the other ranks add this rank's number themselves
         self._number(error, own=True)
         alone = self.world_size == 1 or self._closed or self._out_of_step
         if isinstance(error, InterlaceError) or alone or not op:
             return
-        vars(error)["told"] = id(self)  # an op around this one need not
+        vars(error)["told"] = id(self)  # an enclosing op does not notify again
         kind = TypeError if isinstance(error, TypeError) else ValueError
         named = said if isinstance(error, kind) else f"{type(error).__name__}: {said}"
         text = named[:MESSAGE_LENGTH]
-        message = plain.dumps((op, kind is TypeError, text))  # in place of the terms
+        message = plain.dumps((op, kind is TypeError, text))  # instead of the terms
         doing = f"{op}, which this rank refused ({kind.__name__}: {text})"
-        with contextlib.suppress(InterlaceError):  # the misuse is what the caller must see
+        with contextlib.suppress(InterlaceError):  # the caller must see the misuse
             exchange = functools.partial(self.place.exchange, message, doing)
             self.place.submit(exchange, asynchronous=False).result()
 
     def barrier(self) -> None:
-        """Return once every rank has called it, and what their callers had issued has finished."""
+        """Return once every rank has called it, and the work that the callers issued before has ended."""
         self.place.arrive()
         self.agree("barrier", None)
         self.place.depart()
 
     def split(self, ranks: Sequence[int]) -> "Communicator | None":
-        """A communicator over some of this group's ranks; None on the others.
+        """Return a communicator over some of this group's ranks; None on the other ranks.
 
-        Collective over this group, so that every rank counts the same generations. Raises ValueError on
-        every rank if they ask for different ``ranks``.
+        Collective over this group, so every rank counts the same generations. Raises ValueError on every
+        rank if ranks pass different ``ranks``.
         """
         self.told(Call("new_group", (("ranks", list(ranks)),)))
-        self._generation += 1  # not for what a rank refused, for that one does not come here
+        self._generation += 1  # a rank that refuses does not reach this line
         if self.rank not in ranks:
             return None
         place = self.place.subgroup(tuple(ranks), self._generation)
@@ -205,8 +205,8 @@ class Communicator:
     def set_timeout(self, seconds: timedelta | float) -> None:
         """Bound every later wait of this rank in this group by ``seconds``, a number or a timedelta.
 
-        Not collective; groups made from this one later have it too. Raises ValueError for what is not
-        positive or more than a million seconds, TypeError for no number. Does nothing in ``sim``.
+        Not collective; groups made from this one later have it too. Raises ValueError if ``seconds`` is not
+        positive or is more than a million, TypeError if it is not a number. Does nothing in ``sim``.
 
         >>> def on_rank():
         ...     interlace.new_group().set_timeout(60)
@@ -219,7 +219,7 @@ class Communicator:
             communicator.place.set_timeout(number)
 
     def reunited(self, ranks: Sequence[int] | None = None) -> tuple[Place, list[int]]:
-        """The place of the ranks that live, or of ``ranks``, and who they are; ends this group on them."""
+        """End this group; return the place of the ranks that live, or of ``ranks``, and their numbers."""
         started = time.perf_counter()
         found = self.place.reunited(ranks)
         self._log(f"shrunk to its ranks {found[1]} in {time.perf_counter() - started:.3f} s")
@@ -231,15 +231,15 @@ class Communicator:
     ) -> Any:
         """Run the launch side of an op, whose arguments were checked on this rank.
 
-        ``outputs`` are the caller's tensors that it fills. A :class:`Work` if ``async_op``; otherwise the
-        result, when the caller's later work is ordered after the op.
+        ``outputs`` are the caller's tensors that it fills. Returns a :class:`Work` if ``async_op``;
+        otherwise orders the caller's later work after the op and returns the result.
         """
         place, hooks = self.place, self.hooks
         if hooks.watching:
             return hooks.run(op, start, outputs, async_op)
         if modes_active() or above_autograd():
             _refuse_other_tensors(op)
-            if modes_active():  # a selective checkpoint would keep what the op writes to
+            if modes_active():  # a selective checkpoint would keep the tensors that the op fills
                 with without_modes():
                     return self.run(op, start, outputs, async_op)
         if hooks.naming:
@@ -271,7 +271,7 @@ class Communicator:
             raise
         work = Work(op, place, future, outputs)
         if self.plans is not None:
-            self.plans.learn(op, future.result().result)  # which is there: a GPU's host never waits
+            self.plans.learn(op, future.result().result)  # complete: a GPU's host never waits
         if async_op:
             return work
         work.kept = False
@@ -279,8 +279,8 @@ class Communicator:
         return future.result().result
 
     def _started(self, op: str, start: Start) -> Outcome:
-        """The outcome of the launch side of an op that was queued."""
-        if self._out_of_step:  # since an op that was queued before this one
+        """Return the outcome of the launch side of an op that was queued."""
+        if self._out_of_step:  # because of an op that was queued before this one
             raise self._over(op)
         try:
             return _outcome(start())
@@ -289,7 +289,7 @@ class Communicator:
             raise
 
     def _failed(self, op: str, error: BaseException) -> None:
-        """The launch side of ``op`` failed: the other ranks wait for this one, but for agreed errors."""
+        """Abort the group, unless all ranks raise ``error``: the other ranks would wait for this one."""
         self.place.recorder = None
         if isinstance(error, (TypeError, ValueError, InterlaceError)):
             self._number(error, own=False)
@@ -304,9 +304,9 @@ class Communicator:
         peer: int | None = None,
         tag: int = 0,
     ) -> Work:
-        """Let the engine send or receive ``tensor``; it never blocks, whatever the order of calls.
+        """Let the engine send or receive ``tensor``; never block, in any order of calls.
 
-        ``peer`` and ``tag``, which ``start`` knows, are for hooks.
+        ``start`` knows ``peer`` and ``tag``; they are passed for hooks.
         """
         if self.hooks.watching:
             return self.hooks.transfer(call, start, tensor, peer, tag)  # type: ignore[no-any-return]
@@ -321,20 +321,23 @@ class Communicator:
         after: Callable[[HookedOp], object] | None = None,
         on_abort: Callable[["Communicator", BaseException], object] | None = None,
     ) -> RemovableHandle:
-        """Have functions called around every op of this group on this rank; of several in their order.
+        """Register functions that are called around every op of this group on this rank.
+
+        Several registrations are called in their order.
 
         Parameters
         ----------
-        before : called with a :class:`HookedOp` before the op; what it raises refuses the op, on all ranks
-            as any misuse does; of a message it ends the group, or its peer would wait for it.
-        after : called with a :class:`HookedOp` when the op has ended, or a later hook has refused it: of an
-            asynchronous one in the thread that ends it, of one on streams (``sim``, GPUs) in the ``wait``
-            or ``is_completed`` that finds it ended. What it raises the op raises, or its ``Work.wait``.
-        on_abort : called with the group and the cause, once, when an op finds that the group is over.
+        before : called with a :class:`HookedOp` before the op. If it raises, all ranks refuse the op,
+            like any misuse. For a message this aborts the group, because the peer would wait for it.
+        after : called with a :class:`HookedOp` when the op has ended, or when a later hook has refused it.
+            For an asynchronous op it runs in the thread that ends the op; for an op on streams (``sim``,
+            GPUs), in the ``wait`` or ``is_completed`` that finds it ended. If it raises, the op, or its
+            ``Work.wait``, raises the same error.
+        on_abort : called once, with the group and the cause, when an op finds that the group was aborted.
 
         Returns torch's ``RemovableHandle``: ``handle.remove()``, or ``with handle:``. Hooks do not see
-        ops that hooks call; ``after`` of an asynchronous op must call none.
-        Raises TypeError for what cannot be called, ValueError if there is nothing to call.
+        ops that hooks call; ``after`` of an asynchronous op must not call ops.
+        Raises TypeError for an argument that is not callable, ValueError if all three are None.
 
         >>> def on_rank():
         ...     seen, group = [], interlace.new_group()
@@ -353,19 +356,19 @@ class Communicator:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """The engine of this group's plain collectives."""
+        """Return the engine of this group's plain collectives."""
         return self.place.new_engine(self)
 
     def call_of(self, op: str, terms: Terms, part: object) -> Call:
-        """The call with these terms, those of the context, and this part, by which it is remembered."""
+        """Return the call with these terms, the context's terms and this part; it is kept by all three."""
         before, behind = current().terms
         key = (op, terms := (*before, *terms, *behind), part)
         return self.calls.get(key) or self.remember(key, Call(op, terms, part=part))
 
     def remember(self, key: object, call: Call) -> Call:
-        """Keep ``call`` for the next time the same is asked for.
+        """Keep ``call`` for the next use of the same ``key``.
 
-        Raises as ``call.match`` does in a group of one rank, which compares nothing later.
+        In a group of one rank, which compares nothing later, raises as ``call.match`` does.
         """
         if self.world_size == 1 and call.match is not None:
             call.match((call.part,))
@@ -375,7 +378,7 @@ class Communicator:
         return call
 
     def enqueue(self, op: str, layout: Layout, body: Callable[[Workspace], None]) -> Event:
-        """Lease, launch what ``body`` puts on the streams, finish; the event of the op's end."""
+        """Lease, launch the work that ``body`` puts on the streams, finish; return the event of the end."""
         place = self.place
         workspace = self.arena.lease(layout, op)
         with place.launching():
@@ -386,8 +389,8 @@ class Communicator:
                 if previous is not None:
                     stream.wait_event(previous)
             if was_pulled:
-                # A kernel that pushes waits for its receiver's credit only; a third rank may still
-                # be reading what the receiver had staged for it.
+                # A kernel that pushes waits only for its receiver's credit. A third rank may still read
+                # the data that the receiver had staged for it.
                 self.compute.wait_credits(workspace)
             if place.recorder is not None:
                 place.recorder.begins(workspace, pulled=layout.pulled)
@@ -399,24 +402,24 @@ class Communicator:
         return end
 
     def ended(self, workspace: Workspace, end: Event, *, pulled: bool) -> None:
-        """``end`` is that of the op in ``workspace``; ``pulled`` as of its layout."""
+        """Note the event ``end`` of the op in ``workspace``, and ``pulled`` of its layout."""
         self._last_on_channel[workspace.channel] = (end, pulled)
 
     def was_pulled(self, workspace: Workspace) -> bool:
-        """Whether peers may still read what the last op has left in ``workspace``."""
+        """Return whether peers may still read data that the last op has left in ``workspace``."""
         return self._last_on_channel[workspace.channel][1]
 
     def _over(self, op: str) -> InterlaceError:
         if self._closed:
             return InterlaceError(f"rank {self.rank}: {op} on a group that was closed")
         return InterlaceError(
-            f"rank {self.rank}: {op}: the ranks of this group are out of step, and it is over. It began "
-            f"with: {self._out_of_step}"
+            f"rank {self.rank}: {op}: this group was aborted because its ranks are out of step. The first "
+            f"mismatch: {self._out_of_step}"
         )
 
     @property
     def nodes(self) -> Nodes:
-        """Which ranks share a node, in a place of several."""
+        """The ranks of each node, in a place of several nodes."""
         assert self.place.nodes is not None
         return self.place.nodes
 
@@ -431,7 +434,7 @@ class Communicator:
         return self._closed
 
     def close(self) -> None:
-        """Give memory back once all has ended; later calls raise. Idempotent, not collective."""
+        """Free the memory once all ops have ended; later calls raise. Idempotent, not collective."""
         if not self._closed:
             self._closed = True
             self.place.finish()
@@ -444,7 +447,7 @@ class Communicator:
 
 
 class _Accepting:
-    """A class, because a generator as a context takes a microsecond."""
+    """The context of ``accepting``; a class, because a generator takes a microsecond longer."""
 
     __slots__ = ("_communicator", "_op")
 
@@ -471,11 +474,11 @@ def internal_form(
     names: Sequence[str] = (),
     begin: Callable[..., object] = _begun,
 ) -> Callable[..., Work | None]:
-    """``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
+    """Return ``op`` for callers that have a communicator: a :class:`Work` if ``async_op``, else the result.
 
-    It is done from a plan where there is one; else ``check(communicator, *tensors, *options)`` prepares it.
-    ``fills``: whether the op fills the first of ``tensors``, or makes its results; of such ops a plan may
-    be made. ``names``: those of its arguments, if they are not ``check``'s.
+    The call runs from a plan if one exists; otherwise ``check(communicator, *tensors, *options)`` prepares
+    it. ``fills``: whether the op fills the first of ``tensors`` (True) or makes its results (False); None
+    if no plan may be made. ``names``: names of its arguments, if they differ from ``check``'s.
     """
 
     def run(
@@ -505,14 +508,15 @@ def internal_form(
 def record_form(
     op: str, arguments: type, tensors: Sequence[str], check: Callable[..., object], **called: str
 ) -> Callable[..., Any]:
-    """``op`` for callers with a record of its arguments: ``form(communicator, given, outputs, async_op)``.
+    """Return ``op`` for callers with a record of its arguments.
 
-    As :func:`internal_form`, with ``check(communicator, given, outputs)``. ``tensors`` are the fields that
-    are tensors; ``outputs``: tensors that the caller has made for the results, or None. ``called``: names
-    of arguments, where fields differ; "" for what hooks are not shown.
+    Its call is ``form(communicator, given, outputs, async_op)``. As :func:`internal_form`, with
+    ``check(communicator, given, outputs)``. ``tensors`` are the fields that are tensors; ``outputs``:
+    tensors that the caller has made for the results, or None. ``called``: names of arguments whose fields
+    have other names; "" for an argument that hooks do not see.
     """
     others = [each.name for each in fields(arguments) if each.name not in tensors]
-    # of its dictionary, for attributes take longer
+    # from its dictionary, because attributes take longer
     tensors_of, others_of = operator.itemgetter(*tensors), operator.itemgetter(*others)
     order = [*tensors, "outputs", *others]
 
@@ -534,9 +538,9 @@ def record_form(
 
 
 def composed_form(op: str, prepare: Callable[..., object]) -> Callable[..., Any]:
-    """``op`` as another form: ``prepare``, a ``check``, returns that, its tensors and options.
+    """Return ``op`` as another form; ``prepare``, a ``check``, returns that form, its tensors and options.
 
-    So that may be done from a plan, which has no room for torch code; hooks see the caller's tensors.
+    So the other form can run from a plan, which cannot hold torch code, and hooks see the caller's tensors.
     """
     return internal_form(op, prepare, begin=_composed)
 

@@ -1,6 +1,6 @@
-"""The context of a call: what an op takes from the ``with`` blocks around it, beside its arguments.
+"""The context of a call: the settings that an op takes from the ``with`` blocks around it.
 
-One context variable holds it, so a worker that copies its caller's variables has its caller's context.
+One context variable holds it. A worker that copies its caller's variables has its caller's context.
 """
 
 import contextlib
@@ -18,35 +18,36 @@ Overrides = tuple[tuple[str, int | bool], ...]
 
 
 class OpRanges:
-    """The algorithms that one op has chosen: ranges in a profile, in whichever thread it does so."""
+    """The algorithms that one op has chosen, as ranges in a profile of the thread that runs it."""
 
     def __init__(self, op: str) -> None:
         self._op, self._open = op, contextlib.ExitStack()
         self.names: list[str] = []
 
     def begin(self, algorithm: str) -> None:
-        """By ``algorithm`` until the launch side ends."""
+        """Open the range of ``algorithm``, which lasts until the launch side ends."""
         self.names.append(f"{self._op}:{algorithm}")
         self._open.enter_context(profile_range(self.names[-1]))
 
     def around(self, start: Start) -> Any:
-        """``start``, the launch side of the op."""
+        """Run ``start``, the launch side of the op, with these ranges."""
         with context_with(op_ranges=self), self._open:
             return start()
 
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """What the blocks around a call have set: never changed, and hashed by identity, which is fast.
+    """The settings of the blocks around a call: never changed, and hashed by identity, which is fast.
 
     Attributes
     ----------
-    needs : for which arguments' gradients the backward of the op communicates, in words; None if that is
-        unknown. ``UNTOLD`` fits to all: compiled graphs do not know it, and ranks may compile differently.
-    beside : terms that ranks compare beside the op's own, where both have them: compiled graphs have none.
+    needs : the arguments for whose gradients the op's backward communicates, in words; None if unknown.
+        ``UNTOLD`` matches all: compiled graphs do not know it, and ranks may compile differently.
+    beside : terms that ranks compare in addition to the op's own, if both have them: compiled graphs have
+        none.
     bound_seconds : seconds that bound each wait of the op, instead of its group's timeout.
-    overrides : what ``configuration.override`` has set, sorted, to be compared; () for nothing.
-    op_ranges : of the op whose launch side runs here, while a profile is taken.
+    overrides : the settings of ``configuration.override``, sorted, to be compared; () for none.
+    op_ranges : the ranges of the op whose launch side runs here, while a profile is taken.
     """
 
     needs: str | None = None
@@ -57,14 +58,15 @@ class CallContext:
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
-        """The part of it that decides what ranks agree on and what they launch."""
+        """The part of it that decides the ranks' agreement and their launches."""
         return self.needs, self.beside, self.overrides
 
     @functools.cached_property
     def terms(self) -> tuple[Terms, Terms]:
-        """What ranks compare of it before and behind an op's own terms.
+        """The terms that ranks compare before and after an op's own terms.
 
-        The gradients: a rank that alone needs one would wait for others in backward; and the configuration.
+        They are the gradients, because a rank that alone needs one would wait for other ranks in backward,
+        and the configuration.
         """
         more = [each for each in ((NEEDED, self.needs), (BESIDE, self.beside)) if each[1]]
         return tuple(more), (("configuration", self.overrides),)
@@ -73,12 +75,12 @@ class CallContext:
 _OUTSIDE = CallContext()
 _held: ContextVar[CallContext] = ContextVar("interlace_call_context", default=_OUTSIDE)
 current, set_context = _held.get, _held.set
-"""The context of the ops that are called here, and what replaces it."""
+"""Return the context of the ops that are called here; replace it."""
 
 
 @contextlib.contextmanager
 def context_with(**fields: Any) -> Iterator[None]:
-    """Within it the context has these fields. It restores only them: generators end blocks in any order."""
+    """Set these fields of the context. At the end restore only them: generators end blocks in any order."""
     before = current()
     set_context(replace(before, **fields))
     try:
@@ -89,11 +91,11 @@ def context_with(**fields: Any) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=16)
 def _with_needs(context: CallContext, needs: str) -> CallContext:
-    return replace(context, needs=needs)  # which takes as long as a small op
+    return replace(context, needs=needs)  # this takes as long as a small op
 
 
 class needing:
-    """Within it ops need these arguments' gradients. A class, because a generator takes a microsecond."""
+    """A block whose ops need the gradients of these arguments. A generator takes a microsecond longer."""
 
     def __init__(self, what: str) -> None:
         self._context = _with_needs(current(), what)
@@ -106,12 +108,12 @@ class needing:
 
 
 def comparing(*terms: tuple[str, object]) -> contextlib.AbstractContextManager[None]:
-    """Within it ranks compare these terms beside those of whatever op is called."""
+    """Let ranks compare these terms in addition to the terms of each op that is called in the block."""
     return context_with(beside=(*current().beside, *terms))
 
 
 def with_context(terms: Terms) -> Terms:
-    """Add to an op's own ``terms`` those of the context."""
+    """Add the context's terms to an op's own ``terms``."""
     before, behind = current().terms
     return *before, *terms, *behind
 

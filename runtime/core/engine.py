@@ -1,15 +1,15 @@
 """Engines, which move and reduce the tensors of one group: the interface under the plain collectives.
 
-An engine sees a collective when its arguments have been checked on this rank, and only dense tensors:
+An engine gets a collective after its arguments have been checked on this rank. It gets only dense tensors:
 contiguous, detached, on the group's device, of a dtype for which the op is defined. It compares the
 calls of all ranks before any byte of a caller's tensor changes, and then does the work.
 
-An engine has three primitives. ``exchange``: ranks give tensors, others take them. ``reduce``: ranks give
-tensors, and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
-collective is a layout of what this rank gives and takes, and :class:`Sides`, which say what it cannot
-see of other ranks. From these an engine chooses among its ways: beside the message, in one copy, in rings,
-by a kernel, in pieces. Several hosts have a way of their own for each collective that is large, because
-bytes cross between hosts once.
+An engine has three primitives. ``exchange``: ranks give tensors, other ranks take them. ``reduce``: ranks
+give tensors and take the reduction over ranks. ``agree``: ranks compare calls, and no tensor moves. Every
+collective is a layout of the tensors that this rank gives and takes, and :class:`Sides`, which describe the
+other ranks. From these an engine chooses a method: inside the message, in one copy, in rings, by a kernel,
+in pieces. Several hosts have their own method for each large collective, because bytes cross between hosts
+only once.
 
 =====================  ============  ==============
 sides                  exchange      reduce
@@ -41,14 +41,14 @@ from interlace.runtime.core.stream import Event, Outcome
 
 Tensors = Sequence[torch.Tensor]
 Parts = torch.Tensor | Tensors
-"""Tensors by rank, or one that is as many equal parts, one behind the other, on all ranks."""
+"""Tensors by rank, or one tensor of equal parts, one after another, as many on all ranks."""
 ENGINES: dict[str, Callable[..., "Engine"]] = {}
-"""What makes the engine of a communicator; "streams" is for ranks that work on streams."""
+"""Makes the engine of a communicator; "streams" is for ranks that work on streams."""
 ALL = -1  # ranks
 
 
 class Sides(NamedTuple):
-    """Who gives and who takes: a rank, or ``ALL``. ``alike``: a rank gives the same tensor to everybody."""
+    """The givers and takers: a rank, or ``ALL``. ``alike``: a rank gives the same tensor to all takers."""
 
     giver: int
     taker: int
@@ -63,10 +63,9 @@ class Engine(ABC):
     """The collectives of one rank of one group. Ranks are ranks of the group.
 
     Every method is collective (``send`` and ``recv`` are between two ranks), and starts by comparing
-    ``call`` with the other ranks'. What comes back is the point where the op's outputs are complete, or
-    None if they are when the method returns. Tensors that are at the same place as the input are not
-    copied. Reductions are ``interlace.runtime.numerics.reductions.fold``'s, in rank order, so that all
-    ranks get the same bits.
+    ``call`` with the other ranks'. It returns the event at which the op's outputs are complete, or None if
+    they are complete when it returns. Tensors at the same address as the input are not copied. Reductions
+    use ``interlace.runtime.numerics.reductions.fold``, in rank order, so all ranks get the same bits.
     """
 
     rank: int
@@ -74,42 +73,42 @@ class Engine(ABC):
 
     @abstractmethod
     def barrier(self, call: Call) -> Event | None:
-        """Every rank has called it."""
+        """Return, or complete the event, once every rank has called it."""
 
     @abstractmethod
     def agree(self, call: Call) -> list[Any]:
-        """Every rank's ``call.part``, by rank; nothing else moves."""
+        """Return every rank's ``call.part``, by rank; nothing else moves."""
 
     @abstractmethod
     def exchange(self, call: Call, gives: Parts, takes: Parts, sides: Sides) -> Event | None:
-        """What other ranks take, and what this rank takes of them.
+        """Give tensors to other ranks, and take tensors from them.
 
-        ``gives``: a tensor for each rank; one alone if ``alike``; () of a rank that gives nothing.
-        ``takes``: a tensor from each rank, or one alone from the only giver; () if it takes nothing.
-        Lengths may differ between ranks, but for a broadcast.
+        ``gives`` has a tensor for each rank, one alone if ``alike``, and is () if a rank gives nothing.
+        ``takes`` has a tensor from each rank, or one alone from the only giver, and is () if it takes
+        nothing. Lengths may differ between ranks, except in a broadcast.
         """
 
     @abstractmethod
     def reduce(
         self, call: Call, gives: Parts, take: torch.Tensor | None, op: str, sides: Sides
     ) -> Event | None:
-        """``take`` = the reduction over ranks of what they give to this one. All ranks give.
+        """Set ``take`` to the reduction of the tensors that all ranks give to this one.
 
-        ``gives`` as of :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
+        ``gives`` as in :meth:`exchange`; if ``alike``, ``take`` is the tensor that a taker gives.
         """
 
     # -- layouts -------------------------------------------------------------------------------
 
     def all_gather(self, call: Call, outputs: Parts, input: torch.Tensor) -> Event | None:
-        """``outputs[r]`` = rank r's ``input``."""
+        """Set ``outputs[r]`` to rank r's ``input``."""
         return self.exchange(call, (input,), outputs, TO_ALL)
 
     def all_to_all(self, call: Call, outputs: Parts, inputs: Parts) -> Event | None:
-        """``outputs[r]`` = rank r's ``inputs[own rank]``."""
+        """Set ``outputs[r]`` to rank r's ``inputs[this rank]``."""
         return self.exchange(call, inputs, outputs, TO_EACH)
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Event | None:
-        """``tensor`` = that of rank ``root``."""
+        """Set ``tensor`` to rank ``root``'s ``tensor``."""
         sides = sides_of(root, ALL, True)
         if self.rank == root:
             return self.exchange(call, (tensor,), (), sides)
@@ -118,32 +117,32 @@ class Engine(ABC):
     def gather(
         self, call: Call, outputs: Tensors | None, input: torch.Tensor, root: int
     ) -> Event | None:
-        """On ``root``: ``outputs[r]`` = rank r's ``input``. Elsewhere ``outputs`` is None."""
+        """On ``root``, set ``outputs[r]`` to rank r's ``input``. Elsewhere ``outputs`` is None."""
         return self.exchange(call, (input,), outputs or (), sides_of(ALL, root, True))
 
     def scatter(
         self, call: Call, output: torch.Tensor, inputs: Tensors | None, root: int
     ) -> Event | None:
-        """``output`` = ``inputs[own rank]`` of ``root``. Elsewhere ``inputs`` is None."""
+        """Set ``output`` to ``root``'s ``inputs[this rank]``. Elsewhere ``inputs`` is None."""
         return self.exchange(call, inputs or (), (output,), sides_of(root, ALL, False))
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Event | None:
-        """``tensor`` = the reduction over ranks; every rank gets the same bits."""
+        """Set ``tensor`` to the reduction over ranks; every rank gets the same bits."""
         return self.reduce(call, (tensor,), tensor, op, TO_ALL)
 
     def reduce_to(self, call: Call, tensor: torch.Tensor, root: int, op: str) -> Event | None:
-        """On ``root``: ``tensor`` = the reduction over ranks. Elsewhere it stays as it is."""
+        """On ``root``, set ``tensor`` to the reduction over ranks. Elsewhere it stays as it is."""
         take = tensor if self.rank == root else None
         return self.reduce(call, (tensor,), take, op, sides_of(ALL, root, True))
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Parts, op: str
     ) -> Event | None:
-        """``output`` = the reduction over ranks of ``inputs[own rank]``; ``inputs[r]`` is r's part."""
+        """Set ``output`` to the reduction of all ranks' ``inputs[this rank]``."""
         return self.reduce(call, inputs, output, op, TO_EACH)
 
     def cut(self, parts: Parts) -> Tensors:
-        """``parts`` as tensors by rank."""
+        """Return ``parts`` as tensors by rank."""
         if isinstance(parts, torch.Tensor):
             return parts.view(self.world_size, parts.numel() // self.world_size).unbind(0)
         return parts
@@ -157,7 +156,7 @@ class Engine(ABC):
 
     @abstractmethod
     def recv(self, call: Call, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Begin to receive from ``peer``, or from whoever sends first if None; never blocks.
+        """Begin to receive from ``peer``, or from the first sender if None; never block.
 
-        The future fails with ValueError or TypeError if what was sent differs in length or dtype.
+        The future fails with ValueError or TypeError if the message differs in length or dtype.
         """

@@ -1,7 +1,7 @@
-"""Typed errors: everything interlace raises that is not a plain misuse.
+"""Typed errors: all errors that interlace raises, except plain misuse.
 
 Misuse of an argument is a ``ValueError`` or ``TypeError`` that names the argument, both values and
-the rank. Everything else derives from :class:`InterlaceError`, so one ``except`` clause catches it.
+the rank. Every other error derives from :class:`InterlaceError`, so one ``except`` clause catches it.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Raised = TypeVar("Raised", bound=Exception)
 
 
 def of_another_rank(error: Raised) -> Raised:
-    """``error``, for which another rank is to blame, who ends of it by itself."""
+    """Return ``error``, marked as caused by another rank, which ends by that error itself."""
     error.elsewhere = True  # type: ignore[attr-defined]
     return error
 
@@ -48,18 +48,18 @@ class PlaceUnavailableError(InterlaceError):
 
 
 class AbortedError(InterlaceError):
-    """This rank was told to stop because another rank failed or the group was shut down."""
+    """This rank stopped because another rank failed or the group was shut down."""
 
 
 class DifferentOpsError(ValueError):
     """Ranks called different ops at the same time, so one of them may be a call ahead of another.
 
-    It ends the group: every later call on it is an InterlaceError at once that names this one.
+    It aborts the group: every later call on it raises an InterlaceError at once that names this mismatch.
     """
 
 
 class PeerDiedError(InterlaceError):
-    """A peer process ended while this rank depended on it, or went out of reach; ``how`` says which."""
+    """A peer process ended, or became unreachable, while this rank depended on it; ``how`` says which."""
 
     def __init__(self, rank: int, pid: int, doing: str, how: str = DIED) -> None:
         self.rank, self.pid, self.doing, self.how = rank, pid, doing, how
@@ -70,8 +70,7 @@ class PeerDiedError(InterlaceError):
 
 
 class SourceText(str):
-    """Text that names lines of source, as "signal.py:69 in publish"; ``frames`` are (path, line), innermost
-    first."""
+    """Text that names source, as "signal.py:69 in publish"; ``frames``: (path, line), innermost first."""
 
     frames: tuple[tuple[str, int], ...]
 
@@ -83,10 +82,10 @@ class SourceText(str):
 
 @dataclass(frozen=True)
 class BlockedWait:
-    """One wait that can never end: who waits, for what, and where in the source.
+    """One wait that can never end: the rank and its program, the awaited memory, and the line of source.
 
-    ``seen`` and ``expected`` are values of the signal slot, ``source`` the rank of the group that
-    publishes it; they are None where that is not known.
+    ``seen`` and ``expected`` are values of the signal slot, ``source`` is the rank of the group that
+    publishes it. They are None if they are not known.
     """
 
     rank: int
@@ -105,9 +104,9 @@ class BlockedWait:
 
 
 class DeadlockError(InterlaceError):
-    """No program and no user code of any rank can go on; of processes, of the ranks that it names.
+    """No rank can go on, neither its programs nor its user code; among processes, no rank that it names.
 
-    ``blocked`` lists every :class:`BlockedWait`; ``seed`` replays the schedule, and is None of processes.
+    ``blocked`` lists every :class:`BlockedWait`. ``seed`` replays the schedule; it is None for processes.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class DeadlockError(InterlaceError):
 
 
 class MemoryAccessError(InterlaceError):
-    """A kernel accessed memory that is not its to access; ``kind`` is one of ``interlace.verify.KINDS``."""
+    """A kernel accessed memory that it may not access; ``kind`` is one of ``interlace.verify.KINDS``."""
 
     def __init__(self, message: str, kind: str) -> None:
         self.kind = kind
@@ -136,15 +135,15 @@ class MemoryAccessError(InterlaceError):
 
 
 class InlineAssemblyError(InterlaceError, NotImplementedError):
-    """Inline PTX that the interpreter cannot run, or that no assembler would take."""
+    """Inline PTX that the interpreter cannot run, or that no assembler accepts."""
 
 
 class KernelAssertionError(InterlaceError, AssertionError):
-    """A condition that a kernel states does not hold: ``tl.device_assert``, ``assert`` or ``tl.assume``."""
+    """A condition of a kernel does not hold: ``tl.device_assert``, ``assert`` or ``tl.assume``."""
 
 
 class CollectiveTimeoutError(InterlaceError):
-    """A wait passed its bound. Names the operation and whom it waited for."""
+    """A wait has timed out. The error names the operation and the ranks that it waited for."""
 
     def __init__(self, message: str, waited_for: tuple[int, ...] = ()) -> None:
         self.waited_for = waited_for
@@ -155,7 +154,7 @@ class CollectiveTimeoutError(InterlaceError):
 
 
 class EndlessTaskError(CollectiveTimeoutError):
-    """A program, or code of a rank, goes on for ever and looks at no memory that others may change."""
+    """A program, or code of a rank, runs for ever and reads no memory that other ranks may change."""
 
 
 class RankError(InterlaceError):
@@ -175,7 +174,7 @@ class RankError(InterlaceError):
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback of ``error`` from the first call that is not this project's; whole if all are."""
+    """Return the traceback of ``error`` from the first call outside this project, or all of it."""
     first = error.__traceback__
     while first is not None and _is_own(first.tb_frame):
         first = first.tb_next
@@ -193,7 +192,7 @@ def rank_error(rank: int, original: BaseException, details: str = "") -> RankErr
     base = type(original)
     error = RankError(rank, original, details)
     if isinstance(original, Exception):
-        # layouts of some built-in exceptions cannot be combined
+        # The layouts of some built-in exceptions cannot be combined.
         with contextlib.suppress(TypeError):
             namespace = {"__init__": RankError.__init__}
             error = type(f"Rank{base.__name__}", (RankError, base), namespace)(

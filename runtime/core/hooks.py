@@ -1,7 +1,7 @@
-"""Hooks of a group: what is called before and after each of its ops, and when the group is over.
+"""Hooks of a group: functions called before and after each of its ops, and when the group is aborted.
 
-While a group has hooks, ``watching`` is set, and the communicator leaves each op to :class:`OpHooks`, which
-calls it again between the hooks. Without any, an op costs one look at ``watching`` more.
+While a group has hooks, ``watching`` is set, and the communicator passes each op to :class:`OpHooks`, which
+calls the op again between the hooks. Without hooks, an op only reads ``watching`` in addition.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from interlace.runtime.core.work import ZERO, Work
 
 log = logging.getLogger("interlace")
 
-# Arguments that are filled and not read, of any op and of these; ops that read what they fill.
+# Arguments that an op fills and does not read, for all ops and for these; ops that read their outputs.
 FILLED = [
     "output",
     "outputs",
@@ -49,19 +49,19 @@ IN_PLACE = ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HookedOp:
-    """One op of a group as its hooks see it. Raises AttributeError for who sets a field.
+    """One op of a group as its hooks see it. Raises AttributeError if a field is set.
 
     Attributes
     ----------
     op : its name, "all_reduce"; all messages are "send" and "recv".
     group : the group, ``interlace.Group``.
     sequence : its number on this rank, from 1, since the group has had hooks.
-    inputs, outputs : the tensors, of any shape, that it reads and that it fills, by argument, of a list
-        ``name[i]``; what is reduced in place is in both. Those of a fused op are named as in
-        ``torch.ops.interlace``. In ``after`` also ``result``, what the op made.
-    options : its other arguments, by name; of a fused op None, too, where that was given.
-    seconds : in ``after``, how long it took, until it was seen to have ended.
-    error : in ``after``, what it failed with; else None.
+    inputs, outputs : the tensors, of any shape, that it reads and that it fills, by argument; ``name[i]``
+        for a list. A tensor that is reduced in place is in both. A fused op's names are those in
+        ``torch.ops.interlace``. In ``after`` also ``result``, the tensors that the op made.
+    options : its other arguments, by name. A fused op's options include None if None was passed.
+    seconds : in ``after``, its duration, until its end was noticed.
+    error : in ``after``, the error of the op; otherwise None.
 
     >>> def on_rank():
     ...     with interlace.new_group().register_hook(lambda call: None) as handle:
@@ -89,7 +89,7 @@ class Hook(NamedTuple):
 
 
 class Form(NamedTuple):
-    """An internal form: its name, its ``check``, what it fills (see ``internal_form``), and itself."""
+    """An internal form: its name, its ``check``, ``fills`` (see ``internal_form``), names, and itself."""
 
     op: str
     check: Callable[..., object]
@@ -98,9 +98,9 @@ class Form(NamedTuple):
     call: Callable[..., Any]
 
     def named(self, tensors: Sequence[Any], options: Sequence[Any]) -> Iterator[tuple[str, object]]:
-        """Its arguments by name, but for absent ones; a record of arguments stands for its fields.
+        """Yield its arguments by name, except absent ones; yield the fields of a record of arguments.
 
-        Of a fused op, whose names are given, options that are None are there, too.
+        The arguments of a fused op have names, and its options that are None are yielded as well.
         """
         names = self.names or [*inspect.signature(self.check).parameters][1:]
         options_from = len(tensors) if self.names else len(names)
@@ -119,18 +119,18 @@ _profiled = False
 
 
 class OpHooks:
-    """The hooks of one communicator, which are asked in the order in which they were registered."""
+    """The hooks of one communicator, called in the order in which they were registered."""
 
     def __init__(self, communicator: Any, shared: OpHooks | None = None) -> None:
-        """``shared``: those of another communicator, which are these too."""
+        """``shared``: hooks of another communicator, which this one uses as well."""
         self._of, self._count = weakref.ref(communicator), 0
         self._registered: OrderedDict[int, Hook] = shared._registered if shared else OrderedDict()
         self._over = self._within = False
         self.watching = False
-        """Whether the next op is one that hooks see."""
+        """Whether hooks see the next op."""
         self.naming = False
-        """Whether the op that runs now has ranges in a profile."""
-        self._ranges: OpRanges | None = None  # of the last op
+        """Whether the current op has ranges in a profile."""
+        self._ranges: OpRanges | None = None  # ranges of the last op
         _all.add(self)
         if log.isEnabledFor(logging.DEBUG) and not shared:
             self.register(Hook(None, _log, None))
@@ -146,22 +146,22 @@ class OpHooks:
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be callable or None, got {function!r}")
         if not any(hook):
-            raise ValueError("before, after and on_abort are None; one of them must be given")
+            raise ValueError("before, after and on_abort are all None; pass at least one of them")
         handle = RemovableHandle(self._registered)
         self._registered[handle.id] = hook
         self.watch()
         return handle
 
     def watch(self) -> None:
-        """See ops, for as long as there are hooks or a profile; from the next one on."""
+        """See ops from the next one on, for as long as there are hooks or a profile."""
         self.watching = not self._within
 
     def named(self, op: str, start: Start) -> Start:
-        """``start``, the launch side of ``op``, with ranges in the profile that is taken."""
+        """Return ``start``, the launch side of ``op``, with ranges in the current profile."""
         self._ranges = OpRanges(op)
         return functools.partial(self._ranges.around, start)
 
-    # -- what the communicator leaves to this while ``watching`` ---------------------------------
+    # -- calls that the communicator passes on while ``watching`` --------------------------------
 
     def form(
         self, form: Form, tensors: Sequence[object], options: tuple[object, ...], async_op: bool
@@ -204,11 +204,11 @@ class OpHooks:
         return bool(group.rank == group_src if src is None else group.ranks[group.rank] == src)
 
     def _around(self, call: HookedOp, run: Callable[[], object]) -> Any:
-        self.watching, self._within = False, True  # hooks see no ops within ops
+        self.watching, self._within = False, True  # hooks do not see ops within ops
         self.naming = profiled = _profiled
         self._ranges = None
         hooks = list(self._registered.values())
-        begun: list[Hook] = []  # of which each gets its after
+        begun: list[Hook] = []  # ``after`` is called for each of these
         ended = functools.partial(self._ended, begun, call, time.perf_counter())
         try:
             whole = f"{call.op} on {_listed(call.group.ranks)}"
@@ -237,7 +237,7 @@ class OpHooks:
                 self.watch()
 
     def _refuse(self, call: HookedOp, error: Exception) -> None:
-        """A hook has: the other ranks refuse, too; of a message they take no part, and hear of an end."""
+        """Refuse the op on the other ranks, because a hook has refused it. A message aborts the group."""
         message = "peer" in call.options
         self._communicator.refuse("" if message else call.op, error)
         if message:
@@ -262,19 +262,19 @@ class OpHooks:
             (hook.after or _nothing)(call)
 
     def over(self, cause: BaseException) -> None:
-        """The group is over, because of ``cause``. Of several only the first counts."""
+        """Call ``on_abort`` of the hooks: ``cause`` aborted the group. Only the first call counts."""
         over, self._over = self._over, True
         for hook in [] if over else list(self._registered.values()):
             try:
                 (hook.on_abort or _nothing)(self._communicator, cause)
-            except Exception:  # the cause is what the caller must see
+            except Exception:  # the caller must see the cause
                 log.exception("a hook on_abort failed")
 
 
 class WatchedWork(Work):
-    """The handle of an op that has hooks: ``ended`` is called once, when the op is seen to have ended.
+    """The handle of an op that has hooks: ``ended`` is called once, when the op's end is noticed.
 
-    ``ranges``, if it is profiled: who waits has them, too, for its profile may not be of the op's thread.
+    ``ranges``, if it is profiled: repeated around the wait, as the profile may not record the op's thread.
     """
 
     def __init__(self, work: Work, ended: Callable[..., None], ranges: OpRanges | None) -> None:
@@ -287,7 +287,7 @@ class WatchedWork(Work):
             self._outcome.add_done_callback(lambda _: self._at_end())
 
     def _at_end(self, *, ordered: bool = False) -> None:
-        """Tell the hooks if it has ended, or what they do is ``ordered`` after it on a GPU."""
+        """Call the hooks if the op has ended, or if their work is ``ordered`` after it on a GPU."""
         if self._outcome is None or self._ended is None:
             return
         if not ordered and not super().is_completed():
@@ -308,13 +308,13 @@ class WatchedWork(Work):
                 for name in self._names[known - 1 : known]:
                     stack.enter_context(profile_range(name))
                 result = super().wait(timeout)
-            for name in self._names[known:]:  # chosen meanwhile
+            for name in self._names[known:]:  # algorithms chosen during the wait
                 with profile_range(name):
                     pass
             ordered = True
         finally:
             self._at_end(ordered=ordered)
-            with self._once:  # the hooks have ended, too, in whichever thread
+            with self._once:  # wait until the hooks have ended, in any thread
                 pass
         if self._raised is not None:
             raise self._raised
@@ -330,11 +330,11 @@ class WatchedWork(Work):
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in ``value``, by name."""
+    """Yield the tensors in ``value``, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif hasattr(value, "__dlpack__"):
-        with contextlib.suppress(Exception):  # with which the op refuses it, if it does
+        with contextlib.suppress(Exception):  # the op itself refuses the argument, if it is wrong
             yield name, from_dlpack(value)
     elif isinstance(value, (list, tuple)):
         for index, each in enumerate(value):
@@ -346,7 +346,7 @@ def _is_absent(value: object) -> bool:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Return ranks in words.
 
     >>> _listed(range(8)), _listed((0, 2)), _listed((5,))
     ('0-7', '0,2', '5')
@@ -371,7 +371,7 @@ def _log(call: HookedOp) -> None:
 
 
 def _profile(starts: bool) -> None:
-    """A profile of torch's has started, or ended: let all groups' ops name themselves in it."""
+    """Let the ops of all groups write their names into torch's profile, which has started or ended."""
     global _profiled
     _profiled = starts
     for hooks in list(_all):

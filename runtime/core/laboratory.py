@@ -1,7 +1,7 @@
-"""The laboratory, ``interlace_verify``: loaded when a program first needs it.
+"""Loads the package ``interlace_verify`` when a program first needs it.
 
-It runs PTX, finds races and searches schedules. Nothing of ``interlace`` imports it, so all that needs none
-of this works without it.
+The package runs PTX, finds races and searches schedules. ``interlace`` never imports it at its start, so
+everything else works without it.
 """
 
 import functools
@@ -15,7 +15,7 @@ PACKAGE = "interlace_verify"
 
 @functools.cache
 def laboratory(module: str = "") -> Any:
-    """The package, or a ``module`` of it. PlaceUnavailableError if it is not installed."""
+    """Return the package, or a ``module`` of it. PlaceUnavailableError if it is not installed."""
     try:
         return importlib.import_module(f"{PACKAGE}.{module}" if module else PACKAGE)
     except ModuleNotFoundError as error:

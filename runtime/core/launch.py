@@ -1,17 +1,16 @@
-"""One launch of a kernel: what to run, over which grid, with which arguments, in which place.
+"""One launch of a kernel: the kernel, its grid, its arguments and its compile options.
 
 The same :class:`KernelLaunch` is compiled by Triton on a GPU (``places/gpu/launch.py``) and interpreted, by
 ``sim/scheduler/scheduler.py``, on a CPU.
 
-The arguments of a kernel one by one: tuples with names are taken apart, and put together again.
+Kernels take ``NamedTuple``s (``kernels/arguments.py``), but compilations and launches need single values.
+This file takes tuples with names apart, and puts them together again. Here a value has a *path*,
+``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
 
-Kernels take ``NamedTuple``s (``kernels/arguments.py``); a compilation and a launch have to do with single
-values. Here a value has a *path*, ``input.stride`` or ``TILES.BLOCK_M``, in the order of the parameters.
-
-Of a launch a compiled kernel depends on the dtypes of tensors and the width of numbers; of what is not
-listed in the kernel's ``do_not_specialize`` also on whether a number is 1, and whether it is a multiple of
-16; of tensors on whether the address is. Triton decides so by itself, except that it does not look at
-``do_not_specialize`` inside tuples: :func:`compiled_with` gives it numbers that tell nothing.
+A compiled kernel depends on the dtypes of tensors and the width of numbers. Arguments that are not listed
+in the kernel's ``do_not_specialize`` specialise it further. It depends on whether a number is 1, and on
+whether a number or a tensor's address is a multiple of 16. Triton decides this by itself, but it ignores
+``do_not_specialize`` inside tuples: for these, :func:`compiled_with` passes numbers that do not specialise.
 """
 
 import collections
@@ -26,11 +25,11 @@ import numpy as np
 from interlace.runtime.compat.triton_launcher import mangle_type, warmed_up
 
 ALIGNMENT = 16
-SMALL = 1 << 31  # numbers below are 32 bits wide
+SMALL = 1 << 31  # numbers below have 32 bits
 
 
 class KernelFunction(Hashable, Protocol):
-    """A function of Triton's: compiled for a GPU, interpreted on a CPU."""
+    """A function of Triton: compiled for a GPU, interpreted on a CPU."""
 
     fn: Callable[..., object]
     __name__: str
@@ -39,7 +38,7 @@ class KernelFunction(Hashable, Protocol):
 
 
 def leaves(arguments: Mapping[str, object]) -> dict[str, Any]:
-    """By path: ``{"input": Rows(x, 8)}`` is ``{"input.ptr": x, "input.stride": 8}``."""
+    """Return the values by path: ``{"input": Rows(x, 8)}`` is ``{"input.ptr": x, "input.stride": 8}``."""
     return dict(_leaves("", arguments.items()))
 
 
@@ -53,7 +52,7 @@ def _leaves(prefix: str, named: Any) -> Iterator[tuple[str, object]]:
 
 
 def joined(by_path: Mapping[str, object]) -> dict[str, object]:
-    """The counterpart of :func:`leaves`: tuples with these names again, of classes made up here."""
+    """Undo :func:`leaves`: return tuples with these names again, of classes that are made here."""
     found: dict[str, Any] = {}
     for path, value in by_path.items():
         name, _, rest = path.partition(".")
@@ -74,20 +73,20 @@ def _tuple(name: str, fields: dict[str, Any]) -> Any:
 
 
 def outside_name(path: str) -> str:
-    """A field's name in a bundle: ``input_stride`` and ``num_sends``, but of most tuples just the field."""
+    """Return a field's name in a bundle: ``input_stride``, ``num_sends``; of most tuples just the field."""
     of, _, name = path.rpartition(".")
     return _OF_ONE_THING.get(name, name).format(of) if of else name
 
 
 def outside(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Single values by the names that they have outside."""
+    """Return single values by their names in a bundle."""
     inside = leaves(arguments)
     named = {outside_name(path): value for path, value in inside.items()}
-    assert len(named) == len(inside), f"two fields have one name outside: {[*inside]}"
+    assert len(named) == len(inside), f"two fields have the same name in a bundle: {[*inside]}"
     return named
 
 
-# Fields that say nothing without the tuple's name: they describe one thing, such as a matrix.
+# Fields that need the tuple's name in a bundle: they describe one object, such as a matrix.
 _OF_ONE_THING = {
     "ptr": "{}_ptr",
     "count": "num_{}",
@@ -105,9 +104,9 @@ _OF_ONE_THING = {
 
 @functools.lru_cache(maxsize=256)
 def general(kernel: KernelFunction) -> frozenset[str]:
-    """The parameters of whose values a compiled kernel does not depend: all fields, if it is a tuple."""
+    """Return the parameters whose values do not specialise a compiled kernel; all fields of a tuple."""
     listed = getattr(kernel, "do_not_specialize", None)
-    if listed is None:  # an interpreted function keeps what it was decorated with
+    if listed is None:  # an interpreted function keeps its decorator's arguments
         listed = getattr(kernel, "kwargs", {}).get("do_not_specialize")
     names = list(inspect.signature(kernel.fn).parameters)
     return frozenset(names[each] if isinstance(each, int) else each for each in listed or ())
@@ -121,14 +120,14 @@ def constants(kernel: KernelFunction) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def read_only(kernel: KernelFunction) -> frozenset[str]:
-    """The pointers that the kernel's annotations declare const: ``tl.const``, ``"const"``, ``"*kfp32"``."""
+    """Return the pointers with a const annotation: ``tl.const``, ``"const"``, ``"*kfp32"``."""
     annotations = {name: str(kind) for name, kind in kernel.fn.__annotations__.items()}
     declared = (name for name, kind in annotations.items() if "const" in kind or kind[:2] == "*k")
     return frozenset(declared) - constants(kernel)
 
 
 def compiled_with(kernel: KernelFunction, arguments: Mapping[str, object]) -> dict[str, object]:
-    """``arguments`` to compile ``kernel`` with, not to run it: ``general`` tuples tell nothing."""
+    """Return ``arguments`` to compile ``kernel``, not to run it: ``general`` tuples specialise nothing."""
     return {
         name: type(value)(*map(_any_number, value))
         if name in general(kernel) and isinstance(value, tuple)
@@ -138,14 +137,14 @@ def compiled_with(kernel: KernelFunction, arguments: Mapping[str, object]) -> di
 
 
 def _any_number(value: object) -> Any:
-    """An integer as wide as ``value``, but neither 1 nor a multiple of 16; other values as they are."""
+    """Return an integer of ``value``'s width, neither 1 nor a multiple of 16; other values unchanged."""
     if type(value) is not int:
         return value
     return 3 if -SMALL <= value < SMALL else SMALL + 3
 
 
 def kind_of(path: str, value: object) -> str:
-    """What Triton takes ``value`` for. TypeError if it takes none such."""
+    """Return the type that Triton gives ``value``. TypeError if Triton does not accept it."""
     try:
         return str(mangle_type(value))
     except TypeError as error:
@@ -155,14 +154,17 @@ def kind_of(path: str, value: object) -> str:
 def specialised(
     kernel: KernelFunction, arguments: Mapping[str, object]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
-    """(types, constants, multiples of 16) by path; a constant is "constexpr". TypeError if none fits."""
+    """Return (types, constants, multiples of 16) by path; a constant's type is "constexpr".
+
+    Raises TypeError if Triton does not accept a value.
+    """
     types: dict[str, str] = {}
     fixed: dict[str, object] = {}
     divisible = []
     for path, value in leaves(arguments).items():
         name = path.partition(".")[0]
         special = name not in general(kernel)
-        one = type(value) is int and value == 1 and special  # Triton compiles this number in
+        one = type(value) is int and value == 1 and special  # Triton compiles a 1 as a constant
         if name in constants(kernel) or value is None or one:
             types[path], fixed[path] = "constexpr", value
             continue
@@ -190,9 +192,8 @@ def checked_grid(grid: object) -> tuple[int, ...]:
 class KernelLaunch:
     """``kernel[grid](**arguments)`` with compile options; ``op`` names the user's call.
 
-    ``grid``: a number of programs, or up to three extents. ``options``: a dict with more of Triton's, for
-    a GPU only, such as ``launch_cooperative_grid``. Arguments may be tuples with names, but no tuples in
-    tuples.
+    ``grid``: a number of programs, or up to three extents. ``options``: a dict with more options of Triton,
+    for a GPU only, such as ``launch_cooperative_grid``. Arguments may be flat tuples with names.
     """
 
     kernel: Any
@@ -208,7 +209,7 @@ class KernelLaunch:
         return str(self.kernel.__name__)
 
     def values(self) -> list[Any]:
-        """The arguments one by one: of a tuple the fields, but constants whole."""
+        """The arguments one by one: the fields of a tuple, but whole constants."""
         fixed = constants(self.kernel)
         return [
             value
@@ -223,7 +224,7 @@ class KernelLaunch:
         return int(x), int(y), int(z)
 
     def compiled(self) -> Any:
-        """The kernel for a GPU, compiled and loaded, not run: Triton's ``CompiledKernel``."""
+        """Return the kernel, compiled for a GPU and loaded, not run: Triton's ``CompiledKernel``."""
         return warmed_up(
             self.kernel,
             compiled_with(self.kernel, self.arguments),

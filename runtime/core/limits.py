@@ -1,10 +1,10 @@
-"""Limits of a program on GPUs, as the CUDA programming guide has them.
+"""Limits of a program on GPUs, from the CUDA programming guide.
 
-Without imports: the command names architectures in its help, for which it loads neither torch nor Triton.
+Without imports: the command names architectures in its help, without loading torch or Triton.
 """
 
 ANYWHERE_KIB = 48
-"""Shared memory that a program gets on every CUDA GPU without asking for more."""
+"""Shared memory that a program gets on every CUDA GPU without a request for more."""
 
 SHARED_KIB = {
     75: 64,
@@ -12,11 +12,11 @@ SHARED_KIB = {
     **dict.fromkeys((86, 89, 120, 121), 99),
     **dict.fromkeys((90, 100, 103), 227),
 }
-"""What one program can have, by compute capability (90 is 9.0)."""
+"""The most shared memory of one program, by compute capability (90 is 9.0)."""
 
 
 def shared_bytes(capability: int) -> int:
-    """Bytes of shared memory that one program can have; of an unknown chip, those that all have.
+    """Return the bytes of shared memory that one program can have; for an unknown chip, the common minimum.
 
     >>> shared_bytes(90), shared_bytes(999)
     (232448, 49152)

@@ -7,14 +7,14 @@ An *arena* owns a few *channels*. A channel is one symmetric buffer::
 
     | header: epoch, abort, status, credits | signal slots (int64) ... | data ... |
 
-Ops take channels in turn, so two ops in flight never share memory. The turn depends only on how many
-ops came before, so every rank makes the same choice without talking. An op that comes round to a
-channel again first waits, on the device, for the credit of every peer: "I have finished the previous
-op here". Nothing is zeroed or allocated per call: epochs only grow, a stale slot is always smaller than
-the epoch that is waited for, and the slot region never holds data. A channel grows when an op needs
-more than it has; all ranks see the same sizes, so they grow together. The outgrown buffer stays until
-the arena closes, because a peer may still write its last credit into it; sizes double, so all of these
-together are smaller than the current buffer.
+Ops take channels in turn, so two ops in flight never share memory. The turn depends only on the number of
+earlier ops, so every rank makes the same choice without communication. An op that uses a channel again
+first waits, on the device, for the credit of every peer: "I have finished the previous op here". No call
+zeroes or allocates memory: epochs only grow, a stale slot is always smaller than the awaited epoch, and
+the slot region never holds data. A channel grows when an op needs more memory than it has; all ranks see
+the same sizes, so their channels grow together. The outgrown buffer stays until the arena closes, because
+a peer may still write its last credit into it. Sizes double, so all outgrown buffers together are smaller
+than the current buffer.
 """
 
 import functools
@@ -40,14 +40,14 @@ SMALLEST_DATA = 1 << 16
 CHANNELS = 2
 MOST_PASSING_TABLES = 64
 RED_ZONE = 1 << 16
-"""Bytes around symmetric memory of ``sim`` that belong to nobody, so that what runs over meets nothing."""
+"""Unused bytes around symmetric memory of ``sim``, so that an access out of bounds hits no other memory."""
 
 Array = npt.NDArray[np.uint8]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous ``tensor`` of any dtype as flat uint8, to be moved."""
-    # a single element counts as contiguous with any stride, but is viewed as bytes with stride 1 only
+    """Return the memory of a contiguous ``tensor`` of any dtype as flat uint8, to be moved."""
+    # A single element is contiguous with any stride, but can be viewed as bytes only with stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -55,17 +55,17 @@ _NOT_COPIED = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or its bytes if torch does not copy its dtype: int1 to int7, uint1 to uint7."""
+    """Return ``tensor``, or its bytes if torch does not copy its dtype: int1 to int7, uint1 to uint7."""
     return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor.contiguous()``, of every dtype."""
+    """Return ``tensor.contiguous()``, for every dtype."""
     return tensor if tensor.is_contiguous() else movable(tensor).contiguous().view(tensor.dtype)
 
 
 def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor over all of ``tensors``, if each begins where the one before it ends."""
+    """Return one flat tensor over all of ``tensors``, if each begins where the previous one ends."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return None
@@ -79,7 +79,7 @@ def neighbours(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors share memory."""
+    """Return whether two dense tensors share memory."""
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
 
@@ -88,11 +88,10 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 class SymmetricBuffer:
     """Memory of the same ``nbytes`` on every rank of a group.
 
-    ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0
-    of what is not mapped; between nodes it goes on as ``kernels/collectives/node_moves.py`` says.
-    ``peer_bytes[r]`` is a uint8 tensor over rank r's memory; it keeps the mapping alive, and is empty
-    where there is none. ``multicast`` is the address by which one store reaches all ranks, 0 where
-    there is none.
+    ``peers`` is an int64 tensor ``[world_size]`` on the device: base addresses as this rank sees them, 0 if
+    the memory is not mapped. Between nodes it continues as ``kernels/collectives/node_moves.py`` says.
+    ``peer_bytes[r]`` is a uint8 tensor over rank r's memory. It keeps the mapping alive, and is empty if
+    the memory is not mapped. ``multicast`` is the address by which one store reaches all ranks, or 0.
     """
 
     rank: int
@@ -104,7 +103,7 @@ class SymmetricBuffer:
 
     @classmethod
     def over(cls, rank: int, parts: Sequence[torch.Tensor], **more: Any) -> "SymmetricBuffer":
-        """Every rank's memory is mapped: ``parts``, by rank."""
+        """Return the buffer over ``parts``, by rank: every rank's memory is mapped."""
         table = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64)
         own = parts[rank]
         return cls(rank, own.nbytes, table.to(own.device), parts, **more)
@@ -114,13 +113,13 @@ class SymmetricBuffer:
         return [int(address) for address in self.peers.tolist()[: len(self.peer_bytes)]]
 
     def mapped(self, rank: int) -> bool:
-        """Whether this rank can address rank ``rank``'s memory."""
+        """Return whether this rank can address rank ``rank``'s memory."""
         return self.peer_bytes[rank].numel() > 0
 
     def view(
         self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A contiguous tensor of ``shape`` over rank ``rank``'s memory from byte ``offset`` on."""
+        """Return a contiguous tensor of ``shape`` over rank ``rank``'s memory, from byte ``offset`` on."""
         end = offset + math.prod(shape) * dtype.itemsize
         assert self.mapped(rank), f"rank {rank}'s memory is on another node"
         assert offset >= 0 and end <= self.nbytes, (offset, end, self.nbytes)
@@ -128,16 +127,16 @@ class SymmetricBuffer:
 
 
 def peers_of(buffer: SymmetricBuffer, world_size: int) -> arguments.Peers:
-    """The argument by which a kernel finds every rank's ``buffer``."""
+    """Return the argument by which a kernel finds every rank's ``buffer``."""
     return arguments.Peers(buffer.peers, buffer.rank, world_size)
 
 
 @dataclass
 class Layout:
-    """The memory that one op needs of a channel, built up by the op's algorithm before it leases.
+    """The memory that one op needs of a channel; the op's algorithm adds to it before it leases.
 
-    ``pulled`` says that peers read this rank's data region. It is then free for the next op once all
-    ranks have finished; after an op that pushes it is free as soon as its owner has.
+    ``pulled``: peers read this rank's data region. Then the region is free for the next op only when all
+    ranks have finished. After an op that pushes, it is free as soon as its owner has finished.
     """
 
     slots: int = 0
@@ -173,7 +172,7 @@ class Workspace:
     def kernel_launch(
         self, kernel: object, grid: int, given: dict[str, Any], **options: Any
     ) -> KernelLaunch:
-        """A launch of the op, with the argument by which every kernel finds the workspace."""
+        """Return a launch of the op, with the argument by which every kernel finds the workspace."""
         peers = self.buffer.peers, self.buffer.rank, self.world_size
         own = {"workspace": arguments.Workspace(*peers, self.slot_offset, self.data_offset)}
         return KernelLaunch(kernel, grid, {**own, **given}, self.op, **options)
@@ -202,9 +201,10 @@ class _Channel:
 
 
 class Arena:
-    """Leases workspaces of one group, in the same order and from the same places on every rank.
+    """Leases workspaces of one group, in the same order and at the same offsets on every rank.
 
-    ``turn`` counts the ops that took a channel. ``words``: memory of ``algorithms/low_latency.py``, if any.
+    ``turn`` counts the ops that took a channel. ``words``: memory of
+    ``kernels/collectives/low_latency.py``, if any.
     """
 
     def __init__(
@@ -220,13 +220,13 @@ class Arena:
         self._allocate = allocate
         self._world_size = world_size
         self._spin_limit = spin_limit
-        self._alike = alike  # channels grow together: one call makes room for all calls like it
+        self._alike = alike  # channels grow together: one call makes space for all similar calls
         self.channels: list[_Channel | None] = [None] * channels
         self.turn = 0
         self.words: Any = None
 
     def lease(self, layout: Layout, op: str) -> Workspace:
-        """A workspace of at least ``layout``'s size. Collective when the channel has to grow."""
+        """Return a workspace of at least ``layout``'s size. Collective when the channel has to grow."""
         index = self.turn % len(self.channels)
         self.turn += 1
         channel = self.channels[index]
@@ -240,7 +240,7 @@ class Arena:
         return Workspace(index, channel.buffer, slot_offset, data_offset, self._world_size, op)
 
     def multicast(self) -> bool:
-        """Whether all channels have a multicast address. Collective before the first lease."""
+        """Return whether all channels have a multicast address. Collective before the first lease."""
         if not self.buffers():
             self.channels = [self._grown(None, Layout()) for _ in self.channels]
         return all(buffer.multicast for buffer in self.buffers())
@@ -256,7 +256,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory held on this rank, outgrown buffers included."""
+        """Bytes of symmetric memory on this rank, outgrown buffers included."""
         held = self.words.nbytes if self.words else 0
         for channel in self.channels:
             if channel is not None:
@@ -282,7 +282,7 @@ class Tables:
     def table(
         self, key: object, rows: Callable[[], Sequence[Sequence[int]]], *, passing: bool = False
     ) -> torch.Tensor:
-        """The table of ``rows()``; old ``passing`` ones are dropped, but those of captured graphs."""
+        """Return the table of ``rows()``; drop old ``passing`` tables that no captured graph has."""
         table = self.lasting.get(key)
         if table is None and passing:
             table = self._passing.get(key)
@@ -305,12 +305,12 @@ class Tables:
 
 @dataclass(eq=False)
 class LocalMemory:
-    """Zeroed memory in ``parts``, one uint8 array per size asked for, each aligned for any dtype.
+    """Zeroed memory in ``parts``, one uint8 array per requested size, each aligned for any dtype.
 
-    ``Place.new_memory`` makes it, alone; ``Place.share`` lets the peers map it, together. In between, and
-    without any peer, it is ordinary memory. It lives as long as anything refers to it: this object, a
-    tensor made by :func:`tensor_over`, or a peer's mapping. ``origin`` is for the place that made it:
-    whose memory it is and how a peer gets at it.
+    A single rank makes it by ``Place.new_memory``; all ranks map it together by ``Place.share``. Before
+    that, and without any peer, it is ordinary memory. It lives as long as something refers to it: this
+    object, a tensor made by :func:`tensor_over`, or a peer's mapping. ``origin`` is for the place that made
+    it: its owner, and how a peer maps it.
     """
 
     parts: Sequence[Array]
@@ -318,27 +318,27 @@ class LocalMemory:
 
 
 def aligned(nbytes: int) -> Array:
-    """Zeroed memory of this process, aligned as a part has to be."""
+    """Return zeroed memory of this process, aligned as a part has to be."""
     whole: Array = np.zeros(nbytes + DATA_ALIGNMENT, dtype=np.uint8)
     shift = -whole.ctypes.data % DATA_ALIGNMENT
     return whole[shift : shift + nbytes]
 
 
 def starts(sizes: Sequence[int]) -> list[int]:
-    """Where parts of ``sizes`` begin that lie one after another, aligned; and where the last one ends."""
+    """Return the offsets of aligned parts of ``sizes``, one after another, and the end of the last one."""
     return [0, *accumulate(-(-size // DATA_ALIGNMENT) * DATA_ALIGNMENT for size in sizes)]
 
 
 def split(whole: Array, sizes: Sequence[int]) -> list[Array]:
-    """Parts of ``sizes`` one after another in ``whole``, each aligned if ``whole`` is."""
+    """Return parts of ``sizes``, one after another, in ``whole``; each is aligned if ``whole`` is."""
     return [whole[start : start + size] for start, size in zip(starts(sizes), sizes, strict=False)]
 
 
 def tensor_over(memory: Array, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor whose storage starts where ``memory`` does, and which keeps it alive.
+    """Return a contiguous tensor whose storage starts where ``memory`` does, and which keeps it alive.
 
-    It is nobody's view: ``storage_offset()`` is 0, and autograd takes it for a tensor of its own. Not
-    by ``set_``, which looks like a write of the memory to whoever watches torch operators.
+    It is not a view of another tensor: ``storage_offset()`` is 0, and autograd treats it as a separate
+    tensor. It is not made by ``set_``, which hooks on torch operators would see as a write of the memory.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(memory)[:nbytes].view(dtype).view(tuple(shape)).detach()

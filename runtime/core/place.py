@@ -1,6 +1,6 @@
 """The interface of a place, for one rank: memory, control, streams, and kernels of user code.
 
-Places differ in this and nowhere else. A place has four roles; who needs one of them takes that.
+Places differ only in these four roles. A caller that needs one of them takes that role's class.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 DEFAULT_TIMEOUT = 300.0
-MOST_SECONDS = 1e6  # what waits of the system take; eleven days
+MOST_SECONDS = 1e6  # the longest wait of the system's calls; eleven days
 
 
 def positive_seconds(name: str, value: object) -> float:
-    """``value``, a number of seconds or a timedelta, if it can bound a wait: more than 0, and finite."""
+    """Return ``value``, seconds or a timedelta, as a number; raise unless it is positive and finite."""
     number = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(f"{name} must be a number of seconds or a timedelta, got {value!r}")
@@ -42,15 +42,16 @@ def positive_seconds(name: str, value: object) -> float:
 
 @contextmanager
 def timeout(seconds: timedelta | float) -> Iterator[None]:
-    """Within, each wait of the ops that the caller starts is bounded by ``seconds``, or a timedelta.
+    """Bound each wait of the ops that the caller starts within the block by ``seconds``, or a timedelta.
 
-    Of every op, asynchronous ones and messages too. It goes before the group's own timeout
-    (:meth:`Group.set_timeout`); torch's of one op, and the ``timeout`` of an op that takes one, go before
-    it. When it passes the group is over, as with the group's own: some ranks may have done what others have
-    not. Only ``Work.wait(timeout)`` may be tried again. In ``sim``, which has no clock, it does nothing: a
-    wait that cannot end is a DeadlockError at once. On a GPU it bounds the host alone.
+    This includes asynchronous ops and messages. It takes precedence over the group's own timeout
+    (:meth:`Group.set_timeout`). Torch's timeout of one op and the ``timeout`` argument of an op take
+    precedence over it. When it passes the group is aborted, as by the group's own timeout: some ranks may
+    have finished the op and others not. Only ``Work.wait(timeout)`` may be tried again. In ``sim``, which
+    has no clock, it does nothing: an endless wait is a DeadlockError at once. On a GPU it bounds the host
+    only.
 
-    Raises ValueError for what is not positive or more than a million seconds, TypeError for no number.
+    Raises ValueError if ``seconds`` is not positive or exceeds a million, TypeError if not a number.
 
     >>> def on_rank():
     ...     with interlace.timeout(60):
@@ -67,7 +68,7 @@ PUTS = ("nvshmem", "stores", "late")
 
 @dataclass(frozen=True)
 class Nodes:
-    """``of[r]``: node of r; ``put``: see ``kernels/node_puts.py``; ``options`` link its library."""
+    """``of[r]`` is rank r's node. For ``put`` see ``kernels/node_puts.py``; ``options`` link a library."""
 
     of: tuple[int, ...]
     put: str
@@ -80,31 +81,31 @@ class Nodes:
         return list(order.members(self.of, self.of[rank]))
 
     def names(self) -> list[int]:
-        """The nodes, in the order in which sums are taken."""
+        """Return the nodes, in the order in which sums are computed."""
         return sorted(set(self.of))
 
     def partners(self, rank: int) -> list[int]:
-        """The ranks of other nodes that put to ``rank`` or to which it puts, in any op."""
+        """Return the ranks of other nodes that put to ``rank`` or to which it puts, in any op."""
         puts = order.put_targets(rank, self.of)
         return sorted({*puts, *order.put_sources(rank, self.of)})
 
 
 def table(mapped: Sequence[int], reached: Sequence[int]) -> torch.Tensor:
-    """The table of peers: base addresses, 0 where there is none, then how to put to each rank."""
+    """Return the table of peers: base addresses, 0 if not mapped, then how to put to each rank."""
     return torch.tensor([*mapped, *reached], dtype=torch.int64)
 
 
 class PlaceRank:
-    """The rank that a place is of.
+    """The rank that a place belongs to.
 
     Attributes
     ----------
     name : "sim", "shm", "hosts", "cuda" or "nvshmem".
     rank, world_size : this rank within the group.
-    address : at which the other ranks' processes reach this one's.
-    device : where tensors of this rank live.
-    simulated : True where all ranks are tasks of one scheduler, in one process and in its own time.
-    virtual : True where ranks share one process and its GPU.
+    address : the address at which the other ranks' processes reach this rank's process.
+    device : the device of this rank's tensors.
+    simulated : True if all ranks are tasks of one scheduler, in one process and in simulated time.
+    virtual : True if ranks share one process and its GPU.
     """
 
     name: str
@@ -121,9 +122,9 @@ class PlaceMemory(PlaceRank, ABC):
 
     Attributes
     ----------
-    direct_access : True where torch operators may read and write a peer's memory at full speed.
-    mapped : whether ranks have symmetric memory, which those on CPUs of several hosts have not.
-    nodes : which ranks share a node, where not all memory is mapped; None on one node.
+    direct_access : True if torch operators may read and write a peer's memory at full speed.
+    mapped : whether ranks have symmetric memory; ranks on CPUs of several hosts have none.
+    nodes : the ranks of each node, if not all memory is mapped; None on one node.
     """
 
     direct_access: bool
@@ -132,22 +133,22 @@ class PlaceMemory(PlaceRank, ABC):
 
     @property
     def all_mapped(self) -> bool:
-        """Whether every rank's memory is mapped by all: not between nodes, nor hosts without any of it."""
+        """Whether all ranks map every rank's memory: not between nodes, nor if ``mapped`` is False."""
         return self.mapped and self.nodes is None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Zeroed symmetric memory of ``nbytes`` on every rank. Collective."""
+        """Allocate zeroed symmetric memory of ``nbytes`` on every rank. Collective."""
 
 
 class PlaceControl(PlaceRank, ABC):
-    """Messages between the hosts of the ranks, groups of some of them, and how a group fails and ends.
+    """Messages between the hosts of the ranks, subgroups, and the failure and end of a group.
 
     Attributes
     ----------
-    joining : seconds that it took to meet the other processes.
-    linger : seconds for which :meth:`close` waits for rank 0 to close, too; see ``HostGroup.close``.
-    calls : how many this rank has made, where ranks do not wait for each other to compare them.
+    joining : the seconds that it took to meet the other processes.
+    linger : the seconds that :meth:`close` waits until rank 0 closes; see ``HostGroup.close``.
+    calls : the number of this rank's calls, if ranks compare their calls without waiting for each other.
     """
 
     joining = 0.0
@@ -156,82 +157,82 @@ class PlaceControl(PlaceRank, ABC):
 
     @abstractmethod
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
-        """All-gather of a message of at most 64 KiB, without kernels; ``doing`` names the op in errors.
+        """All-gather a message of at most 64 KiB, without kernels; ``doing`` names the op in errors.
 
-        Collective. Raises when a peer has died, the group is aborted or the group's timeout passes.
+        Collective. Raises if a peer has died, the group is aborted or the group's timeout passes.
         """
 
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> "Place":
-        """A member's place in the group of ``ranks``, in order; ``generation`` tells equal groups apart."""
+        """Return a member's place in the ordered group ``ranks``; ``generation`` separates equal groups."""
 
     def reunited(self, ranks: Sequence[int] | None) -> "tuple[Place, list[int]]":
-        """The place of the ranks of this group that live, or of ``ranks``; and who they are.
+        """Return the place of the living ranks of this group, or of ``ranks``; and their numbers.
 
-        Collective over them, also after the group has failed. It has to be closed afterwards.
+        Collective over them, also after the group has failed. This place must be closed afterwards.
         """
-        raise PlaceUnavailableError(f"the ranks of place {self.name!r} end together")
+        raise PlaceUnavailableError(f"the ranks of place {self.name!r} all end together")
 
     def known_as(self, ranks: Sequence[int]) -> None:
-        """Take note of which ranks of the job the ranks of this group are."""
+        """Note the numbers that the ranks of this group have in the job."""
         return
 
     def fault(self, reason: str) -> None:
-        """Write down what this rank did last, where that is recorded: the group is over."""
+        """Write this rank's last actions to its record, if there is one, because the group is aborted."""
         return
 
     def set_timeout(self, seconds: float) -> None:
-        """Bound every later wait of this rank in this group, where waits have a bound of their own."""
+        """Bound every later wait of this rank in this group, if the place's waits have their own bound."""
         return
 
     def bound(self) -> float:
-        """Seconds that bound a wait of the op that the caller starts now; of no use where is no clock."""
+        """Return the seconds that bound a wait of the op that starts now; meaningless without a clock."""
         return DEFAULT_TIMEOUT
 
     def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
-        """Behind whom waits for ``peers`` are, by default this rank's wait just now; empty if not known."""
+        """Return the ranks that delay waits for ``peers``, by default this rank's last; () if unknown."""
         return peers
 
     def trouble(self, doing: str) -> Exception | None:
-        """Why ``doing``, which waits for peers, can never end, if that is known. From any thread."""
+        """Return why ``doing``, which waits for peers, can never end; None if unknown. From any thread."""
         return None
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Make every wait of every rank of the group end with an error. Idempotent."""
+        """Let every wait of every rank of the group end with an error. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give memory and handles back. The place is unusable afterwards. Idempotent."""
+        """Free memory and handles. The place is unusable afterwards. Idempotent."""
 
     def check(self) -> None:
-        """Raise what the group has failed with, if it has. To be closed in good order is no failure."""
+        """Raise the group's failure, if it has failed. A regular close is not a failure."""
         return
 
     def failure_of(self, number: int, *, completed: bool) -> Exception | None:
-        """The error of call ``number`` after it was enqueued, as far as is known. Never blocks.
+        """Return the error of call ``number`` after it was enqueued, as far as it is known. Never block.
 
-        ``completed``: it was seen to have completed before the group failed.
+        ``completed``: the call was seen to have completed before the group failed.
         """
         return None
 
     def settle(self) -> None:
-        """Return once all that this rank has enqueued has ended; raise what it failed with."""
+        """Return once all work that this rank has enqueued has ended; raise its error."""
         return
 
 
 class PlaceStreams(PlaceRank, ABC):
-    """Streams of a rank, and how its kernels run on them.
+    """Streams of a rank, and the execution of its kernels on them.
 
     Attributes
     ----------
-    interpreted : True where Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
-    compiled : whether kernels are code of a GPU, with what only that can do: inline PTX, fences of proxies.
-    descriptors : whether kernels may load and store by descriptors: where they are compiled, from 9.0 on.
-    program_limit : how many programs of one persistent kernel may wait for each other: all stay resident.
-    worker : the thread that runs what was submitted, where streams run their items at once; else None.
-    alone : whether an asynchronous op, too, may run in the caller: there is nobody it would wait for.
-    recorder : of what a call enqueues, where that is planned; see ``places/gpu/plans.py``.
+    interpreted : True if Triton kernels run in the interpreter, or as PTX on this CPU: small tiles.
+    compiled : whether kernels are GPU code, which alone allows inline PTX and fences of proxies.
+    descriptors : whether kernels may load and store by descriptors: if they are compiled, from 9.0 on.
+    program_limit : the most programs of one persistent kernel that may wait for each other: all resident.
+    worker : the thread that runs submitted functions, if streams run their items at once; otherwise None.
+    alone : whether an asynchronous op may also run in the caller, because it waits for no other rank.
+    recorder : records the items that a call enqueues, if it is planned; see ``places/gpu/plans.py``.
     launching : entered around the launches of one collective op, after all allocation is done.
     """
 
@@ -245,44 +246,44 @@ class PlaceStreams(PlaceRank, ABC):
     launching: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def arrive(self) -> None:
-        """The caller comes to a barrier of all ranks: its earlier torch code must finish first."""
+        """Finish the caller's earlier torch code before it enters a barrier of all ranks."""
         self.record_current().synchronize()
 
     def depart(self) -> None:
-        """All ranks have come; the caller's later torch code is after all of theirs."""
+        """Order the caller's later torch code after the barrier that all ranks have entered."""
         return
 
     @abstractmethod
     def new_stream(self, name: str, *, priority: bool = False) -> Stream:
-        """A stream of this rank; ``priority`` asks for precedence over other streams."""
+        """Return a new stream of this rank; ``priority`` asks for precedence over other streams."""
 
     @abstractmethod
     def record_current(self) -> Event:
-        """The point after all torch code that the caller has issued so far."""
+        """Return the point after all torch code that the caller has issued so far."""
 
     @abstractmethod
     def hold_current(self, event: Event, waiting_for: str) -> None:
         """Let the caller's later torch code run only after ``event``: blocks on a CPU, not on a GPU."""
 
     def future_of(self, event: Event, value: object) -> torch.futures.Future[Any] | None:
-        """A future of ``value``, which is there at ``event``; None where a plain one will do."""
+        """Return a future of ``value``, which is ready at ``event``; None if a plain future is enough."""
         return None
 
     @property
     def capturing(self) -> bool:
-        """Whether the caller is capturing a CUDA graph, during which nothing can be made or moved."""
+        """Whether the caller is capturing a CUDA graph, during which memory cannot be made or moved."""
         return False
 
     def submit(self, function: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-        """Run an op's launch side in order: here, or in a worker thread where streams run items at once."""
+        """Run an op's launch side in order: here, or in a worker thread if streams run items at once."""
         return Settled(function())
 
     def finish(self) -> None:
-        """Return once what was submitted has ended, before the group is closed."""
+        """Return once all submitted functions have ended, before the group is closed."""
         return
 
     def poll_limit(self) -> int:
-        """Polls after which a wait in a kernel gives up. Interpreted waits are bounded otherwise."""
+        """Return the polls after which a kernel's wait times out. Interpreted waits have another bound."""
         return 1 << 62
 
 
@@ -290,27 +291,27 @@ class UserKernels(PlaceRank):
     """Memory that user code shares, and kernels that it runs on its current stream."""
 
     def new_memory(self, sizes: Sequence[int]) -> LocalMemory:
-        """Memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
+        """Return memory of this rank alone, a part of each size, for :meth:`share`. Not collective."""
         raise self._no_user_memory()
 
     def undefine(self, part: Array) -> None:
-        """What is in new memory is undefined: nobody may read it before somebody has written."""
+        """Mark new memory as undefined: a rank may read it only after a rank has written it."""
         return
 
     def announce(self, tensor: torch.Tensor) -> None:
-        """User code has ``tensor``'s address as a number, for kernels."""
+        """Note that user code has ``tensor``'s address as a number, for kernels."""
         return
 
     def owns(self, memory: LocalMemory) -> bool:
-        """Whether this rank made ``memory``, in this run."""
+        """Return whether this rank made ``memory``, in this run."""
         return False
 
     def share(self, memory: LocalMemory, doing: str) -> list[Sequence[Array]]:
-        """Parts of every rank's ``memory``, by rank, equal in sizes; ``doing``: for errors. Collective."""
+        """Return the equal parts of every rank's ``memory``, by rank; ``doing``: for errors. Collective."""
         raise self._no_user_memory()
 
     def multicast(self, owner: object, parts: Sequence[Array]) -> int:
-        """An address of ``parts``, by rank, for ``multimem`` while ``owner`` lives; 0 if there is none."""
+        """Return an address of ``parts``, by rank, for ``multimem`` while ``owner`` lives; 0 if none."""
         return 0
 
     def run_kernel(
@@ -318,8 +319,8 @@ class UserKernels(PlaceRank):
     ) -> None:
         """Run a kernel on the caller's current stream, to its end.
 
-        ``waited_for()`` says which ranks it waits for now. ``timeout`` bounds it, in seconds, where
-        a place has a clock; None is the group's own.
+        ``waited_for()`` returns the ranks that it waits for now. ``timeout`` bounds it, in seconds, if the
+        place has a clock; None means the group's timeout.
         """
         raise self._no_user_memory()
 
@@ -334,11 +335,11 @@ class Place(PlaceMemory, PlaceControl, PlaceStreams, UserKernels):
     """Memory, execution and control of one rank of one group."""
 
     def new_engine(self, communicator: object) -> Engine:
-        """The engine of the plain collectives of ``communicator``, which is on this place."""
+        """Return the engine of the plain collectives of ``communicator``, which is on this place."""
         return ENGINES["streams"](communicator)
 
     def new_plans(self, communicator: Any) -> Any:
-        """Plans to repeat fused calls of ``communicator`` at little cost for the host; None for nothing."""
+        """Return plans that repeat ``communicator``'s fused calls at little cost for the host, or None."""
         return None
 
     # -- messages from rank to rank, for ``StreamEngine`` ----------------------------------------

@@ -1,8 +1,7 @@
-"""Plain data as bytes: all that processes tell each other, but for tensors and the objects of users.
+"""Plain data as bytes: all data that processes send each other, except tensors and users' objects.
 
-Who reads such bytes may not trust who wrote them, so reading makes values of these types and nothing
-else, checks each length against what is there before it makes room for it, and calls no code but that of
-the records::
+A reader may not trust the writer of such bytes. So reading makes only values of these types, checks each
+length against the bytes that are left before it allocates, and calls no code except the records' own::
 
     N T F          None, True, False
     i I f          int of 8 bytes; other ints, decimal; float
@@ -12,7 +11,7 @@ the records::
     D              torch.dtype, by name
     R              a record: name, tuple of its fields
 
-A *record* is a dataclass or NamedTuple that :func:`record` has made known, by its name.
+A *record* is a dataclass or NamedTuple that was registered by :func:`record`, under its name.
 """
 
 import dataclasses
@@ -31,25 +30,25 @@ _COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("
 _LARGEST = 1 << 63
 _CONSTANTS = {b"N": None, b"T": True, b"F": False}
 _LETTERS = {None: b"N", True: b"T", False: b"F"}
-_torch: Any = sys.modules.get("torch")  # who only reads records does without: a dtype is its name
+_torch: Any = sys.modules.get("torch")  # readers of records do without it: a dtype is then its name
 _Size, _Dtype = (_torch.Size, _torch.dtype) if _torch else (tuple, str)
 _DTYPES = {str(each): each for each in vars(_torch or sys).values() if isinstance(each, _Dtype)}
 _records: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
 class UnreadableError(InterlaceError):
-    """Bytes that a peer sent are not what peers send."""
+    """Bytes from a peer are not a valid message."""
 
 
 def record(cls: C) -> C:
-    """Let instances of ``cls``, a dataclass or NamedTuple of plain data, be sent."""
+    """Allow instances of ``cls``, a dataclass or NamedTuple of plain data, to be sent."""
     names = getattr(cls, "_fields", None) or tuple(f.name for f in dataclasses.fields(cls))
     _records[cls.__name__] = cls, names
     return cls
 
 
 def dumps(value: object) -> bytes:
-    """``value`` as bytes; TypeError if there is something in it that is no plain data."""
+    """Return ``value`` as bytes; TypeError if it contains something that is not plain data."""
     parts: list[bytes] = []
     _write(value, parts.append)
     return b"".join(parts)
@@ -96,19 +95,19 @@ def _write(value: Any, put: Callable[[bytes], None]) -> None:
         put(_text(b"R", kind.__name__.encode()))
         _write(tuple(getattr(value, name) for name in _records[kind.__name__][1]), put)
     else:
-        raise TypeError(f"{kind.__name__} is no plain data that ranks can tell each other")
+        raise TypeError(f"{kind.__name__} is not plain data, so ranks cannot send it to each other")
 
 
 def loads(data: bytes) -> Any:
-    """The value that :func:`dumps` made ``data`` of; UnreadableError if it made it of none."""
+    """Return the value whose :func:`dumps` is ``data``; UnreadableError if there is no such value."""
     try:
         value, end = _read(data, 0, DEEPEST)
     except UnreadableError:
         raise
-    except Exception as error:  # of struct, of codecs, of a record's own checks
+    except Exception as error:  # from struct, from codecs, from a record's checks
         raise UnreadableError(f"unreadable message of {len(data)} bytes: {error}") from error
     if end != len(data):
-        raise UnreadableError(f"{len(data) - end} bytes behind the end of a message")
+        raise UnreadableError(f"{len(data) - end} bytes follow the end of a message")
     return value
 
 
@@ -124,7 +123,7 @@ def _read(data: bytes, at: int, depth: int) -> tuple[object, int]:
         raise UnreadableError(f"a message of {len(data)} bytes has {letter!r} at byte {at - 1}")
     (count,) = _COUNT.unpack_from(data, at)
     at += 4
-    size = 8 * count if letter in b"vw" else count  # each item has a byte at least
+    size = 8 * count if letter in b"vw" else count  # each item has at least one byte
     if at + size > len(data):
         raise UnreadableError(f"a message of {len(data)} bytes ends before {count} of {letter!r}")
     if letter in b"vw":
@@ -150,7 +149,7 @@ def _read(data: bytes, at: int, depth: int) -> tuple[object, int]:
 
 def _read_items(data: bytes, at: int, letter: bytes, count: int, depth: int) -> tuple[object, int]:
     if depth < 0:
-        raise UnreadableError(f"a message is more than {DEEPEST} deep")
+        raise UnreadableError(f"the values of a message are nested more than {DEEPEST} deep")
     items = []
     for _ in range(count * 2 if letter == b"d" else count):
         item, at = _read(data, at, depth)

@@ -1,7 +1,7 @@
 """Streams and events: the order in which a rank's kernels, copies and signals happen.
 
-A stream runs what it is given one item after another; items of different streams may overlap. This
-is CUDA's model, and every place implements it:
+A stream runs its items one after another; items of different streams may overlap. This is CUDA's model,
+and every place implements it:
 
 =========  ==============================================================================
 ``sim``    a queue; one coroutine per stream takes items and the scheduler interleaves them
@@ -9,8 +9,7 @@ is CUDA's model, and every place implements it:
 ``cuda``   a ``torch.cuda.Stream``
 =========  ==============================================================================
 
-An algorithm (the launch side of an op) is a sequence of calls on two streams, and so is written once
-for all places.
+An algorithm (an op's launch side) is a sequence of calls on two streams, written once for all places.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class Settled(Future[T]):
-    """A future that is done when it is made. A plain one costs the host ten times as much."""
+    """A future that is done when it is made. Python's future costs the host ten times as much."""
 
     def __init__(self, value: T) -> None:
         self._value = value
@@ -60,7 +59,7 @@ class Event(ABC):
 
 @dataclass(slots=True)
 class Outcome:
-    """A launch side's result, there at ``event`` (None: at once); ``source()``: whom a receive is from."""
+    """A launch side's result, ready at ``event`` (None: at once); ``source()``: the sender of a receive."""
 
     result: Any
     event: Event | None
@@ -71,7 +70,7 @@ NOTHING = Outcome(None, None)
 
 
 class Continued(Future[Outcome]):
-    """Done when ``first`` and then ``change`` of its outcome are; to ask for it may move messages."""
+    """Done when ``first`` is done and ``change`` has changed its outcome; ``done()`` may move messages."""
 
     def __init__(self, first: Future[Outcome], change: Callable[[Outcome], Outcome]) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, workspace: Workspace, source: int, slot: int) -> None:
-        """Hold the stream until the own ``slot``, published by ``source``, has the op's epoch."""
+        """Hold the stream until this rank's ``slot``, published by ``source``, has the op's epoch."""
 
     @abstractmethod
     def wait_credits(self, workspace: Workspace) -> None:
@@ -133,7 +132,7 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """A point after everything enqueued so far."""
+        """Return a point after everything enqueued so far."""
 
     @abstractmethod
     def wait_event(self, event: Event) -> None:

@@ -19,10 +19,10 @@ ZERO = timedelta(0)
 
 
 class Work(TorchWork):
-    """The handle that ``async_op=True`` returns: a ``torch.distributed.Work``, whole.
+    """The handle that ``async_op=True`` returns: a complete ``torch.distributed.Work``.
 
     The inputs of the op must not change before it has completed. ``outputs`` are the tensors it fills, of
-    any shape. Raises what the op failed with in :meth:`wait` and what waits, not before.
+    any shape. Raises the op's error in :meth:`wait` and the other methods that wait, not before.
 
     >>> def on_rank():
     ...     tensor = torch.ones(2)
@@ -35,7 +35,7 @@ class Work(TorchWork):
 
     _future: torch.futures.Future[Any] | None = None
     kept = True
-    """Whether its caller may wait again; of a synchronous op nobody can."""
+    """Whether its caller may wait again; nobody can wait again for a synchronous op."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Work(TorchWork):
         self._outcome = outcome
         self._outputs = list(outputs)
         self._number = 0 if outcome is None else place.calls
-        self._succeeded = False  # was seen to have completed before the group failed
+        self._succeeded = False  # the op was seen to have completed before the group failed
 
     def wait(self, timeout: timedelta | float | None = ZERO) -> Any:
         """Order the caller's later work after the op.
@@ -59,9 +59,9 @@ class Work(TorchWork):
         On a GPU the current stream waits and the host goes on at once; on a CPU this blocks.
         Returns the op's result, or True for an op that works in place, as torch does.
 
-        ``timeout``, in seconds or a timedelta, bounds the blocking of the host in ``shm``; the
-        group's own timeout always does, and in ``sim``, which has no clock, that of the run. Raises
-        what the op failed with, on every later call again.
+        ``timeout``, in seconds or a timedelta, bounds the blocking of the host in ``shm``. The group's own
+        timeout always bounds it, and in ``sim``, which has no clock, the timeout of the run. Raises the
+        op's error, and raises it again on every later call.
         """
         if self._outcome is None:
             return True
@@ -80,9 +80,9 @@ class Work(TorchWork):
             text += f"; it waits for ranks {list(late)}" if late else ""
             raise CollectiveTimeoutError(text, late) from error
         except BaseException as error:
-            if not _settled(self._outcome):  # so it is a signal handler's, and the op goes on
+            if not _settled(self._outcome):  # a signal handler raised it, and the op still runs
                 self._given_up(
-                    f"{self._op} went on after {type(error).__name__} had ended its wait"
+                    f"{self._op} was still running after {type(error).__name__} interrupted its wait"
                 )
             raise
         if outcome.event is not None:
@@ -99,10 +99,10 @@ class Work(TorchWork):
         self.wait()
 
     def _given_up(self, text: str) -> None:
-        """A wait was, in the midst of it: the group ends once nobody can wait again."""
+        """Abort the group, because a wait was interrupted, once no caller can wait again."""
         assert self._outcome is not None
         caller = sys._getframe(2)
-        # by names, for to look at a frame's variables keeps them alive
+        # by names, because reading a frame's variables keeps them alive
         while caller.f_globals["__name__"].startswith("interlace.runtime.core.") and caller.f_back:
             caller = caller.f_back
         if self.kept and not is_synchronous(caller):
@@ -112,7 +112,7 @@ class Work(TorchWork):
             self._place.abort(text)
 
     def is_completed(self) -> bool:
-        """True once the result is there, or the op has failed. Never blocks."""
+        """True once the result is ready, or the op has failed. Never blocks."""
         if self._outcome is None:
             return True
         if not self._outcome.done():
@@ -132,8 +132,8 @@ class Work(TorchWork):
     def exception(self) -> BaseException | None:
         """The error of the op; None while it runs or if it succeeded. Never blocks.
 
-        On a GPU an op fails with its group, unless it was seen to have completed before. If ranks have
-        called different things the op fails as soon as that is known, whatever it has computed.
+        On a GPU an op fails with its group, unless it was seen to have completed before. If the ranks'
+        calls differ, the op fails as soon as that is known, whatever it has computed.
         """
         if self._outcome is None or not self._outcome.done():
             return None
@@ -143,15 +143,15 @@ class Work(TorchWork):
         return error
 
     def result(self) -> Any:
-        """The op's result, for which this waits: that of a functional op; the list of
-        tensors it filled for one that works in place."""
+        """Wait, and return the op's result: the result of a functional op; the list of tensors
+        that an op in place has filled."""
         value = self.wait()
         return self._outputs if value is True else value
 
     def source_rank(self) -> int:
-        """The rank, within the group, that a receive received from; waits for the receive.
+        """Wait for the receive, and return the rank, within the group, that sent the message.
 
-        Raises ValueError for an op that receives from nobody.
+        Raises ValueError for an op that is not a receive.
         """
         self.wait()
         source = None if self._outcome is None else self._outcome.result().source
@@ -163,16 +163,16 @@ class Work(TorchWork):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the list of tensors that the op fills; of its result for a functional op."""
-        # of several threads that ask at once, each makes one, and the first is everybody's
+        """A future of the list of tensors that the op fills; for a functional op, of its result."""
+        # Several threads that ask at once each make a future, and all get the first one.
         return self._future or vars(self).setdefault(
             "_future", self._ordered_future() or self._future_of_the_end()
         )
 
     def _future_of_the_end(self) -> torch.futures.Future[Any]:
         settled: torch.futures.Future[None] = torch.futures.Future()
-        # set_exception() would make a value that only Python takes for an error; what a callback
-        # raises is an error for C++ as well
+        # set_exception() would set a value that only Python sees as an error. An exception of a callback
+        # is an error for C++ as well.
         future = settled.then(lambda _: self._value())
         if self._outcome is None:
             settled.set_result(None)
@@ -181,7 +181,7 @@ class Work(TorchWork):
         return future
 
     def _ordered_future(self) -> torch.futures.Future[Any] | None:
-        """One that orders streams, of an op that was enqueued on some."""
+        """Return a future that orders streams, if the op was enqueued on streams."""
         outcome = self._outcome
         if outcome is None or not outcome.done() or outcome.exception() is not None:
             return None
@@ -189,7 +189,7 @@ class Work(TorchWork):
         return None if event is None else self._place.future_of(event, self._value())
 
     def _value(self) -> Any:
-        """The future's value, once the launch side has ended; raises what the op failed with."""
+        """Return the future's value, once the launch side has ended; raise the op's error."""
         result = None if self._outcome is None else self._outcome.result().result
         return self._outputs if result is None else result
 
@@ -199,20 +199,20 @@ class Work(TorchWork):
 
 
 def _settled(outcome: Future[Outcome]) -> bool:
-    """Whether it is done; to look at it moves no messages."""
+    """Return whether the op has ended; moves no messages."""
     if isinstance(outcome, MessageEnd):
         return outcome.settled
     return Future.done(outcome) if isinstance(outcome, Continued) else outcome.done()
 
 
 def _abandon(outcome: Future[Outcome], place: PlaceControl, text: str) -> None:
-    """Nobody has its handle any more: nobody could know when its tensors may be used."""
+    """Abort the group if the op runs without a handle: no caller can know when its tensors are free."""
     if not _settled(outcome):
-        place.abort(f"{text}, and nobody has its handle")
+        place.abort(f"{text}, and its handle no longer exists")
 
 
 def _settle(future: torch.futures.Future[None]) -> None:
-    """Its callbacks raise nothing here; the handler of a signal may, before it is done."""
+    """Set the result. Callbacks raise nothing here, but a signal handler may, before it is done."""
     try:
         future.set_result(None)
     except BaseException:

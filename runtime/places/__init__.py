@@ -1,1 +1,1 @@
-"""Places: how ranks exist, and how they reach each other's memory; and how groups of them start."""
+"""Places: where ranks live, how they reach each other's memory, and how groups of them start."""

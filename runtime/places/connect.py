@@ -1,6 +1,6 @@
-"""The place for a group of processes: shared memory if one host has them all, else ``hosts``.
+"""The place for a group of processes: ``shm`` if one host has them all, otherwise ``hosts``.
 
-On GPUs, that place is ``processes`` of another one, which :func:`on_gpu` makes of it: it meets the other
+On GPUs, :func:`on_gpu` makes another place of it. There it is called ``processes``: it meets the other
 ranks, and knows which of them live.
 """
 
@@ -41,10 +41,10 @@ def connect_place(
 ) -> Place:
     """Join the group ``name``. Collective; ``store`` may be None for a group of one.
 
-    Finds out which ranks share a host. ``timeout``, in seconds, bounds joining and every later wait;
-    ``generation`` tells groups of the same name apart that are made one after another. ``host`` says
-    what the host is to be known as; ranks that give different ones share nothing. Raises
-    CollectiveTimeoutError that names the ranks which did not come, ValueError for no rank of the group.
+    Finds out which ranks share a host. ``timeout``, in seconds, bounds joining and every later wait.
+    ``generation`` distinguishes groups of the same name that are made one after another. ``host`` is the
+    host's name; ranks that pass different names share no memory. Raises CollectiveTimeoutError, which names
+    the missing ranks, and ValueError if ``rank`` is not a rank of the group.
     """
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -61,7 +61,7 @@ def connect_place(
     own, key = plain.dumps(card), f"{prefix}/hosts"
     read = host_map.Card.unpack
     watch = functools.partial(card.check_living, f"joining group {prefix!r}")
-    # Of a run that crashed others may still read the cards, until rank 0 has come to this one.
+    # Other ranks may still read the cards of a run that crashed, until rank 0 has joined this one.
     first = (watch,) if rank == 0 else ()
     cards, nonce = rendezvous.meet(store, rank, world_size, own, read, prefix, key, timeout, *first)
     if all(other.host == card.host for other in cards):
@@ -72,8 +72,8 @@ def connect_place(
 
         place = HostsPlace(store, rank, cards, timeout=timeout, prefix=f"{prefix}/{nonce}")
     try:
-        rendezvous.forget(store, rank, key, nonce)  # joining has waited for everybody
-        place.exchange(b"", f"joining group {prefix!r}")  # from now on nobody needs the store
+        rendezvous.forget(store, rank, key, nonce)  # all ranks have joined
+        place.exchange(b"", f"joining group {prefix!r}")  # from now on no rank needs the store
     except BaseException:
         place.close()
         raise
@@ -81,7 +81,7 @@ def connect_place(
 
 
 def new_store(place: PlaceControl) -> Store:
-    """A store for torch and the ranks of ``place``, served by the first of them. Collective."""
+    """Return a store for torch and the ranks of ``place``, served by rank 0. Collective."""
     from interlace.runtime.compat.torch_groups import HashStore, TCPStore
 
     if place.world_size == 1:
@@ -99,11 +99,11 @@ def on_gpu(
     timeout: float,
     high_priority: bool = False,
 ) -> Place:
-    """The place on GPUs of the group whose place without them is ``processes``, which it owns. Collective.
+    """Return the place on GPUs of a group whose place without GPUs is ``processes``. Collective.
 
-    ``device``: this rank's, :func:`own_gpu` if None. ``high_priority``: of all its streams. Ranks of
-    several hosts get the place "nvshmem", others "cuda". Raises PlaceUnavailableError on all ranks if one
-    has no GPU, or lacks what its place needs.
+    The returned place owns ``processes``. ``device``: this rank's device, :func:`own_gpu` if None.
+    ``high_priority``: for all its streams. Ranks of several hosts get the place "nvshmem", others "cuda".
+    Raises PlaceUnavailableError on all ranks if one has no GPU, or lacks something that its place needs.
     """
     problem = gpu_problem()
     problems = processes.exchange(problem.encode(), "joining a group on GPUs")
@@ -127,7 +127,7 @@ def on_gpu(
 
 
 def all_have_gpus(processes: PlaceControl) -> bool:
-    """Whether every rank of ``processes`` can run kernels on a GPU that no other rank has. Collective."""
+    """Return whether every rank of ``processes`` has a separate GPU for kernels. Collective."""
     usable = not gpu_problem() and (local_rank() or 0) < torch.cuda.device_count()
     answers = processes.exchange(b"1" if usable else b"", "joining a group")
     return processes.name == "shm" and all(answers)

@@ -1,24 +1,24 @@
-"""Processes that run functions as ranks: what is behind ``interlace.run(place="shm")``.
+"""Processes that run functions as ranks, for ``interlace.run(place="shm")``.
 
-A process costs seconds (it imports torch), a run costs milliseconds, so processes are kept. A run
-takes the first W processes of a pool, makes a group of them in a new generation, and collects one
-report from each. The store through which the ranks find each other is served by the parent, on a
-port of the loopback interface that the kernel chose.
+The start of a process takes seconds (it imports torch), and a run takes milliseconds, so processes are
+kept. A run takes the first W processes of a pool, makes a group of them in a new generation, and collects
+one report from each. The ranks find each other through a store of the parent, on a port of the loopback
+interface that the kernel chose.
 
-How a run ends::
+A run ends in one of these ways::
 
     all ranks report a result  they are returned, by rank
-    a rank raises              it aborts the group, so the others end too; the earliest error that
-                               is not the answer to another rank's end is raised, naming the rank
-    a process ends             the others find out by themselves (pidfd); rank and exit code are
-                               reported
-    timeout, or a rank that    the processes that are late are killed
+    a rank raises              it aborts the group, so the other ranks end too; the earliest error that
+                               another rank's end did not cause is raised, and names the rank
+    a process ends             the other ranks notice it themselves (pidfd); the error has the rank and its
+                               exit code
+    timeout, or a rank that    the late processes are killed
     ignores an abort
 
-Processes that ended or were killed are started again by the next run that needs them.
+The next run that needs processes that ended or were killed starts them again.
 
-Each process (:func:`serve`) takes tasks from its connection one after another: joins the group of the
-run, calls the function, leaves the group, reports. It ends with its parent, however that ends.
+Each process (:func:`serve`) takes tasks from its connection one after another: it joins the group of the
+run, calls the function, leaves the group and reports. It ends when its parent ends, for any reason.
 """
 
 import contextlib
@@ -65,10 +65,10 @@ from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.processes.waiting import usable_cores
 
 STARTED_WITHOUT = {signal.SIGINT, signal.SIGTERM}
-"""Signals that are blocked when the process starts, until it does what is its own on them."""
+"""Signals that are blocked when a process starts, until it has set its own handlers."""
 
 Setup = Callable[[Place], Any]
-"""Called with a rank's place; the place to close at the end of the run, if that is another one."""
+"""Called with a rank's place; returns the place to close at the end of the run, if it is another one."""
 
 
 @dataclass
@@ -86,24 +86,24 @@ class RankTask:
 
 
 def serve(connection: Connection, parent_thread_stays: bool) -> None:
-    """The life of a process: ready, then one report per task until the connection closes."""
+    """Serve as a rank's process: report ready, then run tasks until the connection closes."""
     end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the pool
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does, if this is its fork
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has its parent's handler
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STARTED_WITHOUT)
     faulthandler.enable()
     with contextlib.suppress(EOFError, OSError):
         connection.send("ready")
         while True:
             task: RankTask = connection.recv()
-            # A context of its own, so that nothing a run sets reaches the next one.
+            # A separate context, so that no setting of a run reaches the next one.
             connection.send(contextvars.Context().run(_perform, task))
 
 
 def _perform(task: RankTask) -> TaskReport:
     place: Place | None = None
     for left in Blame.everywhere():
-        left.close()  # of the run before, which all have left: a deadlock would be told of its groups
+        left.close()  # all have left it; a deadlock would name its groups
     try:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
@@ -130,7 +130,7 @@ def _perform(task: RankTask) -> TaskReport:
 
 @functools.cache
 def _store(port: int) -> TCPStore:
-    """One client per process: torch looks names up when it connects, which may take seconds."""
+    """Return the process's only client: torch looks names up when it connects, which may take seconds."""
     return TCPStore("127.0.0.1", port, is_master=False)
 
 
@@ -148,7 +148,7 @@ def _unpickled(call: bytes) -> Any:
 # theirs from a fork server (tests/conftest.py).
 START_METHOD = "spawn"
 START_SECONDS = 120.0
-UNGUARDED = 78  # exit code of a process whose import of the script came to starting ranks
+UNGUARDED = 78  # exit code of a process whose import of the script starts ranks
 
 
 class _Child:
@@ -179,7 +179,7 @@ class ProcessPool:
         self._children: dict[int, _Child] = {}
         self._lock = threading.Lock()
         self._store: TCPStore | None = None
-        self._secret = os.urandom(32)  # of what the ranks say in the store
+        self._secret = os.urandom(32)  # signs the ranks' values in the store
         self._runs = 0
 
     def run(
@@ -193,11 +193,11 @@ class ProcessPool:
         timeout: float = 300.0,
         place_timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank; what it returned, by rank.
+        """Call ``fn(*args, **kwargs)`` on every rank; return the results, by rank.
 
         Everything is pickled by value, tensors too. ``setup(place)`` is called on every rank before
-        ``fn``. ``timeout`` bounds the run in seconds; ``place_timeout`` bounds every wait of a rank
-        and is 9/10 of it by default, so that the rank that waits can say for whom.
+        ``fn``. ``timeout`` bounds the run in seconds. ``place_timeout`` bounds every wait of a rank; by
+        default it is 9/10 of ``timeout``, so that the waiting rank can name the ranks that it waits for.
 
         Raises
         ------
@@ -228,7 +228,7 @@ class ProcessPool:
             task = RankTask(
                 self._runs, rank, world_size, port, secret, place_timeout, sys.path, call
             )
-            with contextlib.suppress(OSError):  # its end is found below
+            with contextlib.suppress(OSError):  # ``_collect`` finds that the process has ended
                 self._children[rank].connection.send(task)
         reports: dict[int, TaskReport] = {}
         first_failure: float | None = None
@@ -263,7 +263,7 @@ class ProcessPool:
         for rank in {sources[source] for source in ready}:
             child = self._children[rank]
             try:
-                # A process may have reported and then ended: its report counts.
+                # A process may have ended after its report: the report counts.
                 if not child.connection.poll():
                     raise EOFError
                 reports[rank] = child.connection.recv()
@@ -274,21 +274,21 @@ class ProcessPool:
         return reports
 
     def _start(self, world_size: int) -> None:
-        """See to it that processes 0..world_size - 1 live and are ready."""
+        """Start processes until 0..world_size - 1 live and are ready."""
         if self._store is None:
             self._store = _loopback_store()
         self._kill(r for r, child in self._children.items() if not child.process.is_alive())
         new = [rank for rank in range(world_size) if rank not in self._children]
         if new and multiprocessing.current_process().daemon:
-            raise InterlaceError("a rank of place 'shm' cannot start processes of its own")
+            raise InterlaceError("a rank of place 'shm' cannot start ranks that are processes")
         if new and getattr(multiprocessing.process.current_process(), "_inheriting", False):
-            os._exit(UNGUARDED)  # whoever starts this process says what is wrong
+            os._exit(UNGUARDED)  # the parent of this process raises the error
         main = sys.modules["__main__"]
         script = getattr(main, "__file__", None) if main.__spec__ is None else None
         if new and script is not None and not os.path.exists(script):
             raise InterlaceError(
-                f"ranks that are processes import the script that starts them, and {script} is no file: "
-                "save it as one"
+                f"ranks that are processes import the script that starts them, and {script} is not a file: "
+                "save the script as a file"
             )
         with _interrupts_later():
             for rank in new:
@@ -305,14 +305,14 @@ class ProcessPool:
                 problem = ended(child.process)
                 if child.process.exitcode == UNGUARDED:
                     problem = (
-                        "it is a process of its own, which imports this script first, and the script "
-                        'starts ranks when it is imported. Put that under `if __name__ == "__main__":`'
+                        "it is a new process, which imports this script first, and the script "
+                        'starts ranks when it is imported. Put that code under `if __name__ == "__main__":`'
                     )
             self._kill(new)
             raise InterlaceError(f"rank {rank} could not be started: {problem}")
 
     def processes(self) -> list[int]:
-        """The process ids of the living processes, by rank."""
+        """Return the process ids of the living processes, by rank."""
         return [
             child.process.pid or 0
             for _, child in sorted(self._children.items())
@@ -340,8 +340,8 @@ class ProcessPool:
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come after the block; the processes started in it unblock them."""
-    multiprocessing.resource_tracker.ensure_running()  # which unblocks them when it is started
+    """Delay Ctrl-C and SIGTERM until the block ends; the processes started in it unblock them."""
+    multiprocessing.resource_tracker.ensure_running()  # it unblocks them when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STARTED_WITHOUT)
     try:
         yield
@@ -356,7 +356,7 @@ default_pool = ProcessPool(MAX_WORLD_SIZE)
 def _pickled_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, object], setup: Setup | None
 ) -> bytes:
-    """By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver."""
+    """Pickle the call plainly: multiprocessing's pickle turns tensors into one receiver's shared memory."""
     for name, value in (("fn", fn), ("args", tuple(args)), ("kwargs", kwargs), ("setup", setup)):
         try:
             pickled(value)
@@ -369,7 +369,7 @@ def _pickled_call(
 
 
 def _loopback_store() -> TCPStore:
-    """A store that only this host can reach; torch's own listener is open to the network."""
+    """Return a store that only this host can reach; torch's own listener is open to the network."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Errors that nobody has caught: their printed traceback, and the word to torchrun of who failed first.
+"""Uncaught errors: prints a shorter traceback, and reports to torchrun which rank failed first.
 
-Of an error that interlace raises on purpose, the frames within interlace are not printed. A rank that ends
-because another one has failed lets torchrun find that one first: torchrun calls the root cause what it saw
-first, and counts in seconds.
+If interlace raises an error on purpose, the frames within interlace are not printed. A rank that ends
+because another rank has failed delays its end: torchrun takes the failure that it sees first as the root
+cause, and counts time in seconds.
 """
 
 import atexit
@@ -19,11 +19,11 @@ from interlace.runtime.compat.environment import debugging
 from interlace.runtime.core.errors import AbortedError, InterlaceError, PeerDiedError
 
 LATER = 10  # seconds, at most: torchrun ends all processes as soon as it has seen one fail
-_AROUND = ("concurrent.futures", "contextlib", "functools", "threading")  # of what is hidden
+_AROUND = ("concurrent.futures", "contextlib", "functools", "threading")  # hidden with our frames
 
 
 def install() -> None:
-    """Let uncaught errors go through here, to whoever printed them before."""
+    """Handle uncaught errors here, then pass them to the previous ``sys.excepthook``."""
     before = sys.excepthook
 
     def uncaught(
@@ -32,7 +32,7 @@ def install() -> None:
         hidden = 0
         if not debugging():
             hidden = _hide(error)
-        if hidden:  # said first: the last line is the error's
+        if hidden:  # printed first: the last line is the error itself
             note = f"{hidden} frames of interlace are not shown; INTERLACE_DEBUG=debug shows them"
             print(note, file=sys.stderr)
         before(kind, error, error.__traceback__ if hidden else trace)
@@ -47,7 +47,7 @@ def _is_of_another(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, and what it was raised from or beside, each once."""
+    """Yield ``error``, its causes and its contexts, each once."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -56,9 +56,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _hide(error: BaseException | None) -> int:
-    """Take frames of interlace out of the traceback of ``error``, and of its causes; how many.
+    """Remove frames of interlace from the traceback of ``error`` and its causes; return their number.
 
-    Not out of those of a fault within interlace: its frames are needed.
+    A fault within interlace keeps its frames: they are needed.
     """
     count, meant = 0, False
     for raised in _chain(error):
@@ -83,13 +83,13 @@ def _hide(error: BaseException | None) -> int:
 
 
 def _is_raised(error: BaseException) -> bool:
-    """Whether a statement of its innermost frame says so: what nobody meant is no ``raise``."""
+    """Return whether a ``raise`` statement raised it in its innermost frame: then it was on purpose."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 
 
 def _follow(text: str) -> None:
-    """Another rank is to blame: say so in torchrun's file, and let that rank end before this one."""
+    """Note in torchrun's file that another rank is the cause, and let that rank end before this one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -98,4 +98,4 @@ def _follow(text: str) -> None:
     if not os.path.exists(path):
         with open(path, "w") as file:
             json.dump({"message": said}, file)
-    atexit.register(time.sleep, LATER)  # what is to be printed comes before
+    atexit.register(time.sleep, LATER)  # output is printed before

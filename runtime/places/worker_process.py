@@ -1,4 +1,4 @@
-"""Processes that work for another one: they end with it, and report what a function returned or raised."""
+"""Processes that work for a parent: they end with it, and report a function's result or error."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class TaskReport:
-    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: by another rank's fault.
+    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: caused by another rank's fault.
 
     By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver.
     """
@@ -39,11 +39,11 @@ class TaskReport:
     details: str = ""
 
     def result(self) -> Any:
-        """What the function returned."""
+        """Return the function's result."""
         return pickle.loads(self.value)
 
     def exception(self) -> BaseException:
-        """What the function raised; its text in an InterlaceError if it did not pickle."""
+        """Return the function's exception; an InterlaceError with its text if it cannot be pickled."""
         if self.value:
             with contextlib.suppress(Exception):
                 error = pickle.loads(self.value)
@@ -53,7 +53,7 @@ class TaskReport:
 
 
 def success(value: object) -> TaskReport:
-    """The report of a function that returned ``value``. Raises TypeError if that cannot be pickled."""
+    """Return the report of a function that returned ``value``; TypeError if it cannot be pickled."""
     try:
         return TaskReport(False, pickled(value))
     except Exception as error:
@@ -62,10 +62,10 @@ def success(value: object) -> TaskReport:
 
 
 def failure(error: BaseException) -> TaskReport:
-    """The report of a function that raised ``error``."""
+    """Return the report of a function that raised ``error``."""
     try:
         value = pickled(error)
-        pickle.loads(value)  # many exceptions pickle, and then fail to load
+        pickle.loads(value)  # many exceptions can be pickled, but not loaded
     except Exception:
         value = b""
     return TaskReport(
@@ -79,7 +79,7 @@ def failure(error: BaseException) -> TaskReport:
 
 
 def ended(process: BaseProcess) -> str:
-    """A text on how the process ended, for an error message."""
+    """Return a text that says how the process ended, for an error message."""
     process.join(GRACE_SECONDS)
     code = process.exitcode
     if code is not None and code < 0:
@@ -89,11 +89,11 @@ def ended(process: BaseProcess) -> str:
 
 
 def end_with_parent(parent_thread_stays: bool) -> None:
-    """Die when the parent does, even by SIGKILL.
+    """End when the parent ends, even by SIGKILL.
 
-    The kernel's signal comes when the *thread* that started this process ends, so it is only asked
-    for if that was the parent's main thread. The watching thread works always, unless C code of
-    this process holds the GIL forever.
+    The kernel's signal comes when the *thread* that started this process ends, so it is requested only if
+    that was the parent's main thread. The watching thread always works, unless C code of this process
+    holds the GIL for ever.
     """
     if parent_thread_stays:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

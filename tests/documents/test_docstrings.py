@@ -73,7 +73,7 @@ SHAPE = re.compile(
     r"``\[[^`]*\]``|``\([^`]*,[^`]*\)``|\b(shapes?|lengths?|[0-9]-D|0-dim|elements?|size|parts?)\b"
 )
 RAISES = re.compile(
-    r"\bRaises\s+(?:-+\s+)?(?:(?::class:)?`*~?[\w.]*(?:Error|Exception)\b|what\s|as\s)"
+    r"\bRaises\s+(?:-+\s+)?(?:(?::class:)?`*~?[\w.]*(?:Error|Exception)\b|(?:what|the|as)\s)"
 )
 ERROR = re.compile(r"\b(?:[\w.]+\.)?(\w+Error)\b")
 SECONDS = re.compile(r"\bseconds?\b|\btimedelta\b|\bms\b")

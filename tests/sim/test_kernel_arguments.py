@@ -98,6 +98,6 @@ def test_keywords_are_parameters_or_options_of_triton(place: str) -> None:
     for options in ({"num_warps": 1}, {"num_stages": 2, "maxnreg": 64}, {"waves_per_eu": 2}):
         assert interlace.run(step, 1, place=place, **options) == [2.0]
     for name, meant in (("num_wraps", "'num_warps'"), ("value", "'values'")):
-        problem = f"'{name}' is no parameter of keep and no option .*; did you mean {meant}"
+        problem = f"'{name}' is neither a parameter of keep nor an option .*; did you mean {meant}"
         with pytest.raises(KeyError, match=problem):
             interlace.run(lambda name=name: step(**{name: 4}), 1, place=place)

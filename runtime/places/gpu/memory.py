@@ -1,29 +1,28 @@
-"""Symmetric memory of processes on one node: torch's, or by CUDA IPC where torch's allocator refuses.
+"""Symmetric memory of processes on one node: by torch, or by CUDA IPC if torch's allocator refuses.
 
-torch allocates with CUDA's virtual memory API, hands the allocations over (file descriptors, or fabric
-handles between hosts), maps every peer's, and binds a multicast object where the hardware has one.
+torch allocates with CUDA's virtual memory API and passes the allocations to the peers (file descriptors, or
+fabric handles between hosts). It maps every peer's, and binds a multicast object if the hardware has one.
 
-What torch needs for its rendezvous: a C++ ``ProcessGroup`` registered under the name it
-is given, for rank, size and store. It needs no backend, so a bare one will do. The store serves as an
-all-gather: torch sets one key per rank and round, and reads those of all ranks. :class:`ExchangeStore`
-does just that with messages of the group, for three reasons: it works whatever store the group has met
-through; it ends when a peer dies; and torch numbers the rounds per process and not per group, so ranks
-that are in different groups would look for each other under different keys for ever.
+torch's rendezvous needs a C++ ``ProcessGroup`` with rank, size and store, registered under the name that
+torch gets. It needs no backend, so a bare group is enough. The store serves as an all-gather: torch sets
+one key per rank and round, and reads the keys of all ranks. :class:`ExchangeStore` does the same with
+messages of the group, for three reasons. It works with every store through which the group has met. It ends
+when a peer dies. And torch numbers the rounds per process, not per group, so ranks in different groups
+would wait for ever for different keys.
 
-torch's rendezvous hands file descriptors over by sockets, and a rank whose peer dies in it would wait
-for ever, with the interpreter's lock held. So all ranks meet before it, which makes it short, and it is
-interrupted after RENDEZVOUS_SECONDS (:func:`interrupted_after`); the round that follows names who is
-missing.
+torch's rendezvous passes file descriptors through sockets. A rank whose peer dies in it would wait for
+ever, and hold the interpreter's lock. So all ranks meet before it, which makes it short. It is interrupted
+after RENDEZVOUS_SECONDS (:func:`interrupted_after`); the round that follows names the missing ranks.
 
 Several ranks on one GPU: torch refuses unless ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is set, which
-also leaves multicast out (a device can be bound once). It is set for as long as the rendezvous takes.
+also disables multicast (a device can be bound once). The variable is set during the rendezvous only.
 
-CUDA IPC, through CuPy: ``cudaMalloc`` on every rank, a 64-byte handle per allocation to all peers,
-``cudaIpcOpenMemHandle`` there. It works without the virtual memory API and with several ranks on one
+CUDA IPC, through CuPy: ``cudaMalloc`` on every rank, a 64-byte handle per allocation to all peers, and
+there ``cudaIpcOpenMemHandle``. It works without the virtual memory API and with several ranks on one
 GPU, and has no multicast. An allocation must not be freed while a peer has it open. So a group has a
-board in memory of the host, on which a rank notes that it has closed what it had opened; what a rank
-allocated waits for the notes of all peers, and is looked at again whenever memory is made or given
-back. What a rank that was killed had open stays until this process ends.
+board in host memory, on which a rank notes that it has closed its peers' allocations. A rank keeps its
+allocations until all peers have noted this, and checks again whenever memory is made or freed. If a rank
+is killed, the allocations that it had open stay until this process ends.
 """
 
 import contextlib
@@ -48,14 +47,14 @@ AGAIN_SECONDS = 1.0
 
 @contextlib.contextmanager
 def interrupted_after(seconds: float) -> Iterator[threading.Event]:
-    """After ``seconds`` in the block the main thread's system calls fail with EINTR; the event is set.
+    """Interrupt the main thread's system calls with EINTR after ``seconds`` in the block; set the event.
 
-    For C code that waits in a system call and holds the interpreter's lock: no thread of Python can run
-    meanwhile. A signal interrupts the call, as long as its handler does not ask for a restart; Python's do
-    not. The timer goes on every second, for the signal may come just before the call.
+    For C code that waits in a system call and holds the interpreter's lock: no Python thread can run
+    meanwhile. A signal interrupts the call, unless its handler asks for a restart; Python's handlers do
+    not. The timer repeats every second, because the signal may come just before the call.
 
-    Signal handlers belong to the main thread; elsewhere, and where a library has a handler of its own for
-    SIGALRM, there is no bound. A timer of the user's is put off for as long as this one is set.
+    Signal handlers belong to the main thread. In other threads, and if a library has its own handler of
+    SIGALRM, there is no bound. A timer of the user is delayed while this one is set.
     """
     passed = threading.Event()
     if (
@@ -81,18 +80,18 @@ RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _VALUE, _FAILED = b"V", b"F"
 
-_lock = threading.Lock()  # torch's sockets are named after the process
+_lock = threading.Lock()  # torch's sockets have the process's name
 _numbers = itertools.count()
 
 Exchange = Callable[[bytes, str], list[bytes]]
 
 
 class MemoryRefused(Exception):
-    """A rank could not have memory of this kind; the text names it and says why. Raised on all ranks."""
+    """A rank could not get memory of this kind; the text has rank and reason. Raised on all ranks."""
 
 
 class ExchangeStore(Store):
-    """A store for torch's rendezvous, by rounds of ``exchange``; see the module."""
+    """A store for torch's rendezvous, by rounds of ``exchange``; see the module's docstring."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class ExchangeStore(Store):
         self._values: list[bytes] = []
 
     def _round(self) -> list[bytes]:
-        """Every rank's value of the round that :meth:`set` has begun."""
+        """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
             mine, self._mine = self._mine, None
             self._values = agreed(self._exchange, value(mine))
@@ -120,7 +119,7 @@ class ExchangeStore(Store):
         self._round()
 
     def add(self, key: str, amount: int) -> int:
-        """The first half of ``Store.barrier``; the second is :meth:`wait`, with nothing left to do."""
+        """Do the first half of ``Store.barrier``; :meth:`wait`, the second half, then has no work left."""
         self._mine = b""
         self._round()
         return amount
@@ -130,7 +129,7 @@ class ExchangeStore(Store):
 
 
 def agreed(exchange: Exchange, mine: bytes) -> list[bytes]:
-    """Every rank's message without its first byte; MemoryRefused if a rank has failed."""
+    """Return every rank's message without its first byte; MemoryRefused if a rank has failed."""
     answers = exchange(mine, "an allocation of symmetric memory")
     failures = [
         f"rank {rank}: {answer[1:].decode()}"
@@ -144,7 +143,7 @@ def agreed(exchange: Exchange, mine: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def together(exchange: Exchange) -> Iterator[None]:
-    """A context in which all ranks fail if one does: at the end, or at whatever round of it they are."""
+    """Let all ranks fail if one fails: at the end of the block, or in any round within it."""
     try:
         yield
     except MemoryRefused:
@@ -157,12 +156,12 @@ def together(exchange: Exchange) -> Iterator[None]:
 
 
 def value(content: bytes) -> bytes:
-    """The message of a rank that has not failed, for :func:`agreed`."""
+    """Return the message of a rank that has not failed, for :func:`agreed`."""
     return _VALUE + content
 
 
 class TorchMemory:
-    """Symmetric memory of one group, by torch. Making it is not collective, :meth:`allocate` is."""
+    """Symmetric memory of one group, by torch. Its creation is not collective; :meth:`allocate` is."""
 
     kind = "torch symmetric memory"
 
@@ -179,12 +178,15 @@ class TorchMemory:
         self._device, self._exchange = device, exchange
         self._seconds = min(seconds, RENDEZVOUS_SECONDS)
         self._name = f"interlace symmetric memory {next(_numbers)}"
-        # kept, for torch's registry does not, and the group does not keep a store written in Python
+        # Kept here: torch's registry does not keep it, and the group does not keep a store in Python.
         self._store = ExchangeStore(exchange)
         self._group = symmetric.register_bare_group(self._name, self._store, rank, world_size)
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """``overlapping``: whether two ranks are on one GPU. MemoryRefused, on all ranks, if it fails."""
+        """Allocate memory of all ranks; ``overlapping``: two ranks are on one GPU.
+
+        Raises MemoryRefused, on all ranks, if it fails.
+        """
         with _lock, together(self._exchange):
             with _environment(OVERLAPPING, "1" if overlapping else None):
                 memory = self._own(nbytes)
@@ -193,19 +195,19 @@ class TorchMemory:
                 handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._world_size)
             ]
             parts[self._rank] = memory
-            # a tensor over a peer's memory does not keep it mapped, its handle does
+            # A peer's handle keeps its memory mapped; a tensor over that memory does not.
             multicast = int(handle.multicast_ptr or 0)
             return SymmetricBuffer.over(self._rank, parts, multicast=multicast, owner=handle)
 
     def _own(self, nbytes: int) -> torch.Tensor:
-        """Zeroed memory of this rank, which peers may write once they have met."""
+        """Return zeroed memory of this rank, which peers may write once all ranks have met."""
         memory = symmetric.empty(nbytes, self._device)
         memory.zero_()
         torch.cuda.current_stream().synchronize()
         return memory
 
     def _met(self, memory: torch.Tensor) -> Any:
-        """torch's handle of ``memory``, once all ranks are here."""
+        """Return torch's handle of ``memory``, once all ranks have come."""
         agreed(self._exchange, value(b""))
         with interrupted_after(self._seconds) as passed:
             try:
@@ -218,14 +220,14 @@ class TorchMemory:
                 ) from error
 
     def close(self) -> None:
-        """Forget the group. Memory stays until its last tensor has gone."""
+        """Unregister the group. Memory stays until its last tensor is freed."""
         with contextlib.suppress(RuntimeError):
             symmetric.c10d._unregister_process_group(self._name)
 
 
 @contextlib.contextmanager
 def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Within the block the variable is ``value``; None leaves it as it is."""
+    """Set the variable to ``value`` within the block; None leaves it unchanged."""
     before = os.environ.get(name)
     if value is not None:
         os.environ[name] = value
@@ -246,7 +248,7 @@ _given_up: "list[_Exported]" = []
 
 
 def cupy() -> Any:
-    """The module CuPy; PlaceUnavailableError where it is missing."""
+    """Return the module CuPy; PlaceUnavailableError if it is missing."""
     try:
         import cupy
     except ImportError as error:
@@ -260,7 +262,7 @@ def cupy() -> Any:
 
 
 class _Exported:
-    """Memory of this rank that peers have open, until ``board`` says that they have closed it."""
+    """Memory of this rank that peers have open, until ``board`` notes that they have closed it."""
 
     def __init__(self, address: int, device: int) -> None:
         self.address, self.device = address, device
@@ -276,12 +278,12 @@ class _Exported:
 
 
 def sweep() -> None:
-    """Free what was given up and no peer has open any more."""
+    """Free released memory that no peer has open any more."""
     _given_up[:] = [each for each in _given_up if not each.free_if_closed()]
 
 
 class IpcMemory:
-    """Symmetric memory of one group by CUDA IPC; ``place``: of its processes. Making it is collective."""
+    """Symmetric memory of one group by CUDA IPC; ``place`` is its processes'. Creation is collective."""
 
     kind = "CUDA IPC"
 
@@ -290,12 +292,12 @@ class IpcMemory:
         self._device, self._index = device, device.index or 0
         self._exported: list[_Exported] = []
         self._opened: list[int] = []
-        board = place.allocate(WORD)  # smaller than a header: an abort writes nothing there
+        board = place.allocate(WORD)  # smaller than a header: an abort does not write to it
         self._memory = [part.numpy() for part in board.peer_bytes]
         self._board = [part.data.cast("B").cast("q") for part in self._memory]
 
     def allocate(self, nbytes: int, *, overlapping: bool) -> SymmetricBuffer:
-        """Implements ``TorchMemory.allocate``, by memory that each rank exports and its peers open."""
+        """Implement ``TorchMemory.allocate`` by memory that each rank exports and its peers open."""
         sweep()
         addresses = [0] * self._world_size
         with together(self._exchange):
@@ -305,7 +307,7 @@ class IpcMemory:
                 own = _Exported(runtime.malloc(nbytes), self._index)
                 self._exported.append(own)
                 runtime.memset(own.address, 0, nbytes)
-                runtime.deviceSynchronize()  # peers may write once they have met
+                runtime.deviceSynchronize()  # peers may write once all ranks have met
                 handles = agreed(self._exchange, value(runtime.ipcGetMemHandle(own.address)))
                 for rank, handle in enumerate(handles):
                     if rank == self._rank:
@@ -317,7 +319,7 @@ class IpcMemory:
         return SymmetricBuffer.over(self._rank, parts)
 
     def close(self) -> None:
-        """Close what is open, and give up the own memory. Waits for the GPU. Idempotent."""
+        """Close the peers' memory, and release this rank's. Waits for the GPU. Idempotent."""
         if not self._board:
             return
         module = cupy()

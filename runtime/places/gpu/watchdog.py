@@ -1,18 +1,18 @@
-"""The watchdog of a rank on a GPU: what the host cannot see of its own accord, and nobody else says.
+"""The watchdog of a rank on a GPU: a thread that finds failures while the host goes on.
 
-A rank's host enqueues and goes on, so somebody else has to look. One thread per place, which sleeps while
-nothing is under way, looks every 50 ms for
+A rank's host enqueues work and does not wait for it, so another thread has to look. There is one thread per
+place. It sleeps while no work runs; otherwise it looks every 50 ms for
 
 =======================  ============================================================================
-a wait that gave up      in a kernel: its record in the header of the workspace
+a wait that timed out    in a kernel: its record in the header of the workspace
 peers                    a process that ended, a group that was aborted (``place.trouble()``)
 =======================  ============================================================================
 
-and fails the place: the error is kept for the next call, the group is aborted on all ranks, and every wait
-in every kernel returns. What is computed from there on is void.
+If it finds one, it fails the place: it keeps the error for the next call and aborts the group on all ranks,
+and every wait in every kernel returns. Results that are computed after that are void.
 
-CUDA is asked nothing, because queries would end another thread's graph capture: a header is copied to
-pinned memory at one look and read at the next.
+The thread does not query CUDA, because queries would end another thread's graph capture. It copies a
+header to pinned memory in one look and reads it in the next.
 """
 
 import threading
@@ -29,12 +29,12 @@ from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.places.gpu import driver
 
 LOOK_SECONDS = 0.05
-IDLE_LOOK_SECONDS = 1.0  # where graphs are replayed of which the host does not know
+IDLE_LOOK_SECONDS = 1.0  # if graphs are replayed without the host's knowledge
 _UNKNOWN = torch.empty(0)
 
 
 class Watchdog:
-    """Looks after ``place``, a DevicePlace; its thread starts with the first :meth:`look_after`."""
+    """Watches ``place``, a DevicePlace; its thread starts with the first :meth:`look_after`."""
 
     def __init__(self, place: Any) -> None:
         self._place = weakref.ref(place)
@@ -44,7 +44,7 @@ class Watchdog:
         self._headers: list[tuple[SymmetricBuffer, torch.Tensor]] = []
 
     def look_after(self) -> None:
-        """Wake the watchdog: something was enqueued."""
+        """Wake the watchdog, because work was enqueued."""
         if self._wanted.is_set():
             return
         self._wanted.set()
@@ -95,7 +95,7 @@ class Watchdog:
             problem = signal_report(place.rank, header)
             if problem is None and header[ABORT_WORD]:
                 problem = AbortedError(
-                    f"rank {place.rank}: a kernel of another rank of the group has given up waiting"
+                    f"rank {place.rank}: a wait in a kernel of another rank of the group has timed out"
                 )
             if problem is not None:
                 return problem
@@ -106,13 +106,13 @@ class Watchdog:
         return None
 
     def _busy(self, place: Any) -> bool:
-        """Whether something that was enqueued may not have ended."""
+        """Return whether enqueued work may not have ended."""
         return len(self._headers) < len(place.workspaces()) or any(
             int(mirror[EPOCH_WORD]) < place.ops_finished(buffer) for buffer, mirror in self._headers
         )
 
     def _copy_headers(self, place: Any) -> None:
-        """Bring the headers of the own workspaces over, for the next look."""
+        """Copy the headers of this rank's workspaces to the host, for the next look."""
         buffers = place.workspaces()
         known = {id(buffer): mirror for buffer, mirror in self._headers}
         self._headers = [(buffer, known.get(id(buffer), _UNKNOWN)) for buffer in buffers]
@@ -125,12 +125,12 @@ class Watchdog:
 
 
 def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:
-    """The error that the status record in a channel's header describes, if there is one."""
+    """Return the error that the status record in a channel's header describes, or None."""
     claimed, source, slot, expected, seen, program = header[CLAIMED_WORD : CLAIMED_WORD + 6]
     if not claimed or not expected:
         return None
     return CollectiveTimeoutError(
-        f"rank {rank}: program {program} gave up waiting for rank {source}: slot at byte {slot} "
+        f"rank {rank}: program {program} timed out waiting for rank {source}: slot at byte {slot} "
         f"was {seen}, expected {expected}",
         (source,),
     )

@@ -1,12 +1,12 @@
-; LLVM IR of what machine_code.py compiles: steps of collectives, sums, and messages between two ranks.
+; LLVM IR that machine_code.py compiles: steps of collectives, sums, and messages between two ranks.
 ;
-; Sections begin with "; ===" and a name. Words after a dollar are filled in: numbers that Python has names for,
-; types of elements, and what a processor has of its own.
+; Sections begin with "; ===" and a name. Python replaces words that follow a dollar: by numbers that have names
+; in Python, by types of elements, and by the processor's own instructions.
 
 ; === base
-; All modules but sums begin with this: the clock, and sleeping. A word ASLEEP says for whom its owner sleeps; its
-; futex is BELL bytes on. Clock 1 is monotonic, clock 6 its last tick: to read the first, a processor waits for its
-; loads.
+; All modules except sums begin with this: the clock, and sleeping. A word ASLEEP has the rank for which its owner
+; sleeps; the futex is BELL bytes after it. Clock 1 is monotonic, and clock 6 is its last tick: a processor that
+; reads clock 1 waits for its loads.
 declare ptr @memmove(ptr, ptr, i64)
 declare i32 @sched_yield()
 declare i32 @clock_gettime(i32, ptr)
@@ -41,8 +41,8 @@ define internal i64 @now(i32 %clock) nounwind {
 !0 = !{i32 1}
 
 ; === stream
-; A copy of many bytes, through the caches or past them. The hardware looks ahead within a page only; so where it
-; goes on two pages further is told it here.
+; Copies many bytes, through the caches or past them. The hardware prefetches only within a page, so this code
+; prefetches the page that is two pages ahead.
 define internal void @$name(ptr %to, ptr %from, i64 %z) nounwind {
 entry:
   %x = ptrtoint ptr %to to i64
@@ -88,9 +88,9 @@ tail:
 }
 
 ; === run
-; The number of the step that stopped it, or -1 at the end. The words begin with what does not change, go on with
-; the registers, and then have STEP words for each step: its kind, a list and its length, and three operands, each a
-; number and the register to add to it. The second operand of a sum is the address of its function.
+; Runs the steps; returns the number of the step that stopped it, or -1 at the end. The words begin with constants,
+; go on with the registers, and then have STEP words for each step: its kind, a list and its length, and three
+; operands. An operand is a number and the register to add to it. The second operand of a sum is its function's address.
 declare i32 @memcmp(ptr, ptr, i64)
 
 define i64 @run(ptr %words, i64 %first) nounwind {
@@ -298,8 +298,8 @@ compare.one:
 }
 
 ; === sum
-; Blocks, then single elements; each time through all sources in order. Vectors of 512 bits convert 16-bit floats a
-; fifth slower (Zen 4, November 2026). In the usual mode, as numerics/reductions.py.
+; Sums blocks, then single elements, each from all sources in order. Vectors of 512 bits convert 16-bit floats a
+; fifth slower (Zen 4, November 2026). It runs in the usual floating-point mode, as numerics/reductions.py does.
 define void @sum(ptr %registers, ptr %list, i64 %length, i64 %to, i64 %count)
     nounwind "prefer-vector-width"="256" "min-legal-vector-width"="0" {
 entry:
@@ -314,7 +314,7 @@ $before
 }
 
 ; === loop
-; Elements from first to end, so many lanes at a time. A sum begins with what changes nothing.
+; Sums the elements from first to end, a vector of lanes at a time. A sum begins with the neutral element.
 $v:
   %$v.j = phi i64 [$first, %$before], [%$v.j1, %$v.store]
   %$v.more = icmp ult i64 %$v.j, $end
@@ -350,7 +350,7 @@ $store
   br label %$v
 
 ; === load plain
-; What is at from, as it is in registers.
+; Loads the elements at from, in the type of registers.
   %${v}.loaded = load $memory, ptr %${v}.from, align $bytes
 
 ; === load float16
@@ -364,7 +364,7 @@ $store
   %${v}.loaded = bitcast $word %${v}.high to $kind
 
 ; === store plain
-; The total; if it becomes narrower, to the nearest, ties to even, and NaN stays NaN.
+; Stores the total; a narrower type is rounded to nearest, ties to even, and NaN stays NaN.
   store $memory %${v}.total, ptr %${v}.into, align $bytes
 
 ; === store float16
@@ -384,7 +384,7 @@ $store
   store $memory %${v}.narrow, ptr %${v}.into, align $bytes
 
 ; === usual mode x86_64
-; To the usual floating-point mode, and back to the one from before.
+; Sets the usual floating-point mode, and later restores the previous mode.
   %mode = alloca i32
   %usual = alloca i32
   store i32 8064, ptr %usual
@@ -402,11 +402,12 @@ $store
   call void @llvm.aarch64.set.fpcr(i64 %mode)
 
 ; === move
-; Moves pieces of messages through all pipes until one has moved its last (the result is its number), a watched
-; word is more than the value behind its address (count and its number), or nothing has moved for as long as the
-; terms say (-1). While nothing moves it polls, then gives its core away, and then sleeps, as the terms say. Who
-; sleeps until there is room is woken for half a ring of it: for a piece it would be asleep again at once. Who wakes
-; another says so in that one's word, for others not to do so again until it has got a core.
+; Moves pieces of messages through all pipes. It returns a pipe's number when that pipe has moved its last piece,
+; count and the number of a watched word when that word is more than the value at its address, or -1 when nothing
+; has moved for the time in the terms. While nothing moves it polls, then yields its core, and then sleeps, as the
+; terms say. A sender that sleeps until a ring has room is woken when half a ring is free: after a single piece it
+; would sleep again at once. A rank that wakes another notes this in the other's word, so that no rank wakes it again
+; before it has got a core.
 define i64 @move(ptr %terms, ptr %pipes, i64 %count, ptr %watched, i64 %words) nounwind {
 entry:
   %at.piece = getelementptr i64, ptr %terms, i64 $PIECE

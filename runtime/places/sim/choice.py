@@ -1,11 +1,11 @@
-"""Programs of launches in ``sim``: interpreted as wholes, or, where that cannot be, as compiled code.
+"""Programs of launches in ``sim``: interpreted as a whole, or compiled if that is not possible.
 
-The interpreter knows programs, not threads. A kernel that tells its threads apart, lets some of them wait
-or counts on how many there are, is compiled, and its PTX is run thread by thread (``compiled.py``). So is
-one that names what only the compiler has: libdevice, ``tl.extra.cuda``, aggregates, Gluon, builtins
-imported by name, which a session cannot replace. Both are seen from the code before the launch: from
-texts and names in the kernel, in what it calls, and among its arguments. A text that is put together while
-it runs, and so was not seen, is refused by the interpreter.
+The interpreter knows programs, not threads. A kernel is compiled, and its PTX is run thread by thread
+(``compiled.py``), if it distinguishes its threads, lets some of them wait, or depends on their number. A
+kernel is also compiled if it names things that only the compiler has: libdevice, ``tl.extra.cuda``,
+aggregates, Gluon, and builtins imported by name, which a session cannot replace. The code shows both before
+the launch: texts and names in the kernel, in functions that it calls, and among its arguments. The
+interpreter refuses a text that is put together at run time and so was not found.
 """
 
 import functools
@@ -24,13 +24,13 @@ from interlace.runtime.places.sim.scheduler.program_hooks import ProgramHooks
 from interlace.runtime.places.sim.scheduler.scheduler import Programs, interpreted
 
 Rewrite = Callable[[str, str], str]
-"""(name of a kernel, its PTX) -> the PTX to run."""
-ARCHES = (80, 90)  # whose PTX can be run
+"""Maps (name of a kernel, its PTX) to the PTX to run."""
+ARCHES = (80, 90)  # architectures whose PTX can be run
 _Chosen = tuple[Sequence[int], set[int]]
 _chosen: ContextVar[_Chosen] = ContextVar("chosen", default=(ARCHES, set()))
-_SINCE_90 = re.compile(r"\.gdc\.|\.gluon\.")  # names of what only the compiler has
+_SINCE_90 = re.compile(r"\.gdc\.|\.gluon\.")  # names that the compiler has only from 9.0 on
 _COMPILED = re.compile(r"triton\.(language\.(extra|target_info)|experimental\.gluon)\b")
-_NOT_OURS = re.compile(  # have no such texts
+_NOT_OURS = re.compile(  # all other code; these packages have no such texts
     rf"(?!{_COMPILED.pattern})(triton|torch|numpy|interlace\.(kernels|runtime))(\.|$)"
 )
 
@@ -44,19 +44,19 @@ _LOOP, _STORE = re.compile(r"\bbra\b"), re.compile(r"\bst\.(?!\s)")
 
 
 class OnlyCompiled(str):
-    """The name of what a kernel uses and a session has not replaced, so that it cannot be interpreted."""
+    """The name of an object that a session has not replaced, so its kernel cannot be interpreted."""
 
 
 def programs(arch: int | None, rewrite: Rewrite | None = None) -> Programs:
-    """Programs compiled for ``arch``; None: as they need it. ValueError for one that cannot be run."""
+    """Return programs compiled for ``arch``; None: compiled if needed. ValueError for an unknown one."""
     if arch is None:
         if rewrite is not None:
-            raise ValueError("rewrite changes PTX, which needs arch")
+            raise ValueError("rewrite changes PTX, so arch must be passed as well")
         return functools.partial(_by_need, *_chosen.get())
     if rewrite is not None and not callable(rewrite):
         raise TypeError(f"rewrite must be a function of a name and PTX, got {rewrite!r:.60}")
     if arch not in ARCHES or not isinstance(arch, int):
-        raise ValueError(f"arch is {arch!r}; PTX is run of {', '.join(map(str, ARCHES))}")
+        raise ValueError(f"arch must be one of {', '.join(map(str, ARCHES))}, got {arch!r}")
     return _compiled(arch, rewrite)
 
 
@@ -67,9 +67,9 @@ def _compiled(arch: int, rewrite: Rewrite | None = None) -> Programs:
 
 @contextmanager
 def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
-    """Within, ``programs(None)`` compiles for the first of ``arches`` that can be run and has the kernel.
+    """Let ``programs(None)`` compile for the first of ``arches`` that can be run and has the kernel.
 
-    Where none can be run, for all of :data:`ARCHES`. Yields those for which kernels were compiled.
+    If none can be run, all of :data:`ARCHES` are tried. Yields those for which kernels were compiled.
     """
     used: set[int] = set()
     token = _chosen.set((sorted({*arches} & {*ARCHES}) or ARCHES, used))
@@ -82,9 +82,9 @@ def compiled_for(arches: Sequence[int]) -> Iterator[set[int]]:
 def _by_need(
     arches: Sequence[int], used: set[int], launch: KernelLaunch, hooks: ProgramHooks
 ) -> tuple[Callable[[], None], int]:
-    """One program of ``launch``, to be run in a session, and its threads if they are told apart.
+    """Return one program of ``launch``, to run in a session, and its threads if they are distinguished.
 
-    A kernel that must be compiled is, for the first of ``arches`` for which the compiler does it.
+    A kernel that must be compiled is compiled for the first of ``arches`` for which the compiler succeeds.
     """
     found = _texts(launch.kernel) | _texts.__wrapped__(launch.arguments)
     reason = next(filter(None, map(_not_interpreted, sorted(found))), None)
@@ -101,12 +101,12 @@ def _by_need(
         used.add(arch)
         return made
     raise InlineAssemblyError(
-        f"{launch.name}: {reason}, so its compiled code is to be run, and cannot be: {'; '.join(errors)}"
+        f"{launch.name}: {reason}, so its compiled code must be run, but that failed: {'; '.join(errors)}"
     ) from next(iter(errors.values()))
 
 
 def _not_interpreted(text: str) -> str | None:
-    """Why a kernel with ``text`` in it has to be compiled; None if it does not."""
+    """Return why a kernel that contains ``text`` has to be compiled; None if it does not have to be."""
     if isinstance(text, OnlyCompiled):
         return f"only the compiler has {text}"
     differs = by_threads(text)
@@ -114,7 +114,7 @@ def _not_interpreted(text: str) -> str | None:
 
 
 def arch_for(texts: frozenset[str]) -> int:
-    """The first GPU, 80 for sm_80, that has all instructions in ``texts``."""
+    """Return the first GPU, 80 for sm_80, that has all instructions in ``texts``."""
     needed_by = laboratory("ptx.targets").needed_by
     later = any(needed_by(each) > 80 or _SINCE_90.search(each) for each in texts)
     return 90 if later else 80
@@ -122,7 +122,7 @@ def arch_for(texts: frozenset[str]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _texts(kernel: KernelFunction) -> frozenset[str]:
-    """The texts in the code of ``kernel`` and of what it may call, or in values; within a session."""
+    """Return the texts in the code of ``kernel`` and of functions it may call; within a session."""
     found = (_text(each) for each in named(kernel, _NOT_OURS))
     return frozenset(each for each in found if each is not None)
 
@@ -139,9 +139,9 @@ def _text(value: object) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def by_threads(text: str) -> str:
-    """What of a piece of PTX makes threads differ, or count, or wait for each other; empty if nothing does.
+    """Return the part of PTX that makes threads differ, count or wait for each other; "" if none does.
 
-    One that adds does so once for each thread; in a loop that stores, one waits for what another does.
+    An atomic add runs once for each thread, and in a loop that stores a thread may wait for another.
     """
     found = _BY_THREADS.search(text)
     if found is None:

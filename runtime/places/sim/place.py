@@ -1,26 +1,24 @@
 """The place ``sim``: all ranks in one process, every schedule reproducible from its seed.
 
 User code of a rank, its streams and all programs of its kernels are tasks of one scheduler. A stream is
-a queue; while it has items, one task works through them in order. Tasks of different streams and ranks
-interleave wherever work on GPUs could overlap: between the pieces of a copy, around every atomic.
+a queue; while it has items, one task runs them in order. Tasks of different streams and ranks interleave
+wherever work on GPUs could overlap: between the pieces of a copy, around every atomic.
 
-Torch code of the user runs at once in the user task, so waiting for an op blocks that task, and reading
-an output before waiting reads what is there: the same mistake as on a GPU, with the same effect.
+Torch code of the user runs at once in the user task. So waiting for an op blocks that task, and reading
+an output before the wait reads the present content: the same mistake as on a GPU, with the same effect.
 
 Messages from rank to rank: one mailbox per group, matched in the order of the calls::
 
-    send     copies the tensor, and is done; a later end tells what is refused, see ``MessageEnd``
-    recv     a future; a message that fits settles it, whoever of the two comes first
+    send     copies the tensor, and is complete; a later end reports refusals, see ``MessageEnd``
+    recv     a future; a message that fits settles it, in either order of arrival
     matched  the receiver's mail stream copies the message into the tensor, after the receiver's work
              before the recv and the sender's before the send; the future has the end of that copy
 
-A receive that nobody waits for and nothing arrives for stays open, as it would elsewhere.
+A receive stays open, as elsewhere, if no code waits for it and no message arrives.
 
-Multicast addresses where kernels are interpreted: numbers that stand for a place in every rank's memory.
-
-On a GPU the switch knows what a multicast address means; here this table does, for the ``multimem``
-instructions that ``multimem.py`` runs. The numbers lie where no memory of a process is, so that
-whatever else is done with them fails.
+Multicast addresses of interpreted kernels are numbers that stand for an offset in every rank's memory.
+On a GPU the switch resolves a multicast address; here this table does, for the ``multimem`` instructions
+that ``multimem.py`` runs. The numbers lie where no process has memory, so every other use of them fails.
 """
 
 import contextvars
@@ -62,11 +60,11 @@ from interlace.runtime.places.sim.scheduler.source_lines import line_of, user_fr
 
 _SPACING = 1 << 40  # the largest buffer
 _numbers = itertools.count(1 << 16)
-_bases: dict[int, tuple[int, tuple[int, ...]]] = {}  # by number: bytes, and addresses by rank
+_bases: dict[int, tuple[int, tuple[int, ...]]] = {}  # number: bytes, and addresses by rank
 
 
 def address_for(owner: object, nbytes: int, bases: Sequence[int]) -> int:
-    """An address for ``nbytes`` at ``bases`` of all ranks; known for as long as ``owner`` lives."""
+    """Return an address for ``nbytes`` at ``bases`` of all ranks; valid as long as ``owner`` lives."""
     assert nbytes <= _SPACING
     number = next(_numbers)
     _bases[number] = nbytes, tuple(bases)
@@ -75,9 +73,9 @@ def address_for(owner: object, nbytes: int, bases: Sequence[int]) -> int:
 
 
 def addresses(address: int, nbytes: int) -> list[int]:
-    """Where ``nbytes`` at a multicast address are on every rank, by rank. LookupError if nowhere.
+    """Return the addresses of ``nbytes`` at a multicast address, by rank. LookupError if there are none.
 
-    What lies a little beyond a buffer does so on every rank, and is found to by whoever checks there.
+    An address slightly beyond a buffer is so on every rank, and the checks of accesses find it.
     """
     number, offset = divmod(address, _SPACING)
     size, bases = _bases.get(number, (0, ()))
@@ -88,7 +86,7 @@ def addresses(address: int, nbytes: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """``data``: a copy of what rank ``source`` had when it reached ``sent``, as bytes; ``refused``: its."""
+    """``data``: bytes of rank ``source`` at ``sent``, copied; ``refused``: errors for the sender."""
 
     source: int
     destination: int
@@ -115,7 +113,7 @@ class Receive(MessageEnd):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._context = contextvars.copy_context()  # callbacks are the receiver's, not the sender's
+        self._context = contextvars.copy_context()  # callbacks run in the receiver's context
 
     def fits(self, message: Message) -> bool:
         to = (message.destination, message.tag) == (self.rank, self.tag)
@@ -139,7 +137,7 @@ class Receive(MessageEnd):
         self.set_result(Outcome(None, self.stream.record(), lambda: message.source))
 
     def result(self, timeout: float | None = None) -> Outcome:
-        """The outcome; blocks the user task. ``timeout`` is void: here is no clock but the run's."""
+        """Block the user task; return the outcome. ``timeout`` is void: only the run has a clock."""
         if not self.done():
             self.scheduler.block(self.done, self.waiting)
         return super().result(0)
@@ -147,14 +145,14 @@ class Receive(MessageEnd):
 
 @dataclass
 class Mailbox:
-    """Messages sent and not yet received, receives asked for and not yet met; refusals, by sender."""
+    """Sent messages that are not yet received, receives that are not yet matched; refusals, by sender."""
 
     messages: list[Message] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     refused: defaultdict[int, deque[Exception]] = field(default_factory=lambda: defaultdict(deque))
 
     def post(self, message: Message) -> None:
-        """Give ``message`` to the first receive that it fits, now or later."""
+        """Give ``message`` to the first receive that matches it, now or later."""
         receive = take_first(self.receives, lambda each: each.fits(message))
         if receive is None:
             self.messages.append(message)
@@ -162,7 +160,7 @@ class Mailbox:
             receive.settle(message)
 
     def take(self, receive: Receive) -> None:
-        """Give ``receive`` the first message that fits, now or later."""
+        """Give ``receive`` the first message that matches it, now or later."""
         message = take_first(self.messages, receive.fits)
         if message is None:
             self.receives.append(receive)
@@ -188,7 +186,7 @@ class _SimGroup:
 class SimWorld:
     """One simulated run: its scheduler and the groups of its ranks.
 
-    ``modules``: by rank and text of PTX, the variables of what was launched, by name.
+    ``modules``: by rank and text of PTX, the variables of launched modules, by name.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -196,7 +194,7 @@ class SimWorld:
         self.observer = scheduler.observer
         self.groups: defaultdict[object, _SimGroup] = defaultdict(_SimGroup)
         self.modules: defaultdict[object, dict[str, torch.Tensor]] = defaultdict(dict)
-        self.user_streams: Any = None  # of ``user_code.py``, where user code has streams
+        self.user_streams: Any = None  # from ``user_code.py``, if user code has streams
 
 
 class SimEvent(Event):
@@ -222,7 +220,7 @@ class SimStream(Stream):
         self._scheduler, self._observer = place.world.scheduler, place.world.observer
         self._items: deque[tuple[SourceText, str, Callable[[], Any], torch.Tensor | None]] = deque()
         self._busy = False
-        self.running = SourceText("")  # the present item's label, and where it was enqueued
+        self.running = SourceText("")  # the label of the current item, and where it was enqueued
 
     def _enqueue(
         self, label: str, item: Callable[[], object], copied_to: torch.Tensor | None = None
@@ -310,7 +308,7 @@ class SimStream(Stream):
             epoch = _epoch(workspace)
             for peer in range(workspace.world_size):
                 if not workspace.buffer.mapped(peer):
-                    continue  # the op has put its credits itself
+                    continue  # the op has put its credits there itself
                 credit = _credits(workspace, peer)[workspace.rank : workspace.rank + 1]
                 self._signal(credit, epoch, workspace.op)
                 self._scheduler.changed()
@@ -351,7 +349,7 @@ class SimStream(Stream):
 
 
 def _epoch(workspace: Workspace) -> int:
-    """The epoch of the op that runs now on the workspace's channel."""
+    """Return the epoch of the op that runs now on the workspace's channel."""
     return int(workspace.header(workspace.rank)[EPOCH_WORD]) + 1
 
 
@@ -386,12 +384,12 @@ class SimPlace(Place):
         self._mail_stream: Stream | None = None
 
     def _waiting(self, what: Callable[[], str]) -> Callable[[], BlockedWait]:
-        """Describes a wait of the user task for ``what()``."""
+        """Return a function that describes a wait of the user task for ``what()``."""
         task = self._scheduler.current
         return lambda: BlockedWait(self.global_rank, "user code", what(), where=user_line(task))
 
     def _meet(self, box: Mapping[int, object], doing: str) -> None:
-        """Block the user task until every rank has put something into ``box``."""
+        """Block the user task until every rank has put a value into ``box``."""
 
         def missing() -> str:
             ranks = [self._members[r] for r in range(self.world_size) if r not in box]
@@ -401,7 +399,7 @@ class SimPlace(Place):
             self._scheduler.block(lambda: len(box) == self.world_size, self._waiting(missing))
 
     def _in_step(self, box: Mapping[int, object], doing: str) -> None:
-        """Meet, and order all work before it on any rank before all work after it."""
+        """Meet, and order all earlier work on every rank before all later work on every rank."""
         self._finish_stream()
         task = self._scheduler.current
         self._observer.on_meeting(task, id(box), self.world_size)
@@ -409,7 +407,7 @@ class SimPlace(Place):
         self._observer.on_met(task, id(box))
 
     def _finish_stream(self) -> None:
-        """Where user code has streams, the host waits for its current one."""
+        """Let the host wait for its current stream, if user code has streams."""
         stream = self._scheduler.user_stream()
         if stream is not None:
             stream.synchronize()
@@ -429,7 +427,7 @@ class SimPlace(Place):
         box[self.rank] = payload
         self._scheduler.changed()
         self._meet(box, doing)
-        self._group.exchanges.pop(number - 2, None)  # everyone has left that one
+        self._group.exchanges.pop(number - 2, None)  # all ranks have left that exchange
         return [box[rank] for rank in range(self.world_size)]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
@@ -473,8 +471,8 @@ class SimPlace(Place):
         for index, size in enumerate(sizes):
             whole = aligned(size + 2 * RED_ZONE)
             if self._scheduler.observed:
-                self._group.observed.append(whole)  # an address must not mean two things in one run
-            owner = np.frombuffer(whole.data, np.uint8)  # ends with the last view of it
+                self._group.observed.append(whole)  # kept: an address means one thing in one run
+            owner = np.frombuffer(whole.data, np.uint8)  # ends with its last view
             part = owner[RED_ZONE : RED_ZONE + size]
             what = "signal pad" if index else "symmetric buffer"
             known = self._scheduler.memory
@@ -502,7 +500,7 @@ class SimPlace(Place):
         shared = [box[rank].parts for rank in range(self.world_size)]
         self._group.departures[number] += 1
         if self._group.departures[number] == self.world_size:
-            box.clear()  # memory lives as long as its users; the box stays, as its id names a meeting
+            box.clear()  # memory lives as long as its users; the box stays: its id names a meeting
         return shared
 
     def multicast(self, owner: object, parts: Sequence[Array]) -> int:
@@ -538,7 +536,7 @@ class SimPlace(Place):
         return self.host_point() if stream is None else stream.record()
 
     def host_point(self) -> Event:
-        """What the host has done so far."""
+        """Return an event after all earlier work of the host."""
         event = SimEvent(self, completed=True)
         self._observer.on_record(self._scheduler.current, event)
         return event
@@ -562,10 +560,10 @@ class SimPlace(Place):
         return SimPlace(self.world, members, ranks.index(self.rank), key)
 
     def abort(self, reason: str) -> None:
-        """An exception of any task ends the whole run; there is nothing to tell the others."""
+        """Do nothing: an exception of any task ends the whole run, so no rank has to be notified."""
 
     def close(self) -> None:
-        """Nothing to do: memory ends with the run."""
+        """Do nothing: memory ends with the run."""
 
 
 Around = Callable[[SimWorld], AbstractContextManager[Callable[[SimPlace], None]]]
@@ -573,7 +571,7 @@ Around = Callable[[SimWorld], AbstractContextManager[Callable[[SimPlace], None]]
 AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar(
     "interlace_around_runs", default=lambda world: nullcontext(lambda place: None)
 )
-"""Entered around each run; gives what a rank does before its code. See ``user_code.py``."""
+"""Entered around each run; yields a function that each rank calls before its code (``user_code.py``)."""
 
 
 def run_sim(
@@ -585,9 +583,9 @@ def run_sim(
     scheduler: Scheduler | None = None,
     arch: int | None = None,
 ) -> list[Any]:
-    """Run ``on_rank(place)`` per rank, by ``scheduler`` or one for ``seed``; results by rank.
+    """Run ``on_rank(place)`` per rank, by ``scheduler`` or a new one with ``seed``; return results by rank.
 
-    With ``arch``, 80 for sm_80, kernels are compiled for that, and their PTX is run.
+    With ``arch``, 80 for sm_80, kernels are compiled for that architecture, and their PTX is run.
     """
     if scheduler is None:
         made = programs(arch)
@@ -618,10 +616,10 @@ def run_sim(
 
 
 def separate_nodes(place: Place, of: Sequence[int], put: str = "stores") -> Place:
-    """Let ``place``, where all memory is mapped, work as if each node's were mapped on that node only.
+    """Let ``place``, where all memory is mapped, work as if each node mapped only its own memory.
 
-    For tests on one node, or in ``sim``: what would be put is stored ("stores"), or fetched by the
-    receiver ("late"). ``of`` is the node of every rank. Before a communicator is made of ``place``.
+    For tests on one node, or in ``sim``. Data that would be put is stored ("stores"), or fetched by the
+    receiver ("late"). ``of`` is the node of every rank. Call it before a communicator is made of ``place``.
     """
     assert len(of) == place.world_size, (of, place.world_size)
     place.nodes = Nodes(tuple(of), put)
@@ -636,7 +634,7 @@ def separate_nodes(place: Place, of: Sequence[int], put: str = "stores") -> Plac
             whole.rank,
             nbytes,
             table(near, addresses).to(whole.peers.device),
-            # an empty part keeps the memory alive
+            # An empty part keeps the memory alive.
             [part if of[rank] == here else part[:0] for rank, part in enumerate(whole.peer_bytes)],
         )
 

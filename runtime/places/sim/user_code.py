@@ -1,32 +1,32 @@
-"""User code that was written for a process and a GPU of its own per rank: its streams, its modules.
+"""User code that was written for one process and one GPU per rank: its streams and its modules.
 
-Normally torch code of a user runs at once, in the user task. Here it does what it does with a GPU: what
-it computes and launches goes to the current stream of its rank, one of ``SimStream``'s queues, and the
-host goes on. Streams run in order of their own; the scheduler interleaves them with each other and with
-the host, and the race detector orders an item after what the host had done when it enqueued it, after the
-items before it, and after the events that its stream was told to wait for; after nothing else.
+Normally a user's torch code runs at once, in the user task. Here it behaves as with a GPU: its computations
+and launches go to the current stream of its rank, one of ``SimStream``'s queues, and the host goes on. Each
+stream has its order; the scheduler interleaves streams with each other and with the host. The race detector
+orders an item after the host's work before it was enqueued, after the earlier items, and after the events
+that its stream waited for; after nothing else.
 
 =========================  =====================================================================
 views, ``torch.empty``     at once: they read and write nothing
 ``copy_``                  a copy of the stream, in pieces: the copy engine
-other ops of torch's       an item each. Results are allocated at once, with the shapes and strides
+other ops of torch         an item each. Results are allocated at once, with the shapes and strides
                            that the op gives meta tensors
-``item()``, ``tolist()``,  at once, when the stream has come so far: the host waits
-all that has no such shape
+``item()``, ``tolist()``,  at once, when the stream has reached it: the host waits
+ops without such a shape
 launches                   an item
 =========================  =====================================================================
 
-Globals of modules are per rank (:class:`RankGlobals`): what is one module in this process is one in
-each process of a job. A rank that goes on finds its modules' names, and the dictionaries, lists and
-sets that they hold, as it has left them; it begins with what they were before the run, and so they are
-again after it. So caches, workspaces and counters of a file are each rank's own, as where a rank is a
-process, and no run finds those of the one before.
+Globals of modules are per rank (:class:`RankGlobals`): one module in this process stands for one module in
+each process of a job. A rank that continues finds its modules' names as it has left them, and so the
+dictionaries, lists and sets that they hold. A rank begins with their state before the run, and after the
+run they have this state again. So each rank has its own caches, workspaces and counters of a file, as if it
+were a process, and no run finds the state of the previous run.
 
-What is exchanged are contents: a dictionary stays the same object, whoever refers to it. Found are module
-globals, attributes of classes and of objects whose class is of one of the modules, defaults and attributes
-of functions, and what is in these. ``functools.cache`` keeps its results where nobody can reach: each
-rank gets such functions anew, and locks. Not found: variables of closures, and modules imported during
-a run.
+Only contents are exchanged: a dictionary stays the same object, for all who refer to it. The search covers
+module globals, attributes of classes and of objects whose class belongs to one of the modules, defaults and
+attributes of functions, and everything in these. The results of ``functools.cache`` cannot be reached, so
+each rank gets new copies of such functions, and new locks. The search does not cover variables of closures,
+nor modules imported during a run.
 """
 
 import contextvars
@@ -57,7 +57,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class RankGlobals:
-    """The contents of all that ``modules`` hold, and of ``more``, by rank; the caller's under None."""
+    """The contents of the objects in ``modules`` and of ``more``, by rank; the caller's under None."""
 
     def __init__(self, modules: Sequence[ModuleType], more: Sequence[object] = ()) -> None:
         self._cells = _found(modules, more)
@@ -76,9 +76,9 @@ class RankGlobals:
 
 
 def _found(modules: Sequence[ModuleType], more: Sequence[object]) -> list[object]:
-    """Everything with contents that ``modules`` hold, and that ``more`` is."""
+    """Return all objects with contents in ``modules``, and in ``more``."""
     names = {module.__name__ for module in modules}
-    cells: dict[int, object] = {id(sys.modules): None}  # which is nobody's own
+    cells: dict[int, object] = {id(sys.modules): None}  # all ranks share it
     waiting: list[object] = [*more, *modules]
     while waiting:
         each = waiting.pop()
@@ -109,7 +109,7 @@ def _put(cell: Any, content: Any) -> None:
     if isinstance(cell, (type, ModuleType)):
         now = _content(cell)
         for name in now.keys() - content.keys():
-            if vars(triton_interpreter).get(name) is not now[name]:  # which kernels bring there
+            if vars(triton_interpreter).get(name) is not now[name]:  # kernels put this name there
                 delattr(cell, name)
         for name, value in content.items():
             if name not in now or now[name] is not value:
@@ -120,9 +120,9 @@ def _put(cell: Any, content: Any) -> None:
 
 
 def _anew(contents: list[Any]) -> list[Any]:
-    """Contents for a rank that begins, with functions of ``functools.cache`` that remember nothing.
+    """Return contents for a rank that begins, with new, empty copies of ``functools.cache`` functions.
 
-    Locks, too: ranks share a thread, and one that gives way within would hold it against all.
+    Locks are new as well. Ranks share a thread, so a rank that yields while it holds one would block all.
     """
 
     @functools.cache
@@ -152,13 +152,13 @@ _current: contextvars.ContextVar["UserStream | None"] = contextvars.ContextVar(
 )
 _C: Any = torch._C
 _WITHOUT_DATA = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_")
-_WAITING = ("c10d", "_c10d_functional")  # whose ops know streams, by the place's events
+_WAITING = ("c10d", "_c10d_functional")  # their ops handle streams, by the place's events
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """How ranks run such code: ``modules`` whose globals each rank has for itself, and other ``state``;
-    what is entered around the run, given its streams; ``begin``, called by each rank before its code."""
+    """How ranks run such code: ``modules`` whose globals are per rank, and other ``state``. ``entered``
+    returns contexts around the run, given its streams; each rank calls ``begin`` before its code."""
 
     modules: Callable[[], Sequence[ModuleType]]
     state: Callable[[], Sequence[object]]
@@ -167,7 +167,7 @@ class UserCode:
 
 
 class UserStream(SimStream):
-    """A stream that user code has. An item comes after what the host had done when it was enqueued."""
+    """A stream of user code. An item runs after the host's work before it was enqueued."""
 
     number = 0
 
@@ -177,7 +177,7 @@ class UserStream(SimStream):
 
     @property
     def busy(self) -> bool:
-        """Whether something is enqueued or running."""
+        """Whether an item is enqueued or running."""
         return self._busy
 
     def _enqueue(
@@ -192,13 +192,13 @@ class UserStream(SimStream):
         super()._enqueue(label, after_host, copied_to)
 
     def wait_value(self, word: torch.Tensor, until: Callable[[int], bool], value: int) -> None:
-        """Hold the stream until the one element of ``word`` is as ``until`` says; acquires."""
+        """Hold the stream until ``until`` accepts the one element of ``word``; acquires."""
 
         def item() -> None:
             seen = word.numpy()
             if not until(int(seen[0])):
                 memory, address = self._scheduler.memory, word.data_ptr()
-                memory.of_number(address, self.rank)  # which may find its tensor
+                memory.of_number(address, self.rank)  # this may find its tensor
                 what = f"a value at {memory.name(address)}"
                 self._block(lambda: until(int(seen[0])), what, lambda: (int(seen[0]), value))
             self._observer.on_signals_seen(self._scheduler.current, word)
@@ -206,12 +206,12 @@ class UserStream(SimStream):
         self._enqueue(f"wait for the value {value}", item)
 
     def synchronize(self) -> None:
-        """Block the host until all that was enqueued has ended."""
+        """Block the host until all enqueued items have ended."""
         self.record().synchronize()
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Within, the caller enqueues here."""
+        """Let the caller enqueue on this stream within the block."""
         token = _current.set(self)
         try:
             yield
@@ -223,16 +223,16 @@ class UserStream(SimStream):
 
 
 class UserStreams:
-    """The streams of all ranks of a run; of each the first is the default one."""
+    """The streams of all ranks of a run; each rank's first stream is the default one."""
 
     def __init__(self, world: SimWorld) -> None:
         self._scheduler = world.scheduler
-        self.kept: list[object] = []  # what is freed when the run ends
+        self.kept: list[object] = []  # freed when the run ends
         self._used: defaultdict[int, list[object]] = defaultdict(list)
         self._of_rank: defaultdict[int, list[UserStream]] = defaultdict(list)
 
     def add(self, place: SimPlace) -> UserStream:
-        """One more stream of the rank of ``place``."""
+        """Add a stream to the rank of ``place``, and return it."""
         streams = self._of_rank[place.global_rank]
         stream = UserStream(place, str(len(streams)))
         stream.number = len(streams)
@@ -240,14 +240,14 @@ class UserStreams:
         return stream
 
     def keep(self, stream: UserStream, tensors: object) -> None:
-        """Do not give memory of ``tensors`` out again while a stream of the rank may still use it."""
+        """Keep the memory of ``tensors`` while a stream of the rank may still use it."""
         rank = stream.rank
         if not any(each.busy for each in self._of_rank[rank]):
             self._used[rank].clear()
         self._used[rank].append(tensors)
 
     def mine(self) -> list[UserStream]:
-        """Of the rank whose user code is running; none outside of user code."""
+        """Return the streams of the rank whose user code is running; none outside of user code."""
         scheduler = self._scheduler
         task = scheduler.current if scheduler.inside else None
         if task is None or task.program is not None or task.owner is not None:
@@ -255,14 +255,14 @@ class UserStreams:
         return self._of_rank[task.rank]
 
     def current(self) -> UserStream | None:
-        """Where running user code enqueues; None outside of user code."""
+        """Return the stream on which running user code enqueues; None outside of user code."""
         mine = self.mine()
         return (_current.get() or mine[0]) if mine else None
 
 
 @contextmanager
 def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], None]]:
-    """Around a run; what each rank does before its code. For ``place.AROUND``."""
+    """Enclose a run; yield the function that each rank calls before its code. For ``place.AROUND``."""
     streams = world.user_streams = UserStreams(world)
     world.scheduler.rank_states.append(RankGlobals(chosen.modules(), chosen.state()))
     world.scheduler.user_stream = streams.current
@@ -280,7 +280,7 @@ def entered(chosen: UserCode, world: SimWorld) -> Iterator[Callable[[SimPlace], 
 
 
 class Asynchronous(DispatchMode):
-    """Puts what torch's operators of user code do on its current stream."""
+    """Puts the work of torch operators in user code on the current stream."""
 
     def __init__(self, streams: UserStreams) -> None:
         super().__init__()
@@ -299,21 +299,19 @@ class Asynchronous(DispatchMode):
         if _touches_nothing(func):
             if not _is_composite(func):
                 return func(*args, **kwargs)
-            with self:  # as a reshape within another library's op: it may copy
+            with self:  # such as a reshape within another library's op: it may copy
                 return func.decompose(*args, **kwargs)
         name = func.overloadpacket.__name__
         if keys := _users(func):
-            with self:  # what it calls is put on the stream
+            with self:  # the ops that it calls go to the stream
                 return func.redispatch(keys, *args, **kwargs)
-        if func.namespace != "aten":  # which cannot be run, and says why
+        if func.namespace != "aten":  # it cannot be run, and its error says why
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default and _plain_copy(args[0], args[1]):
             stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
             return args[0]
         if written := _written(func):
-            if (
-                torch.Tag.nondeterministic_seeded in func.tags
-            ):  # numbers are drawn by the host, in order
+            if torch.Tag.nondeterministic_seeded in func.tags:  # the host draws numbers, in order
                 func(drawn := torch.empty_like(args[0]), *args[1:], **kwargs)
                 func, args, kwargs = torch.ops.aten.copy_.default, (args[0], drawn), {}
             stream.call(partial(_run, func, args, kwargs), name)
@@ -328,7 +326,7 @@ class Asynchronous(DispatchMode):
 
 
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with _C._AutoDispatchBelowADInplaceOrView():  # the host has been through autograd
+    with _C._AutoDispatchBelowADInplaceOrView():  # the host has already run autograd
         return func(*args, **kwargs)
 
 
@@ -351,7 +349,7 @@ def _is_composite(func: Any) -> bool:
 
 @cache
 def _users(func: Any) -> Any:
-    """Where an op of another library than torch's own has its code; None for torch's ops."""
+    """Return the dispatch key of another library's op; None for torch's ops."""
     for key in ("CPU", "CUDA") if func.namespace != "aten" else ():
         if _C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return _C.DispatchKeySet(getattr(_C.DispatchKey, key))
@@ -360,7 +358,7 @@ def _users(func: Any) -> Any:
 
 @cache
 def _touches_nothing(func: OpOverload) -> bool:
-    """Whether the op makes views, undefined memory, or changes shapes only."""
+    """Return whether the op only makes views or undefined memory, or only changes shapes."""
     aliases = [value.alias_info for value in func._schema.returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
     name = func.overloadpacket.__name__
@@ -369,7 +367,7 @@ def _touches_nothing(func: OpOverload) -> bool:
 
 @cache
 def _written(func: OpOverload) -> tuple[str, ...]:
-    """The names of the arguments that the op writes, if it returns nothing else."""
+    """Return the names of the arguments that the op writes, if it returns nothing else."""
     schema = func._schema
     names = {
         frozenset(argument.alias_info.before_set): argument.name
@@ -381,7 +379,7 @@ def _written(func: OpOverload) -> tuple[str, ...]:
 
 
 def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], kwargs: Any) -> Any:
-    """What an op returns that returns arguments."""
+    """Return the result of an op that returns its arguments."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     found = [given[name] for name in written]
     if not func._schema.returns:
@@ -390,13 +388,13 @@ def _chosen(func: OpOverload, written: tuple[str, ...], args: Sequence[object], 
 
 
 def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any] | None] | None:
-    """The op's results, allocated, and where they come from if not from the op; None if it has to run."""
+    """Return the op's results, allocated, and their source if it is not the op; None if it has to run."""
     tags, given = func.tags, [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     writes = any(a.alias_info is not None for a in func._schema.arguments)
     if writes or any(t.layout != torch.strided for t in given):
         return None
     if not given or torch.Tag.nondeterministic_seeded in tags:
-        now = func(*args, **kwargs)  # a constant, or drawn by the host
+        now = func(*args, **kwargs)  # a constant, or numbers that the host draws
         return tree_map_only(torch.Tensor, torch.empty_like, now), lambda: now
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return None
@@ -404,7 +402,7 @@ def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
         shapes = func(*tree_map_only(torch.Tensor, _meta, args), **kwargs)
-    except Exception:  # the op itself says better what is wrong
+    except Exception:  # the op's own error is better
         return None
     if not all(isinstance(each, torch.Tensor) for each in tree_leaves(shapes)):
         return None

@@ -95,7 +95,7 @@ def test_a_signal_ends_a_receive_that_nobody_can_wait_for_again(hosts: int) -> N
     if group.rank == 0:
         with signalled(), pytest.raises(LateError):
             interlace.recv(torch.zeros(1), 1)
-    said = "rank 0 aborted the group: recv went on after LateError"
+    said = "rank 0 aborted the group: recv was still running after LateError"
     with pytest.raises(interlace.InterlaceError, match=said):
         receive()
 
@@ -104,7 +104,7 @@ def test_a_signal_ends_a_receive_that_nobody_can_wait_for_again(hosts: int) -> N
 def test_a_signal_ends_torchs_receive() -> None:
     """It is called again where the exception is handled."""
     tensor = torch.zeros(1)
-    said = "rank 0 aborted the group: recv went on after LateError"
+    said = "rank 0 aborted the group: recv was still running after LateError"
     ended = pytest.raises(interlace.InterlaceError, match=said)
     if dist.get_rank() == 1:
         work: Any = dist.irecv(tensor, 0)
@@ -139,7 +139,7 @@ def test_a_handle_that_is_dropped_after_a_signal(tmp_path: Path, hosts: int) -> 
         with signalled(), suppress(LateError):  # nobody keeps the exception, and so the work
             work.wait()
         del work
-    with pytest.raises(interlace.InterlaceError, match="and nobody has its handle"):
+    with pytest.raises(interlace.InterlaceError, match="and its handle no longer exists"):
         receive()
 
 

@@ -219,7 +219,7 @@ def test_no_functions_and_what_is_none() -> None:
     group = interlace.new_group()
     with pytest.raises(TypeError, match=r"after must be callable or None, got 5 \(on rank 0\)"):
         group.register_hook(after=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="before, after and on_abort are None; one of them must"):
+    with pytest.raises(ValueError, match="before, after and on_abort are all None; pass at least"):
         group.register_hook()
 
 

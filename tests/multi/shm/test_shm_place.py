@@ -616,7 +616,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: pathlib.Path) 
     """It is told what to do once, and not by each of the processes that import it."""
     _, said = as_script(tmp_path, AT_IMPORT).communicate()
     assert said.count("Traceback") == 1 and "freeze_support" not in said
-    assert 'Put that under `if __name__ == "__main__":`' in said.splitlines()[-1]
+    assert 'Put that code under `if __name__ == "__main__":`' in said.splitlines()[-1]
 
 
 @thorough
@@ -627,7 +627,7 @@ def test_a_script_that_is_no_file_is_told_to_become_one() -> None:
         [sys.executable], input=AT_IMPORT, env=environment, capture_output=True, text=True
     )
     assert script.stderr.count("Traceback") == 1
-    assert "<stdin> is no file: save it as one" in script.stderr.splitlines()[-1]
+    assert "<stdin> is not a file: save the script as a file" in script.stderr.splitlines()[-1]
 
 
 STARTING = """

@@ -72,7 +72,7 @@ def test_what_is_called_at_an_end_may_be_ended_by_a_signal_or_fail(
         message.set_result(Outcome(None, None))
     assert called == ["interrupted"] * 2 and not caplog.records
     message.add_done_callback(lambda _: called[9])
-    assert "what was to be called" in caplog.text
+    assert "a callback at the end of a message failed" in caplog.text
 
 
 def test_an_end_wakes_threads_that_wait_for_it() -> None:

@@ -83,7 +83,7 @@ class Stranger(NamedTuple):
 
 @pytest.mark.parametrize("value", [object(), len, Stranger(1), {1, 2}, torch.ones(2)])
 def test_nothing_else_is_sent(value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{type(value).__name__} is no plain data"):
+    with pytest.raises(TypeError, match=f"{type(value).__name__} is not plain data"):
         plain.dumps([value])
 
 

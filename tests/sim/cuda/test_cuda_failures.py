@@ -55,7 +55,9 @@ def _run(on_rank: Any, gpu: FakeGpu, *faults: Replacement) -> None:
     """On two ranks; where no alarm comes, the wait says so in the end."""
     with contextlib.ExitStack() as stack:
         if fake_queues.CONNECTIONS == 1:
-            stack.enter_context(pytest.raises(CollectiveTimeoutError, match="gave up waiting for"))
+            stack.enter_context(
+                pytest.raises(CollectiveTimeoutError, match="timed out waiting for")
+            )
         fake_host.run(on_rank, 2, gpu, *faults)
 
 
@@ -74,7 +76,7 @@ def _layout(*, data: bool = False) -> Layout:
     return layout
 
 
-GAVE_UP = pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1: slot at byte")
+GAVE_UP = pytest.raises(CollectiveTimeoutError, match="timed out waiting for rank 1: slot at byte")
 
 
 @gpu_ranks(2, raises=GAVE_UP, eager=0.0)
@@ -121,7 +123,7 @@ def test_the_bound_is_the_timeout_times_a_poll(which: int) -> None:
             torch.cuda.synchronize()
 
     counted = (fake_kernels, "itertools", SimpleNamespace(count=polls))
-    with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 1"):
+    with pytest.raises(CollectiveTimeoutError, match="timed out waiting for rank 1"):
         fake_host.run(on_rank, 2, FakeGpu(eager=0.0), counted)
     assert passed[0] == pytest.approx(100 * minutes / 10, rel=0.02)
 
@@ -162,7 +164,7 @@ def test_a_kernel_that_gave_up_is_found_in_its_header() -> None:
     place.check()
 
 
-OF_ANOTHER = pytest.raises(AbortedError, match="a kernel of another rank of the group has given up")
+OF_ANOTHER = pytest.raises(AbortedError, match="kernel of another rank of the group has timed out")
 
 
 @gpu_ranks(raises=OF_ANOTHER)

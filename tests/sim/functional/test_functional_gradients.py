@@ -248,7 +248,7 @@ CALLS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 def test_what_needs_a_gradient_on_some_ranks_only_is_refused_on_all(op: str) -> None:
     """By the forward, and the group goes on: a rank's backward would wait for those that have none."""
     what, call = CALLS[op]
-    text = f"^{op.split(',')[0]}: what requires a gradient differs between ranks: "
+    text = f"^{op.split(',')[0]}: the set of inputs that require a gradient differs between ranks: "
     for odd, recording in ((2, True), (0, False)):
         x, alone = torch.ones(3, 3), interlace.get_rank() == odd
         x.requires_grad_(alone or not recording)

@@ -92,7 +92,7 @@ def test_who_waits_in_vain_is_named_with_the_line() -> None:
     ("fn", "why"),
     [
         (kernels.put_together, "threads differ by '%tid'.* was not in its code before the launch"),
-        (kernels.refused, "unknown: its threads differ .* cannot be: .*brkpt"),
+        (kernels.refused, "unknown: its threads differ .* that failed: .*brkpt"),
         (kernels.nested, "inside: its threads differ .* not at the top level of a file"),
         (
             compiled_kernels.nested,

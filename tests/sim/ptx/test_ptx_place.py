@@ -154,11 +154,11 @@ def test_many_slots_are_published_and_waited_for(
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match='arch is for place="ptx", got 80'):
         interlace.run(gathered, 2, arch=80)
-    with pytest.raises(ValueError, match="arch is 70; PTX is run of 80, 90"):
+    with pytest.raises(ValueError, match="arch must be one of 80, 90, got 70"):
         interlace.run(gathered, 2, place="ptx", arch=70)
-    with pytest.raises(ValueError, match="arch is 70"):
+    with pytest.raises(ValueError, match="arch must be one of 80, 90, got 70"):
         verify.races(gathered, 2, arch=70)
-    with pytest.raises(ValueError, match="rewrite changes PTX, which needs arch"):
+    with pytest.raises(ValueError, match="rewrite changes PTX, so arch must be passed"):
         verify.races(gathered, 2, rewrite=lambda name, ptx: ptx)
 
 

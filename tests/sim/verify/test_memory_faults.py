@@ -372,7 +372,7 @@ def test_a_descriptor_that_tma_cannot_read_is_named(first: int, stride: int, tex
         ("device_assert", r"device_assert fails .*the first \(?8\b.*: too; \{large\}"),
         ("assert", r".*too; \{large\}"),
         ("assume", "assume fails"),
-        ("multiple_of", "multiple_of fails: 8 is not one of 16"),
+        ("multiple_of", "multiple_of fails: 8 is not a multiple of 16"),
         ("masked", ""),
     ],
 )

@@ -7,17 +7,17 @@ digits of these types, so +, -, * and / are as if rounded once from the exact va
 
     stored bits --widen--> fp32 numpy --operation--> fp32 or fp64 --narrow--> stored bits
 
-What follows the hardware and not torch: conversions to fp8 saturate (`cvt.satfinite`: 500 becomes
-448 in e4m3 where torch says nan), integers and fp64 round once on the way to bf16 (torch goes
-through fp32), and min, max and clamp return the number when one operand is nan.
+Results follow the hardware and not torch in three cases. Conversions to fp8 saturate (`cvt.satfinite`: 500
+becomes 448 in e4m3, and nan in torch). Integers and fp64 round once on the way to bf16 (torch goes through
+fp32). And min, max and clamp return the number if one operand is nan.
 
-What stays a stand-in for the GPU:
+Results may differ from the GPU in these cases:
 - `tl.dot` and reductions add in the order of `numerics/exact.py`, which is the same on every processor, but
-  not that of a tensor core. fp32 operands are not rounded to tf32.
+  not the order of a tensor core. fp32 operands are not rounded to tf32.
 - `tl.sum` of bf16, fp16 and fp8 adds in fp32 and rounds once; compiled code rounds every addition.
-- fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here as there.
+- fp64 `tl.fma` rounds twice; float to integer out of range is undefined, here and on a GPU.
 
-Nothing of triton is edited: builder methods are shadowed by instance attributes. `tl.reduce` and
+Triton itself is not edited: instance attributes shadow builder methods. `tl.reduce` and
 `tl.associative_scan` do not reach the builder, so their one method is replaced.
 """
 
@@ -39,7 +39,7 @@ from interlace.runtime.core.accesses import Handle
 from interlace.runtime.numerics import exact as formats
 from interlace.runtime.numerics.exact import larger, matrix_product, reduce, smaller
 
-UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # neither OCP formats nor in NVIDIA hardware
+UNSUPPORTED = ("fp8e4b15", "fp8e4b8", "fp8e5b16")  # not in OCP formats, nor in NVIDIA hardware
 
 
 def _number(handle: Handle) -> formats.Array:
@@ -57,7 +57,7 @@ def _refuse(*dtypes: Any) -> None:
 
 
 def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
-    """Attribute -> function to set on ``builder`` for exact arithmetic; earlier hooks in it still work."""
+    """Map attributes of ``builder`` to functions for exact arithmetic; earlier hooks in it still work."""
     make = TensorHandle
     stock_binary, stock_unary, stock_cast = builder.binary_op, builder.unary_op, builder.cast_impl
     stock_fp_to_fp, stock_dot = builder.create_fp_to_fp, builder.create_dot
@@ -79,7 +79,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
                 out = op(_number(lhs), _number(rhs))
                 return make(out, tl.int1) if out.dtype == bool else like(out, lhs)
             result = stock_binary(lhs, rhs, op)
-        # Stock tags a comparison with its operands' type, which a later cast then trusts.
+        # Stock Triton tags a comparison with its operands' type, and a later cast trusts this type.
         return make(result.data, tl.int1) if result.data.dtype == bool else result
 
     def unary_op(arg: Handle, op: Callable[..., formats.Array]) -> TensorHandle:
@@ -111,7 +111,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
     def create_dot(a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> TensorHandle:
         if not d.dtype.scalar.is_floating():
             return stock_dot(a, b, d, precision, imprecise)
-        # A narrow accumulator, too, is rounded once at the end and not at every addition.
+        # A narrow accumulator is rounded once at the end, and not at every addition.
         with np.errstate(all="ignore"):
             return like(matrix_product(_number(a), _number(b)) + _number(d), d)
 
@@ -160,7 +160,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
         before = np.zeros(ptr.data.shape, val.data.dtype)
         order = builder.ir_sem_to_interpreter_sem[sem]
         values, chosen = (np.broadcast_to(bare(x), before.shape) for x in (_number(val), mask))
-        for place in np.argwhere(chosen).tolist():  # as sums, the only ones of these that there are
+        for place in np.argwhere(chosen).tolist():  # as sums: these types have no other operation
             at, seen = (*place, None), np.zeros(1, before.dtype)
             while True:
                 total = formats.narrow(formats.widen(seen, val.dtype) + values[at], val.dtype)
@@ -189,7 +189,7 @@ def exact_overrides(builder: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _high_product(lhs: Handle, rhs: Handle) -> TensorHandle:
-    """Of numbers as if they had no sign, which triton's own extends."""
+    """Return the high half of an unsigned product; Triton's function extends the sign."""
     bits = 8 * lhs.data.itemsize
     wide = np.uint64 if bits == 32 else object
     x, y = (each.data.view(f"u{bits // 8}").astype(wide) for each in (lhs, rhs))
@@ -211,13 +211,13 @@ def _narrowed(tensor: Any, dtype: Any) -> Any:
 
 
 def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_impl`` of a reduction or scan of floats, in the order of ``numerics/exact.py``.
+    """Return ``apply_impl`` of a reduction or scan of floats, in the order of ``numerics/exact.py``.
 
     bf16, fp8 and fp16 are computed in fp32 and rounded once. Triton's own method calls numpy on the stored
-    data, which for bf16 and fp8 is bits, and the order of numpy's sums depends on the layout. A combine
-    function of the user's runs element by element through the builder, and is exact already.
+    data, which for bf16 and fp8 are bits, and the order of numpy's sums depends on the layout. A user's
+    combine function runs element by element through the builder, and is already exact.
     """
-    standard = tl.standard  # by identity: where Triton compiles, a hash reads what a function calls
+    standard = tl.standard  # by identity: where Triton compiles, a hash reads the called functions
     in_halves: dict[int, Callable[[Any, Any], Any]] = {
         id(standard._sum_combine): np.add,
         id(standard._elementwise_max): larger,
@@ -268,7 +268,7 @@ def exact_reduction(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exact_arithmetic() -> list[Replacement]:
-    """Replacements that make interpreted kernels exact in all threads, which share one builder."""
+    """Return replacements that make interpreted kernels exact in all threads, which share one builder."""
     builder = triton_interpreter.interpreter_builder
     kinds = (triton_interpreter.ReduceOps, triton_interpreter.ScanOps)
     return [

@@ -1,23 +1,21 @@
 """Triton's interpreter as a library: one patched session, exact arithmetic, and hooks.
 
 Stock Triton patches its language for every call of every device function and runs the programs of a
-grid one after another. Here a *session* patches once; programs are plain callables that a scheduler may
-run in any interleaving; and every memory access and atomic passes through the session's hooks. All of
-it happens by instance attributes on ``triton.runtime.interpreter.interpreter_builder``, which are
-removed when the session ends.
+grid one after another. Here a *session* patches once. Programs are plain callables that a scheduler may
+run in any interleaving, and every memory access and atomic passes through the session's hooks. All of this
+is done by instance attributes on ``triton.runtime.interpreter.interpreter_builder``, which are removed when
+the session ends.
 
 The builder is global to the process, so only one session exists at a time; a second thread waits.
 
-Where pointers come from: an attribute, ``origin``, of the type in a pointer's handle.
+The origin of a pointer is an attribute, ``origin``, of the type in its handle. Operations that compute with
+pointers, shift, broadcast or reshape them keep the handle's type, and so the origin. An origin begins where
+a tensor becomes an argument, and where one number becomes a pointer: there the hooks return the memory that
+the number means. A block of numbers, such as the addresses of all ranks, has no origin; nor has a choice
+between pointers of different origins. Their accesses are looked up one by one.
 
-Whatever computes with pointers, shifts, broadcasts or reshapes them, keeps the handle's type, and so the
-origin. It begins where a tensor becomes an argument, and where one number becomes a pointer: there the
-hooks are asked what memory the number means. A block of numbers, such as the addresses of all ranks, has no
-origin; nor has what was chosen between pointers of different origins. Their accesses are looked up one by
-one.
-
-Tensor descriptors that TMA cannot use are refused here in words, with their origins: the interpreter
-only asserts.
+Tensor descriptors that TMA cannot use are refused here with an error that names their origin: the
+interpreter only asserts.
 """
 
 import difflib
@@ -65,11 +63,11 @@ from interlace.runtime.places.sim.interpreter.exact import exact_arithmetic
 from interlace.runtime.places.sim.interpreter.shortcuts import arithmetic_shortcuts, call_shortcuts
 
 Asked = Callable[[str, Any], object]
-"""(path of an argument, tensor) -> its origin."""
+"""Maps (path of an argument, tensor) to its origin."""
 
 
 def mark(path: str, given: Any, made: Any, ask: Asked) -> None:
-    """Give pointers in ``made``, which stands for the argument ``given``, their origins."""
+    """Set the origins of pointers in ``made``, which stands for the argument ``given``."""
     if isinstance(given, tuple):
         for index, (each, part) in enumerate(zip(given, made, strict=True)):
             name = getattr(given, "_fields", range(len(given)))[index]
@@ -82,7 +80,7 @@ def mark(path: str, given: Any, made: Any, ask: Asked) -> None:
 
 
 def overrides(builder: Any, hooks: Hooks) -> list[Replacement]:
-    """Methods of the builder by which pointers come about, or several become one."""
+    """Return replacements of builder methods that make pointers, or make one pointer of several."""
     stock_bitcast = builder.create_bitcast
 
     def create_bitcast(source: Handle, kind: object) -> TensorHandle:
@@ -123,7 +121,7 @@ ALIGNMENT = 16  # bytes
 
 
 def checked_descriptor(stock: Callable[..., object]) -> Callable[..., Any]:
-    """``create_make_tensor_descriptor`` that raises ValueError for what a GPU would refuse, naming it."""
+    """Return ``create_make_tensor_descriptor``, checked: ValueError for descriptors a GPU would refuse."""
 
     def make(base: Any, shape: object, strides: Any, *rest: object, **named: object) -> Any:
         size = base.dtype.element_ty.primitive_bitwidth // 8
@@ -150,7 +148,7 @@ def checked_descriptor(stock: Callable[..., object]) -> Callable[..., Any]:
 def require_interpreter(kernel: object) -> None:
     """Raise unless ``kernel`` was decorated while Triton was in interpreter mode."""
     kind = InterpretedFunction
-    if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # its own functions were first
+    if isinstance(kernel, kind) and isinstance(tl.zeros, kind):  # the language was loaded first
         return
     raise PlaceUnavailableError(
         "this place runs kernels in Triton's interpreter, but they were loaded for the compiler: "
@@ -163,7 +161,7 @@ def require_interpreter(kernel: object) -> None:
 def program_function(
     kernel: Any, arguments: dict[str, object], origin: Asked = lambda path, tensor: None
 ) -> Callable[[], None]:
-    """One program of ``kernel`` (its id: the builder's grid index), to be made and run in a session."""
+    """Return one program of ``kernel`` (its id: the builder's grid index), made and run in a session."""
     require_interpreter(kernel)
     names = kernel.arg_names
     unknown = set(arguments) - set(names)
@@ -183,13 +181,13 @@ _session_lock = threading.RLock()
 
 
 def is_open() -> bool:
-    """Whether there is a session; for who holds the lock, one of this thread."""
+    """Return whether a session exists; for the holder of the lock, whether this thread has one."""
     return "create_inline_asm" in vars(triton_interpreter.interpreter_builder)
 
 
 @contextmanager
 def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
-    """Patch the language, yield the builder. Without ``shortcuts`` that sees every operation."""
+    """Patch the language, yield the builder. Without ``shortcuts`` the builder sees every operation."""
     builder = triton_interpreter.interpreter_builder
     with _session_lock, ExitStack() as stack:
         if is_open():
@@ -200,8 +198,8 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
         stack.enter_context(replaced(*_language()))
         nothing = SimpleNamespace(restore=lambda: None)
         changes: list[Replacement] = [
-            # the language is patched for good; kernels that user code launches in between
-            # must not patch and restore it in an order of their own
+            # The language stays patched. Kernels that user code launches meanwhile must not patch and
+            # restore it in another order.
             (triton_interpreter, "_patch_lang", lambda function: nothing),
             # without the stock re-patching (206 us against 16 us per call)
             (
@@ -209,19 +207,19 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
                 "__call__",
                 lambda self, *a, **named: self.rewrite()(*a, **named),
             ),
-            # of a block, which an assert may be about, stock Triton's is True
+            # for a block, for example in an assert; stock Triton's result is always True
             (tl.tensor, "__bool__", lambda tensor: bool(tensor.handle.data.all())),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
             (tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.squeeze())),
             (triton_interpreter, "_get_np_dtype", _numpy_dtype),
             (triton_interpreter, "_implicit_cvt", _converted),
             *((kind, "run", _launched(hooks)) for kind in (InterpretedFunction, JITFunction)),
-            # no configuration is timed, so the first that is left is taken
+            # no configuration is timed, so the first remaining one is used
             (Autotuner, "do_bench", lambda *call, **how: (0.0,) * 3),
         ]
         shortcuts = shortcuts and not builder.options.debug
         if not builder.options.debug:
-            # checks every integer operation for overflow, then drops what it found
+            # Triton checks every integer operation for overflow, then drops the result of the check.
             unchecked = replace(builder.options, sanitize_overflow=False)
             changes.append((builder, "options", unchecked))
         changes += [
@@ -239,25 +237,26 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
 
 
 def _converted(argument: object) -> tl.tensor:
-    """Stock Triton's has 32 bits for what is one."""
+    """Return a bool as int1; stock Triton makes it an int32."""
     if isinstance(argument, bool):
         return tl.tensor(TensorHandle(np.array([argument]), tl.int1), tl.int1)
     return _stock_converted(argument)
 
 
 def _device_assert(condition: tl.tensor, message: object, mask: tl.tensor | None) -> None:
-    """Checked always; Triton does where it compiles with ``debug``."""
+    """Check the condition always; Triton checks it only if it compiles with ``debug``."""
     holds = condition.handle.data.astype(np.bool_)
     _check("device_assert", holds if mask is None else holds | ~mask.handle.data, message)
 
 
 def _multiple_of(stock: Callable[..., object], input: Any, values: object, **named: object) -> Any:
-    """What is said of a block is true of its first element: there its elements begin to be neighbours."""
+    """Check a block's first element: the statement is about where contiguous elements begin."""
     made = stock(input, values, **named)
     if isinstance(made, tl.tensor):
         first = int(made.handle.data.flat[0])
         for each in made.handle.attr["tt.divisibility"]:
-            _check("multiple_of", np.bool_(first % each == 0), f"{first} is not one of {each}")
+            wrong = f"{first} is not a multiple of {each}"
+            _check("multiple_of", np.bool_(first % each == 0), wrong)
     return made
 
 
@@ -270,9 +269,9 @@ def _check(what: str, holds: Any, message: object) -> None:
         raise AssertionError(f"{told}: {message}" if message else told)
 
 
-@functools.cache  # looking through the language takes as long as a small run
+@functools.cache  # a search through the language takes as long as a small run
 def _language() -> list[Replacement]:
-    """What Triton replaces in its language for interpreted functions, found by letting it."""
+    """Return Triton's replacements in its language for interpreted functions, found by making them."""
     modules = [tl, *(each for each in vars(tl).values() if inspect.ismodule(each))]
     kinds = {each for module in modules for each in vars(module).values() if inspect.isclass(each)}
     before = [(each, dict(vars(each))) for each in (*modules, *kinds)]
@@ -282,7 +281,7 @@ def _language() -> list[Replacement]:
         (each, name, value)
         for each, names in before
         for name, value in vars(each).items()
-        if names.get(name) is not value and name != "__annotations__"  # which come when asked for
+        if names.get(name) is not value and name != "__annotations__"  # created when read
     ]
     for each, names in before:
         for name in [name for place, name, _ in changed if place is each]:
@@ -294,7 +293,7 @@ def _language() -> list[Replacement]:
 
 
 def _uses_language() -> None:
-    """Its globals hold ``tl``, which is what the patcher looks for."""
+    """Stand for a function that uses ``tl``: the patcher looks for it in a function's globals."""
 
 
 _stock_converted = triton_interpreter._implicit_cvt
@@ -303,7 +302,7 @@ _numpy_dtypes: dict[str, object] = {}
 
 
 def _numpy_dtype(dtype: tl.dtype) -> Any:
-    """The stock function builds a table of all types at every call; this looks up by name."""
+    """Look the type up by name; the stock function builds a table of all types at every call."""
     if isinstance(dtype, (tl.pointer_type, tl.block_type)):
         return _stock_numpy_dtype(dtype)
     found = _numpy_dtypes.get(dtype.name)
@@ -369,7 +368,7 @@ def _hooked(builder: Any, hooks: Hooks) -> list[Replacement]:
         return atomic_rmw(ir.ATOMIC_OP.XCHG, pointers, value, mask, sem, scope)
 
     def atomic_poll(pointers: Handle, expected: Any, timeout: Any, sem: Any, scope: object) -> Any:
-        # Without the timeout, which is of a GPU's clock: whoever waits in vain is reported.
+        # Without the timeout, which uses a GPU's clock: a wait that cannot end is reported anyway.
         everywhere = TensorHandle(np.ones(1, np.bool_), tl.int1)
         values = np.broadcast_to(expected.data, pointers.data.shape)
         for address, value in zip(pointers.data.ravel(), values.ravel(), strict=True):
@@ -416,13 +415,13 @@ _SCOPES = {
     ir.MEM_SYNC_SCOPE.SYSTEM: "sys",
 }
 _KINDS = {
-    getattr(ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # as "add" of FADD, "min" of UMIN
+    getattr(ir.ATOMIC_OP, name): name.lstrip("FU").lower()  # "add" for FADD, "min" for UMIN
     for name in ["ADD", "FADD", "MIN", "UMIN", "MAX", "UMAX", "AND", "OR", "XOR", "XCHG"]
 }
 
 
 def _launched(hooks: Hooks) -> Callable[..., None]:
-    """In place of ``InterpretedFunction.run``, which runs one program after another."""
+    """Return a replacement of ``InterpretedFunction.run``, which runs one program after another."""
 
     def run(kernel: Any, *args: object, grid: Any, warmup: bool, **named: object) -> None:
         if warmup:
@@ -435,7 +434,8 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
             )
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(
-                f"{unknown[0]!r} is no parameter of {kernel.__name__} and no option of a launch{meant}"
+                f"{unknown[0]!r} is neither a parameter of {kernel.__name__} nor an option of "
+                f"a launch{meant}"
             )
         bound = inspect.signature(kernel.fn).bind(*args, **given)
         bound.apply_defaults()
@@ -452,12 +452,12 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
 
 
 def active_addresses(pointers: Handle, mask: Mask) -> Numbers:
-    """The addresses (uint64) that an access touches: its pointers where the mask lets it."""
+    """Return the addresses (uint64) that an access touches: its pointers where the mask is set."""
     return active(pointers.data, pointers, mask)
 
 
 def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
-    """Of ``values``, one for each pointer or one for all, those where the mask lets the access be."""
+    """Return the ``values``, one for each pointer or one for all, where the mask is set."""
     values, shape = np.asarray(values), pointers.data.shape
     if values.shape != shape:
         values = np.broadcast_to(values, shape)
@@ -467,24 +467,24 @@ def active(values: Numbers, pointers: Handle, mask: Mask) -> Numbers:
 
 
 def chosen(pointers: Handle, mask: Mask) -> Numbers:
-    """Of each pointer whether the mask lets the access be."""
+    """Return for each pointer whether the mask is set."""
     return np.broadcast_to(True if mask is None else bare(mask), pointers.data.shape)
 
 
 def as_mask(chosen: Numbers) -> TensorHandle:
-    """The handle of a mask."""
+    """Return the handle of a mask."""
     return TensorHandle(chosen, tl.int1)
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame``, which may be None, and those that called it, innermost first."""
+    """Yield ``frame``, which may be None, and its callers, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def source_frames(frame: FrameType | None) -> list[FrameType]:
-    """The frames of kernel code: a kernel's author has no use for those of Triton and of the runtime."""
+    """Return the frames of kernel code, without frames of Triton and of the runtime."""
     return [
         each
         for each in outwards(frame)
@@ -492,7 +492,7 @@ def source_frames(frame: FrameType | None) -> list[FrameType]:
     ]
 
 
-@functools.cache  # asked for every frame at every access of a run that is observed
+@functools.cache  # called for every frame at every access of an observed run
 def _of_kernels(file: str, module: str) -> bool:
     ours = module.startswith(("interlace.runtime.", "interlace_verify."))
     return not file.startswith(triton.__path__[0]) and not ours and "greenlet" not in file

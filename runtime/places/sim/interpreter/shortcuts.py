@@ -1,12 +1,12 @@
-"""Shortcuts through Triton's front end, for what interpreted kernels do most: arithmetic, and calls.
+"""Shortcuts through Triton's front end for the frequent work of interpreted kernels: arithmetic, calls.
 
-Triton's interpreter runs every operation through the front end of the compiler: types are promoted,
-constants become tensors, shapes are broadcast by rule, and each step makes types and tensors of its own. To
-add two numbers takes 20 us that way, and 3 us here (one core of a shared machine, Triton 3.7.1). Kernels
-that move data do little else than compute indices, so this decides how long they take.
+Triton's interpreter runs every operation through the front end of the compiler. Types are promoted,
+constants become tensors, shapes are broadcast by rule, and each step makes new types and tensors. An
+addition of two numbers takes 20 us that way, and 3 us here (one core of a shared machine, Triton 3.7.1).
+Kernels that move data mostly compute indices, so this decides how long they take.
 
-Inside :func:`arithmetic_shortcuts` the operators of ``tl.tensor`` do the following themselves, and call
-what was there before for all else::
+Inside :func:`arithmetic_shortcuts` the operators of ``tl.tensor`` handle the following cases themselves,
+and call the previous operator in all other cases::
 
     both int32 or int64; or the right one a Python        + - * // % & | ^   the wider one's type
     number or constexpr within int32                      << >>, by a number the left one's type
@@ -14,32 +14,31 @@ what was there before for all else::
                                                           < <= > >= == !=    int1
     both int1                                             & | ^              int1
     a pointer and such an integer                         + -                the pointer's type
-    int32 or int64                                        .to(int32, int64)  that
+    int32 or int64                                        .to(int32, int64)  the new type
     a pointer; int64                                      .to(int64); of a   int64; the pointer's type
                                                           pointer's type
     anything                                              .to(its type)      itself
     a line of numbers                                     [:, None] [None, :]  a column, a row
 
-Shapes have as many dimensions, of equal lengths or 1, or one of the two is a scalar: then numpy broadcasts
-as Triton does. What comes out has the type, the shape and the bits that the front end would have given it;
-test_interpreter_shortcuts.py compares. Integers wrap around, without a check for overflow: the session
-leaves that out too.
+Shapes have equally many dimensions, of equal lengths or 1, or one of the two is a scalar: then numpy
+broadcasts as Triton does. The result has the type, the shape and the bits that the front end would have
+given it; test_interpreter_shortcuts.py compares. Integers wrap around, without a check for overflow, which
+the session omits anyway.
 
-Inside :func:`call_shortcuts` loads, stores, ranges and the making of tensors do what is listed here and
-leave all else to the front end, and what comes out has its types, shapes and bits;
-test_interpreter_calls.py compares::
+Inside :func:`call_shortcuts` loads, stores, ranges and the creation of tensors handle these cases and leave
+all others to the front end. Results have its types, shapes, bits; test_interpreter_calls.py compares::
 
     tl.load      of pointers to numbers, of at least 8 bits; mask: none, or of the shape of the pointers;
-                 other: none, or 0 (not of fp8, to which Triton converts no integer); no options
-    tl.store     of numbers of the pointers' own type and shape, with a mask as above, or none; no options
-    tl.atomic_*  add, xchg, and, or, xor of int32 and int64, by a number of the pointers' own type and
+                 other: none, or 0 (not for fp8: Triton converts no integer to it); no options
+    tl.store     of numbers of the pointers' element type and shape, mask as above, or none; no options
+    tl.atomic_*  add, xchg, and, or, xor of int32 and int64, by a number of the pointers' element type and
                  shape, or one within int32; no mask; cas of one int32
     tl.arange    of two Python numbers or constexprs that it has been called with before
     tl.tensor    the shape and the number of elements are made once for every shape
     block_type   ... of another element type is made once for every type of numbers
 
-A masked load took 46 us and takes 8, a store 35 and 4, a range 16 and 2, an atomic 40 and 10, without what
-hooks do (one core of a shared machine, Triton 3.7.1).
+A masked load took 46 us and takes 8, a store 35 and 4, a range 16 and 2, an atomic 40 and 10. These times
+do not include hooks (one core of a shared machine, Triton 3.7.1).
 """
 
 import math
@@ -86,9 +85,9 @@ _LOGIC: dict[str, Method] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": 
 
 
 def _made(model: object, data: object, dtype: object, kind: object, of: object = None) -> tl.tensor:
-    """A tensor of ``model``'s shape, without the checks of the constructors.
+    """Return a tensor of ``model``'s shape, without the checks of the constructors.
 
-    ``of``: of pointers, the type in the handle, which says where they come from (``provenance.py``).
+    ``of``: for pointers, the type in the handle, which has their origin (``session.py``).
     """
     made = object.__new__(tl.tensor)
     made.__dict__.update(model.__dict__)
@@ -97,13 +96,13 @@ def _made(model: object, data: object, dtype: object, kind: object, of: object =
 
 
 def lengths(kind: tl.block_type) -> tuple[int, ...]:
-    """The lengths of a block type as numbers: a dictionary compares these without Triton's own code."""
+    """Return a block type's lengths as numbers: a dictionary compares these without Triton's code."""
     shape = kind.shape
     return tuple(shape.values if shape.__class__ is tl.tuple else shape)
 
 
 def block_of(dtype: tl.dtype, kind: tl.block_type) -> tl.block_type:
-    """The block type of elements of ``dtype`` in the shape of ``kind``, made once."""
+    """Return the block type of elements of ``dtype`` in the shape of ``kind``, made once."""
     key = dtype.name, lengths(kind)
     found = _blocks.get(key)
     if found is None:
@@ -112,7 +111,7 @@ def block_of(dtype: tl.dtype, kind: tl.block_type) -> tl.block_type:
 
 
 def _shaped(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
-    """The type of elements of ``dtype`` in the shape of ``model``."""
+    """Return the type of elements of ``dtype`` in the shape of ``model``."""
     kind = model.type
     if kind.__class__ is not tl.block_type:
         return dtype
@@ -122,7 +121,7 @@ def _shaped(dtype: tl.dtype, model: tl.tensor) -> tl.dtype:
 
 
 def _of_shape(shape: tuple[int, ...]) -> tl.tensor:
-    """A block of that shape, of no data, made once."""
+    """Return a block of that shape, without data, made once."""
     found = _models.get(shape)
     if found is None:
         found = _models[shape] = tl.tensor(None, tl.block_type(tl.int32, list(shape)))
@@ -130,7 +129,7 @@ def _of_shape(shape: tuple[int, ...]) -> tl.tensor:
 
 
 def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tl.tensor | None:
-    """A block of the shape that blocks of these give; None if they give none, or have other dimensions."""
+    """Return a block of the broadcast shape; None if shapes do not broadcast or differ in dimensions."""
     if (mine, theirs) not in _joint:
         pairs = list(zip(mine, theirs, strict=False))
         fit = len(mine) == len(theirs) and all(a == b or 1 in (a, b) for a, b in pairs)
@@ -139,7 +138,7 @@ def _together(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tl.tensor | Non
 
 
 def _model(left: tl.tensor, right: tl.tensor) -> tl.tensor | None:
-    """A tensor that has the result's shape; None if there is none, or scalars are odd."""
+    """Return a tensor of the result's shape; None if there is none, or if scalars have another shape."""
     mine, theirs = left.handle.data.shape, right.handle.data.shape
     if left.type.__class__ is tl.block_type:
         if right.type.__class__ is tl.block_type:
@@ -151,12 +150,12 @@ def _model(left: tl.tensor, right: tl.tensor) -> tl.tensor | None:
 
 
 def within(number: int) -> bool:
-    """Whether it is within int32, as what the front end makes of it is."""
+    """Return whether the number is within int32, the type that the front end gives it."""
     return _LEAST <= number <= _MOST
 
 
 def _integers(left: tl.tensor, right: Any) -> tuple[tl.tensor, tl.dtype, Numbers, Numbers] | None:
-    """The model and type of the result and the data of both, if this is a case for a shortcut."""
+    """Return the model and type of the result and the data of both; None if a shortcut is not possible."""
     dtype, data = left.dtype, left.handle.data
     numpy_type = _INTEGERS.get(dtype.name)
     if numpy_type is None or data.dtype.type is not numpy_type:
@@ -178,7 +177,7 @@ def _integers(left: tl.tensor, right: Any) -> tuple[tl.tensor, tl.dtype, Numbers
 
 
 def _is_shift(by: Numbers) -> bool:
-    """A number that every type has the bits for: others bring a warning."""
+    """Return whether every type has that many bits: numpy warns of larger shifts."""
     return bool(by.ndim == 0 and 0 <= by < 32)
 
 
@@ -190,7 +189,7 @@ def _of_integers(
     result: tl.dtype | None = None,
     if_right: Callable[[Numbers], object] | None = None,
 ) -> Method:
-    """``result``: its type, if not that of the integers. ``if_right``: what the right data must be."""
+    """``result``: its type, if not the integers' type. ``if_right``: a condition on the right data."""
 
     def method(self: tl.tensor, other: object) -> tl.tensor:
         case = _integers(self, other)
@@ -231,7 +230,7 @@ def _width(pointer: tl.tensor) -> np.uint64:
 
 
 def _steps(stock: Method, op: Method, *, down: bool = False) -> Method:
-    """The sum or difference of integers, or of a pointer on the left and a number of elements."""
+    """Return the sum or difference of integers, or of a pointer on the left and a number of elements."""
     integers = _of_integers(stock, op)
 
     def method(self: tl.tensor, other: Any) -> tl.tensor:
@@ -247,7 +246,7 @@ def _steps(stock: Method, op: Method, *, down: bool = False) -> Method:
         if model is None:
             return stock(self, other)
         if down:
-            number = np.negative(number)  # in its own type, as the front end does
+            number = np.negative(number)  # in its type, as the front end does
         data = self.handle.data + _width(self) * number.astype(np.uint64)  # wraps around
         return _made(model, data, self.dtype, _shaped(self.dtype, model), self.handle.dtype)
 
@@ -297,12 +296,12 @@ def _axis(stock: Method) -> Method:
 
 
 def arithmetic_shortcuts() -> list[Replacement]:
-    """The replacements inside a session of the interpreter, which has patched the language already."""
+    """Return the replacements inside an interpreter session, which has already patched the language."""
     stock = vars(tl.tensor)
     found: dict[str, Method] = {}
     for operators, options in (
         (_ARITHMETIC, {}),
-        (_DIVISIONS, {"if_right": np.all}),  # what a division by zero gives is not ours to say
+        (_DIVISIONS, {"if_right": np.all}),  # a division by zero is left to the front end
         (_SHIFTS, {"if_right": _is_shift}),
         (_COMPARISONS, {"result": tl.int1}),
     ):
@@ -337,19 +336,19 @@ _REACHES: dict[object, object] = {
 
 
 def _is_zero(other: object) -> bool:
-    """A number that stands for zero bits, which is what a load without ``other`` has for it."""
+    """Return whether ``other`` stands for zero bits, which a load without ``other`` uses."""
     return other.__class__ in (int, float) and other == 0 and math.copysign(1.0, other) > 0
 
 
 def _numbers(pointer: tl.tensor) -> tl.dtype | None:
-    """The type of what a pointer, or a block of pointers, points to, if this is a case for a shortcut."""
+    """Return the element type of a pointer or a block of pointers; None if a shortcut is not possible."""
     kind: Any = pointer.dtype if pointer.__class__ is tl.tensor else None
     element: Any = kind.element_ty if kind.__class__ is tl.pointer_type else None
     return element if element.__class__ is tl.dtype and element.name != "int1" else None
 
 
 def _same_shape(left: tl.tensor, right: tl.tensor) -> bool:
-    """Whether ``right`` is a tensor of the shape of ``left``."""
+    """Return whether ``right`` is a tensor of the shape of ``left``."""
     return (
         right.__class__ is tl.tensor
         and left.handle.data.shape == right.handle.data.shape
@@ -405,7 +404,7 @@ def _store(stock: Method, builder: Any) -> Method:
 
 
 def _word(value: Any, pointer: tl.tensor, element: tl.dtype) -> Any:
-    """The handle of ``value`` for each element of ``pointer``, of numbers of type ``element``; or None."""
+    """Return the handle of ``value``, of type ``element``, for each element of ``pointer``; or None."""
     if value.__class__ is tl.constexpr:
         value = value.value
     shape = pointer.handle.data.shape
@@ -417,7 +416,7 @@ def _word(value: Any, pointer: tl.tensor, element: tl.dtype) -> Any:
 
 
 def _words(pointer: tl.tensor, sem: Any, scope: Any) -> tuple[tl.dtype, object, object] | None:
-    """The type of the words, if this is a case for a shortcut, and the order and scope of Triton's."""
+    """Return the words' type and Triton's order and scope; None if a shortcut is not possible."""
     element = _numbers(pointer)
     if element is None or element.name not in _INTEGERS or pointer.dtype.is_const():
         return None
@@ -468,7 +467,7 @@ def _arange(stock: Method) -> Method:
         if named or first.__class__ is not int or last.__class__ is not int:
             return stock(start, end, **named)
         kind = _ranges.get((first, last))
-        if kind is None:  # the front end says what ranges there are
+        if kind is None:  # the front end decides which ranges are valid
             made = stock(start, end)
             _ranges[first, last] = made.type
             return made
@@ -508,7 +507,7 @@ def _other_element(stock: Method) -> Method:
 
 
 def call_shortcuts(builder: object) -> list[Replacement]:
-    """The replacements inside a session, which has patched the language and the builder already."""
+    """Return the replacements inside a session, which has already patched the language and the builder."""
     atomics = [
         (tl, name, _atomic(getattr(tl, name), getattr(ir.ATOMIC_OP, op), builder))
         for op in ("ADD", "XCHG", "AND", "OR", "XOR")

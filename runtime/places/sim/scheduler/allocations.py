@@ -1,8 +1,8 @@
-"""Allocations by address: what memory there is for interpreted programs, and what it is called.
+"""Allocations by address: the memory of interpreted programs, and its names.
 
-Symmetric memory is known from its beginning on, tensors from the first launch that they are arguments of,
-or when somebody asks for their address, as for a table. Any other tensor is looked for among the objects
-that are alive when a program first comes by its address as a number.
+Symmetric memory is known from its beginning. A tensor is known from the first launch that has it as an
+argument, or when code asks for its address, for example for a table. Any other tensor is looked for among
+the living objects when a program first uses its address as a number.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from interlace.runtime.core.memory import RED_ZONE
 
 @dataclass(eq=False)
 class MemoryRange:
-    """Memory from ``base`` to before ``end``; ``freed`` says that nothing refers to it any more.
+    """Memory from ``base`` to before ``end``; ``freed`` means that nothing refers to it any more.
 
-    ``owners``: of a tensor's memory, the storages that keep it. ``read_only``: why nothing may be stored
-    there, whatever pointer leads to it, if so. ``parts``: kernels' names for tensors that lie in it, by
-    first byte, end, and size of an element.
+    ``owners``: for a tensor's memory, the storages that keep it. ``read_only``: why nothing may be stored
+    there, through any pointer, or "". ``parts``: kernels' names for tensors in it, by first byte, end, and
+    size of an element.
     """
 
     base: int
@@ -61,7 +61,7 @@ class MemoryRange:
         return self.base <= low and high <= self.end
 
     def call(self, tensor: torch.Tensor, name: str) -> None:
-        """A kernel calls ``tensor``, of this memory, by ``name``; the first name stays."""
+        """Note the ``name`` of ``tensor``, in this memory, in a kernel; the first name stays."""
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         low, size = tensor.data_ptr() - self.base, tensor.element_size()
         high = low + (last + 1) * size
@@ -69,7 +69,7 @@ class MemoryRange:
             self.parts.setdefault((low, high, size), name)
 
     def part(self, offset: int) -> str:
-        """The element at a byte, in the smallest such tensor, as "inbox[3]"; else ""."""
+        """Return the element at a byte, in the smallest such tensor, as "inbox[3]"; otherwise ""."""
         around = [each for each in self.parts if each[0] <= offset < each[1]]
         if not around:
             return ""
@@ -78,16 +78,16 @@ class MemoryRange:
 
 
 def byte_of(memory: str, offset: int, part: str) -> str:
-    """The name of a byte of ``memory``, and of the ``part`` that it is in, if that has one."""
+    """Return the name of a byte of ``memory``, and of its ``part``, if that has a name."""
     return f"{memory}, byte {offset}" + (f" ({part})" if part else "")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a pointer comes from: its allocation, and the address at which it began.
+    """The origin of a pointer: its allocation, and the address at which it began.
 
-    ``argument`` names the kernel's argument; it is empty of a number that became a pointer. ``read_only``:
-    why nothing may be stored there, if so.
+    ``argument`` names the kernel's argument; it is empty for a number that became a pointer. ``read_only``:
+    why nothing may be stored there, or "".
     """
 
     allocation: MemoryRange
@@ -98,9 +98,9 @@ class Origin:
 
 @dataclass
 class Allocations:
-    """All that is known. ``complete``: what is not among them, nor a tensor, is nobody's memory.
+    """All known memory. ``complete``: an address in no allocation and no tensor belongs to no memory.
 
-    ``nobodys``: addresses of which this was found, until user code may have made other tensors.
+    ``nobodys``: addresses for which this was found, until user code may have made other tensors.
     """
 
     complete: bool = True
@@ -110,13 +110,13 @@ class Allocations:
     _counts: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def add(self, rank: int, base: int, nbytes: int, what: str = "symmetric buffer") -> MemoryRange:
-        """New memory, by the name "symmetric buffer 0 of rank 1"."""
+        """Add memory by the name "symmetric buffer 0 of rank 1", and return it."""
         name = f"{what} {self._counts[rank, what]} of rank {rank}"
         self._counts[rank, what] += 1
         return self.put(base, nbytes, name)
 
     def put(self, base: int, nbytes: int, name: str) -> MemoryRange:
-        """New memory that has a name already; what was known of these addresses is gone."""
+        """Add memory that has a name already; forget the old memory at these addresses."""
         made = MemoryRange(base, base + nbytes, name)
         if nbytes > 0:
             first = max(0, bisect_right(self._bases, base) - 1)
@@ -129,13 +129,13 @@ class Allocations:
         return made
 
     def at(self, address: int) -> MemoryRange | None:
-        """The allocation that has this address."""
+        """Return the allocation that has this address."""
         position = bisect_right(self._bases, address) - 1
         found = self._by_base[self._bases[position]] if position >= 0 else None
         return found if found is not None and address < found.end else None
 
     def has_all(self, addresses: Iterable[int], size: int) -> bool:
-        """Whether elements of ``size`` bytes are there at all of them, aligned, and not read-only."""
+        """Return whether elements of ``size`` bytes exist at all of them, aligned, and not read-only."""
         for address in addresses:
             found = self.at(address)
             if address % size or found is None or address + size > found.end:
@@ -145,7 +145,7 @@ class Allocations:
         return True
 
     def find(self, address: int) -> str | None:
-        """The name of an address, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
+        """Return an address's name, as "symmetric buffer 0 of rank 1, byte 64"; None for other memory."""
         found = self.at(address)
         if found is None:
             return None
@@ -153,28 +153,28 @@ class Allocations:
         return byte_of(found.name, offset, found.part(offset))
 
     def part(self, name: str, offset: int) -> str:
-        """:meth:`MemoryRange.part` of the memory of that name."""
+        """Return :meth:`MemoryRange.part` of the memory with that name."""
         return next((e.part(offset) for e in self._by_base.values() if e.name == name), "")
 
     def name(self, address: int) -> str:
         return self.find(address) or f"address {address:#x}"
 
     def near(self, address: int) -> MemoryRange | None:
-        """The allocation that ``address`` most likely has run out of, or that it begins too early for."""
+        """Return the allocation that most likely ends before ``address``, or begins after it."""
         position = bisect_right(self._bases, address)
         around = [self._by_base[base] for base in self._bases[max(0, position - 1) : position + 1]]
         found = min(around, key=lambda each: _distance(each, address), default=None)
         return found if found is not None and _distance(found, address) <= RED_ZONE else None
 
     def of_tensor(self, tensor: torch.Tensor, rank: int) -> MemoryRange:
-        """The memory of ``tensor``, a view of which may go as far as the storage does."""
+        """Return the memory of ``tensor``; a view of it may extend to the end of the storage."""
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         dtype = str(tensor.dtype).removeprefix("torch.")
         return self._of_storage(tensor.untyped_storage(), f"{dtype} tensor of {shape}", rank)
 
     def _of_storage(self, storage: torch.UntypedStorage, what: str, rank: int) -> MemoryRange:
         base = storage.data_ptr()
-        end = base + storage.nbytes() if base else 0  # of device meta: there is no memory
+        end = base + storage.nbytes() if base else 0  # a meta tensor has no memory
         found = self.at(base)
         known = found is not None and (found.owners is not None or not found.freed)
         if found is None or not known or not found.has(base, end):
@@ -186,20 +186,20 @@ class Allocations:
         return found
 
     def taken(self, asked: torch.Tensor | torch.UntypedStorage, rank: int) -> None:
-        """Somebody has asked where ``asked`` is, and may tell a kernel when it is there no more."""
+        """Note that code has asked for the address of ``asked``, and may use it after the tensor's end."""
         found = self.at(asked.data_ptr())
         if found is not None and not found.is_gone():
             return
         if isinstance(asked, torch.Tensor):
-            base = asked._base  # of values of a sparse tensor that one, which has no storage
+            base = asked._base  # the values of a sparse tensor have a base without storage
             whole = asked if base is None or base.layout is not torch.strided else base
             self.of_tensor(whole, rank)
         else:
             self._of_storage(asked, f"storage of {asked.nbytes()} bytes", rank)
 
     def of_argument(self, kernel: object, rank: int, path: str, tensor: object) -> Origin | None:
-        """Where the pointer of a launch's argument comes from."""
-        tensor = getattr(tensor, "base", tensor)  # of one that Triton reinterprets
+        """Return the origin of the pointer in a launch's argument."""
+        tensor = getattr(tensor, "base", tensor)  # Triton reinterprets one by a wrapper
         if not isinstance(tensor, torch.Tensor):
             return None
         read_only = ""
@@ -210,11 +210,11 @@ class Allocations:
         return Origin(self.of_tensor(tensor, rank), tensor.data_ptr(), path, read_only)
 
     def of_number(self, address: int, rank: int) -> MemoryRange | None:
-        """The allocation that a program means by ``address``; one that is freed if that was there."""
+        """Return the allocation that a program means by ``address``; a freed one if that was there."""
         found = self.at(address)
         if (found is None or found.is_gone()) and self.complete and not self._is_nobodys(address):
             tensors, around = _tensors_with(address)
-            if not tensors:  # it may be the first of many that a loop gets wrong
+            if not tensors:  # it may be the first of many wrong addresses of a loop
                 self.nobodys.append(around)
             for tensor in tensors:
                 found = self.of_tensor(tensor, rank)
@@ -224,7 +224,7 @@ class Allocations:
         return any(address in each for each in self.nobodys)
 
     def known(self, addresses: Numbers, size: int) -> Any:
-        """Of each of ``addresses``, whether the element of ``size`` bytes is in memory that is there."""
+        """Return for each of ``addresses`` whether the element of ``size`` bytes is in existing memory."""
         if not self._bases:
             return np.zeros(addresses.shape, bool)
         every = [self._by_base[base] for base in self._bases]
@@ -236,11 +236,11 @@ class Allocations:
 
 @contextlib.contextmanager
 def addresses_told(taken: Callable[[torch.Tensor | torch.UntypedStorage], None]) -> Iterator[None]:
-    """``taken`` is called with what code that is not ours asks for its address, or for an array of it."""
+    """Call ``taken`` with each object whose address or array other code asks for."""
     with contextlib.ExitStack() as leaving:
         for kind, name in _TELL:
             asked = getattr(kind, name)
-            if name in vars(kind):  # it is that of a run around this one
+            if name in vars(kind):  # it belongs to an enclosing run
                 leaving.callback(setattr, kind, name, asked)
             else:
                 leaving.callback(delattr, kind, name)
@@ -264,7 +264,7 @@ def _telling(asked: Callable[..., object], taken: Callable[[Any], None]) -> Call
 
 
 def together(names: Iterable[str]) -> str:
-    """Words by their names: of two both, of more the first and how many there are besides."""
+    """Return words by their names: both of two; of more, the first and the number of the others."""
     first, *others = dict.fromkeys(names)
     if len(others) > 1:
         return f"{first} and {len(others)} more words"
@@ -278,9 +278,9 @@ def _distance(allocation: MemoryRange, address: int) -> int:
 
 
 def _tensors_with(address: int) -> tuple[list[torch.Tensor], range]:
-    """Tensors of the youngest objects that are alive of which some have storage at this address.
+    """Return the tensors with storage at this address, from the youngest generation that has any.
 
-    If there are none, also the addresses around it at which there are none.
+    If there are none, also return the addresses around it that no tensor has.
     """
     kinds, new = {torch.Tensor}, [torch.Tensor]
     while new:
@@ -298,7 +298,7 @@ def _tensors_with(address: int) -> tuple[list[torch.Tensor], range]:
 
 
 def _span(tensor: torch.Tensor) -> range:
-    """The addresses of its storage, none if it has no memory of this process."""
+    """Return the addresses of its storage; none if it has no memory of this process."""
     try:
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()

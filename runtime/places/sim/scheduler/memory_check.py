@@ -1,9 +1,9 @@
-"""Every access of an interpreted program, held against the allocation that its pointer came from.
+"""The memory check: compares every access of an interpreted program with its pointer's allocation.
 
-Asked before an access is done: what is not allowed is left out of it, so that a store out of bounds
-reaches no memory and a load reads its ``other``, or 0. Whoever runs the schedule is told, or the program
-gets a :class:`MemoryAccessError`. The usual case, a block that lies in one allocation as a whole, takes a
-minimum, a maximum and a few comparisons; masks are looked at only where that does not suffice.
+The check runs before an access, and leaves its invalid elements out. So a store out of bounds reaches no
+memory, and a load reads its ``other``, or 0. The run's owner is notified, or the program gets a
+:class:`MemoryAccessError`. The usual case, a whole block in one allocation, takes a minimum, a maximum and
+a few comparisons; masks are read only if that is not enough.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from interlace.runtime.places.sim.scheduler.allocations import Allocations, Memo
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 
-MOST = 1000  # bad accesses of a run that goes on; a program that polls out of bounds polls for ever
+MOST = 1000  # bad accesses before a run ends; otherwise a poll out of bounds never ends
 WORD = 4  # bytes: the least that compiled code can swap
 APART = 4096  # bytes
-FEW = 8  # elements, of which Python finds the least sooner than numpy
+FEW = 8  # elements, whose minimum Python finds sooner than numpy
 
 
 @dataclass(frozen=True)
 class BadAccess:
-    """What is wrong with an access, from the first of its ``count`` bad elements on.
+    """The fault of an access, from the first of its ``count`` bad elements on.
 
     ``kind``: one of ``interlace.verify.KINDS``. ``memory`` and ``nbytes``: the allocation, if there is one;
-    ``offset`` the bad byte in it. ``index``: how the program came there.
+    ``offset``: the bad byte in it. ``index``: how the program computed the address.
     """
 
     kind: str
@@ -66,14 +66,14 @@ class MemoryCheck:
         writes: bool,
         atomic: bool = False,
     ) -> Any:
-        """The mask of what may be done: ``mask`` itself, unless something is wrong."""
+        """Return the mask of the valid elements: ``mask`` itself, unless an element is invalid."""
         data, origin = pointers.data, origin_of(pointers)
         size = max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
         flat = data.ravel()
         if flat.size <= FEW:
             some = flat.tolist()
             low, high = min(some), max(some)
-            apart = origin is None and high - low >= APART  # as flags of several ranks are
+            apart = origin is None and high - low >= APART  # such as flags of several ranks
             if apart and self._memory.has_all(some, size):
                 return mask
         else:
@@ -98,12 +98,12 @@ class MemoryCheck:
         writes: bool,
         atomic: bool,
     ) -> Any:
-        """Element by element. The kinds in the order in which they are told."""
+        """Check each element. The order of the kinds is the order in which they are reported."""
         data, origin = pointers.data, origin_of(pointers)
         wanted = chosen(pointers, mask)
         if not wanted.any():
             return mask
-        # sums of 16 bits swap the word that they are in, which memory has whole
+        # Sums of 16 bits swap the whole word that contains them, and memory has it whole.
         needed = 1 if atomic and size == WORD else size
         there = self._there(data, wanted, origin, needed, task.rank)
         wrong = (
@@ -120,7 +120,7 @@ class MemoryCheck:
         return as_mask(wanted & ~bad) if bad.any() else mask
 
     def _there(self, data: Any, wanted: object, origin: Origin | None, size: int, rank: int) -> Any:
-        """Whether each element is in memory that the pointer may reach."""
+        """Return for each element whether it is in memory that the pointer may reach."""
         if origin is not None:
             allocation = origin.allocation
             if not origin.argument and allocation.is_gone():
@@ -142,7 +142,7 @@ class MemoryCheck:
         return known
 
     def _kept(self, data: Any, origin: Origin | None) -> Any:
-        """Whether each element is in memory that nobody may store to."""
+        """Return for each element whether it is in read-only memory."""
         if origin is not None:
             return np.full(data.shape, bool(_read_only(origin, origin.allocation)))
         found = [self._memory.at(address) for address in data.ravel().tolist()]
@@ -152,7 +152,7 @@ class MemoryCheck:
         self, kind: str, does: str, pointers: Handle, found: Any, size: int
     ) -> BadAccess:
         position = int(np.flatnonzero(found)[0])
-        # several threads may do the same: elements are those of memory
+        # Several threads may access the same element: elements of memory are counted.
         address, count = int(pointers.data.ravel()[position]), len(np.unique(pointers.data[found]))
         origin = origin_of(pointers)
         allocation: MemoryRange | None
@@ -162,7 +162,7 @@ class MemoryCheck:
             allocation = origin.allocation
         lane = np.unravel_index(position, pointers.data.shape)
         shape = "x".join(map(str, pointers.data.shape))
-        threads = threads_of(pointers)  # of those that take part, who are not all of a block
+        threads = threads_of(pointers)  # only participating threads, perhaps not the whole block
         if threads is not None:
             where = f", by thread {int(threads[position])}"
         elif pointers.data.size == 1:
@@ -190,7 +190,7 @@ class MemoryCheck:
     def misplaced(
         self, task: Task, address: int, align: int, count: int, does: str, what: str
     ) -> None:
-        """An instruction's address is ``what``, and it cannot be left out: the program ends with it."""
+        """Raise an error for an address that is ``what``: the access cannot be left out."""
         near = self._memory.at(address) or self._memory.near(address)
         kind = "out of bounds" if address < NULL else "misaligned"
         if near is None:
@@ -204,7 +204,7 @@ class MemoryCheck:
         self._tell(task, bad, goes_on=False)
 
     def note(self, task: Task, bad: BadAccess) -> None:
-        """What is no error by itself."""
+        """Report a finding that is not an error by itself."""
         if self._on_bad is not None:
             self._on_bad(task, bad)
 
@@ -221,5 +221,5 @@ class MemoryCheck:
 
 
 def _read_only(origin: Origin | None, allocation: MemoryRange) -> str:
-    """Why nothing may be stored by this pointer, if so."""
+    """Return why this pointer may not store, or ""."""
     return (origin.read_only if origin else "") or allocation.read_only

@@ -1,8 +1,8 @@
-"""The interpreter's hooks of a scheduler: what it does at every memory access of a program.
+"""The scheduler's hooks of the interpreter, called at every memory access of a program.
 
-Each access is a point where another task may go on; stores may be held back in buffers; observers are
-told. Programs that poll are found out, so that a deadlock is seen instead of waited for: a poll that
-sees what the last one saw will see it again until memory changes, so its program is not run before that.
+Each access is a point where another task may go on. Stores may be delayed in buffers, and observers are
+notified. The hooks detect polls, so a deadlock is found and not waited for. A poll that reads the same
+values twice will read them again until memory changes, so its program does not run before that.
 """
 
 import ctypes
@@ -25,23 +25,23 @@ from interlace.runtime.places.sim.scheduler.store_buffers import StoreBuffers
 from interlace.runtime.places.sim.scheduler.strategies import Strategy, Task
 
 STALLED_POLLS = 20_000
-VAIN_POLLS = 2500  # for each task: they see what the last has seen, by who does not much besides
-SMALL_READ = 64  # elements; what a program may look at between two polls of a loop
+VAIN_POLLS = 2500  # per task: polls that read the same as the last, by tasks that do little else
+SMALL_READ = 64  # elements: the most that a program may read between two polls of a loop
 TIRED = 1000  # points
-SPINNING = 500  # plain loads without a change of memory: from then on they are taken for polls
-LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and what goes with it
-MORE_READS = 100  # of all programs woken in vain, before what they read is taken for polls again
+SPINNING = 500  # plain loads without a change of memory; more of them count as polls
+LONGEST_CIRCLE = 66  # reads: a poll of a slot per rank, and the reads around it
+MORE_READS = 100  # by all programs woken in vain, before their reads count as polls again
 
 
 class Read(NamedTuple):
-    """A program's read: addresses, and the bytes there."""
+    """A program's read: addresses, and their bytes."""
 
     addresses: bytes
     values: bytes
 
 
 class ProgramHooks:
-    """The half of a scheduler that is :class:`interlace.runtime.core.accesses.Hooks` of its session."""
+    """The half of a scheduler that is its session's :class:`interlace.runtime.core.accesses.Hooks`."""
 
     seed: int
     give_way: Callable[[], None]
@@ -50,7 +50,7 @@ class ProgramHooks:
     give_up_on_polls: Callable[[], None]
     spawn_programs: Callable[[KernelLaunch, int], Callable[[], bool]]
     user_stream: Callable[[], Any] = staticmethod(lambda: None)
-    """The stream on which running user code enqueues, where it has streams."""
+    """Returns the stream on which running user code enqueues, if it has streams."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ProgramHooks:
         block_polls: bool,
         on_bad_access: Callable[[Task, BadAccess], None] | None = None,
     ) -> None:
-        """``seed``: of store buffers, None for none."""
+        """``seed``: the seed of store buffers; None for no buffers."""
         self.strategy = strategy
         self.observer = Observer() if observer is None else observer
         self.observed = observer is not None
@@ -69,7 +69,7 @@ class ProgramHooks:
         self.memory = Allocations()
         self._check = MemoryCheck(self.memory, on_bad_access)
         self.points = self.stalled = self.vain = 0
-        self.woken = 1  # programs at a time, of those that polled in vain
+        self.woken = 1  # programs at a time, of those whose polls read nothing new
         self.long_step = False
         self._current: Task | None = None
 
@@ -145,7 +145,7 @@ class ProgramHooks:
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
             result = self._polled(atomic.pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not _any(result.data == atomic.compare.data):
-            # a compare-and-swap that did not swap has only read
+            # A compare-and-swap that did not swap has only read.
             result = self._polled(atomic.pointers, atomic.mask, result, perform, atomic.compare)
         else:
             self.progress()
@@ -153,7 +153,7 @@ class ProgramHooks:
         return result
 
     def origin(self, address: int) -> Origin | None:
-        """What a program means by a number; see ``interpreter/provenance.py``."""
+        """Return the memory that a program means by a number; see ``interpreter/session.py``."""
         allocation = self.memory.of_number(address, self.current.rank) if self.inside else None
         return None if allocation is None else Origin(allocation, address)
 
@@ -164,7 +164,7 @@ class ProgramHooks:
     def left_open(
         self, kind: str, does: str, what: str, *, at: int | None = None, count: int = 1
     ) -> None:
-        """A program does something whose result is open; who collects findings is told, and it goes on.
+        """Report an action whose result is undefined to the collector of findings; the program goes on.
 
         ``at``: a byte of its shared memory.
         """
@@ -189,7 +189,7 @@ class ProgramHooks:
         self.observer.on_fence(self.current, sem, scope, threads, puts=puts)
 
     def arrival(self, barrier: int, threads: Any) -> None:
-        """Threads come to a barrier that others may wait at, with what they have stored."""
+        """Release the stores of threads that arrive at a barrier at which other threads may wait."""
         if self.buffers is not None:
             self.buffers.release(self.current, "cta", threads=threads)
         self.observer.on_arrival(self.current, barrier, threads)
@@ -199,22 +199,22 @@ class ProgramHooks:
             self.tell("on_alias_fence" if alias else "on_proxy_fence", threads)
 
     def begin(self, base: int, nbytes: int) -> None:
-        """A program whose threads are told apart begins, with shared memory at ``base``."""
+        """Note the start of a program with distinguished threads, whose shared memory is at ``base``."""
         self.observer.on_shared_memory(self.current, base, nbytes)
 
     def shared(self, pointers: Handle, *, stores: bool) -> None:
-        """A program accesses its shared memory, which only observers look at."""
+        """Notify observers of a program's access to its shared memory; the scheduler ignores it."""
         tell = self.observer.on_store if stores else self.observer.on_load
         tell(self.current, pointers, None)
 
     def shared_atomic(self, atomic: Atomic, result: Handle) -> None:
-        """A program has changed its shared memory."""
+        """Note that a program has changed its shared memory by an atomic."""
         if self.buffers is not None and atomic.releases:
             self.buffers.release(self.current, atomic.scope, threads=threads_of(atomic.pointers))
         self.observer.on_atomic(self.current, atomic, result)
 
     def tell(self, event: str, *arguments: object, **named: object) -> None:
-        """Observers hear of an event of asynchronous accesses of the program that runs."""
+        """Notify observers of an event of the running program's asynchronous accesses."""
         getattr(self.observer, event)(self.current, *arguments, **named)
 
     def asynchronous(
@@ -226,9 +226,9 @@ class ProgramHooks:
         value: object = None,
         does: str = "loads",
     ) -> Any:
-        """What an asynchronous access does when its time has come; observers know since it began.
+        """Do an asynchronous access at its end; observers know of it since its start.
 
-        ``value``: what it stores.
+        ``value``: the value that it stores.
         """
         task = self.current
         mask = self._check.allowed(task, pointers, mask, does, writes=does != "loads")
@@ -250,9 +250,9 @@ class ProgramHooks:
     def launch(
         self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]
     ) -> None:
-        """The running task launches a kernel on its current stream.
+        """Launch a kernel on the running task's current stream.
 
-        Without streams of its own it goes on when the kernel has ended.
+        If user code has no streams, the task goes on when the kernel has ended.
         """
         task = self.current
         name = kernel.__name__
@@ -281,7 +281,7 @@ class ProgramHooks:
             task.idled += 1
 
     def tire(self) -> None:
-        """Nobody may go on for ever without changing anything: it may be waiting for the others."""
+        """Let other tasks go first after many points without a change: the task may wait for them."""
         task = self.current
         task.idled += 1
         if task.idled > TIRED:
@@ -292,9 +292,9 @@ class ProgramHooks:
     def _polled(
         self, pointers: Handle, mask: Mask, result: Handle, perform: Perform, tries: Any = None
     ) -> Any:
-        """Suspend the program if it goes round in circles: it has seen the same twice in a row.
+        """Suspend the program if it is in a loop that has read the same values twice in a row.
 
-        ``tries``: of a compare-and-swap, what it expects; it may succeed when performed again.
+        ``tries``: the value that a compare-and-swap expects; another try may succeed.
         """
         if not self.block_polls:
             return result
@@ -306,7 +306,7 @@ class ProgramHooks:
         if circle and task.program is not None:
             value = int(result.data.ravel()[0]) if result.data.size == 1 else None
             if not self._block_on_memory(task, dict.fromkeys(reversed(circle)), value):
-                more = max(1, MORE_READS // self.woken)  # perhaps its loop ends by itself
+                more = max(1, MORE_READS // self.woken)  # its loop may end by itself
                 task.loads = min(task.loads, SPINNING - more)
             task.seen.clear()
             result = perform()
@@ -316,16 +316,16 @@ class ProgramHooks:
             task.seen.append(_read(pointers, mask, result))
         if not task.watched:
             del task.seen[: -2 * LONGEST_CIRCLE]
-        # programs whose polls never repeat, of ever other places, are counted instead
+        # Polls that never repeat, because their addresses always differ, are counted instead.
         self.stalled += 1
         if self.stalled > STALLED_POLLS:
             self.give_up_on_polls()
         return result
 
     def _look(self, task: Task, read: Read) -> None:
-        """Count polls that see nothing new, whatever their program changes between two of them."""
+        """Count polls that read nothing new, even if their program changes memory between two of them."""
         if task.known.get(read.addresses) == read.values:
-            self.vain += task.changes != task.looked  # who changes nothing is suspended instead
+            self.vain += task.changes != task.looked  # a task without changes is suspended instead
             task.busy, task.looked = 0, task.changes
             return
         self.vain = 0
@@ -334,23 +334,23 @@ class ProgramHooks:
         task.known[read.addresses] = read.values
 
     def spin(self, reads: Sequence[Read]) -> bool:
-        """A program whose threads are told apart goes round, and these are all its reads: it waits.
+        """Suspend a program with distinguished threads, which waits in a loop; ``reads``: all its reads.
 
-        Whether one of them has changed since.
+        Returns whether one of them has changed since.
         """
         if self.inside and self.block_polls:
             return self._block_on_memory(self.current, reads, None)
         return True
 
     def _block_on_memory(self, task: Task, reads: Iterable[Read], seen: int | None) -> bool:
-        # What was seen, not what is there now: another process may have written in between.
+        # The values that were read, not the present ones: another process may have written meanwhile.
         cells: dict[tuple[int, bytes], None] = {}
         for read in reads:
             addresses = np.frombuffer(read.addresses, np.uint64).tolist()
             size = len(read.values) // max(1, len(addresses))
             for index, address in enumerate(addresses):
                 cells[address, read.values[index * size : (index + 1) * size]] = None
-        pieces: list[tuple[int, bytes]] = []  # neighbours are looked at together
+        pieces: list[tuple[int, bytes]] = []  # adjacent words are compared together
         for address, value in sorted(cells):
             if pieces and pieces[-1][0] + len(pieces[-1][1]) == address:
                 address, value = pieces[-1][0], pieces.pop()[1] + value
@@ -362,7 +362,7 @@ class ProgramHooks:
         task.polls = True
         words = [address for address, _ in cells]
         if seen is not None:
-            words = words[:1]  # which this is the value of
+            words = words[:1]  # ``seen`` is the value of this word
         elif len(cells) == 1:
             seen = int.from_bytes(pieces[0][1], "little", signed=True)
         values = [int.from_bytes(value, "little", signed=True) for _, value in cells]
@@ -372,11 +372,11 @@ class ProgramHooks:
 
 
 def _any(these: Any) -> bool:
-    return bool(np.count_nonzero(these))  # sooner than any() of a few
+    return bool(np.count_nonzero(these))  # faster than any() for a few elements
 
 
 def _unchanged(atomic: Atomic, before: Any) -> bool:
-    """Whether memory is what it was: a test-and-set of a flag that is set, a maximum that was one."""
+    """Return whether memory is unchanged: a test-and-set of a set flag, a maximum already stored."""
     read = _read(atomic.pointers, atomic.mask, before)
     addresses = np.frombuffer(read.addresses, np.uint64).tolist()
     if not addresses or len({*addresses}) > SMALL_READ:
@@ -387,7 +387,7 @@ def _unchanged(atomic: Atomic, before: Any) -> bool:
 
 
 def _circle(seen: list[Read]) -> list[Read]:
-    """The end of ``seen``, if the same stands before it; else nothing."""
+    """Return the end of ``seen`` if it repeats the reads before it; otherwise []."""
     last = seen[-1]
     for length in range(1, min(len(seen) // 2, LONGEST_CIRCLE) + 1):
         if seen[-1 - length] == last and seen[-length:] == seen[-2 * length : -length]:
@@ -396,6 +396,6 @@ def _circle(seen: list[Read]) -> list[Read]:
 
 
 def _read(pointers: Handle, mask: Mask, result: Handle) -> Read:
-    """The read of a load or a poll, without the elements that its mask left out."""
+    """Return the read of a load or a poll, without the elements that its mask left out."""
     addresses, values = active_addresses(pointers, mask), active(result.data, pointers, mask)
     return Read(np.ascontiguousarray(addresses).tobytes(), values.tobytes())

@@ -1,32 +1,31 @@
-"""The recording of a run: spans and signals of every rank, and what follows from them.
+"""The recording of a run: spans and signals of every rank, and figures derived from them.
 
-Time is in thousandths of ``Recording.unit``: a schedule step in ``sim``, in ``shm`` a microsecond of the
+Time is in thousandths of ``Recording.unit``: a schedule step in ``sim``; in ``shm`` a microsecond of the
 clock that all processes of a host share.
 
-:func:`write_trace` makes Chrome trace JSON of them, for https://ui.perfetto.dev or chrome://tracing:
-one process per rank, one thread per program or stream; a complete event per tile, sum, copy, wait and
-stream item; an arrow from each publish to the wait that it ended. The format counts microseconds: a
-schedule step is written as one.
+:func:`write_trace` makes Chrome trace JSON of recordings, for https://ui.perfetto.dev or chrome://tracing.
+It has one process per rank, one thread per program or stream, and a complete event per tile, sum, copy,
+wait and stream item. An arrow leads from each publish to the wait that it ended. The format counts
+microseconds: a schedule step is written as one.
 
-The recorder of a run: tiles, copies, waits and signals of every rank, from its memory operations.
-
-Kernels say nothing about themselves. The interpreter's hooks show every store and atomic of every
-program with its addresses, and that is enough::
+:class:`Recorder` records tiles, copies, waits and signals of every rank, from its memory operations.
+Kernels contain no code for it. The interpreter's hooks show every store and atomic of every program with
+its addresses, and that is enough::
 
     store into a peer's memory        bytes that leave this rank
-    store into the own output         a tile is done
+    store into this rank's output     a tile is complete
     atomic that writes slots          publish: a chunk has arrived at the rank of each
     atomic that reads slots           wait, from the first poll to the last, for the slot that came last
 
-A program's time is cut where one of these ends, so its spans follow each other without gaps. Streams
-add their copies, signals and items. Turned on for a block of code::
+Each of these events ends a span of its program, so a program's spans follow each other without gaps.
+Streams add their copies, signals and items. Recording is enabled for a block of code::
 
     with recording() as recorder:
         interlace.run(fn, 4)
     whole = merge([recorder.recording()])
 
-In ``sim`` the block goes around the run; in ``shm`` inside ``fn``, and each rank hands back its own
-part for :func:`~interlace.runtime.places.sim.scheduler.recording.merge`. Compiled kernels are not seen.
+In ``sim`` the block encloses the run. In ``shm`` it is inside ``fn``, and each rank returns its part for
+:func:`~interlace.runtime.places.sim.scheduler.recording.merge`. Compiled kernels are not recorded.
 """
 
 import contextvars
@@ -51,12 +50,12 @@ from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 
-TICKS = 1000  # of time per unit
+TICKS = 1000  # ticks per unit of time
 STEPS, MICROSECONDS = "schedule steps", "microseconds"
 
 
 class Slot(NamedTuple):
-    """A signal slot: whose memory, which buffer of that rank, which byte."""
+    """A signal slot: the rank that has it, the buffer's number on that rank, and the byte."""
 
     rank: int
     buffer: int
@@ -64,12 +63,12 @@ class Slot(NamedTuple):
 
 
 class RecordedSpan(NamedTuple):
-    """Something that a program or a stream (``lane``) of ``rank`` did from ``start`` to ``end``.
+    """An action of a program or a stream (``lane``) of ``rank``, from ``start`` to ``end``.
 
-    ``kind``: "tile", "sum", "copy", "wait", "store", or "item" for an entry of a stream. ``peer``: of
-    a tile whose rows it multiplies, of a copy where it goes, of a wait who was waited for. ``nbytes``
-    went into other ranks' memory. ``slot``: what was waited for, last before a tile. ``lines``: those of
-    the source, innermost first.
+    ``kind``: "tile", "sum", "copy", "wait", "store", or "item" for an item of a stream. ``peer``: for a
+    tile the rank whose rows it multiplies, for a copy its destination, for a wait the awaited rank.
+    ``nbytes``: bytes into other ranks' memory. ``slot``: the last slot that was awaited before a tile.
+    ``lines``: source lines, innermost first.
     """
 
     kind: str
@@ -104,31 +103,31 @@ class Recording:
     signals: list[Signal]
 
     def bytes_sent(self, rank: int) -> int:
-        """Payload that ``rank`` wrote into other ranks' memory; signals are not counted."""
+        """Return the payload that ``rank`` wrote into other ranks' memory, without signals."""
         return sum(span.nbytes for span in self.spans if span.rank == rank)
 
     def extent(self) -> tuple[int, int]:
-        """The first and the last moment of programs."""
+        """Return the first and the last moment of programs."""
         spans = [span for span in self.spans if span.kind != "item"] or self.spans
         if not spans:
             return 0, 1
         return min(span.start for span in spans), max(span.end for span in spans)
 
     def arrivals(self, rank: int) -> list[Signal]:
-        """Chunks that other ranks published to ``rank``."""
+        """Return the chunks that other ranks published to ``rank``."""
         return [s for s in self.signals if s.slot.rank == rank and s.source != rank]
 
     def tiles(self, rank: int) -> list[RecordedSpan]:
         return [span for span in self.spans if span.rank == rank and span.kind == "tile"]
 
     def overlap(self, rank: int) -> tuple[int, int] | None:
-        """The number of tiles done before the op's last chunk came, and of all; None without chunks."""
+        """Return how many tiles ended before the op's last chunk came, and all; None without chunks."""
         last = {signal.op: signal.time for signal in self.arrivals(rank)}
         tiles = [tile for tile in self.tiles(rank) if tile.op in last]
         return (sum(tile.end < last[tile.op] for tile in tiles), len(tiles)) if tiles else None
 
     def ended_by(self) -> dict[RecordedSpan, Signal]:
-        """The publish that ended each wait for a slot."""
+        """Return the publish that ended each wait for a slot."""
         by_slot = _by_slot(self.signals)
         found = {}
         for span in self.spans:
@@ -138,7 +137,7 @@ class Recording:
 
 
 def merge(parts: Sequence[Recording]) -> Recording:
-    """One recording of what each process recorded; fills in who was waited for, and whose rows."""
+    """Merge the recordings of all processes; fill in the awaited ranks, and the ranks of tiles' rows."""
     assert parts, "nothing was recorded"
     signals = sorted(signal for part in parts for signal in part.signals)
     by_slot = _by_slot(signals)
@@ -147,7 +146,7 @@ def merge(parts: Sequence[Recording]) -> Recording:
         if span.peer is not None or span.kind not in ("tile", "wait"):
             return span
         if span.slot is None:
-            return span._replace(peer=span.rank)  # a tile of rows that were there from the start
+            return span._replace(peer=span.rank)  # a tile of rows that were present from the start
         published = by_slot.get(span.slot)
         return span._replace(peer=_latest(published, span.end).source) if published else span
 
@@ -163,7 +162,7 @@ def _by_slot(signals: Sequence[Signal]) -> dict[Slot, list[Signal]]:
 
 
 def _latest(signals: Sequence[Signal], end: int) -> Signal:
-    """The last one by ``end``. A waiter may note the time before the publisher does, hence max."""
+    """Return the last signal by ``end``. A waiter may note the time before the publisher, hence max."""
     return signals[max(0, bisect_right([signal.time for signal in signals], end) - 1)]
 
 
@@ -172,7 +171,7 @@ ChromeEvent = dict[str, Any]
 
 
 def write_trace(path: pathlib.Path, parts: Sequence[tuple[str, Recording]]) -> None:
-    """Write (title, recording) one after another on one time axis."""
+    """Write each (title, recording) after the previous one, on one time axis."""
     trace, offset = _Trace(), 0
     for title, recording in parts:
         start, end = recording.extent()
@@ -190,7 +189,7 @@ def write_trace(path: pathlib.Path, parts: Sequence[tuple[str, Recording]]) -> N
 
 
 class _Trace:
-    """``threads`` are numbered as they are met, by rank and lane."""
+    """Events of a trace. ``threads`` are numbered in the order of their first events, by rank and lane."""
 
     def __init__(self) -> None:
         self.events: list[ChromeEvent] = []
@@ -215,8 +214,8 @@ class _Trace:
             self.events.append({**event, **where(span.rank, span.lane, span.start), **duration})
         for number, (wait, signal) in enumerate(recording.ended_by().items(), first_arrow):
             arrow = {"name": "chunk", "cat": "signal", "id": number}
-            # An arrow hangs on the slice around it: publishing gets one of its own, and the other end is
-            # just inside the wait.
+            # An arrow belongs to the slice around it: a publish gets a separate slice, and the other end
+            # is just inside the wait.
             sent = where(signal.source, signal.lane, signal.time)
             to = f"publish to rank {signal.slot.rank}"
             ended = where(wait.rank, wait.lane, max(wait.end - 1, signal.time))
@@ -227,7 +226,7 @@ class _Trace:
             ]
 
     def names(self) -> list[ChromeEvent]:
-        """Events that name processes and threads, and say their order."""
+        """Return the events that name and order processes and threads."""
         events: list[ChromeEvent] = []
 
         def name(kind: str, rank: int, thread: int, text: str, index: int) -> None:
@@ -243,7 +242,7 @@ class _Trace:
 
 
 def title_of(span: RecordedSpan) -> str:
-    """The span in words."""
+    """Return the span in words."""
     if span.label:
         return span.label
     return {
@@ -256,7 +255,7 @@ def title_of(span: RecordedSpan) -> str:
 
 _HEADER_BYTES, _CREDIT_BYTE = 8 * HEADER_WORDS, 8 * CREDIT_WORDS
 
-# What a kernel's stores are: (into symmetric memory, elsewhere). Any other kernel: a copy, a store.
+# The meaning of a kernel's stores: (into symmetric memory, elsewhere). Other kernels: a copy, a store.
 _STORES = {
     "all_gather_matmul_kernel": ("copy", "tile"),
     "grouped_matmul_kernel": ("copy", "tile"),
@@ -268,13 +267,11 @@ _STORES = {
 
 @dataclass
 class _Lane:
-    """Where one program stands: ``since`` is where its last span ended."""
+    """The state of one program; ``since`` is the end of its last span."""
 
     since: int
     polled: Slot | None = None
-    words: tuple[bytes, object] | None = (
-        None  # addresses that the last poll looked at, and what they had
-    )
+    words: tuple[bytes, object] | None = None  # addresses that the last poll read, and their values
     last_poll: int = 0
     waited: Slot | None = None
     copied: int = 0
@@ -293,12 +290,12 @@ class Recorder(Observer):
         self._last = 0
 
     def recording(self) -> Recording:
-        """A recording of everything so far, for :func:`merge`."""
+        """Return a recording of everything so far, for :func:`merge`."""
         unit = MICROSECONDS if self._steps is None else STEPS
         return Recording(unit, list(self._spans), list(self._signals))
 
     def now(self) -> int:
-        """The time. Strictly increasing in ``sim``, where much can happen within one step."""
+        """Return the time. It always increases in ``sim``, where one step may contain many events."""
         if self._steps is None:
             return time.monotonic_ns()
         self._last = max(self._last + 1, self._steps() * TICKS)
@@ -335,12 +332,12 @@ class Recorder(Observer):
         self._publish(task.rank, task.who, op, self._slot(slot.data_ptr()), self.now())
 
     def on_load(self, task: Task, pointers: Handle, mask: Mask) -> None:
-        """A program has begun, if this is the first that is heard of it."""
+        """Note the start of a program, if this is its first event."""
         if task.program is not None:
             self._lane(task)
 
     def on_store(self, task: Task, pointers: Handle, mask: Mask) -> None:
-        """A tile, or a piece of a copy."""
+        """Record a tile, or a piece of a copy."""
         addresses = active_addresses(pointers, mask)
         if task.program is None or not addresses.size:
             return
@@ -362,20 +359,20 @@ class Recorder(Observer):
             self._add(task, lane, inside, self.now(), peer=place.rank, nbytes=nbytes)
 
     def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
-        """A poll, or a publish."""
+        """Record a poll, or a publish."""
         addresses = active_addresses(atomic.pointers, atomic.mask)
         slot = self._slot(int(addresses[0])) if addresses.size else None
         if task.program is None or slot is None:
             return
         lane = self._lane(task)
         if atomic.reads_only:
-            if slot.byte >= _CREDIT_BYTE:  # else it looks for an abort
+            if slot.byte >= _CREDIT_BYTE:  # otherwise the program looks for an abort
                 words, values = (
                     addresses.tobytes(),
                     active(result.data, atomic.pointers, atomic.mask),
                 )
                 before, seen = lane.words or (b"", values)
-                if before != words:  # polls of the same slots in a row are one wait
+                if before != words:  # successive polls of the same slots are one wait
                     self._close_wait(task, lane)
                     lane.polled, lane.lines = slot, program_lines()
                 elif (came := np.flatnonzero(values != seen)).size:
@@ -421,12 +418,12 @@ _current: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
     "interlace_recorder", default=None
 )
 current: Callable[[], Recorder | None] = _current.get
-"""What the enclosing :func:`recording` writes to, if there is one."""
+"""Returns the recorder of the enclosing :func:`recording`, if there is one."""
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record what runs inside the block; see the module for where to put it."""
+    """Record the code inside the block; the module's docstring says where to put it."""
     recorder = Recorder()
     token = _current.set(recorder)
     try:

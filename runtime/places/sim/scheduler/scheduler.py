@@ -1,18 +1,18 @@
 """The seeded scheduler: programs, streams and user code as coroutines of one thread.
 
-A *task* is a greenlet: one program of a kernel, one stream that works through its queue, or the host
-code of one rank. Tasks give way before and after every atomic, and now and then at loads and stores;
-which one goes on is drawn from a seeded generator, so a seed is a schedule, and the same seed is the
-same schedule again. Nothing else enters: no clock, no thread.
+A *task* is a greenlet: one program of a kernel, one stream that works through its queue, or the host code
+of one rank. Tasks yield before and after every atomic, and sometimes at loads and stores. The next task is
+drawn from a seeded generator. So a seed is a schedule, and the same seed gives the same schedule again:
+neither clocks nor threads influence it.
 
-A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. What ran
+A *strategy* (``strategies.py``) makes the choices; a seed alone means :class:`strategies.Random`. The run
 is recorded as segments, from which ``strategies.Replay`` makes the same schedule again.
 
-A task may *block* on a condition. A program that polls is found out: when a read-only atomic returns
-the same value twice in a row the program is spinning, and is not run again until the memory changes.
-So when no task can run, none ever will: that is a deadlock, found at once and reported with everything
-that is known about every wait. In a place with other processes it only means that this process has to
-wait, and the ``idle`` hook decides how and how long.
+A task may *block* on a condition. The scheduler detects polls: if a read-only atomic returns the same value
+twice in a row, the program is spinning, and does not run again until memory changes. So if no task can run,
+none ever will: that is a deadlock. It is found at once and reported with everything that is known about
+every wait. In a place with other processes it only means that this process has to wait; the ``idle`` hook
+then decides how, and for how long.
 """
 
 import contextlib
@@ -61,18 +61,16 @@ from interlace.runtime.places.sim.scheduler.strategies import (
 
 try:
     import greenlet
-except ImportError:  # compiled kernels need none
+except ImportError:  # compiled kernels do not need it
     greenlet = None
 
-GRACE = 1.0  # seconds after the timeout, in which the scheduler itself should have noticed
-QUIET_SECONDS = (
-    20.0  # without an access by the program that runs: where it is checked it is endless then
-)
-LAST_TRIES = 100  # polls that nothing can come of, before it is called a deadlock
+GRACE = 1.0  # seconds after the timeout, for the scheduler to notice it by itself
+QUIET_SECONDS = 20.0  # without an access: from then on, a checked program counts as endless
+LAST_TRIES = 100  # polls that cannot succeed, before they are called a deadlock
 
 
 Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]]
-"""(launch, hooks) -> one program of it, which its task runs, and its threads, if they are told apart."""
+"""Maps (launch, hooks) to (a program, which a task runs; the number of its distinguished threads or 0)."""
 
 
 def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
@@ -81,7 +79,7 @@ def interpreted(launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[],
 
 
 class OverdueError(BaseException):
-    """Raised in a task from outside when the time of the run is over."""
+    """Raised in a task from outside when the time of the run has passed."""
 
 
 class TaskFailed(Exception):
@@ -95,11 +93,11 @@ class TaskFailed(Exception):
 class Scheduler(ProgramHooks):
     """Runs tasks in an order drawn from ``seed``.
 
-    ``idle`` is called when every task is blocked, with one of the blocked waits; without it that is a
+    ``idle`` is called when every task is blocked, with one of the blocked waits; without ``idle`` this is a
     :class:`DeadlockError`. ``programs`` makes programs of launches. ``timeout`` bounds the whole run in
-    seconds of wall time, ``quiet`` how long a program may do nothing that the scheduler sees.
-    ``on_bad_access`` is told what programs access that they must not, and the run goes on; without it that
-    is a :class:`MemoryAccessError` of the program.
+    seconds of wall time; ``quiet`` bounds the time without an action of a program that the scheduler sees.
+    ``on_bad_access`` is called with invalid accesses, and the run goes on; without it, an invalid access is
+    a :class:`MemoryAccessError` of the program.
     """
 
     def __init__(
@@ -141,9 +139,7 @@ class Scheduler(ProgramHooks):
         self._woken = 0
         self._given_up = False
         self._stuck_after = 0
-        self._turn = (
-            0  # of LAST_TRIES, while programs poll in vain and change what nobody waits for
-        )
+        self._turn = 0  # of LAST_TRIES, while polls read nothing new although memory changes
         self._spawned: Counter[tuple[int, str]] = Counter()
         self._digest = hashlib.blake2b(digest_size=8)
 
@@ -164,7 +160,7 @@ class Scheduler(ProgramHooks):
         self._spawned[rank, who] += 1
         name = f"rank {rank} {who}" + (f" #{number}" if number else "")
         task = Task(rank, who, name, None, number, program, owner, on_finish=on_finish)
-        # a greenlet that ends continues in its parent, which must be the loop and not the spawner
+        # A greenlet that ends continues in its parent, which must be the loop and not the spawner.
         task.greenlet = greenlet.greenlet(function, self._hub)
         task.greenlet.gr_context = context = contextvars.copy_context()
         if program is not None and owner is not None:
@@ -173,9 +169,9 @@ class Scheduler(ProgramHooks):
         return task
 
     def spawn_programs(self, launch: KernelLaunch, rank: int) -> Callable[[], bool]:
-        """Add every program of ``launch``; the result tells whether all have ended."""
+        """Add every program of ``launch``; the returned function says whether all have ended."""
         for name, argument in leaves(launch.arguments).items():
-            value = getattr(argument, "base", argument)  # of a descriptor
+            value = getattr(argument, "base", argument)  # a descriptor has a base
             if isinstance(value, torch.Tensor):
                 found = self.memory.of_tensor(value, rank)
                 if found.owners is None:
@@ -184,7 +180,7 @@ class Scheduler(ProgramHooks):
 
         def body() -> None:
             function()
-            if self.buffers:  # what has not become visible yet may stay so for a while
+            if self.buffers:  # its delayed stores may stay invisible for a while
                 self.give_way()
 
         grid = launch.extents
@@ -192,7 +188,7 @@ class Scheduler(ProgramHooks):
         parent = self.current
         self.observer.on_launch(parent, launch)
         tasks: list[Task] = []
-        kept = [function]  # with the memory of the launch, for stores that come after their program
+        kept = [function]  # keeps the launch's memory, for stores that outlive their program
 
         def one_ended() -> None:
             nonlocal left
@@ -219,15 +215,15 @@ class Scheduler(ProgramHooks):
         return lambda: not left
 
     def give_way(self) -> None:
-        """Let the scheduler choose who goes on. InterlaceError in a thread that is not the rank's."""
+        """Let the scheduler choose the next task. InterlaceError in a thread that is not the rank's."""
         task = self._current
         if task is not None and greenlet.getcurrent() is not task.greenlet:
             raise errors.InterlaceError(
                 f"rank {task.rank}: a simulated rank cannot wait for others in thread "
-                f"{threading.current_thread().name!r}, as in hooks of tensors; ranks that are processes "
-                'can, place="shm"'
+                f"{threading.current_thread().name!r}, as in hooks of tensors; use "
+                'place="shm", whose ranks are processes'
             )
-        # user code may be inside a kernel that the user has launched, so every task has a grid
+        # User code may be inside a kernel that the user has launched, so every task has a grid.
         builder = self._builder
         grid = getattr(builder, "grid_dim", None), getattr(builder, "grid_idx", None)
         self.strategy.passes()
@@ -243,7 +239,7 @@ class Scheduler(ProgramHooks):
         task.ready, task.waiting = ready, waiting
         try:
             self.give_way()
-        except errors.InterlaceError:  # it does not wait
+        except errors.InterlaceError:  # the task does not wait
             task.ready, task.waiting = before
             raise
 
@@ -256,7 +252,7 @@ class Scheduler(ProgramHooks):
         """Run until every task has finished.
 
         Raises :class:`TaskFailed` for an exception in a task, :class:`DeadlockError`,
-        :class:`CollectiveTimeoutError`, or what ``idle`` raises. All tasks have ended afterwards.
+        :class:`CollectiveTimeoutError`, or the errors of ``idle``. All tasks have ended afterwards.
         """
         assert greenlet.getcurrent() is self._hub, "run() belongs to the thread that made it"
         with session.session(self) as builder, self._watchdog(), addresses_told(self._address):
@@ -275,7 +271,7 @@ class Scheduler(ProgramHooks):
 
     @contextlib.contextmanager
     def _watchdog(self) -> Iterator[None]:
-        """End a task that neither gives way nor touches memory when time is up."""
+        """End a task that neither yields nor accesses memory when the time has passed."""
         if self._timeout is None or self._timeout > threading.TIMEOUT_MAX:
             yield
             return
@@ -297,7 +293,7 @@ class Scheduler(ProgramHooks):
 
         dog = threading.Thread(target=watch, daemon=True)
         try:
-            dog.start()  # in here: Ctrl-C may not leave it behind, to bark at what comes later
+            dog.start()  # inside, so that Ctrl-C cannot leave the thread behind
             yield
         finally:
             with lock:
@@ -349,7 +345,7 @@ class Scheduler(ProgramHooks):
         turn = self.vain * LAST_TRIES // (VAIN_POLLS * len(self._tasks))
         if turn >= LAST_TRIES:
             self._polls_in_vain()
-        elif turn > self._turn:  # they may not wait at all, but read the same for long
+        elif turn > self._turn:  # they may not wait, but only read the same for long
             self._let_polls_try()
         self._turn = turn
         if task.greenlet.dead:
@@ -374,7 +370,7 @@ class Scheduler(ProgramHooks):
         return made
 
     def recorded(self) -> tuple[ScheduleSegment, ...]:
-        """The segments that ran, in order, for ``strategies.Replay``."""
+        """Return the segments that ran, in order, for ``strategies.Replay``."""
         self._close_segment()
         return tuple(self.segments)
 
@@ -395,17 +391,17 @@ class Scheduler(ProgramHooks):
         waits = self.blocked()
         if self._idle is None:
             if self._woken:
-                del self.segments[self._stuck_after :]  # the last tries are not part of the story
+                del self.segments[self._stuck_after :]  # the last tries are not recorded
             raise errors.DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
 
     def _polls_in_vain(self) -> None:
-        """Programs poll and poll, and change only what nobody waits for: that is a deadlock, too."""
+        """Raise a deadlock: programs only poll, and change only memory that no task waits for."""
         self._call_them_waits()
         raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
 
     def _call_them_waits(self) -> None:
-        """Whoever goes on waits, for what it has polled last."""
+        """Mark running programs as waiting for the words that they have polled last."""
         for task in self._tasks:
             if task.program is not None and task.waiting is None and task.greenlet:
                 addresses = np.frombuffer(b"".join(task.known), np.uint64)
@@ -413,7 +409,7 @@ class Scheduler(ProgramHooks):
                 task.waiting = functools.partial(polling, task, None, [*words], self.memory)
 
     def _wake_polls(self) -> bool:
-        """Let programs that poll try again: a poll may be one of a limited number. Not for ever."""
+        """Let polls try again, at most LAST_TRIES times: a program may stop after some polls."""
         if not self._woken:
             self._stuck_after = len(self.segments)
             self.observer.on_stuck()
@@ -432,7 +428,7 @@ class Scheduler(ProgramHooks):
         if time.monotonic() > self._deadline:
             lines = [str(wait) for wait in self.blocked()]
             lines += [
-                f"{task.name} goes on at {program_line(task)}"
+                f"{task.name} runs at {program_line(task)}"
                 for task in self._tasks
                 if task.waiting is None and task.program is not None and task.greenlet
             ]
@@ -442,7 +438,7 @@ class Scheduler(ProgramHooks):
             )
 
     def _end_all(self) -> None:
-        """Unwind every task; user code may run its finally clauses but not block again."""
+        """Unwind every task; user code may run its finally clauses but may not block again."""
         for task in self._tasks:
             if task.greenlet:
                 self._current = task
@@ -457,17 +453,17 @@ class Scheduler(ProgramHooks):
         self._tasks.clear()
 
     def give_up_on_polls(self) -> None:
-        """Programs have polled in turn for long and nothing has changed: call it a deadlock."""
+        """Call it a deadlock: programs have polled in turn for long, and no memory has changed."""
         self.stalled, self._given_up = 0, True
         self.give_way()
 
     def changed(self) -> None:
-        """Memory has changed, and the scheduler chooses who goes on."""
+        """Note that memory has changed, and let the scheduler choose the next task."""
         self.progress()
         self.give_way()
 
     def progress(self) -> None:
-        """Memory has changed, so a program that polls may see something new."""
+        """Note that memory has changed, so a poll may read a new value."""
         self.stalled = self._woken = 0
         if self._current is not None:
             self._current.seen.clear()
@@ -476,7 +472,7 @@ class Scheduler(ProgramHooks):
 
 
 def _of_program(task: Task, error: AssertionError) -> errors.KernelAssertionError:
-    """``error`` with the program and the lines where a condition did not hold."""
+    """Return ``error`` with the program, and the lines where the condition did not hold."""
     told = with_lines(error)
     made = errors.KernelAssertionError(f"{task.who}: {told}")
     made.frames, made.__cause__ = told.frames, error
@@ -491,7 +487,7 @@ def run_interpreted(
     observer: Observer | None = None,
     programs: Programs = interpreted,
 ) -> None:
-    """Run a kernel to its end in this thread; ``idle`` is called while all programs wait for peers."""
+    """Run a kernel to its end in this thread; call ``idle`` while all programs wait for peers."""
     scheduler = Scheduler(idle=idle, observer=observer, programs=programs)
     scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank))
     try:

@@ -1,4 +1,4 @@
-"""Source lines of programs and of user code, from the frames they are suspended in."""
+"""Source lines of programs and of user code, from the frames in which they are suspended."""
 
 import ast
 import contextvars
@@ -23,20 +23,20 @@ from interlace.runtime.places.sim.interpreter.session import outwards, source_fr
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
 from interlace.runtime.places.sim.scheduler.strategies import Task
 
-# who polls there was called by the kernel that waits
+# Files whose polls belong to a calling kernel: that kernel waits.
 _SIGNALS = ("signal.py", "slots.py", "flagged_words.py")
 LAUNCHED: contextvars.ContextVar[SourceText | None]
 LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
-"""Of a program that a stream has launched: what that was, and where it was enqueued, if anybody looks."""
+"""The launch of a program by a stream, and where it was enqueued if the run is observed."""
 _COMPARED = re.compile(r"(==|!=|<=|>=|<|>)\s*(\w+)")
 
 
 def polling(
     task: Task, seen: int | None, words: list[int], memory: Allocations, values: Sequence[int] = ()
 ) -> BlockedWait:
-    """Describe a program that polls ``words``, from the frames it is suspended in.
+    """Describe a program that polls ``words``, from the frames in which it is suspended.
 
-    ``values``: of the words when they were read last; ``seen``: of the first one, which the others led to.
+    ``values``: the last values read from the words; ``seen``: the first word's value, if only it counts.
     """
     suspended = task.greenlet.gr_frame
     frames = source_frames(suspended)
@@ -74,7 +74,7 @@ def polling(
 def _late(
     found: dict[str, Any], words: Sequence[int], values: Sequence[int]
 ) -> tuple[int, int, int, int] | None:
-    """Of ``wait_slots`` the first slot that has not come: the epoch, the source, the byte, what it has."""
+    """Return the first late slot of ``wait_slots``: the epoch, the source, the byte, the slot's value."""
     epoch, read = _scalar(found.get("epoch")), dict(zip(words, values, strict=False))
     names = ("pointers", "sources", "slot_bytes")
     if epoch is None or any(name not in found for name in names):
@@ -87,14 +87,14 @@ def _late(
 
 
 def _expected(frame: FrameType) -> int | None:
-    """The number with which the line compares, if written or in a scalar variable: the end of a poll."""
+    """Return the number, a literal or a scalar variable, with which the poll's line compares; or None."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     found = _COMPARED.findall(line)
     if not found:
         return None
     operator, name = found[-1]
     if operator == "==" and line.lstrip().startswith("while"):
-        return None  # it goes on until that changes
+        return None  # the loop ends when that value changes
     return int(name) if name.isdigit() else _scalar(frame.f_locals.get(name))
 
 
@@ -104,19 +104,19 @@ def program_line(task: Task) -> str:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code at or above ``frame``; None if there is none."""
+    """Return the innermost frame of the user's code at or above ``frame``; None if there is none."""
     ours = ("interlace", "torch", "contextlib", "concurrent", "numpy", "triton")
     around = outwards(frame)
     return next((f for f in around if not f.f_globals.get("__name__", "").startswith(ours)), None)
 
 
 def user_line(task: Task) -> str:
-    """Where in the user's code a suspended user task stands."""
+    """Return the line of the user's code at which a suspended user task is."""
     return line_of(user_frame(task.greenlet.gr_frame))
 
 
 def line_of(frame: FrameType | None) -> SourceText:
-    """The frame's line, as in "file.py:12"; empty for None."""
+    """Return the frame's line, as in "file.py:12"; empty for None."""
     if frame is None:
         return SourceText("")
     path, number = frame.f_code.co_filename, frame.f_lineno
@@ -124,13 +124,13 @@ def line_of(frame: FrameType | None) -> SourceText:
 
 
 def place_of(frame: FrameType) -> SourceText:
-    """The frame's line and function: "file.py:12 in function"."""
+    """Return the frame's line and function: "file.py:12 in function"."""
     line = line_of(frame)
     return SourceText(f"{line} in {frame.f_code.co_name}", line.frames)
 
 
 def with_lines(error: BaseException) -> SourceText:
-    """What ``error`` says, and where in kernels and user code it was raised, unless it says so itself."""
+    """Return ``error``'s text with the lines in kernels and user code, unless it has lines already."""
     text = str(error).strip()
     if not text or text.endswith(":"):
         text = f"{text.removesuffix(':') or type(error).__name__} without a message"
@@ -138,20 +138,20 @@ def with_lines(error: BaseException) -> SourceText:
     if isinstance(raised, InterlaceError) and raised.frames:
         return SourceText(text, raised.frames)
     lines = _compiled_lines(raised)
-    refused = isinstance(raised, NotImplementedError)  # what a kernel wants, at a line of its own
+    refused = isinstance(raised, NotImplementedError)  # a kernel's request, at a line of the kernel
     if isinstance(raised, InterlaceError) and not lines and not refused:
         return SourceText(text)
     return at_lines(text, lines or raised_in(raised))
 
 
 def at_lines(text: str, lines: list[SourceText]) -> SourceText:
-    """``text`` with ``lines``, outermost first, behind it."""
+    """Return ``text``, followed by ``lines``, which begin with the outermost."""
     at = f" at {', called from '.join(lines[::-1])}" if lines else ""
     return SourceText(text + at, tuple(frame for line in lines[::-1] for frame in line.frames))
 
 
 def raised_in(error: BaseException) -> list[SourceText]:
-    """The lines of kernels and user code, outermost first, that ``error`` has come through."""
+    """Return the lines of kernels and user code through which ``error`` has passed, outermost first."""
     lines = []
     for frame, number in traceback.walk_tb(error.__traceback__):
         if _is_ours(frame) or user_frame(frame) is frame:
@@ -162,7 +162,7 @@ def raised_in(error: BaseException) -> list[SourceText]:
 
 
 def _compiled_lines(error: BaseException | None) -> list[SourceText]:
-    """The lines, outermost first, of the compiled code that raised ``error`` or its cause, if any did."""
+    """Return the lines, outermost first, of compiled code that raised ``error`` or its cause, if any."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if found := [each for each in _ptx_lines(frame, around=False) if each.frames]:
@@ -172,13 +172,13 @@ def _compiled_lines(error: BaseException | None) -> list[SourceText]:
 
 
 def program_lines() -> tuple[SourceText, ...]:
-    """Lines of the running program, innermost first; empty outside of kernels."""
+    """Return the lines of the running program, innermost first; empty outside of kernels."""
     frame = sys._getframe()
     frames = source_frames(frame)
     lines = tuple(map(place_of, frames))
     launched = LAUNCHED.get()
     if lines and launched is not None and launched.frames and all(map(_is_ours, frames)):
-        lines += (launched,)  # of a kernel of interlace a user knows no other line
+        lines += (launched,)  # a user knows no other line of a kernel of interlace
     return lines or _ptx_lines(frame)
 
 
@@ -187,7 +187,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def task_lines(task: Task) -> tuple[SourceText, ...]:
-    """The user's line, for user code and for what user code has put on a stream."""
+    """Return the user's line, for user code and for items that user code has enqueued."""
     if task.owner is not None:
         return (task.owner.running,)
     frame = user_frame(sys._getframe(2))
@@ -195,7 +195,7 @@ def task_lines(task: Task) -> tuple[SourceText, ...]:
 
 
 def _ptx_lines(frame: FrameType, *, around: bool = True) -> tuple[SourceText, ...]:
-    """The line that the machine at or above ``frame`` runs, or its module reads, if there is one."""
+    """Return the line that the machine at or above ``frame`` runs, or its module parses, if any."""
     for each in outwards(frame) if around else (frame,):
         where = each.f_locals.get("where") if _is_machine(each, "module") else None
         if _is_machine(each, "machine"):
@@ -212,13 +212,13 @@ def _is_machine(frame: FrameType, name: str) -> bool:
 
 @functools.cache
 def _written(path: str, number: int) -> SourceText:
-    """A line that a compiler names: where the call that it is part of begins, and in which function."""
+    """Return a line from a compiler: where its call expression begins, and its function."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except SyntaxError:
         tree = ast.Module([], [])
     first, function = number, ""
-    for node in ast.walk(tree):  # outer ones first
+    for node in ast.walk(tree):  # outer nodes first
         if not isinstance(node, (ast.Call, ast.FunctionDef)):
             continue
         if node.lineno <= number <= (node.end_lineno or 0):

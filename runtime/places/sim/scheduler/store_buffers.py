@@ -1,27 +1,26 @@
 """Weak memory in the simulator: stores that become visible late, and out of order.
 
 A GPU may make the stores of a program visible to other programs in any order and at any time, until
-something orders them. The interpreter stores at once, as x86 nearly does, and so hides every missing
+an operation orders them. The interpreter stores at once, as x86 nearly does, and so hides every missing
 release. Here a store first goes into a buffer and is *drained* into memory later:
 
 ===========================  =========================================================================
-at random, in any order      a few pieces at a time, as often as the seed says; perhaps never
-release, scope sys           all that the program has stored before its last barrier, and what the one
-                             thread that releases has stored itself (scalars)
+at random, in any order      a few pieces at a time, with the seed's frequency; perhaps never
+release, scope sys           all stores of the program before its last barrier, and scalar stores of the
+                             one thread that releases
 release, scope gpu           the same becomes visible to its own rank only; scope cta: to its program
 fence                        as a release, for later relaxed signals
 end of the kernel            everything
-before an own access         what overlaps it: a program sees its own stores, in order. Where threads are
-                             told apart a thread sees those of others from a barrier or a release on
+before an own access         overlapping stores: a program sees its own stores, in order. Where threads are
+                             distinguished, a thread sees other threads' stores after a barrier or release
 ===========================  =========================================================================
 
 So a missing release, a missing barrier, or a scope that is too narrow gives wrong results in some
-schedule. It is a model of stores only: loads are never early, which leaves missing acquires to the
-race detector.
+schedule. It models only stores: loads are never early, so the race detector has to find missing acquires.
 
-A relaxed or volatile store is late like a plain one, or comes before those that are: PTX orders two of them
-only where they overlap. Parts of a vector become visible together, which protocols of words with flags
-count on. An atomic that reads and writes is never late.
+A relaxed or volatile store is delayed like a plain one, or overtakes delayed stores: PTX orders two of them
+only if they overlap. Parts of a vector become visible together, because protocols of words with flags
+depend on it. An atomic that reads and writes is never delayed.
 """
 
 import ctypes
@@ -39,14 +38,14 @@ from interlace.runtime.places.sim.scheduler.strategies import Task
 
 PIECES = 4
 DRAIN_CHANCES = (0.0, 0.02, 0.1, 0.3)
-AT_ONCE = 0.5  # the chance of a relaxed store
+AT_ONCE = 0.5  # the probability that a relaxed store is visible at once
 
 
 @dataclass(eq=False)
 class _PendingStore:
-    """Part of one store. ``scalar``: by the one thread that also releases; ``ordered``: a barrier has
-    come after it; ``shown``: visible to the own program; ``rank_only``: to the own rank. ``threads``:
-    that of each element, if known; ``met``: those that have met after it."""
+    """Part of one store. ``scalar``: by the one thread that also releases. ``ordered``: a barrier has
+    followed it. ``shown``: visible to its program. ``rank_only``: visible to its rank. ``threads``: the
+    thread of each element, if known. ``met``: the threads that have met after it."""
 
     task: Task
     addresses: Numbers
@@ -61,19 +60,19 @@ class _PendingStore:
     high: int = field(init=False)  # the byte after the last
 
     def __post_init__(self) -> None:
-        """Asked for at every load that comes while the store is pending."""
+        """Compute the bounds once: every load reads them while the store is pending."""
         self.low = int(self.addresses.min())
         self.high = int(self.addresses.max()) + self.values.dtype.itemsize
 
     def own(self, threads: Lanes) -> bool:
-        """Whether it is by ``threads`` alone, or comes before whatever one of them does."""
+        """Return whether it is by ``threads`` alone, or ordered before their later accesses."""
         if threads is None or self.threads is None:
             return False
         met = self.met is not None and bool(np.isin(threads, self.met).any())
         return met or bool(np.isin(self.threads, threads).all())
 
     def hidden(self, addresses: Numbers, size: int, readers: Lanes) -> bool:
-        """Whether these threads of its program, each of its own element, may not see it yet."""
+        """Return whether these threads of its program, one for each element, cannot see it yet."""
         if readers is None or self.threads is None or self.ordered or self.shown:
             return False
         order = np.argsort(self.addresses)
@@ -92,7 +91,7 @@ class _PendingStore:
             ctypes.memmove(address, raw[index * size : (index + 1) * size], size)
 
     def overlaps(self, addresses: Numbers, size: int) -> Any:
-        """Which elements of ``size`` bytes share any with these, and do not only lie around."""
+        """Return which elements of ``size`` bytes really share bytes with these."""
         own = np.sort(self.addresses)
         before = np.searchsorted(own, addresses + np.uint64(size)) - 1
         ends = own[before] + np.uint64(self.values.dtype.itemsize)
@@ -114,7 +113,7 @@ class StoreBuffers:
     def store(
         self, task: Task, pointers: Handle, value: Any, mask: Mask, *, relaxed: bool = False
     ) -> None:
-        """``relaxed``: each thread its own elements; who fences later may be the same."""
+        """Delay a store. ``relaxed``: each thread stores its elements, and may be the one that fences."""
         addresses = active_addresses(pointers, mask)
         if not addresses.size:
             return
@@ -140,9 +139,9 @@ class StoreBuffers:
                 self._pending.append(pending)
 
     def before_load(self, task: Task, pointers: Handle, *, newest: bool = False) -> None:
-        """A thread sees its own stores, what its program has been shown, and what its rank has been given.
+        """Drain the stores that a load must see: its thread's, those shown to its program, its rank's.
 
-        ``newest``: it sees all of its program.
+        ``newest``: it sees all stores of its program.
         """
         if self._pending:
             addresses = np.asarray(pointers.data).ravel()
@@ -151,7 +150,7 @@ class StoreBuffers:
             self._drain_overlapping(task, addresses, max(1, bits // 8), readers)
 
     def barrier(self, task: Task, threads: Lanes = None) -> None:
-        """Order what all threads, or ``threads``, stored before whatever any of them does next."""
+        """Order the stores of all threads, or of ``threads``, before their later accesses."""
         if threads is not None:
             self._split(task, threads)
         for pending in self._pending:
@@ -164,9 +163,9 @@ class StoreBuffers:
     def release(
         self, task: Task, scope: str, *, each_thread: bool = False, threads: Lanes = None
     ) -> None:
-        """Make ordered stores visible. ``each_thread``: not even scalars are without a barrier.
+        """Make ordered stores visible. ``each_thread``: even scalars need a barrier before.
 
-        ``threads``: those that release, each what it has stored itself.
+        ``threads``: the threads that release, each its own stores.
         """
         if threads is not None:
             self._split(task, threads)
@@ -175,7 +174,7 @@ class StoreBuffers:
             for p in self._pending
             if (
                 p.task is task
-                # shown: who releases may have seen it, and hands it on
+                # shown: the releasing thread may have seen it, and passes it on
                 and (p.ordered or p.shown or (p.scalar and not each_thread) or p.own(threads))
             )
             or (p.rank_only and p.task.rank == task.rank)
@@ -187,7 +186,7 @@ class StoreBuffers:
             pending.rank_only |= scope == "gpu"
 
     def _split(self, task: Task, threads: Numbers) -> None:
-        """Part what ``threads`` have stored from what others have."""
+        """Split stores between ``threads`` and other threads."""
         parted = []
         for pending in self._pending:
             whole = pending.task is not task or pending.ordered or pending.own(threads)
@@ -207,7 +206,7 @@ class StoreBuffers:
         self._pending = parted
 
     def end(self, tasks: Sequence[Task]) -> None:
-        """The end of a kernel orders everything of its programs, and what they have acquired."""
+        """Drain all stores of an ended kernel's programs, and all that they have acquired."""
         programs = set(map(id, tasks))
         ranks = {task.rank for task in tasks}
         self._drain(
@@ -217,7 +216,7 @@ class StoreBuffers:
         )
 
     def sometimes(self) -> bool:
-        """Called at every point; whether anything became visible."""
+        """Drain a random store now and then; return whether one became visible. Called at every point."""
         if self._pending and self._random.random() < self._chance:
             self._drain([self._random.choice(self._pending)])
             return True

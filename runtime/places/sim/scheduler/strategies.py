@@ -1,19 +1,19 @@
-"""The strategies by which the scheduler explores interleavings: which task goes on.
+"""The strategies by which the scheduler explores interleavings: they choose the next task.
 
-A *point* is where a task may be interrupted: before every load, store and atomic of a program, between
-the pieces of a copy, at every call that waits. A strategy is asked twice. At a memory access, whether
-to interrupt at all; and after an interruption, which task goes on. Both answers may depend on a seed
-and on nothing else, so a seed is a schedule.
+A task may be interrupted at a *point*: before every load, store and atomic of a program, between the pieces
+of a copy, and at every call that waits. The scheduler asks a strategy twice. At a memory
+access it asks whether to interrupt, and after an interruption, which task goes on. Both answers may depend
+only on a seed, so a seed is a schedule.
 
 =============  ====================================================================================
-Random         any task that can run, with equal chances; memory accesses interrupt now and then
+Random         any task that can run, with equal chances; memory accesses sometimes interrupt
 Priority       probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): tasks have random
                priorities, the highest one runs, and at ``depth - 1`` random points it becomes the
                lowest. Finds a bug that needs ``depth`` ordered events with a known probability.
-Replay         a list of segments (task, points), as another run has recorded it
+Replay         a list of segments (task, points), recorded by another run
 =============  ====================================================================================
 
-Tasks, which the scheduler runs, and the place of a program's task in its launch.
+This file also has the tasks that the scheduler runs, and a program's position in its launch.
 """
 
 import random
@@ -26,9 +26,9 @@ from interlace.runtime.core.errors import BlockedWait
 
 @dataclass
 class Program:
-    """Where a task stands in a launch: the ``index``-th program, at ``position`` of ``grid``.
+    """The position of a task in a launch: the ``index``-th program, at ``position`` of ``grid``.
 
-    ``threads``: how many it has, where accesses say which of them they are by; else 0.
+    ``threads``: the number of its threads, if accesses have their threads; otherwise 0.
     """
 
     kernel: str
@@ -41,16 +41,15 @@ class Program:
 
 @dataclass(eq=False)
 class Task:
-    """One coroutine. ``ready`` is None when it can run, else the condition it waits for.
+    """One coroutine. ``ready`` is None when it can run; otherwise it is the condition that it waits for.
 
-    ``name`` is the same in every schedule; ``number`` counts the rank's tasks of the same ``who``.
-    ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may give up
-    polling if it goes on; ``seen``: what it has polled and read since it changed memory, ``loads``: its
-    plain loads since then; ``idled`` at how many points it could have been interrupted meanwhile.
-    ``changes`` counts its changes of memory; if ``watched``, ``seen`` has all that it reads, for those who
-    say when it waits (``ptx/machine/machine.py``).
-    ``known``: what it has polled last, by addresses; ``busy``: steps since it last polled in vain, and
-    ``looked``: its changes then.
+    ``name`` is the same in every schedule; ``number`` counts the rank's tasks with the same ``who``.
+    ``owner`` is the stream that the task works for. ``polls``: it is suspended in a poll, and may stop
+    polling if it goes on. Since it changed memory, ``seen`` has its polls and reads, ``loads`` its number
+    of plain loads, and ``idled`` the number of points at which it could have been interrupted. ``changes``
+    counts its changes of memory. If ``watched``, ``seen`` has all its reads, for code that decides when it
+    waits (``ptx/machine/machine.py``). ``known`` has its last polls, by addresses. ``busy`` counts the
+    steps since its last poll without a new value, and ``looked`` has its changes at that time.
     ``torch_state``: see ``torch_state.py``.
     """
 
@@ -83,7 +82,7 @@ MEMORY_SWITCH = 0.2
 
 
 class ScheduleSegment(NamedTuple):
-    """``task`` ran over ``points`` points before another task did."""
+    """``task`` ran for ``points`` points before another task ran."""
 
     task: str
     points: int
@@ -91,16 +90,16 @@ class ScheduleSegment(NamedTuple):
 
 class Strategy(Protocol):
     def interrupts(self) -> bool:
-        """A task is about to touch memory: interrupt it?"""
+        """Return whether to interrupt a task that is about to access memory."""
 
     def passes(self) -> None:
-        """A task is being interrupted, whatever the strategy thinks of it."""
+        """Note that a task is interrupted, whatever the strategy has decided."""
 
     def tires(self) -> None:
-        """The running task has gone on for long and changed nothing: let others go first."""
+        """Let other tasks go first: the running task has run for long without a change of memory."""
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
-        """A task that can run; None if none can."""
+        """Return a task that can run; None if none can."""
 
 
 class Random:
@@ -127,8 +126,8 @@ class Random:
 class Priority:
     """Always the task of highest priority; ``depth - 1`` times within ``length`` points it changes.
 
-    ``by_rank``: first by a random order of the ranks, so that kernels and streams of one rank fall far
-    behind; their user code does not, or no other rank could begin its next op.
+    ``by_rank``: priorities first follow a random order of the ranks, so that kernels and streams of one
+    rank are far behind. Its user code is not, because otherwise no other rank could begin its next op.
     """
 
     def __init__(
@@ -142,11 +141,11 @@ class Priority:
         self._point = 0
         self._lowest = 0.0
         self._last: Task | None = None
-        self._tasks: list[Task] = []  # that there were last, and their order, if it is known
+        self._tasks: list[Task] = []  # the last tasks; their order, if known, is in ``_order``
         self._order: list[Task] = []
 
     def interrupts(self) -> bool:
-        # Only a change of priorities makes an interruption worthwhile.
+        # Only a change of priorities makes an interruption useful.
         if self._point in self._changes:
             return True
         self._point += 1
@@ -191,14 +190,14 @@ class Priority:
 
 
 def for_seed(seed: int) -> Strategy:
-    """Strategies of checks in turn: random as in ``interlace.run``, priorities, priorities by rank."""
+    """Return a check's strategy: in turn random as in ``interlace.run``, priorities, and by rank."""
     if seed % 3 == 0:
         return Random(seed)
     return Priority(seed, by_rank=seed % 3 == 2)
 
 
 class Replay:
-    """Follow ``segments``, but those whose task cannot run; then each task goes on while it can."""
+    """Follow ``segments``, except those whose task cannot run; then run each task while it can run."""
 
     def __init__(self, segments: Sequence[ScheduleSegment]) -> None:
         self._segments = list(segments)
@@ -218,7 +217,7 @@ class Replay:
             self._left -= 1
 
     def tires(self) -> None:
-        self._tired = self._left == 0  # while there are segments, they say who goes on
+        self._tired = self._left == 0  # segments, if any are left, decide who goes on
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
         current = next((task for task in tasks if task.name == self._name), None)

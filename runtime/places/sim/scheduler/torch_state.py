@@ -1,18 +1,18 @@
-"""Torch's state of a thread, kept per task: ranks of a simulation share a thread, but not its modes.
+"""Torch's thread state, kept per task: ranks of a simulation share a thread, but not its modes.
 
-A rank that gives way inside ``torch.no_grad()`` or ``torch.inference_mode()``, or while an AsyncTensor
-waits within torch's dispatcher, would leave its modes and its excluded dispatch keys to the rank that
-goes on, and in the end to the caller, whose tensors would have no gradients any more. So would one that
-gives way under hooks on saved tensors, as torch.utils.checkpoint sets them: others would save their tensors
-in its checkpoint. Nor may one rank's handler of warnings be left: torch keeps it on the stack of whichever
-function of C++ was called last, and ranks do not come back from those in the order in which they went in.
+A rank may yield inside ``torch.no_grad()`` or ``torch.inference_mode()``, or while an AsyncTensor waits
+within torch's dispatcher. It would leave its modes and its excluded dispatch keys to the next rank, and in
+the end to the caller, whose tensors would then have no gradients. The same holds for a rank that yields
+under hooks on saved tensors, as torch.utils.checkpoint sets them: other ranks would save their tensors in
+its checkpoint. A rank's warning handler must not stay either. Torch keeps it on the stack of the C++
+function that was called last, and ranks return from these functions in another order than they called them.
 
-Numbers are drawn as in processes: each rank has its own state of torch's generator, which begins as the
-caller's is, and the caller's stays what it was. Python's and NumPy's generators are shared: saving and
-restoring takes 30 us and 330 us, where torch's takes 8 us.
+Random numbers are as in processes: each rank has its own state of torch's generator, which begins with the
+caller's state, and the caller's state does not change. Python's and NumPy's generators are shared: saving
+and restoring takes 30 us and 330 us for them, and 8 us for torch's.
 
-Modes of dispatch and of functions are a stack of the thread, from which torch takes a mode while it is
-asked: a task that waits in there would leave the others without it. So each task has its own two stacks.
+Modes of dispatch and of functions are a stack of the thread. Torch removes a mode from it while the mode
+runs, so a task that waits there would leave the other tasks without it. Each task has its own stacks.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _C: Any = torch._C
 
 
 def _warning_handlers() -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """c10's functions that get and set this thread's; ones that do nothing where it has none."""
+    """Return c10's functions that get and set the thread's warning handler; no-ops if it has none."""
     with contextlib.suppress(OSError, AttributeError, IndexError):
         found = pathlib.Path(torch.__file__).parent.glob("lib/libc10.*")
         c10 = ctypes.PyDLL(str(sorted(found)[0]))
@@ -46,21 +46,21 @@ warning_handler, _put_warning_handler = _warning_handlers()
 
 
 class RankState(Protocol):
-    """What is one thing in this process, and one thing of each rank's in a job."""
+    """State that exists once in this process, and once per rank in a job."""
 
     def turn_to(self, rank: int | None) -> None:
-        """From here on it is as ``rank`` has left it; None: as the caller has."""
+        """Continue with the state as ``rank`` has left it; None: as the caller has."""
 
 
 class Generators:
-    """The state of torch's generator of each rank; of the caller's under None."""
+    """The state of torch's generator for each rank; the caller's is under None."""
 
     def __init__(self) -> None:
         self._kept: dict[int | None, torch.Tensor] = {}
         self._rank: int | None = None
 
     def turn_to(self, rank: int | None) -> None:
-        """From here on numbers are drawn as ``rank`` draws them, or the caller."""
+        """Draw numbers as ``rank`` from here on; None: as the caller."""
         if rank != self._rank:
             self._kept[self._rank] = torch.get_rng_state()
             self._rank = rank
@@ -70,11 +70,11 @@ class Generators:
 def switch(
     task: Task, states: list[RankState], *, ended_by: type[BaseException] | None = None
 ) -> None:
-    """Let ``task`` go on as it was, or end (with its hooks, or torch crashes); then torch is as before."""
+    """Resume ``task`` with its state, or end it (with its hooks, or torch crashes); restore torch."""
     resume = task.greenlet.switch
     if ended_by is not None:
         resume = functools.partial(task.greenlet.throw, ended_by)
-    if task.program is not None:  # kernels have no use for torch's state
+    if task.program is not None:  # kernels do not use torch's state
         resume()
         return
     for state in states:
@@ -98,14 +98,14 @@ def switch(
 
 
 def _take_state() -> tuple[Any, bool, list[Any], bool, Any, Any]:
-    """Dispatch keys, gradients, hooks (gone afterwards), inference mode, handler of warnings, modes."""
+    """Return keys, gradients, hooks (removed), inference mode, warning handler and modes."""
     keys = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
     switches = torch.is_grad_enabled(), _taken_hooks(), torch.is_inference_mode_enabled()
     return keys, *switches, warning_handler(), _modes()
 
 
 def _modes() -> tuple[list[Any], list[Any]]:
-    """Of dispatch, and of functions; the innermost last."""
+    """Return the modes of dispatch, and of functions; the innermost last."""
     of_dispatch = [_C._get_dispatch_stack_at(i) for i in range(_C._len_torch_dispatch_stack())]
     return of_dispatch, [
         _C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack())
@@ -131,7 +131,7 @@ def _same(some: list[object], others: list[object]) -> bool:
 
 
 def _taken_hooks() -> list[Any]:
-    """The hooks on saved tensors, the innermost last; there are none afterwards."""
+    """Remove and return the hooks on saved tensors, the innermost last."""
     found: list[Any] = []
     while (pair := _C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         found.insert(0, pair)
