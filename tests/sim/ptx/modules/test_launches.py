@@ -85,7 +85,7 @@ def test_a_text_that_cannot_be_read_says_so_in_a_check(body: str, what: str) -> 
             "threads must be 1 to 3 whole numbers >= 1, at most 1024 in all, got 32",
         ),
         ({"grid": 2.0}, r"grid must be 1 to 3 whole numbers from 0 on, got \(2.0,\)"),
-        ({"variables": [1]}, r"variables must be tensors by name, got \[1\]"),
+        ({"variables": [1]}, r"variables must map names to tensors, got \[1\]"),
         ({"variables": {"x": 5}}, "variable 'x' must be a tensor, got 5"),
         (
             {"variables": {"x": torch.ones(4)[::2]}},

@@ -156,7 +156,7 @@ def test_a_launch_names_one_of_several_kernels() -> None:
     assert found(text, kernel="third") == [square(x) for _, x in NUMBERED]
     assert found(text, kernel="first") == [1] * 32
     with pytest.raises(
-        InlineAssemblyError, match=r"has to be named; there are: first, second, third"
+        InlineAssemblyError, match=r"name the kernel to run; there are: first, second, third"
     ):
         found(text)
     with pytest.raises(InlineAssemblyError, match="there is no kernel 'fourth'; there are: first"):
