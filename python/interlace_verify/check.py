@@ -49,7 +49,7 @@ def check(
 
     >>> interlace.verify.check(interlace.get_rank, 2, seeds=1, n=2)
     """
-    __tracebackhide__ = True  # of pytest
+    __tracebackhide__ = True  # for pytest
 
     def clean(report: RaceReport | ScheduleReport) -> None:
         __tracebackhide__ = True

@@ -38,7 +38,7 @@ class VerifyOptions(CommandOptions):
         positional=True,
         nargs="?",
         metavar="all|OP|FILE.py::FUNCTION",
-        help="what to check: everything, one op of interlace, or a function that every rank runs",
+        help="the target: everything, one op of interlace, or a function that every rank runs",
     )
     full: bool = option(
         False, action="store_true", help="check more cases, and schedules of FILE.py: takes minutes"

@@ -226,8 +226,9 @@ def settled(
 ) -> LintReport:
     """Return ``report`` without guesses about lines that a race check has run; it reports errors there.
 
-    Compiled code does not show whether a peer uses a signal (``ordering``), whether a load needs the value
-    that a poll has seen, or whether peers write the loaded memory (they do not, for lines in ``private``).
+    Compiled code does not show whether a peer uses a signal (``ordering``) or whether a load needs the
+    value that a poll has seen. Nor does it show whether peers write the loaded memory (not on lines in
+    ``private``).
     """
     ran = {(rule, _statement(line)) for rule in MODELLED for line in ordering}
     ran |= {(rule, _statement(line)) for rule in OF_RECEIVED for line in private}

@@ -156,7 +156,7 @@ class CompiledPrograms:
             names += [path] * len(more)
         nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
-        tables = {  # of the compiler, for example for the sine of a large number
+        tables = {  # from the compiler, for example for the sine of a large number
             name: torch.empty(each.nbytes or 0, dtype=torch.uint8)
             for name, each in kernel.variables.items()
         }

@@ -29,10 +29,10 @@ def launch_ptx(
     many bytes. Other variables begin with the values in the text, and stay from launch to launch of the
     same text on a rank. Returns when all programs have ended.
 
-    Raises NotImplementedError naming an instruction that is not known; TypeError for too many values and
-    for a value that its parameter does not take; OverflowError for a number that does not fit; ValueError
-    for threads that the text does not allow, for more shared memory than the architecture has, and for
-    variables that the kernel does not use.
+    Raises NotImplementedError naming an instruction that is not known. Raises TypeError for too many values
+    and for a value that its parameter does not take, OverflowError for a number that does not fit. Raises
+    ValueError for threads that the text does not allow, for more shared memory than the architecture has,
+    and for variables that the kernel does not use.
 
     >>> import interlace, torch
     >>> ptx = '''

@@ -57,7 +57,9 @@ class ThreadMemory:
             row = int(addresses[where] - self.base) // self._rows.shape[1]
             other = row != number and self.has(addresses[where])
             whose = (
-                f"which is in that of thread {row}" if other else f"which has {self.nbytes} bytes"
+                f"which is in the memory of thread {row}"
+                if other
+                else f"which has {self.nbytes} bytes"
             )
             raise ValueError(
                 f"PTX: byte {offset} of the local memory of thread {number}, {whose}; "

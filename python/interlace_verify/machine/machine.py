@@ -41,7 +41,7 @@ from interlace_verify.ptx.waits import ARRIVAL, BLOCK_BARRIER, CLUSTER, MBARRIER
 
 PATIENCE = 32  # rounds of loops that do not look like waits
 IDLE_STEPS = 5_000_000  # instructions in loops without global memory that count as an endless loop
-MORE_ROUNDS = 100  # of all programs woken in vain, before their loops count as waits again
+MORE_ROUNDS = 100  # by all programs woken in vain, before their loops count as waits again
 LONGEST_CIRCLE = 66  # rounds: a poll of one slot per rank, and what goes with it
 
 

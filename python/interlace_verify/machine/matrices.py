@@ -1,8 +1,8 @@
 """PTX that warps execute as one on matrices: ``ldmatrix``, ``stmatrix``, ``mma``, ``wgmma``.
 
 The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. Here g and t are its
-groupID and threadID_in_group: lane = 4 g + t. All matrices follow one rule: of 8 rows, lane (g, t) holds
-some neighbours in row g, starting at t times their number, and the same again in the next columns. The
+groupID and threadID_in_group: lane = 4 g + t. All matrices follow one rule for 8 rows: lane (g, t) holds
+some neighbours in row g, starting at t times their number. It holds the same again in the next columns. The
 second factor of a product is held in the same way with its columns as rows.
 
 Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n. Warp w of the four
@@ -421,7 +421,7 @@ def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: 
     return numbers_of(found, name)
 
 
-# -- what observers see: the async proxy reads -------------------------------------------------------
+# -- reports to observers: the async proxy reads -----------------------------------------------------
 
 
 def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:

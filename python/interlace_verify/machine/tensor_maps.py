@@ -6,8 +6,8 @@ a box outside the tensor read as zeros or NaN, and are not stored.
 
 The swizzle of tiles in shared memory: TMA and ``wgmma`` permute 16-byte pieces in the same way. Rows of 128
 bytes follow each other. In eight rows, each row has its pieces at other places, so that a column of pieces
-uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9; all three bits in the
-128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte mode.
+uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9. These are all three bits
+in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte mode.
 """
 
 from collections.abc import Sequence

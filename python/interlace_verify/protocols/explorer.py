@@ -4,8 +4,8 @@
 states breadth first until it finds no new state. It reports
 
 deadlocks    states in which some process has not finished and no process can take a step
-violations   two overlapping accesses to a cell, one of them a write; a read that finds other contents than
-             it should; an end that ``at_end`` rejects
+violations   two overlapping accesses to a cell, one of them a write, a read that finds other contents than
+             it should, or an end that ``at_end`` rejects
 
 Each report has the shortest interleaving that leads there. The search is never cut off silently: it is an
 error if there are more states than allowed.
@@ -385,9 +385,9 @@ def explore(
 ) -> Exploration:
     """Visit every state of ``protocol``; with ``reduced``, leave out orders of steps that commute.
 
-    Raises ``ValueError`` for a protocol that is not well formed: an end without its begin, a jump past the
-    last step, or more than 255 as a value, steps of a process or contents. Raises :class:`StateLimitError`
-    if there are more than ``max_states`` states.
+    Raises ``ValueError`` for a protocol that is not well formed: an end without its begin, or a jump past
+    the last step. Values, steps per process and contents must be at most 255. Raises
+    :class:`StateLimitError` if there are more than ``max_states`` states.
 
     Example::
 

@@ -19,10 +19,12 @@ rank 0``.
 ``current_epoch`` is not a step. Only its own rank reads and advances the epoch word, in the order of its
 streams. It is a constant of the op: op k on a channel has epoch k.
 
-Not covered: weak memory, and so the reasons why ``publish`` releases after a barrier and ``wait`` acquires
-(the race detector checks this); more than one chunk per peer and op (chunks share only the credit); that
-the epoch word stays until the copy stream has read it; growth of a channel; and stores of a kernel after
-one of its waits has timed out.
+Not covered:
+
+- Weak memory: why ``publish`` releases after a barrier, and why ``wait`` acquires (see the race detector).
+- More than one chunk per peer and op. Chunks share only the credit.
+- Growth of a channel, and the lifetime of the epoch word, which stays until the copy stream has read it.
+- Stores of a kernel after one of its waits has timed out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -96,7 +96,7 @@ class AsmOperands:
         self._check("results", self.outputs, sum(map(len, lanes)))
         left, handles = iter(self.outputs), []
         for result, kind, parts in zip(types, stored, lanes, strict=True):
-            bits, places = 8 * kind.itemsize, []  # of each element: its slot and first bit there
+            bits, places = 8 * kind.itemsize, []  # the slot and first bit of each element
             for part, register in zip(parts, left, strict=False):
                 places += [(register.slot, (i - part[0]) * bits) for i in part]
             mask = (1 << bits) - 1

@@ -2,7 +2,7 @@
 
 A register is a *slot*, an index into a list of arrays: first the operands ``$0``, ``$1`` of an asm text,
 then the registers of ``.reg``. An instruction is built once into an *action*, a function of the threads
-that run it; so its operands become functions, too. Builders (``arithmetic.py``, ``memory.py``, ...) know
+that run it; so its operands also become functions. Builders (``arithmetic.py``, ``memory.py``, ...) know
 its meaning. They take its qualifiers one by one, in any order; a qualifier that is left is an error.
 """
 

@@ -2,7 +2,7 @@
 
 Plain accesses are reported to the hooks as loads and stores, which a store buffer may delay and a race
 detector checks. Each access with an ordering is reported as one atomic. The C++ half of Triton's
-interpreter performs it with ``std::atomic``, so it is atomic across processes, too. Operations that this
+interpreter performs it with ``std::atomic``, so it is also atomic across processes. Operations that this
 half lacks are loops of compare-and-swap.
 
 Addresses and values belong to the running threads: (threads,), or (threads, parts) for a vector.

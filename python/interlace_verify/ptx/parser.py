@@ -252,13 +252,13 @@ def _declared(text: str) -> list[Variable]:
 
 # -- instructions ------------------------------------------------------------------------------
 
-MOST_INSTRUCTIONS = 500_000  # of a kernel with all functions that it calls
+MOST_INSTRUCTIONS = 500_000  # in a kernel with all functions that it calls
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
 _RETURN = re.compile(r"(@.* )?ret(\.uni)?")
 _REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
 _DIRECTIVE = re.compile(r"\.\w+")
-_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
+_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # for a vector, for 128 bits
 _LISTED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
 _END, _BEHIND = "<end>", "<behind>"  # labels: the end of a text, and after a call that threads skip
 

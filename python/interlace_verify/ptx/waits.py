@@ -18,7 +18,7 @@ from interlace_verify.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
 """The result of a barrier's action. Threads meet in ``inline_assembly.py`` and ``machine.py``."""
-BARRIERS = 16  # of a program
+BARRIERS = 16  # the most in a program
 CLUSTER = -1  # the number of a cluster's barrier, besides these
 
 WAITS, builds = builders()

@@ -22,8 +22,8 @@ Times = dict[int, int]  # the time of each component
 class Rules:
     """The rules that hold.
 
-    A rule that is off means: every release has a barrier before it, every wait has one after it, every
-    signal covers all puts, every atomic releases, acquires, or has scope sys, no proxy fence is needed.
+    If a rule is off, every release has a barrier before it, or every wait has one after it, or every signal
+    covers all puts. Or every atomic releases, acquires, or has scope sys. Or no proxy fence is needed.
     """
 
     barriers: bool = True
@@ -42,7 +42,7 @@ class Agent:
     what had arrived everywhere at its last quiet.
 
     Each agent has its components four times. The second block is a *mirror*: the part of a component's time
-    that is known to be ordered before accesses of the async proxy, too. Only a proxy fence raises it. The
+    that is also known to be ordered before accesses of the async proxy. Only a proxy fence raises it. The
     third block is for accesses by another address of the same memory: a multicast address or the ordinary
     one. A store by a multicast address is noted there, so that an access after it by the ordinary address
     needs a ``fence.proxy.alias`` between the two. The fourth block is for puts, which are noted there: any
@@ -121,7 +121,7 @@ class Agent:
     def released(self, *, all_threads: bool, each_thread: bool) -> Numbers:
         """Return the clock that a release passes on: its own lanes up to the last barrier, or all lanes.
 
-        ``each_thread``: every thread releases, so that it covers only its own scalars, too.
+        ``each_thread``: every thread releases, and a release covers only its own thread's scalars.
         """
         clock: Numbers = self.clock.copy()
         if not all_threads:
@@ -157,14 +157,14 @@ class Agent:
 class ThreadsAgent(Agent):
     """A program whose threads are known: it has one component for each thread.
 
-    ``clock``: what all threads know since the last barrier; of its own components, what was before it.
+    ``clock``: what all threads know since the last barrier. Its own components hold the time before it.
     ``times``: the present time of every thread. ``fenced_times``, ``aliased_times`` and
     ``delivered_times``: the time of a thread's last order of the kind of each mirror. ``putting``: whether
-    a thread's stores are puts. By thread: ``acquired``, what it alone knows; ``waiting``, what it has read
-    without acquiring; ``fences``, what it has released with a fence, by scope; ``arrivals``, what had
-    arrived at a quiet of it or of a thread that it met. ``mbarriers``, by address: the clocks of arrivals
-    in the present phase, and the clock that a wait for the previous phase learns. ``queues``: asynchronous
-    accesses, by name.
+    a thread's stores are puts. These are by thread: ``acquired``, the clock that it alone knows, and
+    ``waiting``, clocks that it has read without acquiring. ``fences`` are clocks that it has released with
+    a fence, by scope. ``arrivals`` had arrived at a quiet of it or of a thread that it met. ``mbarriers``,
+    by address: the clocks of arrivals in the present phase, and the clock that a wait for the previous
+    phase learns. ``queues``: asynchronous accesses, by name.
     """
 
     def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:

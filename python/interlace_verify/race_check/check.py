@@ -6,10 +6,10 @@ waited for is a race like any other.
 
 A schedule with findings is run again, with these observers:
 
-- A :class:`RaceTeller` writes the story. It includes the accesses of findings in memory of one rank, too.
+- A :class:`RaceTeller` writes the story. It also includes the accesses of findings in memory of one rank.
 - Detectors without one of the rules find the rule that a race breaks.
-- Detectors in which the atomics of one line acquire and release find a relaxed atomic that orders two
-  accesses indirectly: a relaxed counter, for example, whose last program signals by another word.
+- Detectors in which the atomics of one line acquire and release find a relaxed atomic between two accesses.
+  An example is a relaxed counter whose last program signals by another word.
 
 If a check is clean, detectors that ignore the barriers of one line find superfluous barriers. This needs
 programs whose threads are known: the interpreter does not know which threads a barrier is for.

@@ -6,7 +6,7 @@ stream. Every agent has two clock components, because a program is many threads:
     2 * agent       lanes: accesses by all threads, loads and stores of blocks
     2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
 
-A release passes on everything that its agent knows. Of the agent's own lanes it covers only accesses before
+A release passes on everything that its agent knows. It covers the agent's own lanes only up to
 the last barrier, because Triton puts no ``bar.sync`` between a store and a release. These order accesses::
 
     program order                          of each component; between them, from a barrier on
@@ -76,8 +76,8 @@ class Detector(Collector):
         self._streams: dict[tuple[int, str], int] = {}
         self._changes = 0  # events except those that only read words
         self._looks: dict[object, Any] = {}  # the last read of a word, by reader
-        # lines of programs with atomics and fences; lines with loads, and with loads of values that
-        # another agent wrote since the launch; lines with barriers of programs with threads
+        # lines of kernels: atomics and fences, loads, loads of values that another agent wrote since
+        # the launch, and barriers in programs whose threads are known
         self.ordering, self.loads = set[SourceText](), set[SourceText]()
         self.received, self.barriers = set[SourceText](), set[SourceText]()
 

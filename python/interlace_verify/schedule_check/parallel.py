@@ -5,7 +5,7 @@ because OpenMP's threads do not survive a fork. Workers inherit their inputs and
 
 Each worker has its own pipe and shares no lock, so it can be killed at any point. A pool with queues, such
 as concurrent.futures, waits forever if a worker is killed while it holds the lock. Only the parent handles
-signals: it kills the workers when it is interrupted. If the parent itself is killed, the workers end, too.
+signals: it kills the workers when it is interrupted. If the parent itself is killed, the workers also end.
 
 A worker never frees inherited objects. Garbage of the parent may own threads (a store, a process group).
 Joining a thread that did not survive the fork would end the process.

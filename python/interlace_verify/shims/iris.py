@@ -6,8 +6,8 @@ name at the peer's address::
 
     load, store, copy, get, put   plain: not ordered with other accesses
     atomic_*                      ``sem`` "acq_rel" and ``scope`` "gpu" by default; for a peer the scope
-                                  must be "sys"; a release covers stores of the program's other threads only up
-                                  to a ``tl.debug_barrier()`` before it
+                                  must be "sys"; a release covers stores of the program's other threads
+                                  only up to a ``tl.debug_barrier()`` before it
 
 Hints and cache modifiers have no effect here. Kernels for AMD's GPUs are checked by the same model, PTX's.
 Triton's language has its orders and scopes for both.
@@ -24,7 +24,7 @@ import triton.language as tl
 import interlace
 from interlace import symmetric_memory
 
-HEAP_BYTES = 1 << 20  # of a rank: checks are small, and their memory has shadow cells
+HEAP_BYTES = 1 << 20  # per rank: checks are small, and their memory has shadow cells
 ALIGNMENT = 1024
 
 

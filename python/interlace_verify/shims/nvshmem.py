@@ -156,7 +156,7 @@ def fence():
 
 @triton.jit
 def quiet():
-    """As :func:`fence`, and all have arrived, so other threads' signals after a barrier cover them, too."""
+    """As :func:`fence`, and all have arrived. Other threads' signals after a barrier also cover them."""
     fence()
     run_ptx("call nvshmem_quiet, ();")
 

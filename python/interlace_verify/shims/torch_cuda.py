@@ -1,10 +1,10 @@
 """``torch.cuda`` on a CPU, for code that was written for a GPU per rank: streams, events, devices.
 
-A rank's GPU is ``cuda:rank``, an sm_90 with as few SMs as there may be programs here that wait for each
-other. Its tensors are made on the CPU. In checked files their ``device`` and ``is_cuda`` have the values of
-a GPU tensor. Streams come from ``runtime/places/sim/user_code.py``. There is no clock: the time between
-events raises NotImplementedError. Outside a run there is no GPU. Questions about its properties are
-answered there, too, because files ask them when they are imported.
+A rank's GPU is ``cuda:rank``, an sm_90. It has one SM for each program that may wait for others here, so
+only a few. Its tensors are made on the CPU. In checked files their ``device`` and ``is_cuda`` have the
+values of a GPU tensor. Streams come from ``runtime/places/sim/user_code.py``. There is no clock: the time
+between events raises NotImplementedError. Outside a run there is no GPU, but its properties can be read
+there, because files read them when they are imported.
 """
 
 import contextlib

@@ -387,7 +387,7 @@ def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest,
 def _to_lint(
     report: RaceReport, plan: CheckPlan
 ) -> Iterator[tuple[str, tuple[LintRequest, ...] | str]]:
-    """Yield (name, requests) of each launch, or (name, the reason). Other processes import by name, too."""
+    """Yield (name, requests) of each launch, or (name, the reason). Other processes also import by name."""
     for launch in report.launches:
         home = launch.kernel.fn.__module__
         if home.startswith("interlace.kernels.") or calls_a_shim(launch.kernel):

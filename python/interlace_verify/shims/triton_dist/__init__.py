@@ -1,4 +1,4 @@
-"""``triton_dist`` on a CPU: only the decorator, as its device functions need no compiler of their own here.
+"""``triton_dist`` on a CPU: only the decorator, because its device functions need no special compiler here.
 
 ``import`` looks for modules without a shim, such as ``triton_dist.kernels``, in the real package, if it is
 installed.

@@ -22,7 +22,7 @@ def of(module: str) -> Callable[[str], Any]:
             raise NotImplementedError(f"the shim of {module} has no {name}")
 
         missing.__name__ = missing.__qualname__ = name
-        missing.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may name it, too
+        missing.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may also name it
         return missing
 
     return find

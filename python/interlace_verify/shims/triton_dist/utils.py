@@ -40,7 +40,7 @@ def CUDA_CHECK(err: Any) -> None:
 
 
 def initialize_distributed(*args: object, **kwargs: object) -> Any:
-    """Return the group of all ranks, if the shim of torch is installed, too."""
+    """Return the group of all ranks, if the shim of torch is also installed."""
     return dist.group.WORLD
 
 
