@@ -7,8 +7,7 @@
         assert total.tolist() == [4, 4, 4]
 
 The body runs on simulated ranks under the race detector, once for each schedule. The test fails if a rank
-raises, if ranks wait for each other, or if there is a race; it shows the report of
-``interlace.verify.races``.
+raises, if ranks wait for each other, or if there is a race. It prints ``interlace.verify.races``'s report.
 """
 
 import functools
@@ -94,7 +93,7 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
         if mark.args or not mark.kwargs.keys() <= DEFAULTS.keys():
             strange = [*map(repr, mark.args), *(k for k in mark.kwargs if k not in DEFAULTS)]
             raise TypeError(
-                f"use the mark as {SIGNATURE}, with named arguments; got {', '.join(strange)}"
+                f"the mark is {SIGNATURE}, with named arguments; got {', '.join(strange)}"
             )
         how.update(mark.kwargs)
     if not isinstance(item, pytest.Function):

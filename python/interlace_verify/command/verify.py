@@ -44,17 +44,10 @@ class VerifyOptions(CommandOptions):
         False, action="store_true", help="check more cases, and schedules of FILE.py: takes minutes"
     )
     ranks: tuple[int, ...] | None = option(
-        None,
-        type=world_sizes,
-        metavar="2,3,4,8",
-        help="world sizes of the race check; schedules run on the smallest",
+        None, type=world_sizes, metavar="2,3,4,8", help="world sizes; schedules use the smallest"
     )
-    seeds: int | None = option(
-        None, type=positive_int, help="number of schedules of the race check"
-    )
-    schedules: int | None = option(
-        None, type=positive_int, help="number of schedules of the schedule check"
-    )
+    seeds: int | None = option(None, type=positive_int, help="schedules of the race check")
+    schedules: int | None = option(None, type=positive_int, help="schedules that run to their end")
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="architectures to compile kernels for"
     )
@@ -72,9 +65,7 @@ class VerifyOptions(CommandOptions):
         help="emulate a package whose device functions FILE.py calls; may be repeated",
     )
     html: str | None = option(None, metavar="FILE", help="write an HTML page of the findings")
-    sarif: str | None = option(
-        None, metavar="FILE", help="write the findings as SARIF, for code scanning"
-    )
+    sarif: str | None = option(None, metavar="FILE", help="write SARIF for code scanning")
     json: bool = option(False, action="store_true", help="print JSON")
 
     def interprets(self) -> bool:

@@ -135,7 +135,6 @@ def _box(
 
 
 def _each(threads: Threads) -> list[int]:
-    """Return the numbers of the running threads."""
     return [int(each) for each in threads.active(threads.numbers)]
 
 

@@ -31,7 +31,6 @@ def _there(threads: Threads) -> Array:
 
 
 def _ballot(lanes: Array) -> Array:
-    """Return the mask (warps,) of ``lanes``."""
     return (lanes * _ONE).sum(axis=1, dtype=np.uint64).astype(np.uint32)
 
 

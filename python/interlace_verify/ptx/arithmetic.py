@@ -135,7 +135,6 @@ _DIRECTED = ("rz", "rm", "rp")
 
 
 def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Array]:
-    """Return the function, with the qualifiers applied."""
     name = instruction.mnemonic
     function = _OF_FLOATS[name]
     if name in ("min", "max"):

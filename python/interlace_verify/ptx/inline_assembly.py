@@ -140,8 +140,6 @@ IDLE_STEPS = 1_000_000
 
 @dataclass(frozen=True)
 class _Statement:
-    """A built asm text."""
-
     steps: tuple[Instruction, ...]
     operands: AsmOperands
     kinds: list[Any]

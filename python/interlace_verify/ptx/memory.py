@@ -295,7 +295,6 @@ def take_accessed(instruction: Instruction) -> tuple[str | None, ScalarType]:
 
 
 def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:
-    """Return the addresses of every part of a vector."""
     if parts == 1:
         return addresses
     return addresses[:, None] + np.arange(parts, dtype=np.uint64) * np.uint64(kind.bits // 8)
@@ -469,7 +468,6 @@ def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, Scala
 
 
 def _stacked(values: list[Array]) -> Array:
-    """Stack several parts to (threads, parts)."""
     return values[0] if len(values) == 1 else np.stack(values, axis=1)
 
 

@@ -252,7 +252,6 @@ def _by_chance(bits: Array, index: int, name: str) -> Rounding:
 
 
 def _to_integer(values: Array, target: ScalarType) -> Array:
-    """Convert to integers, clamped."""
     limits = np.iinfo(target.stored)
     low, high = float(limits.min), float(limits.max)
     wide = values.astype(np.float64)

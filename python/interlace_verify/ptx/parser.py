@@ -97,7 +97,6 @@ def declared(text: str) -> list[Variable]:
 
 
 def _flat(text: str) -> list[str]:
-    """Return the values of an initialiser, without its braces."""
     return [part for part in (each.strip() for each in re.split(r"[{},]", text)) if part]
 
 
@@ -207,7 +206,6 @@ def read_text(ptx: str) -> ModuleText:
 
 
 def _uncommented(text: str) -> str:
-    """Return ``text`` without comments, with the same lines."""
     return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", text)
 
 
@@ -440,7 +438,6 @@ class Parser:
         return found
 
     def _function(self, call: Instruction) -> PtxFunction | None:
-        """Return the called function, if the text defines it."""
         results, name, arguments = called(call)
         function = self._functions.get(name)
         if function is None or function.body is None:
@@ -483,7 +480,6 @@ class Parser:
         self._names = outer
 
     def _sizes(self, names: list[str]) -> list[int]:
-        """Return the bytes of parameters or registers."""
         symbols, registers = self._names.symbols, self._names.registers
         sizes = [symbols[n].nbytes if n in symbols else registers[n].bits // 8 for n in names]
         return sizes

@@ -120,7 +120,6 @@ class Collector(Observer):
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
     def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
-        """Return the cells of one element."""
         return next(self._memory.find(np.array([address], np.uint64), size))
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
@@ -212,7 +211,6 @@ class Collector(Observer):
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
     def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
-        """Return whether two atomics, of ``agent`` and of ``other``, are in each other's scope."""
         return reaches(scope, agent, other) and reaches(other_scope, other, agent)
 
     def _signal(self, conflict: Conflict) -> FailedSignal | None:
@@ -336,7 +334,6 @@ class Collector(Observer):
         return clock
 
     def _components(self, block: int) -> tuple[Numbers, Numbers]:
-        """Return all components, and their mirrors of a block."""
         agents = self._agents.values()
         bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
         counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)

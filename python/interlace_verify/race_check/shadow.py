@@ -207,7 +207,6 @@ class ShadowSegment:
         return cells[same.all(axis=1)]
 
     def _numbers(self, index: Index, positions: Numbers) -> Any:
-        """Return the cells at ``positions`` of an access."""
         return index.start + positions if isinstance(index, slice) else index[positions]
 
     def bytes_of(self, cells: Numbers) -> Numbers:

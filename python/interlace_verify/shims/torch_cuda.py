@@ -304,7 +304,6 @@ def _asked_by_us() -> bool:
 
 
 def _on_cpu(value: object) -> Any:
-    """Return the CPU instead of a GPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     if isinstance(value, str) and value.partition(":")[0] == "cuda":

@@ -197,7 +197,6 @@ def st_vector(
 
 
 def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
-    """Return the addresses of the accesses."""
     step = 128 // ptr.dtype.element_ty.primitive_bitwidth if whole else 1
     return [ptr.__add__(first, _semantic=semantic) for first in range(0, count, step)]
 
