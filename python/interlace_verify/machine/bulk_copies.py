@@ -43,7 +43,7 @@ BoxAt = Callable[[Threads, int, int], Box]
 
 @dataclass(eq=False)
 class BulkStore:
-    """A copy from shared memory. ``group``: -1 before its commit. ``bits``: the data read so far."""
+    """A copy from shared memory. ``group``: -1 before its commit. ``bits``: the data, after it was read."""
 
     access: AsyncAccess
     box: Box

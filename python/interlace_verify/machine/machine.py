@@ -9,7 +9,7 @@ warp holds it until the warp has arrived, and a wait for an mbarrier until its p
 In some intervals between barriers, which the seed draws for each block, warps run apart. Only a barrier
 merges them. So code that works only while warps happen to run together fails in some schedules.
 
-Other programs cannot run between two steps that hooks do not see.
+Other programs run only between accesses that the hooks see.
 
 A loop that changes nothing is a wait or never ends. A *round* ends when every group of threads that can run
 has gone back in a loop. Rounds in which the program changes no memory are watched. Loops that poll memory

@@ -69,7 +69,7 @@ def mbarrier_at(threads: Threads, address: int) -> MBarrier:
 
 
 def _mbarriers(threads: Threads, addresses: Array) -> list[MBarrier]:
-    """Return the mbarriers of the running threads, and report reads of them, which must be ordered."""
+    """Return the running threads' mbarriers, and report reads: their initialisation must come before."""
     found = [mbarrier_at(threads, each) for each in addresses.tolist()]
     shared_bits(threads, addresses, _STATE)
     return found

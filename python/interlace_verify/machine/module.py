@@ -183,8 +183,8 @@ def _block(kernel: PtxFunction, block: Block | None) -> Block:
 def _take_guesses(steps: Sequence[Instruction]) -> None:
     """Make the first loads of compare-and-swap loops relaxed, as compilers mean them.
 
-    This makes loops for atomics work that a GPU does not have. Another thread may change the loaded value,
-    so it is a guess. Only the loop uses it, and only a successful swap confirms it.
+    Compilers write such loops for atomics that a GPU does not have. Another thread may change the loaded
+    value, so it is a guess. Only the loop uses it, and only a successful swap confirms it.
     """
     for at, swap in enumerate(steps):
         if swap.mnemonic != "atom" or "cas" not in swap.qualifiers:

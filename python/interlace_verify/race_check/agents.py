@@ -20,10 +20,11 @@ Times = dict[int, int]  # the time of each component
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that hold.
+    """The rules that hold. The detector makes an assumption for each rule that is off.
 
-    If a rule is off, every release has a barrier before it, or every wait has one after it, or every signal
-    covers all puts. Or every atomic releases, acquires, or has scope sys. Or no proxy fence is needed.
+    ``barriers``: every release has a barrier before it; ``barriers_after``: every wait has one after it.
+    ``puts``: every signal covers all puts. ``releases``, ``acquires``, ``scopes``: every atomic releases,
+    acquires, has scope sys. ``proxies``: no access needs a proxy fence.
     """
 
     barriers: bool = True

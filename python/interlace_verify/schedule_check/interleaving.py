@@ -52,7 +52,7 @@ class Story:
     def lines(self, *, shared: bool = False) -> tuple[str, ...]:
         """Return one line per step. Repeated lines are counted. A long story keeps its end.
 
-        ``shared``: leave out accesses of memory that no task shares with another one that changes it.
+        ``shared``: leave out steps that no other task can see, if that leaves any.
         """
         told: list[str] = []
         kept = [step for step in self.steps if not step.alone] if shared else []

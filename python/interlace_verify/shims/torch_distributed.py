@@ -49,7 +49,7 @@ class MemoryOfTorch(SymmetricMemory):
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
-        """Allocate symmetric memory of this rank. It is kept to the end of the run, as on a device.
+        """Allocate symmetric memory of this rank, for the whole run: to free it would wait for the device.
 
         ``alloc_id``, which would return the same memory again, is ignored.
         """
@@ -168,7 +168,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
         return self._found()  # type: ignore[no-any-return]
 
     def _own(self, tensors: object) -> Any:
-        """Return all tensors: a check's dispatch modes do not need torch's dispatcher."""
+        """Return all tensors: a check's dispatch modes are not a reason to use torch's dispatcher."""
         return tensors
 
 
