@@ -21,8 +21,8 @@ transposed matrices without a swizzle it is the other way round.
 
 Each warp's part is computed when the warp waits for the group. Only then are shared memory, the factor in
 registers and the sums read. So all of them must stay unchanged until the wait. A thread that reads the sums
-earlier sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of floats,
-which wait first.
+earlier sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of
+floats, which wait first.
 """
 
 import functools
