@@ -310,7 +310,9 @@ def test_a_load_that_is_too_early_is_one_finding_of_its_race(count: int) -> None
         (race,), others = others, [race]
     assert race.kinds == {"write-read", "read-write"} and race.first is not None
     if count == N:
-        assert not others and any(text.startswith("uninitialised where") for text in race.also)
+        assert not others and any(
+            text.startswith("uninitialised if it runs first") for text in race.also
+        )
     else:
         assert [each.kind for each in others] == ["uninitialised"]
 
