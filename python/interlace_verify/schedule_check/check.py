@@ -189,12 +189,12 @@ def schedules(
     Parameters
     ----------
     n : the number of schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every third seed (0,
-        3, ...) gives the schedule of ``interlace.run(fn, world_size, seed=...)``. store_buffers : let
-    stores become visible late and out of order until they are released. arch : compile kernels for this GPU
-    (80 is sm_80; or 90) and run their PTX. check : called with the list of the ranks' results; raises if
-    they are wrong. deterministic : a result that differs from the first schedule's is a failure. Turn this
-    off for functions
-        whose result may depend on the order.
+        3, ...) gives the schedule of ``interlace.run(fn, world_size, seed=...)``.
+    store_buffers : let stores become visible late and out of order until they are released.
+    arch : compile kernels for this GPU (80 is sm_80; or 90) and run their PTX.
+    check : called with the list of the ranks' results; raises if they are wrong.
+    deterministic : a result that differs from the first schedule's is a failure. Turn this off for
+        functions whose result may depend on the order.
     workers : processes (forked) that share the work; default one per core, 1 for this process only.
     timeout : seconds per schedule; a longer schedule is a failure.
     shrink : look for the fewest context switches that fail; takes up to a minute.
