@@ -41,13 +41,17 @@ class VerifyOptions(CommandOptions):
         help="the target: everything, one op of interlace, or a function that every rank runs",
     )
     full: bool = option(
-        False, action="store_true", help="check more cases, and schedules of FILE.py: takes minutes"
+        False, action="store_true", help="check more cases, and schedules of FILE.py; takes minutes"
     )
     ranks: tuple[int, ...] | None = option(
         None, type=world_sizes, metavar="2,3,4,8", help="world sizes; schedules use the smallest"
     )
-    seeds: int | None = option(None, type=positive_int, help="schedules of the race check")
-    schedules: int | None = option(None, type=positive_int, help="schedules that run to their end")
+    seeds: int | None = option(
+        None, type=positive_int, help="number of schedules for the race check"
+    )
+    schedules: int | None = option(
+        None, type=positive_int, help="number of schedules for the schedule check"
+    )
     arch: tuple[int, ...] | None = option(
         None, type=arches, metavar="80,90,100", help="architectures to compile kernels for"
     )
