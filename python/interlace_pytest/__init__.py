@@ -1,1 +1,1 @@
-"""The plugin for pytest, which imports interlace, and so torch, only when a test asks for it."""
+"""The pytest plugin. It imports interlace, and so torch, only if a test uses it."""

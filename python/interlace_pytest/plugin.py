@@ -1,4 +1,4 @@
-"""The mark ``interlace``, whose test's body is what every rank runs, and the fixture ``races``.
+"""The mark ``interlace``, which runs a test's body on every rank, and the fixture ``races``.
 
     @pytest.mark.interlace(ranks=4, seeds=10)
     def test_sums():
@@ -6,8 +6,8 @@
         interlace.all_reduce(total)
         assert total.tolist() == [4, 4, 4]
 
-The body runs on simulated ranks, once for each schedule, under the race detector. The test fails if a rank
-raises, if ranks wait for each other, and if there is a race, with the report of ``interlace.verify.races``.
+The body runs on simulated ranks under the race detector, once for each schedule. The test fails if a rank
+raises, if ranks wait for each other, or if there is a race. It prints ``interlace.verify.races``'s report.
 """
 
 import functools
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {"ranks": 2, "seeds": 10, "store_buffers": False, "timeout": 300.0}
 SIGNATURE = f"interlace({', '.join(f'{name}={value}' for name, value in DEFAULTS.items())})"
 MARK = (
-    f"{SIGNATURE}: run the body on so many simulated "
-    "ranks, in so many schedules, or in those of a list of seeds, and look for races"
+    f"{SIGNATURE}: run the test's body on this number of simulated "
+    "ranks, in this number of schedules or with these seeds, and report races"
 )
 REPORTS = pytest.StashKey["list[RaceReport]"]()
-# of a rank: how a body ends a test otherwise than by an error
+# exceptions by which a rank's body ends a test without an error of its own
 OUTCOMES = (pytest.skip.Exception, pytest.fail.Exception, unittest.SkipTest)
 
 
 class Races:
-    """``races(fn, world_size, ...)`` is ``interlace.verify.races``, whose reports are kept."""
+    """Calls ``interlace.verify.races(fn, world_size, ...)`` and keeps the reports."""
 
     def __init__(self, reports: "list[RaceReport]") -> None:
         self.reports = reports
@@ -46,10 +46,10 @@ class Races:
 
 @pytest.fixture
 def races(request: pytest.FixtureRequest) -> Generator[Races, None, None]:
-    """As ``interlace.verify.races``; what it finds in all its calls fails the test when that has ended."""
+    """Call ``interlace.verify.races``; findings of all calls fail the test after it has ended."""
     reports = request.node.stash.setdefault(REPORTS, [])
     yield Races(reports)
-    _tell(reports)  # of calls after the test, by fixtures that end
+    _tell(reports)  # calls by fixtures that end after the test
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,7 +63,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         how = _marked(item)
     except (TypeError, ValueError) as error:
-        wrong = str(error)  # the mark cannot be as it is written
+        wrong = str(error)  # an argument of the mark is wrong
     if wrong:
         pytest.fail(wrong, pytrace=False)
     test: Any = item
@@ -72,17 +72,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         result = yield
     except BaseException:
-        reports.clear()  # it has failed already
+        reports.clear()  # the test has failed already
         raise
     finally:
         if how is not None:
-            test.obj = body  # for whoever runs it again
+            test.obj = body  # restored for plugins that run the test again
     _tell(reports)
     return result
 
 
 def _marked(item: pytest.Item) -> dict[str, Any] | None:
-    """Arguments of the marks of a test: those of a class and, before them, those of its method."""
+    """Return the arguments of a test's marks. A mark of a method overrides the mark of its class."""
     marks = [m for node in item.listchain() for m in node.own_markers if m.name == "interlace"]
     if not marks:
         return None
@@ -92,20 +92,22 @@ def _marked(item: pytest.Item) -> dict[str, Any] | None:
     for mark in marks:
         if mark.args or not mark.kwargs.keys() <= DEFAULTS.keys():
             strange = [*map(repr, mark.args), *(k for k in mark.kwargs if k not in DEFAULTS)]
-            raise TypeError(f"the mark is {SIGNATURE}, by name; got {', '.join(strange)}")
+            raise TypeError(
+                f"the mark is {SIGNATURE}, with named arguments; got {', '.join(strange)}"
+            )
         how.update(mark.kwargs)
     if not isinstance(item, pytest.Function):
         raise TypeError(f"the mark interlace is for functions, got a {type(item).__name__}")
-    if not isinstance(how["seeds"], (int, Collection)):  # the mark may be of several tests
+    if not isinstance(how["seeds"], (int, Collection)):  # several tests may share the mark
         raise TypeError(f"seeds must be a number of schedules or a list, got {how['seeds']!r}")
     check_races(item.obj, *how.values(), names=("the body", "ranks"))
     return how
 
 
 def _on_ranks(body: Callable[..., Any], ranks: int, **how: Any) -> Callable[..., None]:
-    """A function that runs ``body`` on ranks and fails for what is found; takes the fixtures."""
+    """Return a function of the fixtures that runs ``body`` on ranks and fails if there are findings."""
 
-    @functools.wraps(body)  # unittest looks for attributes
+    @functools.wraps(body)  # unittest reads attributes of the function
     def test(**fixtures: Any) -> None:
         from interlace import verify
 
@@ -126,7 +128,7 @@ def _on_ranks(body: Callable[..., Any], ranks: int, **how: Any) -> Callable[...,
 
 
 def _tell(reports: "list[RaceReport]") -> None:
-    """Fail for what is in the reports, each of which is told once."""
+    """Fail if the reports have findings. Each report is shown once."""
     found = [str(report) for report in reports if not report.clean]
     reports.clear()
     if found:

@@ -1,12 +1,12 @@
-"""Checks of kernels that communicate through symmetric memory: one's own and interlace's, without a GPU.
+"""Check kernels that communicate through symmetric memory, yours or interlace's, without a GPU.
 
 ===================  ==============================================================================
-:func:`races`        accesses that nothing orders, by vector clocks over a simulated run
-:func:`schedules`    many interleavings, with late stores if wanted; the shortest that fails
-:func:`lint`         what the compiler made of a kernel: ordering, registers, tensor cores
-:func:`explore`      every interleaving of a small model of a protocol
-:func:`check`        the first two, for a test: raises what they find
-:func:`launch_ptx`   PTX of any origin, on a rank of ``interlace.run(place="ptx")``
+:func:`races`        find accesses that are not ordered, by vector clocks over a simulated run
+:func:`schedules`    try many interleavings, optionally with late stores; shorten the first failure
+:func:`lint`         check the compiled code of a kernel: ordering, registers, tensor cores
+:func:`explore`      try every interleaving of a small model of a protocol
+:func:`check`        run the first two in a test; raise an error for a finding
+:func:`launch_ptx`   launch any PTX on a rank of ``interlace.run(place="ptx")``
 ===================  ==============================================================================
 
 >>> from interlace import verify

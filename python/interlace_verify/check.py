@@ -1,4 +1,4 @@
-"""``interlace.verify.check``: races and schedules of a function, for tests without a report to read."""
+"""``interlace.verify.check``: races and schedules of a function, for tests that need no report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEDULES = 50
 
 
 class VerificationError(AssertionError):
-    """Raised by :func:`check`: ``report`` is not clean, and its text is the message."""
+    """Raised by :func:`check` if ``report`` is not clean. Its message is the report's text."""
 
     def __init__(self, report: RaceReport | ScheduleReport) -> None:
         super().__init__(str(report))
@@ -32,14 +32,14 @@ def check(
     timeout: float = RUN_SECONDS,
     **kwargs: Any,
 ) -> None:
-    """Nothing, if :func:`races` and :func:`schedules` find nothing, with late stores either; else raise.
+    """Raise an error if :func:`races` or :func:`schedules`, also with late stores, finds anything.
 
-    For a test, which has no report to look at. ``fn``, ``world_size``, ``args`` and ``kwargs``: as there.
+    For tests, which do not print a report. See there for ``fn``, ``world_size``, ``args`` and ``kwargs``.
 
     Parameters
     ----------
-    seeds : of races.
-    n, check, deterministic, workers : of schedules, of which ``n`` have stores at once and ``n`` late ones.
+    seeds : schedules of the race check.
+    n, check, deterministic, workers : as for schedules; ``n`` with immediate stores, ``n`` with late ones.
     timeout : seconds per schedule.
 
     Raises
@@ -49,7 +49,7 @@ def check(
 
     >>> interlace.verify.check(interlace.get_rank, 2, seeds=1, n=2)
     """
-    __tracebackhide__ = True  # of pytest
+    __tracebackhide__ = True  # for pytest
 
     def clean(report: RaceReport | ScheduleReport) -> None:
         __tracebackhide__ = True

@@ -72,7 +72,7 @@ def test_words_of_triton_distributed() -> None:
     ("name", "message"),
     [
         ("wrong_peer", "pe must be within 0..1, got 2 on rank"),
-        ("wrong_memory", "pointer must be into symmetric memory that all ranks have"),
+        ("wrong_memory", "pointer must be in symmetric memory that all ranks have"),
         (
             "wrong_operation",
             "sig_op must be NVSHMEM_SIGNAL_SET (9) or NVSHMEM_SIGNAL_ADD (10), got 0",

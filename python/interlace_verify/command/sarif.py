@@ -1,8 +1,8 @@
 """Findings of ``verify`` as SARIF 2.1.0, which code hosts show in the diff of a pull request.
 
-Paths are relative to the repository that the command runs in. A finding is at the line to change, as far as
-that is known, and names the others: at the innermost line that is in the repository, so that one in a
-library is where it was called; without such a line, at the function that was checked.
+Paths are relative to the repository in which the command runs. A finding is at the line to change, if that
+is known, and names the other lines. It uses the innermost line that is in the repository, so an error in a
+library is at the line of the call. Without such a line it is at the function that was checked.
 """
 
 import hashlib
@@ -23,16 +23,16 @@ from interlace_verify.schedule_check.interleaving import Story
 from interlace_verify.suite.jobs import JobResult
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-MOST_STEPS = 200  # of a schedule; its last ones
+MOST_STEPS = 200  # the last steps of a schedule that are written
 DEFINITION = re.compile(r"\s*(?:async )?def (\w+)")
-# Rules besides those of races and lint; what a rank raises is a rule by its name.
+# Rules besides the rules of races and lint. An exception of a rank is a rule with its name.
 OTHERS = {
     "schedules/DeadlockError": "Ranks or programs wait for each other, and nothing can run.",
     "schedules/CollectiveTimeoutError": "In some schedule the function does not end in time.",
-    "schedules/different-results": "What ranks return depends on the schedule.",
-    "schedules/not-repeatable": "A schedule failed once: something besides the schedule decides.",
+    "schedules/different-results": "The results of ranks depend on the schedule.",
+    "schedules/not-repeatable": "A schedule failed once, but not again: the schedule is not the cause.",
     "lint": "A compiled kernel breaks a rule.",
-    "protocol": "An interleaving of a signal pattern goes wrong.",
+    "protocol": "An interleaving of a signal pattern fails.",
 }
 
 
@@ -40,7 +40,7 @@ Lines = Sequence[SourceText]
 
 
 def write(path: str, results: Sequence[JobResult]) -> None:
-    """Write a log of one run."""
+    """Write a SARIF log of one run."""
     root = repository(pathlib.Path.cwd())
     found: dict[object, dict[str, Any]] = {}
     for each in (each for result in results for each in findings(result, root)):
@@ -69,7 +69,7 @@ def write(path: str, results: Sequence[JobResult]) -> None:
 
 
 def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
-    """Of the rule, the file, the function and the text of the line: other lines may come and go."""
+    """Hash the rule, the file, the function and the text of the line, so that other lines may change."""
     facts, (place,) = [finding["ruleId"]], finding["locations"]
     if place:
         at = place["physicalLocation"]
@@ -82,18 +82,18 @@ def _fingerprint(finding: dict[str, Any], root: pathlib.Path) -> str:
 
 
 def _cause(finding: dict[str, Any]) -> tuple[str, str]:
-    """Equal for the same failure in runs of several checks, and for findings that say the same."""
+    """Return a key that is equal for the same failure in several checks and for findings of equal text."""
     of_a_run = finding["ruleId"].startswith("schedules/")
     return finding["ruleId"], repr(finding["locations"] if of_a_run else finding["message"])
 
 
 def repository(folder: pathlib.Path) -> pathlib.Path:
-    """The folder or the one above it that has ``.git``; the folder itself if there is none."""
+    """Return the nearest of ``folder`` and its parents that has ``.git``, or ``folder``."""
     return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
 
 
 def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """The findings of one job, as SARIF has them."""
+    """Yield the findings of one job in SARIF's form."""
     report, subject = result.report, _subject(result.subject)
 
     def made(rule: str, text: str, lines: Lines, *others: tuple[Lines, str]) -> dict[str, Any]:
@@ -138,10 +138,10 @@ def findings(result: JobResult, root: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _end(text: str, story: Story) -> Lines:
-    """Where a run ended: where it raised, at the wait that does not end, or the last step with a line."""
+    """Return the lines where a run ended: at its exception, its endless wait, or its last known step."""
     if isinstance(text, SourceText) and text.frames:
         return [text]
-    # whoever waits for the end of a kernel waits for what that waits for
+    # a wait for the end of a kernel ends only after the kernel's own wait
     waits = sorted(story.blocked, key=lambda wait: wait.waiting_for.startswith("the end of kernel"))
     ends = [*map(story.where, waits), *(step.lines for step in story.steps[::-1])]
     return next(filter(None, ends), ())
@@ -152,7 +152,7 @@ def _id(rule: str) -> str:
 
 
 def location(lines: Lines, root: pathlib.Path, text: str = "") -> dict[str, Any] | None:
-    """The innermost line that is in the repository, with what happened there; None without any."""
+    """Return the innermost line in the repository, with ``text`` as its message; None without one."""
     for path, line in (frame for each in lines for frame in each.frames):
         inside = pathlib.Path(path).resolve()
         if inside.is_relative_to(root) and "site-packages" not in inside.parts:
@@ -165,7 +165,7 @@ def location(lines: Lines, root: pathlib.Path, text: str = "") -> dict[str, Any]
 
 
 def _subject(subject: str) -> SourceText:
-    """The function that was checked: of "path/to/file.py::function" its first line, else the targets."""
+    """Return the first line of the checked function "path/to/file.py::function", or the targets' line."""
     path, _, name = subject.partition("::")
     if not name:
         return SourceText(subject, ((targets.__file__, 1),))

@@ -1,6 +1,6 @@
-"""``interlace verify``: race-check, schedule, lint and explore; a table, all findings, and the page.
+"""``interlace verify``: check races, schedules, kernels and protocols; print a table and all findings.
 
-The page of ``--html`` shows findings as panels: schedules, races and deadlocks in red.
+The page of ``--html`` shows findings as panels: schedules, with races and deadlocks in red.
 """
 
 import contextlib
@@ -38,36 +38,38 @@ class VerifyOptions(CommandOptions):
         positional=True,
         nargs="?",
         metavar="all|OP|FILE.py::FUNCTION",
-        help="everything, one op of interlace, or a function of one's own that every rank runs",
+        help="the target: everything, one op of interlace, or a function that every rank runs",
     )
     full: bool = option(
-        False, action="store_true", help="more of everything, and schedules of FILE.py: minutes"
+        False, action="store_true", help="check more cases, and schedules of FILE.py; takes minutes"
     )
     ranks: tuple[int, ...] | None = option(
-        None, type=world_sizes, metavar="2,3,4,8", help="of races; schedules are on the fewest"
+        None, type=world_sizes, metavar="2,3,4,8", help="world sizes; schedules use the smallest"
     )
-    seeds: int | None = option(None, type=positive_int, help="schedules for races")
+    seeds: int | None = option(
+        None, type=positive_int, help="number of schedules for the race check"
+    )
     schedules: int | None = option(
-        None, type=positive_int, help="schedules that are run to their end"
+        None, type=positive_int, help="number of schedules for the schedule check"
     )
     arch: tuple[int, ...] | None = option(
-        None, type=arches, metavar="80,90,100", help="GPUs that kernels are compiled for"
+        None, type=arches, metavar="80,90,100", help="architectures to compile kernels for"
     )
     ignore: tuple[str, ...] = option(
         (),
         action="append",
         choices=tuple(RULES),
         metavar="RULE",
-        help="a rule of lint that does not apply to the kernels of FILE.py; may be repeated",
+        help="skip this rule of lint for the kernels of FILE.py; may be repeated",
     )
     shims: tuple[str, ...] = option(
         (),
         action="append",
         choices=tuple(SHIMS),
-        help="stand in for a package whose device functions FILE.py calls; may be repeated",
+        help="emulate a package whose device functions FILE.py calls; may be repeated",
     )
-    html: str | None = option(None, metavar="FILE", help="write a page to look at what was found")
-    sarif: str | None = option(None, metavar="FILE", help="write findings for code scanning")
+    html: str | None = option(None, metavar="FILE", help="write an HTML page of the findings")
+    sarif: str | None = option(None, metavar="FILE", help="write SARIF for code scanning")
     json: bool = option(False, action="store_true", help="print JSON")
 
     def interprets(self) -> bool:
@@ -75,18 +77,18 @@ class VerifyOptions(CommandOptions):
 
 
 def verify(console: Any, options: VerifyOptions) -> int:
-    """Check ``options.target``: 1 if anything was found, else 0."""
+    """Check ``options.target``; return 1 if there are findings or unchecked parts, otherwise 0."""
     own = options.target == "all" or options.target in (*TARGETS, PROTOCOLS)
     if not own and "::" not in options.target:
         known = ", ".join(["all", *TARGETS, PROTOCOLS])
-        raise ValueError(f"{options.target}: names no file.py::function, and is none of {known}")
+        raise ValueError(f"{options.target}: must be a file.py::function or one of {known}")
     for name in ("ignore", "shims"):
         if own and (given := getattr(options, name)):
             raise ValueError(f"--{name} {given[0]} is for kernels of FILE.py, not {options.target}")
     source = None if own else options.target.partition("::")[0]
     refuse_outputs({"--html": options.html, "--sarif": options.sarif}, {"the target": source})
     plan, tell = _plan(options, own), Teller(console)
-    # what the user's code prints must not get into the JSON
+    # output of the user's code must not get into the JSON
     quiet = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     with quiet, installed(*options.shims), counted() as begin:
         results = _run(options, plan, own, begin, None if options.json else tell)
@@ -138,8 +140,8 @@ def _run(
         fn = suite.load_function(target)
         if wanted := suite.parameters_without_default(fn):
             raise ValueError(
-                f"{target} takes {', '.join(wanted)}, and every rank calls it without arguments; name one "
-                "that takes none, as functools.partial makes it"
+                f"{target} takes {', '.join(wanted)}, but every rank calls it without arguments: name a "
+                "function without arguments, for example a functools.partial"
             )
         jobs = suite.function_jobs(target, fn, plan)
     step = begin("running", len(jobs))
@@ -157,7 +159,7 @@ def _run(
 
 
 class Teller:
-    """Prints what was found by a job, as soon as it is done, and each cause once."""
+    """Prints the findings of each job as soon as it is done, and each cause once."""
 
     def __init__(self, console: Any) -> None:
         self._console = console
@@ -175,7 +177,7 @@ class Teller:
 
 
 def render(console: Any, results: list[JobResult], tell: Teller | None = None) -> None:
-    """The findings that have not been told, the table, and one line."""
+    """Print the findings that were not printed yet, the table, and a final line."""
     from rich.markup import escape
 
     for result in results:
@@ -183,7 +185,7 @@ def render(console: Any, results: list[JobResult], tell: Teller | None = None) -
     write_table(console, _table(results))
     for result in [r for r in results if r.check == "protocol" and not r.findings]:
         console.print(
-            f"protocol {result.variant}: {result.count}, all interleavings right", style="dim"
+            f"protocol {result.variant}: {result.count}, all interleavings pass", style="dim"
         )
     for note in dict.fromkeys(note for result in results for note in result.notes):
         console.print(escape(note), soft_wrap=True, highlight=False)
@@ -195,7 +197,7 @@ def render(console: Any, results: list[JobResult], tell: Teller | None = None) -
         console.print(f"\n[red]{' '.join(said)}[/]")
     else:
         console.print(
-            "[green]No findings.[/] The table says how much was looked at.", highlight=False
+            "[green]No findings.[/] The table shows how much was checked.", highlight=False
         )
 
 
@@ -245,13 +247,13 @@ EVENTS = {
 
 
 def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None:
-    """Write the page; where nothing was found it shows the first schedule of each subject."""
-    table = [("subject", "check", "", "looked at", "findings", "CPU seconds")]
+    """Write the page; without findings it shows the first schedule of each subject."""
+    table = [("subject", "check", "", "checked", "findings", "CPU seconds")]
     for each in results:
         figures = str(len(each.findings) or "none"), f"{each.seconds:.1f}"
         table.append((each.subject, each.check, each.variant, each.count, *figures))
     found = {panel.text: panel for result in results for panel in panels(result)}
-    every = [*found.values(), Panel("What was looked at", "", table=table)]
+    every = [*found.values(), Panel("Checks", "", table=table)]
     for each in () if found else results:
         if each.check == "schedules" and isinstance(each.report, ScheduleReport):
             view = view_of("the first schedule", each.report.story)
@@ -262,7 +264,7 @@ def write_findings(path: str, target: str, results: Sequence[JobResult]) -> None
 
 
 def panels(result: JobResult) -> Iterator[Panel]:
-    """A panel for each finding of a job."""
+    """Yield a panel for each finding of a job."""
     title, report = f"{result.subject.rpartition('::')[2]}, {result.variant}", result.report
     if isinstance(report, RaceReport):
         stories = {story.seed: story for story in report.stories}
@@ -276,10 +278,10 @@ def panels(result: JobResult) -> Iterator[Panel]:
     elif isinstance(report, ScheduleReport) and report.failure is not None:
         failure = report.failure
         views = [
-            view_of(f"as found, {failure.found_switches} context switches", failure.found),
+            view_of(f"before shrinking, {failure.found_switches} context switches", failure.found),
             view_of(f"shrunk, {failure.switches} context switches", failure.told),
         ]
-        text = str(report).partition("\nwith ")[0]  # the views tell the rest
+        text = str(report).partition("\nwith ")[0]  # the views show the rest
         yield Panel(f"{failure.kind}: {result.check}, {title}", text, views, True)
     elif isinstance(report, LintReport):
         for fault, text in zip(report.findings, report.texts(), strict=True):
@@ -290,7 +292,7 @@ def panels(result: JobResult) -> Iterator[Panel]:
 
 
 def view_of(title: str, story: Story, finding: Finding | None = None) -> PageView:
-    """``story`` with the accesses of ``finding`` in red, and with what was waited for when it ended."""
+    """Return ``story`` with the accesses of ``finding`` in red, and the waits that were left at its end."""
     steps = [(_lane(step), step) for step in story.steps]
     waits = [((wait.rank, wait.who), wait) for wait in story.blocked]
     lanes = sorted({lane for lane, _ in [*steps, *waits]})
@@ -322,7 +324,7 @@ def _lane(step: Step) -> tuple[int, str]:
 
 
 def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
-    """Events to which the arrow of a wait that never ends goes: the last ones of whom it waits for."""
+    """Return the targets of the arrows of an endless wait: the last events of the tasks it waits for."""
     ranks = [] if wait.source is None else [wait.source]
     if kernel := re.match(r"the end of kernel (\w+)", wait.waiting_for):
         lanes = [
@@ -334,7 +336,7 @@ def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:
         if named := re.match(r"ranks \[([\d, ]+)\]", wait.waiting_for):
             ranks = [int(each) for each in named[1].split(",")]
         lanes = [n for n, (rank, _) in enumerate(view.lanes) if rank in ranks]
-    if not lanes:  # a word: whoever has touched it last
+    if not lanes:  # a word: the last event that accesses it
         own = view.lanes.index((wait.rank, wait.who))
         word = re.compile(re.escape(wait.waiting_for.partition(" and ")[0]) + r"(,| and )")
         touched = [n for n, e in enumerate(view.events) if word.search(e.text) and e.lane != own]

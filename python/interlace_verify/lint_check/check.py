@@ -1,12 +1,12 @@
 """Lint of compiled kernels: memory ordering, registers, tensor cores, without a GPU.
 
-:func:`lint` compiles a ``@triton.jit`` kernel for a GPU that need not be here, in a worker process, and
-reads what the compiler made of it. What it looks for is :data:`RULES`; a finding names the line of the
-source. The rules are those of the PTX memory model (PTX ISA, "Memory Consistency Model") as Triton's
-lowering of ``tl.atomic_*`` meets it; the races of a protocol are for ``interlace.verify.races``.
+:func:`lint` compiles a ``@triton.jit`` kernel in a worker process, for a GPU that need not be present, and
+reads the compiled code. :data:`RULES` lists the rules. A finding names the source line. The rules follow
+the PTX memory model (PTX ISA, "Memory Consistency Model") for Triton's lowering of ``tl.atomic_*``. Races
+of a protocol are found by ``interlace.verify.races``.
 
-A kernel is compiled for one signature, as one launch would. What Triton specialises on, a launch with
-other types, alignments or constants may compile to something else: lint what you launch.
+A kernel is compiled for one signature, as one launch would compile it. Triton specialises on types,
+alignments and constants, so another launch may compile to other code: lint the form that you launch.
 """
 
 import os
@@ -34,21 +34,21 @@ __all__ = ["RULES", "Fault", "LintReport", "LintRequest", "lint", "lint_many"]
 ANY_ARCH = 90
 
 MODELLED = ("narrow scope", "weak poll")
-"""Rules that must guess what they cannot know, and that the race check follows exactly where it runs."""
+"""Rules that have to guess. The race check knows the answer for lines that it has run."""
 OF_RECEIVED = ("unfenced descriptor load", "early load")
-"""Rules about loads of what peers write, which the race check has seen."""
+"""Rules about loads of data that peers write; the race check sees these loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LintReport(Measurement):
-    """A compiled kernel's figures, and what is wrong with it.
+    """A compiled kernel's figures and its findings.
 
-    ``kernel`` is its name, ``arch`` as 90 for sm_90. ``registers`` are per thread, ``stack`` bytes per
-    thread, ``spills`` instructions that access it, ``shared`` bytes of shared memory per program,
-    ``tensor_cores`` matrix instructions, or None for a kernel without a dot that could use them.
-    ``place`` is where it is defined. ``findings`` are in the order of :data:`RULES`. ``seconds`` is what it
-    took to compile and read. ``loops`` are those of the SASS, with what a round of each does: barriers,
-    loads in flight.
+    ``kernel`` is its name, ``arch`` is 90 for sm_90. ``registers`` and ``stack`` (in bytes) are per thread,
+    ``spills`` counts instructions that access the stack, ``shared`` is the bytes of shared memory per
+    program. ``tensor_cores`` counts matrix instructions, or is None for a kernel without a dot that could
+    use them. ``place`` is the line where the kernel is defined. ``findings`` are in the order of
+    :data:`RULES`. ``seconds`` is the time to compile and read. ``loops`` are the loops of the SASS, with
+    the barriers and the loads in flight of one iteration.
     """
 
     kernel: str
@@ -58,11 +58,11 @@ class LintReport(Measurement):
 
     @property
     def clean(self) -> bool:
-        """Whether there is no finding."""
+        """Whether there are no findings."""
         return not self.findings
 
     def texts(self) -> tuple[str, ...]:
-        """A line for each finding, with the kernel and what it was compiled for."""
+        """Return a line for each finding, with the kernel and its architecture."""
         return tuple(f"{self.kernel} for sm_{self.arch}: {fault}" for fault in self.findings)
 
     def __str__(self) -> str:
@@ -110,21 +110,22 @@ def lint(
 ) -> LintReport:
     """Compile ``kernel`` for ``arch`` and look for broken rules in its PTX and SASS. Needs no GPU.
 
-    ``kernel`` is a ``@triton.jit`` function at the top level of a file: it is loaded again in the worker
-    process, which compiles also where this one interprets. Guard a script's own work with
-    ``if __name__ == "__main__"``, or it runs there up to the first lint.
+    ``kernel`` is a ``@triton.jit`` function at the top level of a file. The worker process loads it again,
+    and compiles it even if this process interprets kernels. Guard a script's main part with
+    ``if __name__ == "__main__"``, or the worker runs the script up to the first lint.
 
-    ``signature`` maps arguments to Triton's types: "*bf16" a pointer, "i32" a number, "tensordesc<bf16[64,
-    64]>" a host descriptor; of an argument that is a ``NamedTuple`` one of types. Constexprs may be left
-    out. ``constexprs`` maps names to values (numbers,
-    strings, None, ``tl.dtype``); one with a default may be left out. ``divisible`` names the arguments
-    that are multiples of 16, pointers: 16-byte aligned. Tensors of torch nearly always are, and a
-    launch specialises on it, so name them, or loads are narrower than in the launch, and not
-    asynchronous. ``arch`` is 80, 86, 87, 89, 90, 100,
-    103, 120 or 121, or "sm_90". ``ignore`` leaves rules out by name.
+    ``signature`` maps arguments to Triton's types: "*bf16" is a pointer, "i32" a number,
+    "tensordesc<bf16[64, 64]>" a host descriptor. A ``NamedTuple`` argument takes a ``NamedTuple`` of types.
+    Constexprs may be left out. ``constexprs`` maps names to values (numbers, strings, None, ``tl.dtype``);
+    constexprs with a default may be left out.
+
+    ``divisible`` names the arguments that are multiples of 16 (pointers: 16-byte aligned). Torch's tensors
+    nearly always are, and a launch specialises on it. So name them; otherwise loads are narrower than in
+    the launch, and not asynchronous. ``arch`` is 80, 86, 87, 89, 90, 100, 103, 120 or 121, or "sm_90".
+    ``ignore`` names rules to leave out.
 
     A kernel that does not compile is a finding, "does not compile", with the compiler's last lines.
-    ``ValueError`` and ``TypeError`` name an argument that is wrong, before anything is compiled.
+    A wrong argument raises ``ValueError`` or ``TypeError`` with its name, before anything is compiled.
 
     >>> from interlace.kernels.arguments import Peers
     >>> from interlace.kernels.signal import publish_kernel
@@ -145,12 +146,12 @@ def lint_many(
     workers: int | None = None,
     on_report: Callable[[LintReport], None] = lambda report: None,
 ) -> list[LintReport]:
-    """:func:`lint` for each of ``requests`` in parallel; reports in the same order.
+    """Run :func:`lint` for each of ``requests`` in parallel; return the reports in the same order.
 
-    ``workers`` is how many processes compile, one per core by default. ``on_report`` is called with each
-    report as it is ready, one at a time. All requests are checked before the first is compiled.
+    ``workers`` is the number of compiling processes, one per core by default. ``on_report`` is called with
+    each finished report, one at a time. All requests are checked before the first is compiled.
 
-    Raises ValueError or TypeError naming an argument that is wrong.
+    Raises ValueError or TypeError with the name of a wrong argument.
 
     >>> from interlace.kernels.signal import publish_kernel
     >>> signature = {"peers.rank": "i32", "peer": "i32", "slot_byte": "i32"}
@@ -184,24 +185,26 @@ def _report(request: Compilation, measured: Measurement) -> LintReport:
 
 
 def _checked(request: LintRequest) -> Compilation:
-    """``request`` as a compilation, or the error that it is."""
+    """Return ``request`` as a compilation, or raise an error for a wrong argument."""
     function = jitted_function(request.kernel)
     name = function.__name__
     if unknown := [rule for rule in request.ignore if rule not in RULES]:
-        raise ValueError(f"ignore: no rule is called {unknown[0]!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"ignore: {unknown[0]!r} is not a rule; the rules are {', '.join(RULES)}")
     if request.num_warps not in (1, 2, 4, 8, 16, 32):
-        raise ValueError(f"num_warps of {name} is {request.num_warps}, not a power of 2 up to 32")
+        raise ValueError(
+            f"num_warps of {name} is {request.num_warps}, must be a power of 2 up to 32"
+        )
     if request.num_stages < 1:
-        raise ValueError(f"num_stages of {name} is {request.num_stages}, not at least 1")
+        raise ValueError(f"num_stages of {name} is {request.num_stages}, must be at least 1")
     arch, known = str(request.arch).removeprefix("sm_"), [str(each) for each in BUILDABLE]
     if arch not in known:
-        raise ValueError(f"arch is {request.arch!r}; kernels are linted for {', '.join(known)}")
+        raise ValueError(f"arch is {request.arch!r}, must be one of {', '.join(known)}")
     types, constants = specialised_arguments(function, request.signature, request.constexprs)
     typed = [argument for argument in types if argument not in constants]
     for argument in request.divisible:
         if argument not in typed:
             raise ValueError(
-                f"divisible names {argument!r}; the arguments of {name} that have a type are "
+                f"divisible names {argument!r}, must name arguments of {name} that have a type: "
                 f"{', '.join(typed)}"
             )
     return Compilation(
@@ -221,10 +224,11 @@ def _checked(request: LintRequest) -> Compilation:
 def settled(
     report: LintReport, ordering: Iterable[SourceText], private: Iterable[SourceText] = ()
 ) -> LintReport:
-    """``report`` without guesses about lines that ran in a race check, which tells what is wrong there.
+    """Return ``report`` without guesses about lines that a race check has run; it reports errors there.
 
-    Whether a peer uses a signal (``ordering``), whether a load needs what a poll has seen, and whether
-    peers write what is loaded (``private``: they do not), is in no compiled code.
+    Compiled code does not show whether a peer uses a signal (``ordering``) or whether a load needs the
+    value that a poll has seen. Nor does it show whether peers write the loaded memory (not on lines in
+    ``private``).
     """
     ran = {(rule, _statement(line)) for rule in MODELLED for line in ordering}
     ran |= {(rule, _statement(line)) for rule in OF_RECEIVED for line in private}
@@ -233,7 +237,7 @@ def settled(
 
 
 def by_cause(reports: Sequence[LintReport]) -> list[LintReport]:
-    """``reports`` with each fault once, in the first form of its kernel that has it, and how many do."""
+    """Return ``reports`` with each fault once: in its kernel's first form, with the count of others."""
     forms = Counter(
         key for report in reports for key in {_cause(report, f) for f in report.findings}
     )
@@ -259,7 +263,7 @@ def _statement(where: SourceText) -> tuple[str, str]:
 
 
 def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) -> LintRequest:
-    """Lint what ``launch`` runs, for ``arch``. TypeError, ValueError if it cannot be."""
+    """Return the request to lint ``launch`` for ``arch``. Raise TypeError or ValueError if it cannot be."""
     types, constexprs, divisible = specialised(launch.kernel, launch.arguments)
     how = launch.num_warps, launch.num_stages, tuple(ignore)
     request = LintRequest(launch.kernel, types, constexprs, arch, divisible, *how)
@@ -268,13 +272,13 @@ def lint_request(launch: KernelLaunch, arch: int, ignore: Sequence[str] = ()) ->
 
 
 def specialisation(launch: KernelLaunch) -> str:
-    """Equal for launches that Triton compiles to the same code."""
+    """Return equal texts for launches that Triton compiles to the same code."""
     try:
         request = lint_request(launch, ANY_ARCH)
     except (
         TypeError,
         ValueError,
-    ) as error:  # an argument without a type for lint, which says so later
+    ) as error:  # an argument without a type for lint, which reports it later
         return f"{launch.kernel.fn.__module__}.{launch.name}: {error}"
     parts = (request.signature, request.constexprs, request.divisible)
     compiled = (*parts, request.num_warps, request.num_stages)

@@ -1,9 +1,10 @@
 """PTX that copies by TMA: boxes of tensors and lines of bytes, between shared and global memory.
 
-A copy is done at a time that the seed says, from its start to the wait for it: who looks before, or does
-not wait, may see what was there before. One to shared memory ends at its mbarrier. One from shared memory
-is of a group: it has read by the wait with ``.read``, and is in global memory by the one without, or when
-the program ends. Observers see all of it when it starts; ``fences.py`` has what that means.
+A copy happens at a time that the seed draws, between its start and the wait for it. A thread that reads
+earlier, or does not wait, may see the old values. A copy to shared memory ends at its mbarrier. A copy from
+shared memory belongs to a group. It has read its source after the wait with ``.read``. It is in global
+memory after the wait without it, or when the program ends. Observers see the whole copy at its start;
+``fences.py`` explains this.
 """
 
 import re
@@ -37,12 +38,12 @@ _LINE = TYPES["b64"]
 _IN_TENSOR = re.compile(r"\[ ?([^\s,]+?)(?: ?\+ ?0)? ?, ?\{(.*)\} ?\]")
 _DIMENSIONS = tuple(f"{rank}d" for rank in range(1, 6))
 BoxAt = Callable[[Threads, int, int], Box]
-"""(threads, which of those that run, offset in shared memory) -> the box that it copies."""
+"""(threads, number of the running thread, offset in shared memory) -> the box that it copies."""
 
 
 @dataclass(eq=False)
 class BulkStore:
-    """A copy from shared memory. ``group``: -1 before its commit. ``bits``: what has been read."""
+    """A copy from shared memory. ``group``: -1 before its commit. ``bits``: the data, after it was read."""
 
     access: AsyncAccess
     box: Box
@@ -52,7 +53,7 @@ class BulkStore:
     written: bool = False
 
     def advance(self, program: PtxProgram, *, written: bool) -> None:
-        """Read, if that has not been done; and store, if ``written``."""
+        """Read the data, if it was not read yet, and store it if ``written``."""
         if self.bits is None:
             self.bits = _places(program, self.box).copy()
         if written and not self.written:
@@ -61,7 +62,7 @@ class BulkStore:
 
 
 def finish(program: PtxProgram) -> None:
-    """The program ends, and all stores of it come, after what others may do meanwhile."""
+    """Perform all stores of an ending program, after other programs had a chance to run."""
     if not all(store.written for store in program.bulk_stores):
         program.hooks.pause()
     for store in program.bulk_stores:
@@ -98,7 +99,7 @@ def build_bulk(instruction: Instruction) -> Action:
 def _box(
     instruction: Instruction, operand: str, rest: list[str], tensor: bool, kind: ScalarType
 ) -> BoxAt:
-    """What lies at an operand in global memory: of a tensor at coordinates, or a line of bytes."""
+    """Return the box of an operand in global memory: a tensor's at coordinates, or a line of bytes."""
     if not tensor:
         at = address_of(instruction, operand, _LINE, 2)
         length = instruction.reader(rest.pop(0), TYPES["u32"])
@@ -106,7 +107,7 @@ def _box(
         def line(threads: Threads, which: int, offset: int) -> Box:
             nbytes = int(threads.active(length(threads))[which])
             if nbytes % 16 or offset % 16:
-                raise instruction.error(f"{nbytes} bytes at byte {offset}: no multiples of 16")
+                raise instruction.error(f"{nbytes} bytes at byte {offset} are not multiples of 16")
             steps = np.arange(0, nbytes, kind.bits // 8)
             inside = np.ones(len(steps), np.bool_)
             addresses = at(threads)[which] + steps.astype(np.uint64)
@@ -117,13 +118,13 @@ def _box(
     rank = instruction.choose(*_DIMENSIONS)
     match = _IN_TENSOR.fullmatch(operand)
     if rank is None or match is None:
-        raise instruction.error("a tensor is written as [map, {coordinates}], with its rank")
+        raise instruction.error("a tensor operand must be [map, {coordinates}], with its rank")
     where = instruction.reader(match[1], TYPES["u64"])
     reads: list[Reader] = [
         instruction.numbers(each.strip(), TYPES["s32"]) for each in match[2].split(",")
     ]
     if len(reads) != int(rank[0]):
-        raise instruction.error(f"'.{rank}' has {rank[0]} coordinates")
+        raise instruction.error(f"'.{rank}' takes {rank[0]} coordinates")
 
     def box(threads: Threads, which: int, offset: int) -> Box:
         corner = [int(threads.active(read(threads))[which]) for read in reads]
@@ -134,12 +135,11 @@ def _box(
 
 
 def _each(threads: Threads) -> list[int]:
-    """The threads that run, one of which runs at a time."""
     return [int(each) for each in threads.active(threads.numbers)]
 
 
 def _one_by_one(action: Callable[[Threads, int], None]) -> Action:
-    """``action`` of each thread that runs, alone."""
+    """Return an action that runs ``action`` for each running thread alone."""
 
     def run(threads: Threads) -> None:
         mask = threads.mask
@@ -155,7 +155,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
     target, source, *rest = instruction.operands
     where = _box(instruction, source, rest, tensor, _LINE)
     if len(rest) != 1:
-        raise instruction.error("takes an mbarrier, and no multicast")
+        raise instruction.error("needs an mbarrier, and multicast is not known")
     instruction.operands = [target, source]
     instruction.finish(2)
     to = address_of(instruction, target, TYPES["b64"], 2, shared=True)
@@ -196,7 +196,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
     target, source, *rest = instruction.operands
     where = _box(instruction, target, rest, tensor, kind)
     if rest:
-        raise instruction.error("has other operands")
+        raise instruction.error("has the wrong number of operands")
     instruction.operands = [target, source]
     instruction.finish(2)
     taken = address_of(instruction, source, TYPES["b64"], 2, shared=True)
@@ -226,7 +226,7 @@ def _store(instruction: Instruction, tensor: bool, *, reduces: bool) -> Action:
 
 
 def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str) -> Any:
-    """The handle of a box's addresses in a space, which observers have been told of."""
+    """Report a box's addresses in a space to observers; return their handle."""
     program: PtxProgram = threads.session
     if space == "global":
         addresses = box.addresses[box.inside]
@@ -286,7 +286,7 @@ def _wait(instruction: Instruction) -> Action:
     instruction.finish(1)
     left = instruction.literal(instruction.operands[0], TYPES["u32"])
     if left is None:
-        raise instruction.error("the number of groups is a constant")
+        raise instruction.error("the number of groups must be a constant")
 
     def wait(threads: Threads) -> None:
         program: PtxProgram = threads.session

@@ -1,8 +1,9 @@
-"""Programs of launches that are compiled for a GPU, whose PTX is run on this CPU.
+"""Programs of launches whose kernels are compiled for a GPU. Their PTX runs on this CPU.
 
-In the place ``ptx`` all are; in ``sim`` those whose threads differ (``choice.py``). What a launch depends
-on is what Triton specialises on, so a kernel is compiled once for all launches of a process that would
-share code on a GPU, by a worker process (``compiler/pool.py``), and kept for others (``compiler/kept.py``).
+In the place ``ptx`` all programs are compiled; in ``sim`` only kernels whose threads differ
+(``choice.py``). The compiled code depends on the values that Triton specialises on. So a kernel is compiled
+once for all launches of a process that would share code on a GPU. A worker process compiles it
+(``compiler/pool.py``), and the code is kept for other processes (``compiler/kept.py``).
 """
 
 import functools
@@ -44,9 +45,9 @@ _read = functools.lru_cache(maxsize=256)(read)
 class PtxSource:
     """PTX of any origin, as a kernel of launches in the place ``ptx``.
 
-    ``kernel``: which of several; ``block``: its threads, if the launch says. ``shared_bytes`` of shared
-    memory are given at launch, beside what the text declares with a size. Values are tensors, numbers or
-    bytes in the order of the parameters; the last ones may be left out, and are 0.
+    ``kernel`` names one of several kernels; ``block`` is the threads of a program, if the launch sets them.
+    ``shared_bytes`` of shared memory are added at launch to the memory that the text declares with a size.
+    Values are tensors, numbers or bytes in the order of the parameters; missing last values are 0.
     """
 
     def __init__(
@@ -69,18 +70,18 @@ class PtxSource:
         memory: Allocations,
         rank: int,
     ) -> None:
-        """Find or make the module's variables: ``given``, or ``kept`` from launch to launch."""
+        """Set the module's variables: the ``given`` ones, others ``kept`` from earlier launches or new."""
         wanted, new = self.kernel.variables, []
         for name in given.keys() - wanted.keys():
             listed = ", ".join(wanted) or "none"
-            raise ValueError(f"{self.__name__} uses no variable {name!r}; it uses {listed}")
+            raise ValueError(f"{self.__name__} does not use variable {name!r}; it uses {listed}")
         for name, variable in wanted.items():
             if name in given:
                 memory.of_tensor(given[name], rank)
             elif name not in kept:
                 if variable.extern or variable.nbytes is None:
                     raise ValueError(
-                        f"variable {name!r} of {self.__name__} is not in the text: give it"
+                        f"variable {name!r} of {self.__name__} is not in the text: pass a tensor for it"
                     )
                 whole = aligned(variable.nbytes + 2 * RED_ZONE)
                 kept[name] = torch.from_numpy(whole[RED_ZONE : RED_ZONE + variable.nbytes])
@@ -88,18 +89,18 @@ class PtxSource:
                     kept[name].data_ptr(), variable.nbytes, f"variable {name} of rank {rank}"
                 )
                 if variable.space == "const":
-                    made.read_only = "it is of .const memory"
+                    made.read_only = "it is .const memory"
                 new.append(name)
             self.variables[name] = found = given[name] if name in given else kept[name]
             if found.nbytes < (variable.nbytes or 0):
                 raise ValueError(
-                    f"variable {name!r} has {variable.nbytes} bytes, and is given {found.nbytes}"
+                    f"variable {name!r} has {variable.nbytes} bytes, got a tensor of {found.nbytes}"
                 )
         _begin(self.kernel, self.variables, new)
 
 
 def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterable[str]) -> None:
-    """Those of ``variables`` that are ``new`` get their initial values."""
+    """Give the ``new`` ones of ``variables`` their initial values."""
     at = {name: tensor.data_ptr() for name, tensor in variables.items()} | {**kernel.pointers}
     for name in new:
         values = kernel.variables[name].filled(at.get)
@@ -107,13 +108,13 @@ def _begin(kernel: PtxKernel, variables: Mapping[str, torch.Tensor], new: Iterab
 
 
 class CompiledPrograms:
-    """Makes programs of launches, for ``arch``, 80 for sm_80. ``rewrite`` changes PTX before it is run."""
+    """Makes programs of launches for ``arch`` (80 is sm_80). ``rewrite`` changes the PTX before it runs."""
 
     def __init__(self, arch: int, rewrite: Callable[[str, str], str] | None) -> None:
         self.arch, self._rewrite = arch, rewrite
 
     def __call__(self, launch: KernelLaunch, hooks: ProgramHooks) -> tuple[Callable[[], None], int]:
-        """One program of ``launch``, to be run in a session, and its threads."""
+        """Return one program of ``launch``, to run in a session, and its number of threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
             _check_shared(source, self.arch)
@@ -155,7 +156,7 @@ class CompiledPrograms:
             names += [path] * len(more)
         nbytes = measured.scratch * math.prod(launch.extents)
         scratch = torch.zeros(nbytes, dtype=torch.uint8)
-        tables = {  # of a compiler, as for the sine of a large number
+        tables = {  # from the compiler, for example for the sine of a large number
             name: torch.empty(each.nbytes or 0, dtype=torch.uint8)
             for name, each in kernel.variables.items()
         }
@@ -173,7 +174,9 @@ class CompiledPrograms:
             return ptx
         changed = self._rewrite(name, ptx)
         if not isinstance(changed, str):
-            raise TypeError(f"rewrite must give PTX, a str; of {name} it gave {changed!r:.60}")
+            raise TypeError(
+                f"rewrite must return PTX, a str; for {name} it returned {changed!r:.60}"
+            )
         return changed
 
 
@@ -181,7 +184,7 @@ def _check_shared(source: PtxSource, arch: int) -> None:
     found, most = source.kernel.static_bytes + source.shared_bytes, shared_bytes(arch)
     if found > most:
         raise ValueError(
-            f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, is launched with "
+            f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, launched with "
             f"shared_bytes={source.shared_bytes}; a program of sm_{arch} has at most {most}"
         )
 
@@ -189,12 +192,12 @@ def _check_shared(source: PtxSource, arch: int) -> None:
 def _check_target(kernel: PtxKernel, arch: int) -> None:
     if number_of(kernel.target) > arch:
         raise ValueError(
-            f"{kernel.name} is PTX for {kernel.target}, and arch={arch} is a GPU before that"
+            f"{kernel.name} is PTX for {kernel.target}, but arch={arch} is an older GPU"
         )
 
 
 def _taken_apart(descriptor: TensorDescriptor, of_map: Mapping[str, Any] | None) -> list[object]:
-    """The parameters that Triton makes of one of the host's: with a map for TMA, or with its pointer."""
+    """Return the parameters that Triton makes of a host descriptor: with a TMA map, or with its pointer."""
     base, sizes = descriptor.base, [*descriptor.shape, *descriptor.strides]
     nan = int(descriptor.padding == "nan")
     if of_map is None:
@@ -209,7 +212,7 @@ _measured: weakref.WeakKeyDictionary[object, dict[str, Measurement]] = weakref.W
 
 
 def compiled(function: Any, request: Compilation) -> Measurement:
-    """The PTX of ``request``, for the function under its kernel. InterlaceError if there is none."""
+    """Return the PTX of ``request``, for the function under its kernel, or raise InterlaceError."""
     known = _measured.setdefault(function, {})
     if (key := repr(request)) not in known:
         file = kept.file_of(request, function)
@@ -230,11 +233,11 @@ def program(
     hooks: ProgramHooks,
     variables: Mapping[str, torch.Tensor],
 ) -> Callable[[], None]:
-    """One program of ``kernel`` on ``values``; parameters behind those are 0. ``names``: of the values."""
+    """Return one program of ``kernel`` on ``values``; further parameters are 0. ``names``: the values'."""
     missing = len(kernel.parameters) - len(values)
     if missing < 0:
         raise TypeError(
-            f"{kernel.name} has {len(kernel.parameters)} parameters, and was given {len(values)} values"
+            f"{kernel.name} has {len(kernel.parameters)} parameters, got {len(values)} values"
         )
     parameters = {
         parameter.name: _bits(value, parameter)
@@ -252,7 +255,7 @@ def program(
     found = origins(kernel.sources, of, numbers)
 
     def run() -> None:
-        kept = values, variables  # as long as the program runs
+        kept = values, variables  # alive while the program runs
         PtxMachine(kernel, builder, hooks, parameters, shared_bytes, at, found).run()
         del kept
 
@@ -264,7 +267,7 @@ def _bits(value: Any, parameter: Variable) -> Array | bytes:
     is_number = nbytes * 8 == kind.bits
     if isinstance(value, bytes) or not is_number:
         if not isinstance(value, bytes) or len(value) != nbytes:
-            raise TypeError(f"{parameter.name} is {nbytes} bytes, and not {value!r:.60}")
+            raise TypeError(f"{parameter.name} takes {nbytes} bytes, got {value!r:.60}")
         return kind.raw.type(int.from_bytes(value, "little")) if is_number else value
     name, took = parameter.name, f"{parameter.name}, a .{kind.name}, takes"
     if hasattr(value, "data_ptr"):

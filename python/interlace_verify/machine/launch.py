@@ -22,16 +22,16 @@ def launch_ptx(
 ) -> None:
     """Run a kernel of the text ``ptx`` over ``grid``, as a rank of ``interlace.run(place="ptx")``.
 
-    ``values`` are tensors and numbers in the order of the parameters, of a structure its bytes; parameters
-    behind them are 0. ``kernel`` names one of several. ``threads`` of a program, up to three extents, may
-    be left out where the text says them. ``shared_bytes`` is the dynamic shared memory of a program.
-    ``variables`` are memory for variables of the module, by name: tensors of any shape, with at least as
-    many bytes. Others begin as the text says, and are kept from launch to launch of the same text on a
-    rank. Returns when all programs have ended.
+    ``values`` are tensors and numbers in the order of the parameters; a structure is passed as bytes.
+    Missing last parameters are 0. ``kernel`` names one of several kernels. ``threads`` of a program, up to
+    three extents, may be left out if the text says them. ``shared_bytes`` is the dynamic shared memory of a
+    program. ``variables`` maps names of the module's variables to tensors of any shape, with at least as
+    many bytes. Other variables begin with the values in the text, and stay from launch to launch of the
+    same text on a rank. Returns when all programs have ended.
 
-    Raises NotImplementedError naming an instruction that is not known; TypeError for too many values and
-    for those that their parameter does not take, OverflowError for those that it does not hold; ValueError
-    for threads that the text does not allow, for more shared memory than a program of the architecture has,
+    Raises NotImplementedError naming an instruction that is not known. Raises TypeError for too many values
+    and for a value that its parameter does not take, OverflowError for a number that does not fit. Raises
+    ValueError for threads that the text does not allow, for more shared memory than the architecture has,
     and for variables that the kernel does not use.
 
     >>> import interlace, torch
@@ -68,9 +68,9 @@ def launch_ptx(
     extents = grid if isinstance(grid, Iterable) else (grid,)
     block = None if threads is None else _block(threads)
     if not isinstance(shared_bytes, int) or shared_bytes < 0:
-        raise ValueError(f"shared_bytes must be a whole number from 0 on, got {shared_bytes!r}")
+        raise ValueError(f"shared_bytes must be a whole number >= 0, got {shared_bytes!r}")
     if not isinstance(variables or {}, Mapping):
-        raise TypeError(f"variables must be tensors by name, got {variables!r:.60}")
+        raise TypeError(f"variables must map names to tensors, got {variables!r:.60}")
     for name, tensor in (variables or {}).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"variable {name!r} must be a tensor, got {tensor!r:.60}")
@@ -87,7 +87,7 @@ def _block(threads: int | tuple[int, ...]) -> tuple[int, int, int]:
     whole = all(isinstance(each, int) and each >= 1 for each in given)
     if not whole or not 1 <= len(given) <= 3 or math.prod(given) > MOST_THREADS:
         raise ValueError(
-            f"threads must be 1 to 3 whole numbers from 1 on, {MOST_THREADS} in all, got {threads}"
+            f"threads must be 1 to 3 whole numbers >= 1, at most {MOST_THREADS} in all, got {threads}"
         )
     x, y, z = (*given, 1, 1)[:3]
     return x, y, z

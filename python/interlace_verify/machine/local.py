@@ -1,7 +1,8 @@
-"""PTX on the memory of a thread: what functions declare, and their parameters; and on those of the kernel.
+"""PTX on the memory of a thread (local variables and function parameters) and on kernel parameters.
 
-A thread's addresses of it begin at 0; generic ones are where it is in this process, so those of one thread
-mean nothing to another. Nobody else sees it: no other task goes on at an access, and no observer is told.
+A thread's own addresses begin at 0. Generic addresses are addresses of this process, so an address of one
+thread is not valid in another. No other thread sees this memory: other tasks do not run at an access, and
+observers get no report.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ from interlace_verify.ptx.types import TYPES, Array, ScalarType
 
 _ALIGN = 128
 _FARTHEST = (1 << 31) - 1
-POISON = 0xA5  # what memory holds before a program writes it
+POISON = 0xA5  # the contents of memory before a program writes it
 
 
 class ThreadMemory:
@@ -39,24 +40,26 @@ class ThreadMemory:
         self.starts = self.base + np.arange(count, dtype=np.uint64) * np.uint64(stride)
 
     def has(self, addresses: Array) -> Array:
-        """Of which generic addresses this is the memory, whichever thread's."""
+        """Return which generic addresses are in this memory, of any thread."""
         return addresses - self.base < np.uint64(len(self.bytes))
 
     def places(
         self, threads: Threads, addresses: Array, kind: ScalarType, instruction: Instruction
     ) -> Array:
-        """Where elements are in an array of all memory; each thread's have to be in its own."""
+        """Return the indices of elements in an array of all memory; each must be in its thread's part."""
         starts, size = threads.active(self.starts), kind.bits // 8
         own = (addresses - (starts if addresses.ndim == 1 else starts[:, None])).view(np.int64)
         if own.size and (own.min() < 0 or own.max() + size > self.nbytes):
             where = tuple(np.argwhere((own < 0) | (own + size > self.nbytes))[0])
             offset = int(own[where])
-            offset -= (offset > _FARTHEST) << 32  # addresses of 32 bits are added up
+            offset -= (offset > _FARTHEST) << 32  # sums of 32-bit addresses may wrap around
             number = int(threads.active(threads.numbers)[where[0]])
             row = int(addresses[where] - self.base) // self._rows.shape[1]
             other = row != number and self.has(addresses[where])
             whose = (
-                f"which is in that of thread {row}" if other else f"which has {self.nbytes} bytes"
+                f"which is in the memory of thread {row}"
+                if other
+                else f"which has {self.nbytes} bytes"
             )
             raise ValueError(
                 f"PTX: byte {offset} of the local memory of thread {number}, {whose}; "
@@ -65,11 +68,11 @@ class ThreadMemory:
         return (addresses - self.base) // np.uint64(size)
 
     def column(self, offset: int, kind: ScalarType) -> Array:
-        """One variable, of every thread."""
+        """Return one variable of every thread."""
         return self._rows.view(kind.raw)[:, offset // (kind.bits // 8)]
 
     def bytes_of(self, number: int, address: int, size: int) -> bytes:
-        """Some of a thread's memory, at a generic address."""
+        """Return bytes of a thread's memory at a generic address."""
         offset = address - int(self.starts[number])
         if not 0 <= offset <= self.nbytes - size:
             raise ValueError(f"PTX: address {address:#x} is not in the memory of thread {number}")
@@ -80,12 +83,12 @@ class ThreadMemory:
 
 
 def local_addresses(threads: Threads) -> Array:
-    """Where the memory of each thread that runs begins."""
+    """Return the start of each running thread's memory."""
     return threads.active(threads.session.local.starts)
 
 
 def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
-    """A load or a store of the memory of the threads that run."""
+    """Build a load or a store of the running threads' memory."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
     window = None if generic else local_addresses
@@ -107,7 +110,7 @@ def build_local(instruction: Instruction, *, generic: bool = False) -> Action:
 
 
 def build_parameter(instruction: Instruction) -> Action:
-    """A load or a store of a parameter: of a function, or a load of one of the kernel."""
+    """Build a load or a store of a function parameter, or a load of a kernel parameter."""
     loads = instruction.mnemonic == "ld"
     inner = (instruction.operands or [""])[-1 if loads else 0]
     name, _, more = inner.strip("[] ").partition("+")
@@ -140,7 +143,7 @@ def build_parameter(instruction: Instruction) -> Action:
 
 
 def _by_address(instruction: Instruction) -> Action:
-    """Where it is says a register: in the memory of the threads, or in a parameter of the kernel."""
+    """Build an access whose register holds an address in the threads' memory or in a kernel parameter."""
     opcode = ".".join([instruction.mnemonic, *instruction.qualifiers])
     own, kernels = (
         build(replace(instruction, opcode=opcode, operands=list(instruction.operands)))
@@ -158,7 +161,7 @@ def _by_address(instruction: Instruction) -> Action:
 
 
 def is_of_kernel(threads: Threads, addresses: Array) -> Array:
-    """Which generic addresses are in parameters of the kernel that are arrays."""
+    """Return which generic addresses are in array parameters of the kernel."""
     found = np.zeros(addresses.shape, np.bool_)
     for at, value in threads.session.arrays.items():
         found |= addresses - np.uint64(at) < np.uint64(len(value))
@@ -166,7 +169,7 @@ def is_of_kernel(threads: Threads, addresses: Array) -> Array:
 
 
 def build_of_kernel(instruction: Instruction) -> Action:
-    """A load from parameters of the kernel that are arrays, by generic addresses."""
+    """Build a load from array parameters of the kernel by generic addresses."""
     take_plain_ordering(instruction)
     take_cache_hints(instruction)
     parts, kind, addresses = take_access(instruction)
@@ -182,4 +185,4 @@ def _of_kernel(threads: Threads, address: int, kind: ScalarType) -> bytes:
     for at, value in threads.session.arrays.items():
         if 0 <= address - at <= len(value) - kind.bits // 8:
             return bytes(value[address - at : address - at + kind.bits // 8])
-    raise ValueError(f"PTX: address {address:#x} is in no parameter of the kernel")
+    raise ValueError(f"PTX: address {address:#x} is not in a parameter of the kernel")

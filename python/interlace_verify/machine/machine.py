@@ -1,20 +1,20 @@
 """The machine that runs a PTX kernel: all threads of a program, in groups at the same instruction.
 
-A program starts as one group. Where its threads branch apart it becomes several; groups that meet at an
-instruction are one again. Of several groups the one that is furthest behind goes on (``module.py`` has the
-order), so that threads wait where their ways meet, unless it is in a loop that looks at what others write:
-then it is the others' turn. A barrier holds a group until all threads that it is for are there, an
-instruction of a whole warp until the warp is, and a wait for an mbarrier until its phase is complete.
+A program starts as one group. If its threads branch apart, it becomes several groups; groups that meet at
+an instruction merge. The group that is furthest behind runs next (``module.py`` has the order), so that
+threads wait where their paths meet. A group in a loop that polls memory which others write lets the others
+run first. A barrier holds a group until all threads of the barrier have arrived. An instruction of a whole
+warp holds it until the warp has arrived, and a wait for an mbarrier until its phase is complete.
 
-Now and then, from one barrier to the next, warps go apart: drawn by the seed, block by block. Nothing but a
-barrier makes them one again, so what only happens to work while warps run together does not.
+In some intervals between barriers, which the seed draws for each block, warps run apart. Only a barrier
+merges them. So code that works only while warps happen to run together fails in some schedules.
 
-Between the accesses that the hooks see nothing is a step of its own to other programs.
+Other programs run only between accesses that the hooks see.
 
-Loops that change nothing are waits for others, or never end. A *round* is over when every group of
-threads that can go on has gone back in a loop. Rounds in which the program changes no memory are
-watched: from the first on if those are loops that look at what others write (``module.py`` says which),
-which may change their own, shared memory, else from a later one. As soon as they read nothing new, the
+A loop that changes nothing is a wait or never ends. A *round* ends when every group of threads that can run
+has gone back in a loop. Rounds in which the program changes no memory are watched. Loops that poll memory
+which others write (``module.py`` finds them) are watched from their first round, and may change the
+program's own, shared memory; other loops are watched later. As soon as the rounds read nothing new, the
 program waits for the words that they read, until others change one. Rounds that read nothing, and leave
 every register as it was, never end.
 """
@@ -39,12 +39,10 @@ from interlace_verify.ptx.instruction import Instruction
 from interlace_verify.ptx.special import WARP, Threads
 from interlace_verify.ptx.waits import ARRIVAL, BLOCK_BARRIER, CLUSTER, MBARRIER_WAIT, WARP_BARRIER
 
-PATIENCE = 32  # rounds of loops that do not look as if they waited
-IDLE_STEPS = (
-    5_000_000  # instructions in loops that touch no global memory are taken for an endless one
-)
-MORE_ROUNDS = 100  # of all programs woken in vain, before their loops are taken for waits again
-LONGEST_CIRCLE = 66  # rounds: a poll of a slot per rank, and what goes with it
+PATIENCE = 32  # rounds of loops that do not look like waits
+IDLE_STEPS = 5_000_000  # instructions in loops without global memory that count as an endless loop
+MORE_ROUNDS = 100  # by all programs woken in vain, before their loops count as waits again
+LONGEST_CIRCLE = 66  # rounds: a poll of one slot per rank, and what goes with it
 
 
 class Spins:
@@ -66,9 +64,9 @@ class Spins:
         self._task.seen.clear()
 
     def waits(self, polls: int) -> bool:
-        """After a round of a loop that will see and do the same again: wait for its last ``polls``.
+        """After a round of a loop that will repeat unchanged, wait for its last ``polls`` words.
 
-        Not if memory has changed since they began, or another thread would have.
+        Return False if fewer words were read since memory last changed.
         """
         seen = self._task.seen
         if len(seen) < polls:
@@ -78,16 +76,16 @@ class Spins:
         return True
 
     def over(self, kernel: str, step: Instruction, *, looks: bool) -> None:
-        """A round is over, with ``step``; ``looks``: of loops that look at what others write."""
+        """End a round at ``step``. ``looks``: its loops poll memory that others write."""
         if self._threads.idle_steps > IDLE_STEPS:
             raise _endless(
-                kernel, step, f"{IDLE_STEPS} instructions without a look at global memory"
+                kernel, step, f"{IDLE_STEPS} instructions without an access of global memory"
             )
         if self._are_idle(looks=looks):
             raise _endless(kernel, step, "neither memory nor registers change")
 
     def _are_idle(self, *, looks: bool) -> bool:
-        """Whether rounds read nothing and change nothing; if they only change nothing, wait."""
+        """Return whether rounds read and change nothing. If they read but change nothing, wait."""
         task = self._task
         moved = self._own_changes != self._program.changes
         if task.changes != self._changes or (moved and not looks):
@@ -128,7 +126,7 @@ class Spins:
             self._begin()
             self._quiet = PATIENCE if same else 0
             return False
-        if self._moved:  # they were not rounds that change nothing
+        if self._moved:  # these rounds did change the program's own memory
             self._begin()
             return False
         return same
@@ -140,19 +138,19 @@ def _endless(kernel: str, step: Instruction, why: str) -> InterlaceError:
     )
 
 
-APART = 1 / 8  # of the intervals between barriers, those in which warps go apart
+APART = 1 / 8  # the share of intervals between barriers in which warps run apart
 _ENDS = ("ret", "exit")
 
 
 @dataclass(eq=False)
 class _ThreadGroup:
-    """Threads at the same instruction. ``waits``: for the others of their barrier or warp.
+    """Threads at the same instruction. ``waits``: they wait for the others of their barrier or warp.
 
-    ``rounds``: how often it has gone round in loops that look at what others write, and how often it has
-    gone ``back`` so many times in others; ``looks``: of the loop in which it went back in this round of the
-    program, None before that. ``team``: groups of different teams do not become one. ``barrier``: the
-    number of that which it waits at, and how many it is for; ``counted``: what that gives it; ``until``:
-    whether what it waits for is there.
+    ``rounds``: the number of rounds in polling loops, plus one for each :data:`PATIENCE` rounds in other
+    loops, which ``back`` counts. ``looks``: whether the loop in which it went back in the program's present
+    round polls; None if it has not gone back. ``team``: groups of different teams do not merge.
+    ``barrier``: the number and the thread count of the barrier that it waits at. ``counted``: the action on
+    its result. ``until``: whether its wait has ended.
     """
 
     mask: Numbers
@@ -171,8 +169,8 @@ class _ThreadGroup:
 class PtxMachine:
     """One program of ``kernel``.
 
-    ``parameters`` are values by name, ``variables`` addresses; ``dynamic_bytes``: of shared memory.
-    ``origins``: of the addresses in registers, by slot.
+    ``parameters`` are values by name, ``variables`` addresses. ``dynamic_bytes`` is the dynamic shared
+    memory. ``origins``: the origins of the addresses in registers, by slot.
     """
 
     def __init__(
@@ -188,7 +186,7 @@ class PtxMachine:
         self.kernel = kernel
         count, there = kernel.threads, math.prod(kernel.block)
         nbytes = -(-(kernel.static_bytes + dynamic_bytes) // 16) * 16
-        whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned, as the hardware has it
+        whole = np.full(nbytes + 128, POISON, np.uint8)  # aligned as on the hardware
         skipped = -whole.ctypes.data % 128
         arrays = {name: each for name, each in parameters.items() if isinstance(each, bytes)}
         addresses = {n: np.frombuffer(each, np.uint8).ctypes.data for n, each in arrays.items()}
@@ -210,7 +208,7 @@ class PtxMachine:
         self.threads.heard = hooks.observed or hooks.buffers is not None
         self.step = kernel.steps[0]
         self._groups = [_ThreadGroup(numbers < there, 0, there)]
-        self._arrived: dict[int, int] = {}  # by number of a barrier
+        self._arrived: dict[int, int] = {}  # arrivals by number of a barrier
         self._random = self.program.draw
         self._spins = Spins(self.program, self.threads)
 
@@ -223,7 +221,7 @@ class PtxMachine:
         finish(self.program)
 
     def where(self) -> tuple[str, tuple[SourcePlace, ...]]:
-        """The instruction that runs, and the lines of the source that it is from, innermost first."""
+        """Return the present instruction and its source lines, innermost first."""
         places = self.kernel.places.get(self.step.line, ())
         if places:
             return self.step.opcode, places
@@ -232,7 +230,7 @@ class PtxMachine:
     # -- groups ------------------------------------------------------------------------------------
 
     def _next(self) -> _ThreadGroup:
-        """The group whose turn it is; those that have met are one."""
+        """Return the next group to run. Groups that have met are merged first."""
         if len(self._groups) > 1:
             self._merge()
         if len(self._groups) == 1 and not self._groups[0].waits:
@@ -256,7 +254,7 @@ class PtxMachine:
         return min(own, key=lambda group: (group.rounds, order[group.at]))
 
     def _perhaps_part(self) -> None:
-        """Of a program that is one group, now and then make one of each warp."""
+        """At random, split a program that is one group into one group for each warp."""
         if len(self._groups) > 1 or self._random.random() >= APART:
             return
         (whole,) = self._groups
@@ -281,11 +279,11 @@ class PtxMachine:
                 met.count += group.count
                 met.rounds = max(met.rounds, group.rounds)
                 if met.barrier is None:
-                    met.waits, met.until = False, None  # perhaps all are there now
+                    met.waits, met.until = False, None  # perhaps all have arrived now
         self._groups = list(by_place.values())
 
     def _go_on(self, group: _ThreadGroup) -> None:
-        """Run ``group`` until it waits, splits or ends, or comes where others may go on or join it."""
+        """Run ``group`` until it waits, splits or ends, or comes to where others may run or join it."""
         threads, kernel = self.threads, self.kernel
         steps, registers = kernel.steps, threads.registers
         others = [each for each in self._groups if each is not group]
@@ -330,7 +328,7 @@ class PtxMachine:
                 if not group.count:
                     self._groups.remove(group)
                 for number, for_count in {each.barrier for each in self._groups if each.barrier}:
-                    self._let_go(number, for_count)  # nobody waits for those who have left
+                    self._let_go(number, for_count)  # a barrier does not wait for ended threads
                 return
             else:
                 if (
@@ -351,7 +349,7 @@ class PtxMachine:
                 return
 
     def _go_back(self, group: _ThreadGroup, at: int, step: Instruction) -> None:
-        """``group`` goes round in a loop; perhaps it waits for others, or will never end."""
+        """Let ``group`` start another round of a loop. It may have to wait, or the loop may be endless."""
         group.looks = at in self.kernel.spinning
         group.back += 1
         if group.looks or group.back % PATIENCE == 0:
@@ -377,7 +375,7 @@ class PtxMachine:
         group.at += 1
 
     def _fan_out(self, group: _ThreadGroup, step: Instruction, taken: Any) -> None:
-        """Each thread goes where its index says; those that do not branch go on."""
+        """Send each thread to the target of its index. Threads that do not branch go on."""
         chosen = np.broadcast_to(self.program.branch, taken.shape)
         for index in np.unique(chosen[taken]).tolist():
             if index >= len(step.targets):
@@ -394,7 +392,7 @@ class PtxMachine:
             self._groups.remove(group)
 
     def _go_past(self, event: int, group: _ThreadGroup, taken: Any) -> bool:
-        """Whether ``group`` goes on after an instruction that orders or waits."""
+        """Return whether ``group`` goes on after an instruction that orders or waits."""
         if event in (BLOCK_BARRIER, ARRIVAL):
             barriers = [each for come in self.program.barriers for each in self._one_by_one(*come)]
         if event == BLOCK_BARRIER:
@@ -411,9 +409,9 @@ class PtxMachine:
         return True
 
     def _meet(self, group: _ThreadGroup, barriers: Sequence[tuple[int, int, Any]]) -> bool:
-        """At barriers: whether ``group`` goes on, because all that one is for are there.
+        """Let ``group`` arrive at barriers. Return whether it goes on, because one barrier is complete.
 
-        Who is at none of them goes on by itself, and so do those at different ones.
+        Threads at different barriers become different groups, and so do threads at no barrier.
         """
         whole = len(barriers) == 1 and int(np.count_nonzero(barriers[0][2])) == group.count
         alone, at, parts = whole and len(self._groups) == 1, group.at, [group]
@@ -438,7 +436,7 @@ class PtxMachine:
         return alone and self._groups == [group]
 
     def _one_by_one(self, number: int, count: int, mask: Numbers) -> list[tuple[int, int, Any]]:
-        """Where more come to a barrier than it is for, warps do so by themselves, in any order."""
+        """If more threads arrive than a barrier takes, return one arrival per warp, in random order."""
         there = sum(each.count for each in self._groups if each.barrier == (number, count))
         there += self._arrived.get(number, 0)
         if not count or there + np.count_nonzero(mask) <= count:
@@ -449,25 +447,25 @@ class PtxMachine:
         return found
 
     def _arrive(self, number: int, count: int, mask: Numbers) -> None:
-        """At a barrier that these threads do not wait for."""
+        """Note the arrival of threads at a barrier that they do not wait for."""
         self._arrived[number] = self._arrived.get(number, 0) + int(np.count_nonzero(mask))
         self.program.hooks.arrival(-1 - number, self.threads.numbers[mask])
         self._let_go(number, count)
 
     def _let_go(self, number: int, count: int) -> bool:
-        """Whether all are at a barrier that is for ``count``, 0: for all that have not ended."""
+        """Release a barrier if it is complete; return whether it was. ``count`` 0: all live threads."""
         there = [each for each in self._groups if each.barrier and each.barrier[0] == number]
         here = sum(each.count for each in there)
         arrived = self._arrived.get(number, 0)
         if here + arrived < (count or sum(each.count for each in self._groups)):
             return False
-        if not there:  # all have only arrived
+        if not there:  # all threads have arrived without waiting
             del self._arrived[number]
             return True
         self.threads.mask = np.logical_or.reduce([each.mask for each in there])
         hooks, numbers = self.program.hooks, self.threads.numbers[self.threads.mask]
         if self._arrived.pop(number, 0) or number == CLUSTER:
-            if number != CLUSTER:  # where who waits has told before what it tells
+            if number != CLUSTER:  # there the arrival was reported before the wait
                 hooks.arrival(-1 - number, numbers)
             hooks.tell("on_phase", -1 - number)
             hooks.tell("on_awaited", -1 - number, numbers)

@@ -1,13 +1,13 @@
 """PTX that warps execute as one on matrices: ``ldmatrix``, ``stmatrix``, ``mma``, ``wgmma``.
 
-Which thread holds what of a matrix is said in the PTX ISA, "Matrix Fragments"; g and t stand for its
-groupID and threadID_in_group: lane = 4 g + t. All follow one rule: of 8 rows, lane (g, t) holds some
-neighbours in row g, those that start at t times their number, and the same again in the next columns. The
-second factor of a product is held so with its columns for rows.
+The PTX ISA, "Matrix Fragments", says which thread holds which part of a matrix. Here g and t are its
+groupID and threadID_in_group: lane = 4 g + t. All matrices follow one rule for 8 rows: lane (g, t) holds
+some neighbours in row g, starting at t times their number. It holds the same again in the next columns. The
+second factor of a product is held in the same way with its columns as rows.
 
-Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n: warp w of the
-four has rows 16 w to 16 w + 15 of A and D in registers, as above. A may, and B must, be in shared
-memory, told by a *descriptor*:
+Asynchronous products of four warps, ``wgmma``: D = A B + D of 64 x k, k x n and 64 x n. Warp w of the four
+holds rows 16 w to 16 w + 15 of A and D in registers, as above. A may, and B must, be in shared memory,
+which a *descriptor* describes:
 
     bits  0-13   where the matrix starts, / 16
          16-29   leading byte offset, / 16
@@ -15,13 +15,14 @@ memory, told by a *descriptor*:
          49-51   the row of the swizzle pattern that it starts in
          62-63   swizzle: none, 128, 64, 32 bytes
 
-A matrix consists of blocks: 8 lines, rows or, if it is transposed, columns, as wide as the swizzle pattern.
-The blocks along a line are the leading offset apart, those below each other the stride; of transposed ones
-without a swizzle it is the other way round.
+A matrix consists of blocks of 8 lines (rows, or columns if it is transposed), as wide as the swizzle
+pattern. The leading offset separates blocks along a line, the stride blocks below each other; for
+transposed matrices without a swizzle it is the other way round.
 
-Every warp's part is done when it waits for the group; shared memory, the factor in registers and the sums
-are looked at then, so all of them have to be left alone until the wait. Whoever reads the sums before sees
-what was there, but for ``mov``, and for sums of floats, before which the wait is made.
+Each warp's part is computed when the warp waits for the group. Only then are shared memory, the factor in
+registers and the sums read. So all of them must stay unchanged until the wait. A thread that reads the sums
+earlier sees the old values. The exceptions are ``mov``, which is repeated after the wait, and sums of
+floats, which wait first.
 """
 
 import functools
@@ -53,7 +54,7 @@ from interlace_verify.ptx.types import FORMATS, PREDICATE, TYPES, Array
 MATRICES, builds = builders()
 _WORD = TYPES["b32"]
 NUMBERS: dict[str, Any] = {**FORMATS, **TYPES}
-"""What a matrix may consist of, by name in PTX."""
+"""The element types of matrices, by their names in PTX."""
 PACKED_SUMS = ("f16",)  # sums that share a register, as factors do
 
 
@@ -61,37 +62,37 @@ PACKED_SUMS = ("f16",)  # sums that share a register, as factors do
 
 
 def bits_of_warps(threads: Threads, reads: Sequence[Reader]) -> Array:
-    """(warps, 32, registers) of the threads that run."""
+    """Return (warps, 32, registers) of the running threads."""
     found = np.stack([threads.active(read(threads)) for read in reads], axis=-1)
     return found.reshape(-1, WARP, len(reads))
 
 
 def numbers_of(registers: Array, name: str) -> Array:
-    """(warps, 32, numbers) in ``registers``, as fp32 or, integers and fp64, as fp64: for exact products."""
+    """Return (warps, 32, numbers) in ``registers``: fp32, or fp64 for integers and fp64, for exactness."""
     numbers = NUMBERS[name].decode(registers.view(NUMBERS[name].raw))
     return numbers if numbers.dtype == np.float32 else numbers.astype(np.float64)
 
 
 def rows_of(numbers: Array, eights: int, neighbours: int) -> Array:
-    """(warps, 8 eights, columns) from (warps, 32, numbers), of which ``neighbours`` lie in each row."""
+    """Return (warps, 8 eights, columns) from (warps, 32, numbers), with ``neighbours`` in each row."""
     parts = numbers.reshape(-1, 8, 4, numbers.shape[-1] // eights // neighbours, eights, neighbours)
     return parts.transpose(0, 4, 1, 3, 2, 5).reshape(len(numbers), 8 * eights, -1)
 
 
 def fragments_of(matrix: Array, neighbours: int = 2) -> Array:
-    """The reverse of :func:`rows_of`."""
+    """Return the inverse of :func:`rows_of`."""
     warps, rows, columns = matrix.shape
     parts = matrix.reshape(warps, rows // 8, 8, columns // (4 * neighbours), 4, neighbours)
     return np.ascontiguousarray(parts.transpose(0, 2, 4, 3, 1, 5)).reshape(warps, WARP, -1)
 
 
 def sums_of(registers: Array, name: str, eights: int) -> Array:
-    """(warps, rows, columns): what is in accumulators."""
+    """Return the numbers in accumulators as (warps, rows, columns)."""
     return rows_of(numbers_of(registers, name), eights, 2)
 
 
 def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
-    """(warps, 32, registers): ``sums``, rounded or, whole numbers, modulo 2**32 if not clamped."""
+    """Return ``sums`` as (warps, 32, registers), rounded; integers modulo 2**32 unless they are clamped."""
     kind = TYPES[name]
     if name == "s32":
         sums = np.clip(sums, -(2**31), 2**31 - 1) if clamps else sums
@@ -101,7 +102,7 @@ def registers_of(sums: Array, name: str, clamps: bool = False) -> Array:
 
 
 def take_numbers(instruction: Instruction) -> list[str]:
-    """The types of sums and factors, in their order."""
+    """Take the types of sums and factors, in their order."""
     names = [name for name in instruction.qualifiers if name in NUMBERS]
     instruction.qualifiers = [each for each in instruction.qualifiers if each not in names]
     return names
@@ -112,7 +113,7 @@ def take_numbers(instruction: Instruction) -> list[str]:
 
 @builds("ldmatrix", "stmatrix")
 def build_matrix_access(instruction: Instruction) -> Action:
-    """8 rows of 16 bytes for each matrix, whose addresses are in 8 lanes; (g, t) has two numbers."""
+    """Access 8 rows of 16 bytes per matrix, whose addresses are in 8 lanes; (g, t) has two numbers."""
     loads = instruction.mnemonic == "ldmatrix"
     for name in ("sync", "aligned"):
         instruction.flag(name)
@@ -128,18 +129,18 @@ def build_matrix_access(instruction: Instruction) -> Action:
     outer, inner = instruction.operands if loads else instruction.operands[::-1]
     parts = instruction.parts(outer)
     if len(parts) != count:
-        raise instruction.error(f"'.{number}' goes with as many registers")
+        raise instruction.error(f"'.{number}' takes as many registers")
     at = address_of(instruction, inner, _WORD, 4, shared=True)
     words = np.arange(4, dtype=np.uint64) * np.uint64(4)
 
     def rows(threads: Threads) -> tuple[Array, Array]:
-        """Addresses of the rows of all matrices, and the lanes that name them."""
+        """Return the addresses of the rows of all matrices, and the lanes that hold these addresses."""
         each = (at(threads), threads.active(threads.numbers))
         first, lanes = (of.reshape(-1, WARP)[:, : 8 * count].ravel() for of in each)
         return first[:, None] + words, lanes
 
     def turned(registers: Array) -> Array:
-        """Of (warps, matrices, 8, 4) registers, each with two numbers, in rows the columns."""
+        """Transpose (warps, matrices, 8, 4) registers of two numbers each, if the instruction does."""
         halves = registers.view(np.uint16)
         return (
             np.ascontiguousarray(halves.swapaxes(2, 3)).view(np.uint32) if transposed else registers
@@ -171,13 +172,13 @@ def build_matrix_access(instruction: Instruction) -> Action:
 _SUMS = {"f16": "f16 f32", "bf16": "f32", "tf32": "f32", "e4m3": "f32 f16", "e5m2": "f32 f16"}
 _SUMS |= {"s8": "s32", "u8": "s32", "f64": "f64"}
 SUMS = {name: sums.split() for name, sums in _SUMS.items()}
-"""By type of a factor, those of the sum."""
+"""The types of sums, by type of a factor."""
 TOGETHER = [("e4m3", "e5m2"), ("s8", "u8")]
 """Types of factors that may be mixed."""
 
 
 def multiplies(total: str, left: str, right: str) -> bool:
-    """Whether there are products of these factors in sums of ``total``."""
+    """Return whether there are products of these factors with sums of type ``total``."""
     mixed = any(left in names and right in names for names in TOGETHER)
     return total in SUMS.get(left, ()) and (left == right or mixed)
 
@@ -187,7 +188,7 @@ _DEPTHS = {8: (16, 32), 16: (8, 16), 32: (4, 8), 64: (4, 8, 16)}  # k, by bits o
 
 @builds("mma")
 def build_matrix_product(instruction: Instruction) -> Action:
-    """D = A B + C of 16 x k, k x 8 and 16 x 8; of fp64 and bytes, also with 8 rows."""
+    """Build D = A B + C of 16 x k, k x 8 and 16 x 8; for fp64 and bytes also with 8 rows."""
     for name in ("sync", "aligned", "row", "col"):
         instruction.flag(name)
     clamps = instruction.flag("satfinite")
@@ -212,7 +213,7 @@ def build_matrix_product(instruction: Instruction) -> Action:
     halves = depth // (4 * packed)
     d, a, b, c = (instruction.parts(operand) for operand in instruction.operands)
     if [len(d), len(a), len(b), len(c)] != [of_sums, eights * halves, halves, of_sums]:
-        raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
+        raise instruction.error(f"'{instruction.opcode}' has a wrong number of registers")
     writes = [instruction.active_writer(each, register) for each in d]
     reads = [[instruction.reader(each, register) for each in part] for part in (a, b, c)]
 
@@ -241,7 +242,7 @@ def build_wgmma(instruction: Instruction) -> Action:
         instruction.flag(name)
     if form == "fence":
         instruction.finish(0)
-        return lambda threads: None  # a warp's own registers are read and written in its order
+        return lambda threads: None  # a warp accesses its own registers in program order
     if form == "commit_group":
         return build_commit(instruction, "wgmma")
     if form == "wait_group":
@@ -272,13 +273,13 @@ def _build_product(instruction: Instruction) -> Action:
     signs = [-1 if each == TYPES["s32"].bits_of(-1) else 1 for each in literals[:2]] or [1, 1]
     turned = [False] * from_registers + [each == 1 for each in literals[2:]] + [False, False]
     if None in literals or len(literals) not in (0, 2, 4 - from_registers):
-        raise instruction.error("scales and transpositions are whole numbers")
+        raise instruction.error("scales and transpositions must be whole numbers")
     if any(turned) and NUMBERS[left].bits != 16:
         raise instruction.error("only factors of 16 bits can be transposed")
     word, results = TYPES["b32"], instruction.parts(d)
     of_sums = columns // (4 if total in PACKED_SUMS else 2)
     if len(results) != of_sums or len(instruction.parts(a)) != (4 if from_registers else 1):
-        raise instruction.error(f"'{instruction.opcode}' has other numbers of registers")
+        raise instruction.error(f"'{instruction.opcode}' has a wrong number of registers")
     slots = [instruction.register(each).slot for each in results]
     writes = [instruction.active_writer(each, word) for each in results]
     sums = [instruction.reader(each, word) for each in results]
@@ -324,7 +325,7 @@ def _build_product(instruction: Instruction) -> Action:
 
 
 def build_sum(instruction: Instruction) -> Action:
-    """Arithmetic on a sum that is not there yet waits for it, as assemblers have it do."""
+    """Build arithmetic that first waits for a pending sum, as assemblers do."""
     action, known = ARITHMETIC[instruction.mnemonic](instruction), instruction.registers
     sources = [known[each].slot for each in instruction.operands[1:] if each in known]
     if not _OF_FLOATS.search(instruction.opcode):
@@ -342,9 +343,9 @@ def build_sum(instruction: Instruction) -> Action:
 
 
 def build_move(instruction: Instruction) -> Action:
-    """A copy of a sum that is not there yet is made again when it is.
+    """Build a copy that is repeated if its source is a pending sum, after the sum is computed.
 
-    Compilers write such copies before the wait, and assemblers know what is pending.
+    Compilers write such copies before the wait, and assemblers know which sums are pending.
     """
     action, known = MOVES["mov"](instruction), instruction.registers
     targets, sources = (
@@ -366,7 +367,7 @@ def build_move(instruction: Instruction) -> Action:
 
 
 def _shape(instruction: Instruction) -> tuple[int, int]:
-    """n and k; zeros if it says none."""
+    """Return n and k; zeros without a shape."""
     for name in list(instruction.qualifiers):
         if match := _SHAPE.fullmatch(name):
             instruction.flag(name)
@@ -386,9 +387,9 @@ def _truth(instruction: Instruction, operand: str) -> Reader:
 
 @functools.lru_cache(maxsize=256)
 def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
-    """Bytes from the start to each of (rows, 32 / size) numbers, before they are swizzled.
+    """Return bytes from the start to each of (rows, 32 / size) numbers, before the swizzle.
 
-    ``descriptor`` is one without its start; ``size`` of a number. ``turned``: neighbours are in a column.
+    ``descriptor`` has no start; a number has ``size`` bytes. ``turned``: neighbours are in a column.
     """
     leading, stride = ((descriptor >> shift & 0x3FFF) * 16 for shift in (16, 32))
     width = _SWIZZLES[descriptor >> 62]
@@ -402,14 +403,14 @@ def _offsets(descriptor: int, rows: int, size: int, turned: bool) -> Array:
 
 
 def _places(descriptor: int, rows: int, name: str, turned: bool) -> Array:
-    """Offsets of (rows, k) numbers in shared memory."""
+    """Return the offsets of (rows, k) numbers in shared memory."""
     offsets = _offsets(descriptor & ~0x3FFF, rows, NUMBERS[name].bits // 8, turned)
     places = offsets + ((descriptor & 0x3FFF) << 4)
     return swizzled(places, _SWIZZLES[descriptor >> 62], descriptor >> 49 & 7)
 
 
 def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: bool) -> Array:
-    """(warps, rows, k): what warps see by their ``descriptors``."""
+    """Return the matrices at the warps' ``descriptors`` as (warps, rows, k)."""
     program: PtxProgram = threads.session
     kind = TYPES[f"b{NUMBERS[name].bits}"]
     size = kind.bits // 8
@@ -421,11 +422,11 @@ def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: 
     return numbers_of(found, name)
 
 
-# -- what observers see: the async proxy reads -------------------------------------------------------
+# -- reports to observers: the async proxy reads -----------------------------------------------------
 
 
 def _begun(threads: Threads, matrices: list[tuple[Array, int, str, bool]]) -> AsyncAccess | None:
-    """The threads that run begin to read matrices, each by (descriptors, rows, numbers, turned)."""
+    """Report that the running threads begin to read matrices: (descriptors, rows, numbers, turned)."""
     program: PtxProgram = threads.session
     if not program.hooks.observed:
         return None

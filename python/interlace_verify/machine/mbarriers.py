@@ -1,8 +1,8 @@
 """PTX on mbarriers: objects in shared memory at which threads and asynchronous copies arrive.
 
-A phase is complete when nobody is expected any more and all bytes that were announced have come; then the
-next begins. What a copy brings is there at the latest when somebody waits for its mbarrier. Who waits by
-``try_wait`` is suspended until the phase is complete, as PTX allows; ``test_wait`` looks and goes on.
+A phase is complete when all expected threads and all announced bytes have arrived; then the next phase
+begins. A copy's data arrive at the latest when a thread waits for its mbarrier. A thread that waits by
+``try_wait`` is suspended until the phase is complete, as PTX allows; ``test_wait`` does not wait.
 """
 
 import functools
@@ -25,15 +25,15 @@ from interlace_verify.ptx.types import PREDICATE, TYPES, Array
 from interlace_verify.ptx.waits import MBARRIER_WAIT
 
 MBARRIERS, builds = builders()
-AT_ONCE = 1 / 2  # of the times that copies are to arrive
+AT_ONCE = 1 / 2  # the share of copies that arrive at once
 _WORD, _STATE = TYPES["b32"], TYPES["b64"]
 
 
 @dataclass(eq=False)
 class MBarrier:
-    """``count`` are expected in a phase, ``pending`` still in this one; ``bytes`` have to come.
+    """An mbarrier: ``count`` arrivals per phase, ``pending`` in this one, and ``bytes`` still to come.
 
-    ``copies``: what brings them, not begun or not done yet.
+    ``copies``: actions that bring the bytes and have not finished.
     """
 
     address: int
@@ -44,7 +44,7 @@ class MBarrier:
     copies: list[Callable[[], None]] = field(default_factory=list)
 
     def arrived(self, program: PtxProgram, count: int = 0) -> None:
-        """By ``count`` threads, or bytes have come: the phase may be complete."""
+        """Note ``count`` arrivals of threads, or the arrival of bytes; complete the phase if it is done."""
         program.changes += 1
         self.pending -= count
         if self.pending < 0:
@@ -54,7 +54,7 @@ class MBarrier:
             program.hooks.tell("on_phase", self.address)
 
     def is_over(self, parity: int) -> bool:
-        """Whether the phase of this parity is complete; copies for it are done now."""
+        """Return whether the phase of this parity is complete, after doing the copies for it."""
         while self.phase % 2 == parity and self.copies:
             self.copies.pop(0)()
         return self.phase % 2 != parity
@@ -64,12 +64,12 @@ def mbarrier_at(threads: Threads, address: int) -> MBarrier:
     found: MBarrier | None = threads.session.mbarriers.get(address)
     if found is None:
         offset = address - threads.session.base
-        raise ValueError(f"PTX: byte {offset} of shared memory is no mbarrier that was made")
+        raise ValueError(f"PTX: byte {offset} of shared memory is not an initialised mbarrier")
     return found
 
 
 def _mbarriers(threads: Threads, addresses: Array) -> list[MBarrier]:
-    """Those that the threads which run name; it has to be known that they were made."""
+    """Return the running threads' mbarriers, and report reads: their initialisation must come before."""
     found = [mbarrier_at(threads, each) for each in addresses.tolist()]
     shared_bits(threads, addresses, _STATE)
     return found
@@ -148,9 +148,9 @@ def _build_arrival(instruction: Instruction, *, arrives: bool) -> Action:
 
 
 def build_arrival_of_copies(instruction: Instruction) -> Action:
-    """``cp.async.mbarrier.arrive``: threads arrive when the copies are done that they have started before.
+    """Build ``cp.async.mbarrier.arrive``: threads arrive when their earlier copies are done.
 
-    That may be at once, or as late as somebody waits for it.
+    This happens at once, or as late as a thread waits for it.
     """
     for name in ("async", "mbarrier", "arrive"):
         instruction.flag(name)
@@ -193,7 +193,7 @@ def _arrived(
 
 
 def _build_wait(instruction: Instruction, *, blocks: bool) -> Action:
-    """Of the present phase by its parity, or by the state that ``arrive`` has given."""
+    """Build a wait for the present phase, by its parity or by the state that ``arrive`` returned."""
     by_parity = instruction.flag("parity")
     acquires = instruction.choose("acquire", "relaxed") != "relaxed"
     instruction.choose("cta", "cluster")
@@ -240,7 +240,7 @@ _BUILDERS: dict[str, Callable[[Instruction], Action]] = {
 
 @builds("mapa")
 def build_address_in_cluster(instruction: Instruction) -> Action:
-    """A cluster is one program, whose rank is 0."""
+    """Return the address unchanged: a cluster is one program, with rank 0."""
     instruction.flag("shared::cluster")
     kind = instruction.take_type(("u32", "u64"))
     return instruction.computes(lambda address, rank: address, kind, kind, TYPES["u32"])

@@ -1,7 +1,7 @@
-"""A kernel of a PTX module that can be run: its parameters, its memory and its instructions.
+"""A kernel of a PTX module, ready to run: its parameters, its memory and its instructions.
 
-The order of blocks is that in which divergent threads are run: a loop before what follows it, so that those
-who leave it early wait there for the others.
+Divergent threads run in the order of the blocks. A loop comes before the code that follows it, so threads
+that leave the loop early wait there for the others.
 """
 
 import functools
@@ -34,7 +34,7 @@ from interlace_verify.ptx.targets import has, needed, target_of
 from interlace_verify.ptx.types import Array
 
 TOGETHER = WARPS | MATRICES
-# which know what those of inline PTX refuse
+# these accept forms that the builders of inline PTX refuse
 BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
@@ -43,7 +43,7 @@ _COMPUTING = frozenset(_WITHIN_REGISTERS | {"shfl"})
 _CLOCK = re.compile(r"%(clock|globaltimer)")
 _SHARED = re.compile(r"\.shared\b(?=\s+\.)[^;]*")
 _BLOCK = re.compile(r"\.(req|max)ntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
-MOST_THREADS = 1024  # of a program, on every GPU
+MOST_THREADS = 1024  # the limit of a program on every GPU
 Block = tuple[int, int, int]
 
 
@@ -53,18 +53,18 @@ SourcePlace = tuple[str, int]
 
 @dataclass(frozen=True)
 class PtxKernel:
-    """``order``: of every instruction, the place of its block; ``joins``: where blocks begin.
+    """A kernel. ``order``: the position of each instruction's block; ``joins``: the starts of blocks.
 
-    ``places``: the source line of every line of the text, as far as it says, then those that called it.
-    ``runs``: by the first of them, instructions that only change registers, which all of a group run one
-    after the other. ``spinning``: branches back that end a loop which looks at what others write;
-    ``polling``: those whose rounds depend on nothing but that, and how many looks are in one.
-    ``static_bytes``: of shared memory that the text declares with a size; more may be given at launch,
-    behind it; ``local_bytes``: of memory for each thread. ``target``: the GPU that it is for, as "sm_90a".
-    ``threads``: whole warps of them, of which those
-    of ``block`` are there. ``variables``: global and constant ones; ``pointers``:
-    what stands for the addresses of functions. ``warp_wide``: instructions that all
-    threads of a warp run at once. ``sources``: of addresses in registers, see ``provenance.py``.
+    ``places``: the known source lines of every line of the text, each with the lines that called it.
+    ``runs``: by their first one, instructions that only change registers; a group runs them in a row.
+    ``spinning``: branches back that end a loop which polls memory that others write. ``polling``: the
+    branches of loops whose rounds depend only on their polls, with the number of polls in a round.
+    ``static_bytes``: the shared memory that the text declares with a size; a launch may add more after it.
+    ``local_bytes``: the memory of each thread. ``target``: the GPU of the text, such as "sm_90a".
+    ``threads``: the number of threads in whole warps, of which only the threads of ``block`` exist.
+    ``variables``: global and constant variables. ``pointers``: numbers that stand for the addresses of
+    functions. ``warp_wide``: instructions that all threads of a warp run at once. ``sources``: the sources
+    of addresses in registers, see ``provenance.py``.
     """
 
     name: str
@@ -90,7 +90,7 @@ class PtxKernel:
 
     @functools.cached_property
     def registers(self) -> list[Array]:
-        """With which every program begins; nobody writes to them, a change is another array."""
+        """The initial registers of every program. They are not written: a change makes a new array."""
         zeros = {kind: np.zeros(self.threads, kind) for kind in self.kinds}
         for each in zeros.values():
             each.flags.writeable = False
@@ -98,9 +98,9 @@ class PtxKernel:
 
 
 def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKernel:
-    """A kernel of a module, the only one if it is not named; ``block``: its threads, if the launch says.
+    """Read a kernel of a module; ``name`` None: the only one. ``block``: the launch's threads.
 
-    InlineAssemblyError names an instruction that is not known, or that the text's target does not have.
+    Raises InlineAssemblyError for an instruction that is not known or that the text's target does not have.
     """
     module, target = read_text(ptx), target_of(ptx)
     if not target:
@@ -121,7 +121,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
     _take_guesses(steps)
 
     def where() -> tuple[str, tuple[SourcePlace, ...]]:
-        """Of the instruction that is built, for those who look why it cannot be."""
+        """Return the instruction that is being built, for error messages."""
         return instruction.text, places.get(instruction.line, ())
 
     for instruction in steps:
@@ -129,7 +129,7 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
         wanted = needed(f"{instruction.opcode} {', '.join(instruction.operands)}")
         if wanted and not has(target, wanted):
             raise instruction.error(
-                f"'{instruction.opcode}' is not there on {target}, but on {wanted}"
+                f"'{instruction.opcode}' does not exist on {target}, but on {wanted}"
             )
         instruction.action = builder(instruction)
     after = [_following(steps, index) for index in range(len(steps))]
@@ -163,17 +163,17 @@ def read(ptx: str, name: str | None = None, block: Block | None = None) -> PtxKe
 
 
 def _block(kernel: PtxFunction, block: Block | None) -> Block:
-    """How many threads a program has, from the launch or from the text."""
+    """Return the number of threads of a program, from the launch or from the text."""
     said = {match[1]: match.groups("1")[1:] for match in _BLOCK.finditer(kernel.directives)}
     exact, most = (tuple(map(int, said[how])) if how in said else None for how in ("req", "max"))
     wanted = block or exact or most
     if wanted is None:
-        raise ValueError(f"{kernel.name} does not say how many threads it has: give threads")
+        raise ValueError(f"{kernel.name} does not say how many threads it has: pass threads")
     if not 1 <= math.prod(wanted) <= MOST_THREADS:
         raise ValueError(f"{kernel.name} has {wanted} threads; a program has 1 to {MOST_THREADS}")
     if (exact and wanted != exact) or (most and math.prod(wanted) > math.prod(most)):
         raise ValueError(
-            f"{kernel.name} is for {'exactly' if exact else 'at most'} {exact or most} threads, and is "
+            f"{kernel.name} is for {'exactly' if exact else 'at most'} {exact or most} threads, but is "
             f"launched with {wanted}"
         )
     x, y, z = wanted
@@ -181,10 +181,10 @@ def _block(kernel: PtxFunction, block: Block | None) -> Block:
 
 
 def _take_guesses(steps: Sequence[Instruction]) -> None:
-    """The loads with which loops of compare-and-swap begin are relaxed, as compilers mean them.
+    """Make the first loads of compare-and-swap loops relaxed, as compilers mean them.
 
-    So atomics become that a GPU does not have. What such a load gives, another may have changed: it is a
-    guess, which nobody uses but the loop, and which does not count before a swap has confirmed it.
+    Compilers write such loops for atomics that a GPU does not have. Another thread may change the loaded
+    value, so it is a guess. Only the loop uses it, and only a successful swap confirms it.
     """
     for at, swap in enumerate(steps):
         if swap.mnemonic != "atom" or "cas" not in swap.qualifiers:
@@ -234,7 +234,7 @@ def _is_of_warps(step: Instruction) -> bool:
 
 
 def _places(ptx: str) -> dict[int, tuple[SourcePlace, ...]]:
-    """By line, from ``.file`` and ``.loc``: of inlined functions the calls, where a comment has them."""
+    """Return source lines by line, from ``.file`` and ``.loc``, with the callers of inlined functions."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', ptx, re.MULTILINE))
     by_name = {os.path.basename(path): path for path in files.values()}
     found: dict[int, tuple[SourcePlace, ...]] = {}
@@ -264,7 +264,7 @@ def _shared_in(functions: Iterable[PtxFunction]) -> list[Variable]:
 
 
 def _shared_symbols(variables: Iterable[Variable]) -> tuple[dict[str, Symbol], int]:
-    """What is in shared memory by name, those without a size behind the others; the bytes of those."""
+    """Return symbols of shared memory by name, those without a size last, and the bytes of the others."""
     symbols: dict[str, Symbol] = {}
     end = 0
     of_shared = [each for each in variables if each.space == "shared"]
@@ -292,9 +292,9 @@ def _spins(steps: Sequence[Instruction], index: int, target: int) -> bool:
 
 
 def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
-    """The looks of a loop that ends here and whose rounds are all alike while they see the same; else 0.
+    """Return the number of polls in a loop that ends here, if its rounds depend only on them; otherwise 0.
 
-    It is a straight one, and reads no register before it is written that a round writes, nor a clock.
+    Such a loop has no branches inside, reads no clock, and carries no register from one round to the next.
     """
     if not 0 <= target <= index:
         return 0
@@ -312,13 +312,13 @@ def _polls(steps: Sequence[Instruction], index: int, target: int) -> int:
 
 
 def looks(step: Instruction) -> bool:
-    """Whether it looks at what others write."""
+    """Return whether the instruction polls memory that others write."""
     words = ("acquire", "relaxed", "volatile", "try_wait", "test_wait")
     return step.mnemonic == "atom" or any(f".{word}" in step.opcode for word in words)
 
 
 def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
-    """Numbers by which every loop is contiguous and comes before what follows it."""
+    """Return a number for each block, so that a loop is contiguous and comes before its successors."""
     order = [0] * len(after)
     count = 0
 
@@ -341,7 +341,7 @@ def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set[int]]:
-    """Strongly connected components of ``nodes``, each before those that follow it (Tarjan)."""
+    """Yield the strongly connected components of ``nodes``, each before its successors (Tarjan)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

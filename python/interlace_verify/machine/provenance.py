@@ -1,7 +1,7 @@
-"""From which parameters of a kernel the addresses in its registers come.
+"""The parameters of a kernel that the addresses in its registers come from.
 
-A register is followed through everything that computes with it, in whatever order that runs. An access
-by an address that comes from one tensor belongs to that tensor, though another may lie right behind it.
+All instructions that compute with a register are followed, in any order. An access by an address that comes
+from one tensor belongs to that tensor, even if another tensor lies directly after it in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,19 @@ from typing import Any
 
 from interlace_verify.ptx.instruction import Instruction
 
-ELSEWHERE = ""  # stands among the names: an address may come from memory, or from a variable
+ELSEWHERE = ""  # a name for other sources: memory or a variable
 WIDE = 8  # bytes of an address
-INDEX = 1 << 31  # a number below that moves an address within a tensor
+INDEX = 1 << 31  # a smaller number moves an address within a tensor
 
 
 def sources(
     steps: Sequence[Instruction], kinds: Sequence[Any], computing: frozenset[str]
 ) -> dict[int, frozenset[str]]:
-    """By slot, the 64-bit parameters that its values come from; without those of other sources.
+    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources.
 
-    ``kinds``: of the slots; ``computing``: the instructions whose results come from registers alone.
+    ``kinds``: the dtypes of the slots; ``computing``: instructions that compute from registers alone.
     """
-    sizes = [kind.itemsize for kind in kinds]  # 1 of a predicate
+    sizes = [kind.itemsize for kind in kinds]  # 1 for a predicate
     found: list[set[str]] = [set() for _ in kinds]
     moves = []
     for step in steps:
@@ -47,7 +47,7 @@ def sources(
 
 
 def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -> str | None:
-    """The source that ``step`` adds to those of a wide register; None: those of the ones it reads."""
+    """Return the source that ``step`` adds to a wide register; None to join its inputs' sources."""
     if step.mnemonic == "ld" and ".param" in step.opcode:
         name = step.operands[-1].strip("[] ")
         kind = (step.parameters or {}).get(name)
@@ -61,7 +61,7 @@ def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -
 def origins(
     by_slot: Mapping[int, frozenset[str]], of: Mapping[str, object], numbers: Mapping[str, int]
 ) -> dict[int, object]:
-    """The origin of each slot that has one: the only tensor among its parameters, moved by indices."""
+    """Return the origin of each slot: the only tensor among its parameters, if indices move it."""
     found = {}
     for slot, names in by_slot.items():
         tensors = [name for name in names if name in of]

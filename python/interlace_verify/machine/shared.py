@@ -1,12 +1,12 @@
-"""PTX on state spaces that only a whole kernel has: parameters and shared memory; copies into the latter.
+"""PTX on the state spaces of a whole kernel: parameters and shared memory, with copies into the latter.
 
-Shared memory of a program is memory of this process. Observers see its addresses like any others, so a
-missing barrier shows. They see the store of an asynchronous copy twice, when it starts and when it ends:
-from the one to the other nobody else may use that memory.
+Shared memory of a program is memory of this process. Observers see its addresses like other addresses, so
+they find a missing barrier. They see the store of an asynchronous copy twice, at its start and at its end:
+between the two no other thread may use that memory.
 
-Asynchronous work of threads is in groups that they commit and wait for; one kind waits for its own
-only. Work is done as late as it may be, when its thread waits for its group: who looks before, or does
-not wait, sees what was there before.
+Threads commit asynchronous work in groups and wait for the groups. A wait is for one kind of work only.
+Work is done as late as possible, when its thread waits for its group. A thread that reads earlier, or does
+not wait, sees the old values.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,12 +45,12 @@ from interlace_verify.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
 
 class AsyncWork:
-    """What one instruction has started, for the threads in ``pending`` not done yet.
+    """Work that one instruction has started, and that is not done yet for the threads in ``pending``.
 
-    ``perform`` does it for those threads whose mask the ``Threads`` have, and the ``copies`` of its results
-    that were made before. ``group``: of every thread, the number of its commit group; -1 before.
-    ``targets``: of a copy, where each thread's ``size`` bytes go, all from ``low`` to ``high``. None if
-    nobody listens. ``text``: what has started it.
+    ``perform`` does it for the threads in the mask of its ``Threads``. Then ``copies`` repeats register
+    moves that were made too early. ``group``: for each thread the number of its commit group, -1 before the
+    commit. ``targets``: for a copy, the destination of each thread's ``size`` bytes, between ``low`` and
+    ``high``; None without observers. ``text``: the instruction that started it.
     """
 
     targets: Array | None = None
@@ -63,7 +63,7 @@ class AsyncWork:
 
 
 class AsyncGroups:
-    """All work of one kind that the ``count`` threads of a program have not waited for, oldest first."""
+    """All work of one kind that ``count`` threads of a program have not waited for, oldest first."""
 
     def __init__(self, count: int) -> None:
         self._committed = np.zeros(count, np.int64)
@@ -80,12 +80,12 @@ class AsyncGroups:
         self._committed[those] += 1
 
     def wait(self, threads: Threads, left: int) -> None:
-        """Until all but the last ``left`` groups of these threads are done."""
+        """Do all but the last ``left`` groups of these threads."""
         those, last = threads.everyone(), self._committed - left
         self._perform(threads, [(w, those & (w.group >= 0) & (w.group < last)) for w in self._work])
 
     def reach(self, threads: Threads, last: AsyncWork) -> None:
-        """Until these threads' warps have done ``last``, and what was started before."""
+        """Do ``last``, and all work started before it, for the warps of these threads."""
         those = np.repeat(threads.everyone().reshape(-1, WARP).any(axis=1), WARP)
         self._perform(threads, [(w, those) for w in self._work[: self._work.index(last) + 1]])
 
@@ -93,7 +93,7 @@ class AsyncGroups:
         return list(self._work)
 
     def finish(self, threads: Threads, works: list[AsyncWork], those: Array) -> None:
-        """What ``those`` threads have started and not done, of ``works``."""
+        """Do the part of ``works`` that ``those`` threads have started and that is not done."""
         self._perform(threads, [(work, those) for work in works])
 
     def _perform(self, threads: Threads, chosen: list[tuple[AsyncWork, Array]]) -> None:
@@ -129,10 +129,10 @@ SHARED, builds = builders()
 
 @dataclass(eq=False)
 class PtxProgram(PtxSession):
-    """What the threads of one program share.
+    """The state that the threads of one program share.
 
-    ``groups``: asynchronous work by kind; ``unsettled``: by register, that which will write it. ``arrays``:
-    parameters that are, by address. ``variables``: where those of the module are.
+    ``groups``: asynchronous work by kind; ``unsettled``: by register, the work that will write it.
+    ``arrays``: parameters that are arrays, by address. ``variables``: addresses of the module's variables.
     """
 
     hooks: ProgramHooks
@@ -144,13 +144,13 @@ class PtxProgram(PtxSession):
     unsettled: dict[int, AsyncWork] = field(default_factory=dict)
 
     arrays: dict[int, bytes] = field(default_factory=dict)
-    # of asynchronous copies: objects by address, stores that are not seen yet, groups by thread
+    # asynchronous copies: mbarriers by address, stores that are not visible yet, groups by thread
     mbarriers: dict[int, object] = field(default_factory=dict)
     bulk_stores: list[Any] = field(default_factory=list)
     bulk_groups: dict[int, int] = field(default_factory=dict)
     draw: Random = field(default_factory=Random)
     until: Callable[[], bool] | None = None
-    changes: int = 0  # of shared memory and of mbarriers
+    changes: int = 0  # counts changes of shared memory and of mbarriers
     branch: Any = None
     _queues: dict[object, int] = field(default_factory=dict)
 
@@ -159,7 +159,7 @@ class PtxProgram(PtxSession):
         return int(self.shared.ctypes.data)
 
     def offsets(self, addresses: Array, size: int) -> Array:
-        """Of ``size`` bytes each, which have to be inside."""
+        """Return the offsets of accesses of ``size`` bytes, which must be inside."""
         offsets = addresses.astype(np.int64) - self.base
         if offsets.size and (offsets.min() < 0 or offsets.max() + size > len(self.shared)):
             wrong = offsets[(offsets < 0) | (offsets + size > len(self.shared))].flat[0]
@@ -181,7 +181,7 @@ class PtxProgram(PtxSession):
         return result
 
     def next_in(self, queue: object, thread: int) -> AsyncAccess:
-        """The next access in a queue, by ``thread``."""
+        """Return the next access of ``thread`` in a queue."""
         self._queues[queue] = self._queues.get(queue, 0) + 1
         return AsyncAccess(queue, self._queues[queue], thread)
 
@@ -201,9 +201,9 @@ def _touched(
     bits: Array | None = None,
     constant: bool = False,
 ) -> Array:
-    """Offsets of ``addresses``, which observers are told of. ``constant``: all threads store the same.
+    """Report an access to observers; return its offsets. ``constant``: all threads store the same value.
 
-    ``bits``: what is stored, which may be there already.
+    ``bits``: the stored bits; the memory may already hold them.
     """
     program: PtxProgram = threads.session
     offsets: Array = program.offsets(addresses, kind.bits // 8)
@@ -221,7 +221,7 @@ def _touched(
 def shared_bits(
     threads: Threads, addresses: Array, kind: ScalarType, lanes: Array | None = None
 ) -> Array:
-    """``lanes``: the threads of ``addresses``' first dimension, if not those that run."""
+    """Load bits. ``lanes``: the threads of ``addresses``' first dimension, if not the running threads."""
     offsets = _touched(threads, addresses, kind, stores=False, lanes=lanes)
     if "cp.async" in threads.session.groups:
         _tell_of_unfinished(threads, addresses, kind.bits // 8, lanes)
@@ -246,14 +246,14 @@ def put_shared(
 
 @builds("ld", "st", "atom", "red")
 def build_access(instruction: Instruction) -> Action:
-    """Of global or of shared memory; generic addresses may be of either."""
+    """Build an access of global or shared memory; a generic address may be in either."""
     plain = instruction.mnemonic in ("ld", "st")
     if plain and instruction.choose("param", "param::entry", "param::func"):
         return build_parameter(instruction)
     if plain and instruction.choose("local"):
         return build_local(instruction)
     if instruction.mnemonic == "ld" and instruction.flag("const"):
-        instruction.qualifiers.append("global")  # a variable that nobody may write
+        instruction.qualifiers.append("global")  # a read-only variable
     if any(name in instruction.qualifiers for name in (*SPACES, "global")):
         return _build(instruction)
     at = next(each for each in instruction.operands if each.startswith("["))
@@ -315,9 +315,9 @@ def _build(instruction: Instruction) -> Action:
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Generic addresses of shared memory and a thread's are where it is in this process.
+    """Convert an address. Generic addresses of shared and local memory are addresses of this process.
 
-    Others are what they are.
+    Other addresses stay as they are.
     """
     back = instruction.flag("to")
     shared, local = instruction.choose(*SPACES) is not None, instruction.flag("local")
@@ -405,7 +405,7 @@ def _start(instruction: Instruction) -> Action:
         targets, sources = np.zeros(count, np.uint64), np.zeros(count, np.uint64)
         targets[everyone] = to(threads)
         _touched(threads, targets[everyone][:, None] + words, _WORD, stores=True)
-        threads.mask = reads  # without a byte to read, an address need not be one
+        threads.mask = reads  # an address that no byte is read from may be invalid
         sources[reads] = where(threads)
         threads.mask = mask
 
@@ -428,7 +428,7 @@ def _start(instruction: Instruction) -> Action:
 
 
 def _tell_of_unfinished(threads: Threads, addresses: Array, size: int, lanes: Array | None) -> None:
-    """Observers hear of a load where a copy of its own thread goes that it has not waited for."""
+    """Report loads from the destination of a copy that the loading thread has not waited for."""
     program: PtxProgram = threads.session
     first, last = addresses.min(), addresses.max()
     for work in program.groups["cp.async"].started():

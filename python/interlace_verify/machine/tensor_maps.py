@@ -1,13 +1,13 @@
-"""Tensor maps: what TMA knows of a tensor in global memory, and where the elements of a box lie.
+"""Tensor maps: TMA's description of a tensor in global memory, and the places of a box's elements.
 
-A map takes 128 bytes, whose meaning NVIDIA does not tell; here they are a :data:`MAP`. On a device they
-are made by ``tensormap.replace``, on the host by :func:`tensor_map`. Dimension 0 is the innermost. What of
-a box is outside of the tensor reads as zeros or NaN, and is not stored.
+A map takes 128 bytes. NVIDIA does not document their meaning; here they are a :data:`MAP`. On a device
+``tensormap.replace`` makes maps, on the host :func:`tensor_map`. Dimension 0 is the innermost. Elements of
+a box outside the tensor read as zeros or NaN, and are not stored.
 
-The swizzle of tiles in shared memory: TMA and ``wgmma`` swap their 16-byte pieces alike. Rows of 128
-bytes follow each other; of eight rows every one has its pieces at other places, so that a column of
-pieces meets every bank once. It depends on the address alone: bits 4 to 6 are xor bits 7 to 9, all
-three of them in the 128-byte mode, the lower two or one in those of 64 and 32 bytes.
+The swizzle of tiles in shared memory: TMA and ``wgmma`` permute 16-byte pieces in the same way. Rows of 128
+bytes follow each other. In eight rows, each row has its pieces at other places, so that a column of pieces
+uses every bank once. The address alone decides: bits 4 to 6 are xor bits 7 to 9. These are all three bits
+in the 128-byte mode, the lower two in the 64-byte mode, the lowest in the 32-byte mode.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from interlace_verify.ptx.types import TYPES, Array, ScalarType
 
 
 def swizzled(addresses: Array, nbytes: int, first_row: int = 0) -> Array:
-    """Where what belongs to ``addresses`` in shared memory (of any integer dtype) lies, in bytes.
+    """Return the swizzled places, in bytes, of ``addresses`` in shared memory (of any integer dtype).
 
-    ``nbytes``: the mode, 32, 64 or 128; 16 leaves all as it is. ``first_row``: the row of 128 bytes, modulo
-    8, that a pattern begins at; 0 if it is aligned to its own size.
+    ``nbytes``: the mode, 32, 64 or 128; 16 changes nothing. ``first_row``: the row of 128 bytes, modulo 8,
+    in which a pattern begins; 0 if it is aligned to its own size.
     """
     kind = addresses.dtype.type
     rows = (addresses >> kind(7)) - kind(first_row)
@@ -42,7 +42,7 @@ MAP = np.dtype(
         ("global_dim", "u4", 5),
         ("box_dim", "u4", 5),
         ("element_stride", "u4", 5),
-        ("rank", "u4"),  # less one
+        ("rank", "u4"),  # minus one
         ("elemtype", "u4"),
         ("interleave_layout", "u4"),
         ("swizzle_mode", "u4"),
@@ -51,16 +51,16 @@ MAP = np.dtype(
 )
 ELEMENTS = ["u8", "u16", "u32", "s32", "u64", "s64"]
 ELEMENTS += ["f16", "f32", "f32", "f64", "bf16", "f32", "f32"]
-"""By ``elemtype``; with .ftz and .tf32 numbers are copied as they are."""
+"""By ``elemtype``; numbers with .ftz and .tf32 are copied unchanged."""
 SWIZZLES = (16, 32, 64, 128)
-"""By ``swizzle_mode``, in bytes; 16 is none."""
+"""By ``swizzle_mode``, in bytes; 16 means no swizzle."""
 _FILL = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FFFFFFFFFFFFFFF}
 
 
 class Box(NamedTuple):
-    """Of every element of a box, innermost dimension first: its address in global memory, whether it is
-    inside the tensor, and its offset in shared memory. Elements are numbers of type ``number``, bits of
-    type ``kind``; ``fill``: those of elements outside."""
+    """The elements of a box, innermost dimension first. Each has an address in global memory, a flag
+    whether it is inside the tensor, and an offset in shared memory. Elements are numbers of type ``number``
+    with bits of type ``kind``; elements outside are ``fill``."""
 
     addresses: Array
     inside: Array
@@ -80,7 +80,7 @@ def tensor_map(
     swizzle: int = 0,
     fill: int = 0,
 ) -> bytes:
-    """A tensor map; ``shape`` and ``box`` in elements, ``strides`` in bytes but for dimension 0's."""
+    """Return a tensor map: ``shape`` and ``box`` in elements, ``strides`` in bytes from dimension 1 on."""
     made = np.zeros((), MAP)
     rank = len(shape)
     made["global_address"], made["rank"] = address, rank - 1
@@ -92,7 +92,7 @@ def tensor_map(
 
 
 def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruction) -> Box:
-    """The box of a map at ``corner``, which lies at ``offset`` in shared memory."""
+    """Return the box of a map at ``corner``, with its ``offset`` in shared memory."""
     given = np.frombuffer(raw, MAP, 1)[0]
     rank = int(given["rank"]) + 1
     elemtype, mode = int(given["elemtype"]), int(given["swizzle_mode"])
@@ -100,7 +100,7 @@ def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruct
     if not known or given["interleave_layout"]:
         raise instruction.error(
             f"a tensor map of rank {rank}, element type {elemtype}, swizzle {mode} and interleave "
-            f"{given['interleave_layout']} is not known, or is none"
+            f"{given['interleave_layout']} is not known or not valid"
         )
     named, span = TYPES[ELEMENTS[elemtype]], SWIZZLES[mode]
     kind = TYPES[f"b{named.bits}"]
@@ -128,22 +128,23 @@ def box_of(raw: bytes, corner: Sequence[int], offset: int, instruction: Instruct
 def _check(
     given: Array, rank: int, size: int, span: int, offset: int, instruction: Instruction
 ) -> None:
-    """What TMA refuses, or does wrong."""
+    """Raise an error for a map that TMA refuses or handles wrongly."""
     row = int(given["box_dim"][0]) * size
     base, strides = int(given["global_address"]), given["global_stride"][: rank - 1].tolist()
     wrong = {
         f"its base, address {base:#x}, is not a multiple of 16 bytes": base % 16,
         f"its strides, {strides} bytes, are not multiples of 16": any(s % 16 for s in strides),
-        f"a row of a box has {row} bytes": row % 16 or (span > 16 and row > span),
-        f"byte {offset} of shared memory begins a box": offset % 128,
-        f"a box is {given['box_dim'][:rank].tolist()}": not all(
+        f"a row of a box has {row} bytes, which TMA does not take": row % 16
+        or (span > 16 and row > span),
+        f"a box begins at byte {offset} of shared memory, not at a multiple of 128": offset % 128,
+        f"a box is {given['box_dim'][:rank].tolist()}, which TMA does not take": not all(
             1 <= each <= 256 for each in given["box_dim"][:rank].tolist()
         ),
     }
     found = [text for text, bad in wrong.items() if bad]
     if found:
         raise ValueError(
-            f"PTX: no tensor map for TMA: {found[0]}; line {instruction.line}: {instruction.text}"
+            f"PTX: TMA cannot use this tensor map: {found[0]}; line {instruction.line}: {instruction.text}"
         )
 
 
@@ -158,7 +159,7 @@ def build_tensor_map(instruction: Instruction) -> Action:
 
 
 def _replace(instruction: Instruction) -> Action:
-    """A field is a word of the map, so to replace it is a store."""
+    """Replace a field of a map, which is a store to a word of the map."""
     instruction.flag("tile")
     fields: Any = MAP.fields
     name = instruction.choose(*fields)
@@ -180,7 +181,7 @@ def _replace(instruction: Instruction) -> Action:
     at = address_of(instruction, where, TYPES["b64"], shared=shared)
     number = instruction.literal(ordinal[0], TYPES["u32"]) if ordinal else 0
     if number is None or number >= max(1, *field.shape, 0):
-        raise instruction.error(f"'.{name}' has no number {ordinal[0]}")
+        raise instruction.error(f"'.{name}' has no element {ordinal[0]}")
     offset = np.uint64(first + number * field.base.itemsize)
     read = instruction.reader(value, kind)
 
@@ -195,7 +196,7 @@ def _replace(instruction: Instruction) -> Action:
 
 
 def _copy(instruction: Instruction) -> Action:
-    """A map from shared to global memory: each thread of a warp takes a word of it."""
+    """Copy a map from shared to global memory: each thread of a warp copies a word of it."""
     taken = ["global", "shared::cta", "tensormap::generic", "release", "sync", "aligned"]
     for name in taken:
         if not instruction.flag(name):
@@ -209,7 +210,7 @@ def _copy(instruction: Instruction) -> Action:
 
     def copy(threads: Threads) -> None:
         numbers = threads.active(threads.numbers)
-        for warp in np.unique(numbers // WARP):  # which wait for each other
+        for warp in np.unique(numbers // WARP):  # the lanes of a warp wait for each other
             threads.session.hooks.barrier(numbers[numbers // WARP == warp])
         offset = (numbers % WARP * 4).astype(np.uint64)
         put(threads, to(threads) + offset, shared_bits(threads, where(threads) + offset, word))
@@ -218,7 +219,7 @@ def _copy(instruction: Instruction) -> Action:
 
 
 def read_map(threads: Threads, address: int) -> bytes:
-    """The map at ``address``, in the parameters or in memory, which the thread that runs reads."""
+    """Return the map at ``address``, in the parameters or in memory, as the running thread reads it."""
     program: PtxProgram = threads.session
     if address in program.arrays:
         return bytes(program.arrays[address])

@@ -1,7 +1,7 @@
 """PTX that lanes of a warp execute as one: ``shfl``, ``vote``, ``match``, ``redux``, ``elect``.
 
-Who takes part says the last operand, a mask of lanes; ``machine.py`` sees to it that all of them are there.
-Lanes with different masks are groups for themselves. Registers are seen as (warps, 32).
+The last operand is a mask of the lanes that take part. ``machine.py`` waits until all of them have arrived.
+Lanes with different masks form separate groups. Registers have the shape (warps, 32) here.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ WARPS, builds = builders()
 _WORD = TYPES["b32"]
 _LANE = np.arange(WARP)
 _ONE = np.uint64(1) << _LANE.astype(np.uint64)
-_NOBODYS = 0xA5A5A5A5  # what lanes that take no part give, which PTX leaves open
+_NOBODYS = 0xA5A5A5A5  # the result for lanes that take no part, which PTX leaves undefined
 EVERYBODY = constant(np.uint32(0xFFFFFFFF))
 
 
 def of_warps(threads: Threads, values: Array) -> Array:
-    """A register, or a scalar for all, as (warps, 32)."""
+    """Return a register, or a scalar for all threads, as (warps, 32)."""
     return np.broadcast_to(values, threads.numbers.shape).reshape(-1, WARP)
 
 
@@ -31,14 +31,13 @@ def _there(threads: Threads) -> Array:
 
 
 def _ballot(lanes: Array) -> Array:
-    """The mask (warps,) of ``lanes``."""
     return (lanes * _ONE).sum(axis=1, dtype=np.uint64).astype(np.uint32)
 
 
 def complete(step: Instruction, threads: Threads, there: Array) -> bool:
-    """Whether of all warps those are ``there`` whom the others name, all lanes if ``step`` names none.
+    """Return whether every lane in the member masks of the lanes that are ``there`` has arrived.
 
-    Nobody waits for the lanes of a last warp that is not whole.
+    All lanes are members if ``step`` names none. A last warp that is not whole needs only its real lanes.
     """
     lanes = there.reshape(-1, WARP)
     named = of_warps(threads, (step.members or EVERYBODY)(threads))
@@ -48,7 +47,7 @@ def complete(step: Instruction, threads: Threads, there: Array) -> bool:
 
 
 def tiles(step: Instruction, threads: Threads, there: Array) -> list[Array]:
-    """The numbers of those ``there``, apart by warp and by whom they name, themselves among them."""
+    """Return the numbers of the threads that are ``there``, grouped by warp and member mask."""
     numbers = threads.numbers[there]
     named = np.broadcast_to((step.members or EVERYBODY)(threads), there.shape)[there]
     _check_own(step, numbers, named)
@@ -57,14 +56,14 @@ def tiles(step: Instruction, threads: Threads, there: Array) -> list[Array]:
 
 
 def _check_own(step: Instruction, numbers: Array, named: Array) -> None:
-    """Nobody takes part without being named: what that does is not defined."""
+    """Raise an error for a thread whose mask leaves out its own lane; PTX does not define this."""
     missing = numbers[(named >> (numbers % np.uint32(WARP)) & np.uint32(1)) == 0]
     if missing.size:
-        raise step.error(f"the members that thread {missing[0]} names are without its own lane")
+        raise step.error(f"the member mask of thread {missing[0]} does not include its own lane")
 
 
 def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Action:
-    """``action`` of those who name the same members, the last operand."""
+    """Return ``action`` for each group of lanes with the same members, which the last operand names."""
     members = instruction.members = instruction.reader(instruction.operands[-1], _WORD)
 
     def run(threads: Threads) -> None:
@@ -86,7 +85,7 @@ def _grouped(instruction: Instruction, action: Callable[[Threads], None]) -> Act
 def _targets(
     instruction: Instruction, kind: ScalarType
 ) -> tuple[Callable[..., None], Callable[..., None] | None]:
-    """What puts the result, and the predicate behind a '|', if there is one; of whole warps."""
+    """Return writers of the result and of the predicate after a '|', if there is one; for whole warps."""
     names = [each.strip() for each in instruction.operands[0].split("|")]
     writes: list[Callable[..., None]] = [
         instruction.writer(name, of) for name, of in zip(names, (kind, PREDICATE), strict=False)
@@ -134,7 +133,7 @@ def build_shuffle(instruction: Instruction) -> Action:
 
 
 def _tell_of_absent(threads: Threads, source: Array, absent: Array) -> None:
-    """Observers hear of lanes that read one which takes no part."""
+    """Report lanes that read a lane which takes no part."""
     if absent.any() and threads.session.hooks.observed:
         thread = int(np.flatnonzero(absent)[0])
         lane = int(source.ravel()[thread])
@@ -170,7 +169,7 @@ def build_vote(instruction: Instruction) -> Action:
 
 @builds("match")
 def build_match(instruction: Instruction) -> Action:
-    """The lanes that have the same value; with ``.all``, all of them or none."""
+    """Find the lanes that have the same value; with ``.all``, all lanes or none."""
     instruction.flag("sync")
     everybody = instruction.choose("any", "all") == "all"
     kind = instruction.take_type(("b32", "b64"))
@@ -202,7 +201,7 @@ def build_active_mask(instruction: Instruction) -> Action:
 
 @builds("elect")
 def build_election(instruction: Instruction) -> Action:
-    """The lowest lane of those that take part."""
+    """Elect the lowest lane of those that take part."""
     instruction.flag("sync")
     instruction.finish(2)
     write, tell = _targets(instruction, _WORD)

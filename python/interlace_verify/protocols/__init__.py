@@ -1,1 +1,1 @@
-"""Protocols as state machines, explored completely."""
+"""Protocols as state machines, and a complete search of their states."""

@@ -1,40 +1,39 @@
-"""The protocol explorer: every interleaving of a few ranks and rounds, visited one state at a time.
+"""The protocol explorer visits every interleaving of a few ranks and rounds, one state at a time.
 
-:func:`explore` starts a protocol (:mod:`interlace_verify.protocols.steps`) in its first state and goes
-on, breadth first, until no new state is left. It reports
+:func:`explore` starts a protocol (:mod:`interlace_verify.protocols.steps`) in its first state and visits
+states breadth first until it finds no new state. It reports
 
-deadlocks    states in which a process has not finished and none can go on
-violations   two overlapping accesses to a cell of which one writes, a read that finds other contents
-             than it should, an end that ``at_end`` objects to
+deadlocks    states in which some process has not finished and no process can take a step
+violations   two overlapping accesses to a cell, one of them a write, a read that finds other contents than
+             it should, or an end that ``at_end`` rejects
 
-each with the shortest interleaving that leads there. No search is cut off silently: more states than
-allowed are an error.
+Each report has the shortest interleaving that leads there. The search is never cut off silently: it is an
+error if there are more states than allowed.
 
 Reduction
 ---------
-With ``reduced=True`` three kinds of steps are taken as soon as they can be, instead of in every order
-with all others. Whatever is wrong ahead of a state that this leaves out is wrong ahead of one that is
-kept (in the field's terms they are persistent sets of one step; as every run ends, nothing is put off
-for ever):
+With ``reduced=True`` three kinds of steps are taken as soon as possible. Other orders of these steps are
+left out. An error that can follow a state that is left out can also follow a state that is kept. (In the
+field's terms the steps are persistent sets of size one. As every run ends, no step is ignored for ever.)
 
-*Publish and wait on a growing word*: one process publishes it, never a smaller value, and others do no
-more than wait for ``>=``. A wait that may go on may do so ever after; a publish lets others go on and
-holds nobody back. So both commute with whatever other processes can do meanwhile.
+*Publish and wait on a growing word*: one process publishes the word, never with a smaller value, and others
+only wait for ``>=``. A wait that can finish can still finish later. A publish lets others go on and holds
+no process back. So both commute with all steps that other processes can take in the meantime.
 
-*The begin of an access*: nothing holds it back, so "now" is one of its real times. What others do up to
-a later begin either leaves its cells alone, and commutes, or touches them, and so overlaps with the
-access that has begun now: if one of them writes, that is a violation, and a real one.
+*The begin of an access*: a begin never waits, so "now" is one of its possible times. A step of another
+process before a later begin either leaves its cells alone, and commutes, or accesses them. Then it overlaps
+with the access that begins now. If one of the two writes, this is a violation, and a real one.
 
-*The end of a read* of cells that no other process is writing or has still to write: nobody can tell.
+*The end of a read* of cells that no other process is writing or will still write: its time has no effect.
 
-Interleaved are all other ends of accesses, and steps on other words: flags that are swapped, words
-with several writers, waits that may give up. The tests compare both ways on small sizes. Either way
-memory is sequentially consistent: weak memory is the race detector's business.
+All other ends of accesses are interleaved, and all steps on other words: flags that are swapped, words with
+several writers, waits that may time out. The tests compare both searches on small sizes. In both, memory is
+sequentially consistent: the race detector checks weak memory.
 
 States
 ------
-A state is a string of bytes: per process the number of its next step, then the words, then the cells'
-contents by number. That is all: who is in the middle of which access follows from the next steps.
+A state is a string of bytes: the number of each process's next step, then the words, then the numbers of
+the cells' contents. This is enough: the next steps show which accesses are in progress.
 """
 
 import time
@@ -66,7 +65,7 @@ LARGEST = 255
 class _Code(NamedTuple):
     """A step, compiled. ``word``, ``only_after`` and ``cells`` are positions in the state."""
 
-    kind: type[ProtocolStep] | None = None  # None: there is no step any more
+    kind: type[ProtocolStep] | None = None  # None: the process has finished
     at_once: bool = False
     word: int = 0
     value: int = 0
@@ -79,7 +78,7 @@ class _Code(NamedTuple):
 
 
 def growing_words(protocol: Protocol) -> set[str]:
-    """Words that one process publishes, never a smaller value, and that others wait for without end."""
+    """Return the words that one process publishes, never with a smaller value, and others only wait for."""
     publishers: dict[str, Process] = {}
     last: dict[str, int] = {}
     others: set[str] = set()
@@ -90,28 +89,28 @@ def growing_words(protocol: Protocol) -> set[str]:
                 if not alone or step.value < last.get(step.word, 0):
                     others.add(step.word)
                 last[step.word] = step.value
-            # a wait that may give up, or compares exactly, can be disabled by a publish
+            # a publish can disable a wait that may time out or that compares exactly
             elif not isinstance(step, Wait) or step.exact or step.giving_up is not None:
                 others.update(words_of(step))
     return set(publishers) - others
 
 
 def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Before each step, and at the end: which cells the process is reading, and which writing."""
+    """Return the cells that the process is reading, and writing, before each step and at the end."""
     nothing: frozenset[str] = frozenset()
     at = {0: (nothing, nothing)}
     end = len(process.steps)
     for number, step in enumerate(process.steps):
         place = f"protocol: {process.name}, step {number + 1} ({step})"
         if number not in at:
-            raise ValueError(f"{place}: is left out by the step before it in any case")
+            raise ValueError(f"{place}: the step before it always leaves it out")
         reading, writing = at[number]
         cells = frozenset(cells_of(step))
         if isinstance(step, BeginRead | BeginWrite) and cells & (reading | writing):
-            raise ValueError(f"{place}: the process accesses a cell of it already")
+            raise ValueError(f"{place}: the process already accesses one of these cells")
         ends = {EndRead: reading, EndWrite: writing}.get(type(step), cells)
         if not cells <= ends:
-            raise ValueError(f"{place}: the process has not begun to")
+            raise ValueError(f"{place}: the process has not begun this access")
         if isinstance(step, BeginRead | EndRead):
             reading ^= cells
         else:
@@ -122,7 +121,9 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
                 left = end - number - 1
                 raise ValueError(f"{place}: cannot leave out {left_out} of {left} steps")
             if at.setdefault(target, (reading, writing)) != (reading, writing):
-                raise ValueError(f"{place}: leaves out only one of the begin and end of an access")
+                raise ValueError(
+                    f"{place}: leaves out the begin or the end of an access, but not both"
+                )
     if any(at[end]):
         cells = at[end][0] | at[end][1]
         raise ValueError(f"protocol: {process.name} does not end the access to {set(cells)}")
@@ -130,7 +131,7 @@ def open_accesses(process: Process) -> list[tuple[frozenset[str], frozenset[str]
 
 
 class ProtocolMachine:
-    """``protocol``, compiled; ``reduced`` takes steps that commute with all others at once (explorer)."""
+    """A compiled ``protocol``. ``reduced``: take steps that commute with all others at once."""
 
     def __init__(self, protocol: Protocol, *, reduced: bool) -> None:
         self.protocol = protocol
@@ -153,7 +154,7 @@ class ProtocolMachine:
         self._reading = [[self._mask(reading) for reading, _ in line] for line in accesses]
         self._writing = [[self._mask(writing) for _, writing in line] for line in accesses]
         self._still_written = list(map(self._ahead, self._codes, self._writing))
-        # Whom a publish may let go on at once.
+        # by word: the processes that may go on at once after a publish
         self._waiting: list[list[int]] = [[] for _ in self.first]
         for number, line in enumerate(self._codes):
             for word in {code.word for code in line if code.kind is Wait and code.at_once}:
@@ -167,8 +168,8 @@ class ProtocolMachine:
         values += [v for s in steps if isinstance(s, CompareAndSwap) for v in (s.old, s.new)]
         if min([0, *values]) < 0 or max(longest, len(self._contents) - 1, *values, 0) > LARGEST:
             raise ValueError(
-                f"protocol: {self.protocol.name!r} is too large: values of words, steps per process "
-                f"and contents go up to {LARGEST}; it has values from {min(values, default=0)} to "
+                f"protocol: {self.protocol.name!r} is too large: values of words, steps per process and "
+                f"contents must be at most {LARGEST}; it has values from {min(values, default=0)} to "
                 f"{max(values, default=0)}, {longest} steps and {len(self._contents) - 1} contents"
             )
 
@@ -177,7 +178,7 @@ class ProtocolMachine:
 
     @staticmethod
     def _ahead(line: list[_Code], writing: list[int]) -> list[int]:
-        """Before each step: the cells that the process is writing or will write later."""
+        """Return, for each step, the cells that the process is writing or will write later."""
         ahead, masks = 0, []
         for code, now in zip(reversed(line), reversed(writing), strict=True):
             ahead |= now | (code.mask if code.kind is BeginWrite else 0)
@@ -203,7 +204,7 @@ class ProtocolMachine:
         return code._replace(at_once=self._reduced, value=self._contents.index(step.content))
 
     def step(self, state: bytearray, process: int) -> str | None:
-        """Take the next step of ``process`` in place; what is wrong with it, or ""; None if it is held."""
+        """Take the next step of ``process`` in place. Return its violation or "", or None if it waits."""
         at = state[process]
         kind, _, word, value, new, skip_to, only_after, cells, mask, exact = self._codes[process][
             at
@@ -241,13 +242,13 @@ class ProtocolMachine:
         return ""
 
     def choices(self, state: bytes) -> list[int]:
-        """Ranks that may have a step in a settled state: all others have finished or are held."""
+        """Return the processes that may take a step in a settled state; the others finished or wait."""
         return [p for p, line in enumerate(self._codes) if not line[state[p]].at_once]
 
     def settle(
         self, state: bytearray, processes: Iterable[int], told: list[str] | None = None
     ) -> str:
-        """Take the steps of ``processes``, and whom they let go on, that come at once; what is wrong."""
+        """Take the steps that come at once, of ``processes`` and those they wake; return a violation."""
         pending = list(processes)
         while pending:
             process = pending.pop()
@@ -273,7 +274,7 @@ class ProtocolMachine:
         return ""
 
     def _last_read(self, state: bytearray, process: int, code: _Code) -> bool:
-        """Whether this is the end of a read of cells that no other process writes any more."""
+        """Return whether this ends a read of cells that no other process will write any more."""
         if code.kind is not EndRead or not self._reduced:
             return False
         for other, ahead in enumerate(self._still_written):
@@ -282,7 +283,7 @@ class ProtocolMachine:
         return True
 
     def tell(self, state: bytes | bytearray, process: int) -> str:
-        """The next step of ``process``, in words."""
+        """Return the next step of ``process`` in words."""
         step = self.protocol.processes[process].steps[state[process]]
         text = f"{self._name(process)} {step}"
         if left_out_by(step) is None:
@@ -290,10 +291,10 @@ class ProtocolMachine:
         code, seen = self._codes[process][state[process]], state[self._at[words_of(step)[0]]]
         if seen == code.value or (seen > code.value and isinstance(step, Wait) and not step.exact):
             return text
-        return f"{text}{', gives up' if isinstance(step, Wait) else ''} (it is {seen})"
+        return f"{text}{', times out' if isinstance(step, Wait) else ''} (it is {seen})"
 
     def blocked(self, state: bytes) -> str:
-        """Where nobody can go on: who has not finished, and why; empty if all have."""
+        """Return the waits of processes that have not finished in a deadlock; "" if all finished."""
         lines = []
         for number, process in enumerate(self.protocol.processes):
             if state[number] < len(process.steps):
@@ -302,7 +303,7 @@ class ProtocolMachine:
         return "; ".join(lines)
 
     def wrong_end(self, state: bytes) -> str:
-        """The objection of ``at_end`` to a state where all have finished; "" if none."""
+        """Return the error that ``at_end`` finds after all have finished, or ""."""
         if self.protocol.at_end is None:
             return ""
         values: dict[str, int | str] = {word: state[self._at[word]] for word in self._words}
@@ -329,12 +330,12 @@ MAX_STATES = 5_000_000
 
 
 class StateLimitError(InterlaceError):
-    """A protocol has more states than were allowed, so nothing is known about it."""
+    """Raised if a protocol has more states than allowed. The result is then unknown."""
 
 
 @dataclass(frozen=True)
 class Counterexample:
-    """Something wrong, and the steps that lead there from the start, one text per step."""
+    """An error, and the steps that lead to it from the start, one text per step."""
 
     text: str
     steps: tuple[str, ...]
@@ -347,8 +348,8 @@ class Counterexample:
 class Exploration:
     """The findings of :func:`explore`.
 
-    ``depth``: how many interleaved steps the state takes that is farthest from the start.
-    ``deadlocks`` and ``violations`` have one entry per different text, the nearest first.
+    ``depth``: the number of interleaved steps to the state that is farthest from the start.
+    ``deadlocks`` and ``violations`` have one entry for each different text, the nearest first.
     """
 
     name: str
@@ -364,7 +365,7 @@ class Exploration:
 
     @property
     def clean(self) -> bool:
-        """Neither deadlocks nor violations."""
+        """Whether there are neither deadlocks nor violations."""
         return not self.deadlocks and not self.violations
 
     def __str__(self) -> str:
@@ -384,9 +385,9 @@ def explore(
 ) -> Exploration:
     """Visit every state of ``protocol``; with ``reduced``, leave out orders of steps that commute.
 
-    Raises ``ValueError`` for a protocol that is not well formed (an end without its begin, a jump past
-    the last step, values, steps of a process or contents beyond 255), and :class:`StateLimitError`
-    beyond ``max_states``.
+    Raises ``ValueError`` for a protocol that is not well formed: an end without its begin, or a jump past
+    the last step. Values, steps per process and contents must be at most 255. Raises
+    :class:`StateLimitError` if there are more than ``max_states`` states.
 
     Example::
 
@@ -400,14 +401,14 @@ def explore(
     started = time.perf_counter()
     machine = ProtocolMachine(protocol, reduced=reduced)
     processes = range(len(protocol.processes))
-    # What is wrong, and the way there: a state by its number, and who took the wrong step from it.
+    # Each error, and its way: the number of the state before, and the process that took the wrong step.
     deadlocks: dict[str, tuple[int, int | None]] = {}
     violations: dict[str, tuple[int, int | None]] = {}
     first = bytearray(machine.first)
     wrong = machine.settle(first, processes)
     states = [bytes(first)]
     numbers = {states[0]: 0}
-    came_from = [(0, 0)]  # by number of state: the state before it, and who went on from there
+    came_from = [(0, 0)]  # by state number: the state before, and the process that took the step
     transitions = depth = number = 0
     next_level = 1
     if wrong:
@@ -468,7 +469,7 @@ def explore(
 
 
 def _replayed(machine: ProtocolMachine, way: Iterable[int]) -> list[str]:
-    """All steps of a run in words, given who goes on wherever there is a choice."""
+    """Return all steps of a run in words. ``way``: the process that goes on at each choice."""
     state = bytearray(machine.first)
     told: list[str] = []
     wrong = machine.settle(state, range(len(machine.protocol.processes)), told)

@@ -1,27 +1,30 @@
 """The signal patterns of ``kernels/signal.py`` as protocols that the explorer can visit completely.
 
-How steps correspond to code::
+Steps correspond to code as follows::
 
     ``Publish`` of a slot               ``publish``, ``publish_kernel``, ``publish_slots`` of several: an
                                         atomic exchange
     ``Wait`` for a slot                 ``wait``, ``wait_kernel``, ``wait_slots`` for several: only the poll
                                         that ends it is a step
-    ``Wait`` for a credit, epoch - 1    ``wait_credit``; for those of all ranks: ``wait_credits_kernel``
+    ``Wait`` for a credit, epoch - 1    ``wait_credit``; ``wait_credits_kernel`` for all ranks' credits
     ``Publish`` of all credits          ``finish_kernel``, the last item of an op on its stream
     ``BeginWrite`` ... ``EndRead``      stores and loads of a chunk, a tile or a staged tensor
     claim, check, record, abort         ``give_up``: compare-and-swap, acquire, stores, ``publish`` to all
     swap of a flag                      ``put_flag``, ``wait_flag``: only the swap that succeeds is a step
 
-``tests/sim/verify/test_protocol.py`` says it by pattern. Words and cells are named as reports should call
-them: ``slot 1 of rank 0`` lies in rank 0's memory and is rank 1's to publish; so ``credit 1 of rank 0``.
+``tests/sim/verify/test_protocol.py`` lists this by pattern. Words and cells are named as reports should
+show them: ``slot 1 of rank 0`` lies in rank 0's memory, and rank 1 publishes it; likewise ``credit 1 of
+rank 0``.
 
-``current_epoch`` is no step. The epoch word is read and advanced by its own rank only, in the order of
-its streams, and is a constant of the op: op k on a channel has epoch k.
+``current_epoch`` is not a step. Only its own rank reads and advances the epoch word, in the order of its
+streams. It is a constant of the op: op k on a channel has epoch k.
 
-Not covered: weak memory, so also not why ``publish`` releases behind a barrier and ``wait`` acquires
-(the race detector's business); more than one chunk per peer and op (chunks share nothing but the
-credit); that the epoch word stays until the copy stream has read it; growth of a channel; and what a
-kernel goes on to store after one of its waits has given up.
+Not covered:
+
+- Weak memory: why ``publish`` releases after a barrier, and why ``wait`` acquires (see the race detector).
+- More than one chunk per peer and op. Chunks share only the credit.
+- Growth of a channel, and the lifetime of the epoch word, which stays until the copy stream has read it.
+- Stores of a kernel after one of its waits has timed out.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,34 +44,34 @@ from interlace_verify.protocols.steps import (
 
 
 def slot(owner: int, source: int, where: str = "") -> str:
-    """The signal slot in ``owner``'s memory that ``source`` publishes."""
+    """Return the signal slot in ``owner``'s memory that ``source`` publishes."""
     return f"slot {source} of rank {owner}{where}"
 
 
 def credit(owner: int, peer: int, where: str = "") -> str:
-    """The word in ``owner``'s header that says how many ops ``peer`` has finished."""
+    """Return the word in ``owner``'s header that counts the ops that ``peer`` has finished."""
     return f"credit {peer} of rank {owner}{where}"
 
 
 def part(owner: int, source: int, where: str = "") -> str:
-    """The region of ``owner``'s workspace that ``source`` pushes into."""
+    """Return the region of ``owner``'s workspace that ``source`` pushes into."""
     return f"part {source} of rank {owner}{where}"
 
 
 def data(rank: int, number: int) -> str:
-    """The contribution of ``rank`` to round ``number``."""
+    """Return the contribution of ``rank`` to round ``number``."""
     return f"rank {rank}'s data of round {number}"
 
 
 def peers_of(rank: int, ranks: int) -> list[int]:
-    """All other ranks, the next one first, as in ``tiling.send_order``."""
+    """Return all other ranks, the next one first, as in ``tiling.send_order``."""
     return [(rank + step) % ranks for step in range(1, ranks)]
 
 
 def _protocol(
     name: str, ranks: int, rounds: int, steps_of: Callable[[int, int], Iterable[ProtocolStep]]
 ) -> Protocol:
-    """One process per rank, which takes ``steps_of(rank, number)`` in round ``number`` = 1, 2, ..."""
+    """Return one process per rank. In round ``number`` = 1, 2, ... it takes ``steps_of(rank, number)``."""
     _check(ranks, rounds)
     numbers = range(1, rounds + 1)
     processes = [
@@ -86,7 +89,7 @@ def _check(ranks: int, rounds: int) -> None:
 
 
 def _channel(number: int, channels: int) -> tuple[str, int]:
-    """The channel of op ``number``, as names end, and its epoch there: ops take channels in turn."""
+    """Return the suffix of op ``number``'s channel in names, and its epoch there; ops rotate channels."""
     where = f" on channel {(number - 1) % channels}" if channels > 1 else ""
     return where, (number - 1) // channels + 1
 
@@ -124,7 +127,7 @@ def _collect(rank: int, ranks: int, number: int, channels: int = 1) -> list[Prot
 def push(ranks: int, rounds: int) -> Protocol:
     """Every rank pushes to all, then collects: ``reduce_scatter_kernel``, ``all_reduce_kernel``.
 
-    As in the fused kernels that sum: a program first stores what others need and then takes its own.
+    As in the fused kernels that sum: a program first stores what others need, then takes its own part.
     """
 
     def steps_of(rank: int, number: int) -> list[ProtocolStep]:
@@ -137,9 +140,9 @@ def push(ranks: int, rounds: int) -> Protocol:
 def push_on_streams(ranks: int, rounds: int, channels: int = 2) -> Protocol:
     """A copy stream pushes and a compute stream collects, on channels in turn.
 
-    The copy engine's way of ``all_gather_matmul``: an op's copies wait for the end of the op before on
-    the *same* channel (``Communicator.enqueue``), so they may run ahead of the compute stream by one op.
-    With ``channels=1`` these are the copiers and collectors of ``all_gather_kernel``. ``sent`` and
+    ``all_gather_matmul`` uses the copy engine in this way. An op's copies wait for the end of the previous
+    op on the *same* channel (``Communicator.enqueue``), so they may run ahead of the compute stream by one
+    op. With ``channels=1`` these are the copiers and collectors of ``all_gather_kernel``. ``sent`` and
     ``ended`` are events between the streams of a rank.
     """
     _check(ranks, rounds)
@@ -168,7 +171,7 @@ def push_on_streams(ranks: int, rounds: int, channels: int = 2) -> Protocol:
 
 
 def _memory(owner: int, ranks: int) -> list[str]:
-    """Where ``owner`` stages: over all parts that others push into, in other ops."""
+    """Return the cells where ``owner`` stages: they overlap all parts that other ops push into."""
     return [part(owner, source) for source in peers_of(owner, ranks)]
 
 
@@ -185,10 +188,10 @@ def _pull(rank: int, ranks: int, number: int, sources: Sequence[int]) -> list[Pr
 
 
 def pull(ranks: int, rounds: int, sources: Sequence[int] | None = None) -> Protocol:
-    """Stage in the own memory, tell everyone, read theirs: ``all_gather_copy``, ``Layout.pulled``.
+    """Stage in own memory, signal all ranks, read theirs: ``all_gather_copy``, ``Layout.pulled``.
 
-    ``sources`` are the ranks that stage, by default all. With a single one it is a broadcast, in which
-    a rank that only reads may be a round ahead of another.
+    ``sources`` are the ranks that stage, by default all. A single one makes it a broadcast, in which a rank
+    that only reads may be a round ahead of another.
     """
     _check(ranks, rounds)
     staging = range(ranks) if sources is None else sources
@@ -204,8 +207,8 @@ def pull(ranks: int, rounds: int, sources: Sequence[int] | None = None) -> Proto
 def push_after_pull(ranks: int, rounds: int) -> Protocol:
     """Pull in odd rounds and push in even ones, over the same memory: ``Communicator.enqueue``.
 
-    A push needs the credit of its receiver only. But what the receiver staged before may still be read
-    by third ranks, so after a pull the host has all credits waited for first.
+    A push needs only the credit of its receiver. But other ranks may still read the data that the receiver
+    staged before. So after a pull the host first waits for all credits.
     """
 
     def steps_of(rank: int, number: int) -> list[ProtocolStep]:
@@ -220,7 +223,7 @@ def push_after_pull(ranks: int, rounds: int) -> Protocol:
 
 
 def two_shot(ranks: int, rounds: int) -> Protocol:
-    """Stage, sum the own segment of all, tell everyone, read their sums: ``all_reduce_copy``."""
+    """Stage, sum one's segment of all inputs, signal all ranks, read their sums: ``all_reduce_copy``."""
 
     def steps_of(rank: int, number: int) -> list[ProtocolStep]:
         peers = peers_of(rank, ranks)
@@ -243,8 +246,8 @@ def two_shot(ranks: int, rounds: int) -> Protocol:
 def flag_barrier(ranks: int, rounds: int) -> Protocol:
     """The barrier of torch's handle of symmetric memory, ``handle_barrier_kernel``: flags of 0 and 1.
 
-    ``put_flag``: compare-and-swap the peer's flag from 0 to 1. ``wait_flag``: the own from 1 to 0.
-    Around it, a round of data: write the own memory, barrier, read everyone's, barrier.
+    ``put_flag``: compare-and-swap the peer's flag from 0 to 1. ``wait_flag``: the own flag from 1 to 0.
+    Around it, a round of data: write own memory, barrier, read all others', barrier.
     """
 
     def steps_of(rank: int, number: int) -> list[ProtocolStep]:
@@ -260,11 +263,12 @@ def flag_barrier(ranks: int, rounds: int) -> Protocol:
 
 
 def giving_up(ranks: int, rounds: int) -> Protocol:
-    """Waits that give up: the last rank publishes in every round but the last, and is then dead.
+    """Waits that time out: the last rank publishes in every round but the last one, and then dies.
 
-    Waits of the lower half of the ranks may reach their spin limit at any poll, the others' end only if
-    the group is aborted. Rank 0 has two programs, which may both want to claim its header. At the end
-    all are aborted, somebody has written down whom it waited for, and no two programs in one header.
+    Waits of the lower half of the ranks may reach their spin limit at any poll. The other ranks' waits end
+    only if the group is aborted. Rank 0 has two programs, which may both try to claim its header. At the
+    end all ranks are aborted, some rank has recorded which rank it waited for, and no header has two
+    records.
     """
     _check(ranks, rounds)
     dead = ranks - 1
@@ -272,7 +276,7 @@ def giving_up(ranks: int, rounds: int) -> Protocol:
     published: list[ProtocolStep] = []
     for rank, program in [(0, 0), (0, 1), *((rank, 0) for rank in range(1, dead))]:
         record = [f"record of rank {rank}"]
-        recording = read(record, EMPTY)  # nobody has written it before
+        recording = read(record, EMPTY)  # it was not written before
         recording += write(record, f"the wait of program {program}")
         recording += [Publish(f"abort of rank {peer}", 1) for peer in range(ranks)]
         give_up = [
@@ -293,9 +297,9 @@ def giving_up(ranks: int, rounds: int) -> Protocol:
 
     def at_end(values: Mapping[str, int | str]) -> str:
         if not all(values[f"abort of rank {rank}"] for rank in range(ranks)):
-            return "a rank is not aborted in the end"
+            return "at the end a rank is not aborted"
         if all(values[f"record of rank {rank}"] == EMPTY for rank in range(dead)):
-            return "nobody has written down whom it waited for"
+            return "no rank has recorded which rank it waited for"
         return ""
 
     return Protocol("giving up", ranks, rounds, tuple(processes), at_end)
@@ -313,7 +317,7 @@ PATTERNS: Mapping[str, Callable[[int, int], Protocol]] = {
 
 
 def explored(name: str, ranks: int, rounds: int) -> Exploration:
-    """Explore the pattern ``name``; of all that are here, about 25 s for 4 ranks and 3 rounds."""
-    # every step interleaved would take minutes where a rank is several processes
+    """Explore the pattern ``name``. All patterns take about 25 s for 4 ranks and 3 rounds."""
+    # without reduction it would take minutes if a rank has several processes
     protocol = PATTERNS[name](ranks, rounds)
     return explore(protocol, reduced=len(protocol.processes) > ranks)

@@ -1,11 +1,11 @@
 """The vocabulary of protocols: steps, the processes that take them, and what they share.
 
-Steps work on *words* (signal slots, credits, flags, status words; 0 at first) and on *cells* (regions
-of data in symmetric memory; they hold :data:`EMPTY` at first). Both are named by text, and these texts
-are what reports print. An access to cells has a begin and an end, so that two can overlap. Everything
-else is atomic, as it is on the device. What a process does with its own memory is no step.
+Steps work on *words* (signal slots, credits, flags, status words; 0 at first) and on *cells* (regions of
+data in symmetric memory, with :data:`EMPTY` at first). Reports print the names of both. An access to cells
+has a begin and an end, so that two accesses can overlap. All other steps are atomic, as on the device. An
+access of a process's private memory is not a step.
 
-A process takes its steps in order. Jumps go forward only and rounds are written out one after another,
+A process takes its steps in order. Jumps only go forward, and rounds are written out one after another,
 so every run of a protocol ends.
 """
 
@@ -17,7 +17,7 @@ EMPTY = "nothing"
 
 @dataclass(frozen=True)
 class Publish:
-    """Set ``word`` to ``value``, whatever it was.
+    """Set ``word`` to ``value``.
 
     >>> str(Publish("slot", 1))
     'publishes slot = 1'
@@ -32,10 +32,10 @@ class Publish:
 
 @dataclass(frozen=True)
 class Wait:
-    """Hold until ``word >= value``, or, if ``exact``, ``word == value``.
+    """Wait until ``word >= value``, or, if ``exact``, ``word == value``.
 
-    With ``giving_up`` the wait may end without that, at any time or, with ``only_after``, once that
-    word is not 0. The next ``giving_up`` steps are for this case; otherwise they are left out.
+    With ``giving_up`` the wait may time out: at any time or, with ``only_after``, once that word is not 0.
+    A wait that times out takes the next ``giving_up`` steps. Otherwise these steps are left out.
 
     >>> str(Wait("slot", 1))
     'waits for slot >= 1'
@@ -53,9 +53,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class CompareAndSwap:
-    """Set ``word`` to ``new`` where it is ``old``. Where it is not, hold.
+    """Set ``word`` to ``new`` if it is ``old``. Wait if it is not.
 
-    With ``otherwise`` it does not hold: the next ``otherwise`` steps are left out instead.
+    With ``otherwise`` it does not wait: the next ``otherwise`` steps are left out instead.
 
     >>> str(CompareAndSwap("lock", 0, 1))
     'swaps lock from 0 to 1'
@@ -74,7 +74,7 @@ class CompareAndSwap:
 
 @dataclass(frozen=True)
 class BeginRead:
-    """Start to read ``cells``, all of which should hold ``content``."""
+    """Begin to read ``cells``, which should all hold ``content``."""
 
     cells: tuple[str, ...]
     content: str
@@ -85,7 +85,7 @@ class BeginRead:
 
 @dataclass(frozen=True)
 class EndRead:
-    """The read of ``cells`` is over."""
+    """End the read of ``cells``."""
 
     cells: tuple[str, ...]
 
@@ -95,7 +95,7 @@ class EndRead:
 
 @dataclass(frozen=True)
 class BeginWrite:
-    """Start to write ``content`` into ``cells``."""
+    """Begin to write ``content`` into ``cells``."""
 
     cells: tuple[str, ...]
     content: str
@@ -106,7 +106,7 @@ class BeginWrite:
 
 @dataclass(frozen=True)
 class EndWrite:
-    """The write into ``cells`` is over."""
+    """End the write into ``cells``."""
 
     cells: tuple[str, ...]
 
@@ -118,7 +118,7 @@ ProtocolStep = Publish | Wait | CompareAndSwap | BeginRead | EndRead | BeginWrit
 
 
 def read(cells: Iterable[str], content: str) -> list[ProtocolStep]:
-    """A read of ``cells``: its begin and its end.
+    """Return the begin and the end of a read of ``cells``.
 
     >>> [str(step) for step in read(["a", "b"], "data")]
     ['begins to read a, b', 'ends reading a, b']
@@ -128,7 +128,7 @@ def read(cells: Iterable[str], content: str) -> list[ProtocolStep]:
 
 
 def write(cells: Iterable[str], content: str) -> list[ProtocolStep]:
-    """A write of ``content`` into ``cells``: its begin and its end.
+    """Return the begin and the end of a write of ``content`` into ``cells``.
 
     >>> [str(step) for step in write(["a"], "data")]
     ['begins to write data into a', 'ends writing a']
@@ -138,7 +138,7 @@ def write(cells: Iterable[str], content: str) -> list[ProtocolStep]:
 
 
 def words_of(step: ProtocolStep) -> list[str]:
-    """The words that a step looks at or sets, the one that it waits for first."""
+    """Return the words that a step reads or sets, the one that it waits for first."""
     if isinstance(step, Publish | CompareAndSwap):
         return [step.word]
     if isinstance(step, Wait):
@@ -147,12 +147,12 @@ def words_of(step: ProtocolStep) -> list[str]:
 
 
 def cells_of(step: ProtocolStep) -> tuple[str, ...]:
-    """The cells whose access a step begins or ends."""
+    """Return the cells whose access a step begins or ends."""
     return () if isinstance(step, Publish | Wait | CompareAndSwap) else step.cells
 
 
 def left_out_by(step: ProtocolStep) -> int | None:
-    """The number of following steps that a step may leave out."""
+    """Return the number of following steps that a step may leave out."""
     if isinstance(step, Wait):
         return step.giving_up
     return step.otherwise if isinstance(step, CompareAndSwap) else None
@@ -160,7 +160,7 @@ def left_out_by(step: ProtocolStep) -> int | None:
 
 @dataclass(frozen=True)
 class Process:
-    """One sequence of steps: a rank, or a program or stream of it. Reports call it ``name``.
+    """A sequence of steps: a rank, or a program or stream of a rank. Reports call it ``name``.
 
     >>> Process("rank 0", (*write(["buffer"], "data"), Publish("slot", 1))).name
     'rank 0'
@@ -174,8 +174,8 @@ class Process:
 class Protocol:
     """Processes that share words and cells.
 
-    ``at_end`` gets every word's value and every cell's content, by name, once all processes have
-    finished, and returns what is wrong with them, or an empty text.
+    ``at_end`` is called after all processes have finished, with the value of every word and the content of
+    every cell by name. It returns an error text, or an empty text.
 
     >>> from interlace_verify import explore
     >>> sender = Process("rank 0", (*write(["buffer"], "data"), Publish("slot", 1)))
@@ -198,9 +198,9 @@ class Protocol:
     def rewritten(
         self, fault: str, rule: Callable[[Process], Iterable[ProtocolStep]]
     ) -> "Protocol":
-        """A variant for a negative control: every process takes the steps ``rule(process)``.
+        """Return a variant for a negative control: every process takes the steps ``rule(process)``.
 
-        Raises ``ValueError`` if nothing changes: a control that is none would go unnoticed.
+        Raises ``ValueError`` if no step changes, because such a control would test nothing.
         """
         processes = tuple(
             replace(process, steps=tuple(rule(process))) for process in self.processes

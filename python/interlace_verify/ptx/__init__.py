@@ -1,1 +1,1 @@
-"""PTX: its text, its types, and what its instructions compute and do; one file per kind."""
+"""PTX: its text, its types, and the effects of its instructions, with one file per kind."""

@@ -1,7 +1,7 @@
-"""PTX within registers: what computes, shifts, counts and compares.
+"""PTX within registers: arithmetic, shifts, counts and comparisons.
 
-One builder per mnemonic turns an instruction into an action. Results are those of the instruction, rounded
-once; other than to nearest even only in fp32.
+One builder per mnemonic turns an instruction into an action. Results are exactly the instruction's, rounded
+once. Rounding other than to nearest even is only implemented for fp32.
 """
 
 import functools
@@ -40,7 +40,7 @@ ARITHMETIC, builds = builders()
 
 
 def _or_ones(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """All ones where the divisor is 0: PTX leaves it open, and hardware gives them. Nothing traps."""
+    """Return all ones for a divisor of 0: PTX leaves it undefined, hardware returns ones. No trap."""
 
     def compute(x: Array, y: Array) -> Array:
         wrong = y == 0
@@ -53,12 +53,12 @@ def _or_ones(function: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
 
 @_or_ones
 def quotient(x: Array, y: Array) -> Array:
-    """Truncated, as in C."""
+    """Divide and truncate, as C does."""
     return (x - np.fmod(x, y)) // y
 
 
 def _spreading_larger(x: Array, y: Array) -> Array:
-    """A nan if one is."""
+    """Return the maximum, or nan if either is nan."""
     return np.where(np.isnan(x) | np.isnan(y), np.maximum(x, y), larger(x, y))
 
 
@@ -135,7 +135,6 @@ _DIRECTED = ("rz", "rm", "rp")
 
 
 def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Array]:
-    """The function, with what qualifiers say of it."""
     name = instruction.mnemonic
     function = _OF_FLOATS[name]
     if name in ("min", "max"):
@@ -147,7 +146,7 @@ def _of_floats(instruction: Instruction, kind: ScalarType) -> Callable[..., Arra
             function = _of_magnitudes(function)
         function = functools.partial(_reduced, function)
     elif name == "div":
-        instruction.choose("approx", "full")  # the right answer is one of those they may give
+        instruction.choose("approx", "full")  # the exact answer is one that they allow
     elif name in ("fma", "mad") and kind.bits == 64:
         function = _fused_of_doubles
     rounding = instruction.choose(*_DIRECTED)
@@ -175,17 +174,17 @@ def _then(function: Callable[..., Array], after: Callable[[Array], Array]) -> Ca
 
 
 def rectified(values: Array) -> Array:
-    """Zero for what is negative."""
+    """Replace negative numbers by zero."""
     return np.where((values > 0) | np.isnan(values), values, values.dtype.type(0))
 
 
 def _between_0_and_1(values: Array) -> Array:
-    """A nan is 0."""
+    """Clamp to 0 to 1. A nan becomes 0."""
     return larger(smaller(values, values.dtype.type(1)), values.dtype.type(0))
 
 
 def _of_magnitudes(function: Callable[..., Array]) -> Callable[..., Array]:
-    """With the sign of a product."""
+    """Apply ``function`` to magnitudes, and give the result the sign of the product."""
 
     def compute(x: Array, y: Array) -> Array:
         sign = np.where(np.signbit(x) ^ np.signbit(y), x.dtype.type(-1), x.dtype.type(1))
@@ -212,13 +211,13 @@ _AS_FUSED: dict[str, Callable[..., Array]] = {
 
 
 def _rounded(exact: Callable[..., Array], rounding: str) -> Callable[..., Array]:
-    """To fp32 in one direction; what it gets is rounded to odd, so nothing is lost."""
+    """Round to fp32 in one direction. The exact function rounds to odd, so no information is lost."""
     by = {"rz": np.trunc, "rm": np.floor, "rp": np.ceil}[rounding]
     return lambda *given: encode(exact(*given), SINGLE, by).view(np.float32)
 
 
 def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
-    """Rounded once: by whole numbers, where nothing is infinite."""
+    """Return x * y + z in fp64, rounded once: by integers where all numbers are finite."""
     found = np.asarray(x * y + z)
     given = np.broadcast_arrays(x, y, z)
     usual = np.isfinite(found)
@@ -229,7 +228,7 @@ def _fused_of_doubles(x: Array, y: Array, z: Array) -> Array:
 
 
 def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., Array]:
-    """Of two numbers in each register."""
+    """Apply ``function`` to each of the two numbers in a register."""
     register = np.dtype(f"u{kind.bits // 4}").type
 
     def compute(*given: Array) -> Array:
@@ -241,13 +240,13 @@ def lanewise(function: Callable[..., Array], kind: ScalarType) -> Callable[..., 
 
 
 def halves(bits: Array, kind: ScalarType) -> Array:
-    """The lower and the upper half of registers, first."""
+    """Return the lower and the upper half of registers in the first dimension."""
     mask, shift = bits.dtype.type(kind.mask), bits.dtype.type(kind.bits)
     return np.stack([bits & mask, bits >> shift]).astype(kind.raw)
 
 
 def flushed(values: Array) -> Array:
-    """Subnormal numbers are zero."""
+    """Replace subnormal numbers by zero."""
     zero = np.copysign(values.dtype.type(0), values)
     return np.where(np.abs(values) < SMALLEST_NORMAL, zero, values)
 
@@ -270,7 +269,7 @@ def _multiply(instruction: Instruction, kind: ScalarType) -> Action:
 
 
 def _product(part: str, kind: ScalarType, result: ScalarType) -> Callable[[Array, Array], Array]:
-    """``part``: of numbers of ``kind``, of "lo" their bits."""
+    """Return the multiplication of ``part``: on numbers of ``kind``, or on their bits for "lo"."""
     if part == "lo":
         return operator.mul
     if part == "wide":
@@ -285,13 +284,13 @@ def _product(part: str, kind: ScalarType, result: ScalarType) -> Callable[[Array
 
 @builds("addc", "subc", "madc")
 def build_carrying(instruction: Instruction) -> Action:
-    """With the carry or borrow of its thread, which ``.cc`` leaves for the next one."""
+    """Build arithmetic with the thread's carry or borrow, which ``.cc`` sets for the next instruction."""
     name, gives = instruction.mnemonic, instruction.flag("cc")
     takes, part = name.endswith("c"), instruction.choose("lo", "hi")
     kind = instruction.take_type(("u32", "s32", "u64", "s64"))
     multiplies, subtracts = name.startswith("mad"), name.startswith("sub")
     if multiplies != (part is not None):
-        raise instruction.error(f"'{name}' takes one of .lo, .hi, and others take none")
+        raise instruction.error(f"'{name}': only 'madc' takes .lo or .hi, and it needs one")
     instruction.finish(4 if multiplies else 3)
     target, *sources = instruction.operands
     multiply = _product(part or "lo", kind, kind)
@@ -332,7 +331,7 @@ _APPROXIMATED: dict[str, tuple[Callable[[Array], Array], tuple[str, ...]]] = {
 
 @builds(*_APPROXIMATED)
 def build_function(instruction: Instruction) -> Action:
-    """What ``.approx`` may give, and ``.rn`` has to: the right answer, rounded once."""
+    """Build a function with an exact result, rounded once: ``.rn`` needs this, ``.approx`` allows it."""
     function, allowed = _APPROXIMATED[instruction.mnemonic]
     instruction.choose("approx", "rn")
     flush, packed = instruction.flag("ftz"), instruction.choose(*PACKED)
@@ -376,7 +375,7 @@ def build_comparison(instruction: Instruction) -> Action:
     if compare is None:
         raise instruction.error(f"'.{name}' does not compare .{kind.name}")
     target, *compared = instruction.operands
-    # of two predicates, p|q, the second gets the opposite
+    # with two predicates, p|q, the second gets the opposite
     writes = [instruction.writer(each.strip(), PREDICATE) for each in target.split("|")]
     number = TYPES["b32"] if packed else kind
     first, second = (instruction.numbers(each, number) for each in compared[:2])
@@ -389,7 +388,7 @@ def build_comparison(instruction: Instruction) -> Action:
 
     def set_predicate(threads: Threads) -> None:
         x, y = first(threads), second(threads)
-        if packed:  # p is for the lower, q for the upper numbers
+        if packed:  # p is for the lower numbers, q for the upper ones
             x, y = (kind.decode(halves(each, kind)) for each in (x, y))
         found = compare(flushed(x), flushed(y)) if flush else compare(x, y)
         results = [found] if len(writes) == 1 else [found, ~found]
@@ -404,17 +403,17 @@ def build_comparison(instruction: Instruction) -> Action:
 
 @builds("set")
 def build_set(instruction: Instruction) -> Action:
-    """All ones, or 1.0, where a comparison holds."""
+    """Build a comparison whose result is all ones, or 1.0, where it holds."""
     name = instruction.choose(*_ORDERED, *_OF_UNSIGNED, *_UNORDERED, "num", "nan")
     flush, packed = instruction.flag("ftz"), instruction.choose(*PAIRS)
-    if packed and instruction.flag(packed):  # of the result and of what is compared
+    if packed and instruction.flag(packed):  # types of the result and of the compared numbers
         target = kind = TYPES[PAIRS[packed]]
     else:
         target = instruction.take_type(("u32", "s32", "f16", "bf16", "f32"))
         kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
     compare = None if name is None else _comparison(name, kind)
     if compare is None:
-        raise instruction.error(f"'{instruction.opcode}' is no comparison")
+        raise instruction.error(f"'{instruction.opcode}' is not a comparison")
     yes = target.raw.type(target.bits_of(1 if target.is_float else -1))
 
     def choose(x: Array, y: Array) -> Array:
@@ -443,7 +442,7 @@ def _comparison(name: str, kind: ScalarType) -> Callable[[Any, Any], Array] | No
     return _ORDERED.get(name)
 
 
-# -- forms: a few words, a type, and operands ------------------------------------------------------
+# -- forms: some words, a type, and operands -------------------------------------------------------
 
 _TESTS: dict[str, Callable[[Array], Array]] = {
     "finite": np.isfinite,
@@ -463,7 +462,7 @@ _PERMUTATIONS: dict[str, Callable[[int, int], int]] = {
     "ecr": lambda index, low: min(index, low),
     "rc16": lambda index, low: 2 * (low % 2) + index % 2,
 }
-"""By mode of prmt, the byte of eight for a place and the lowest two bits of the selector."""
+"""By mode of prmt: the byte of eight for a position and the lowest two bits of the selector."""
 
 
 def _shifted(shift: Any, kind: ScalarType, value: Array, by: Array) -> Array:
@@ -479,21 +478,21 @@ def _funnel_shifted(
 
 
 def _field(kind: ScalarType, value: Array, start: Array, length: Array) -> Array:
-    """Bits from a position on, as many as given; signed ones extend the last."""
+    """Extract ``length`` bits from ``start`` on; a signed type extends the last one."""
     bits = np.uint32(kind.bits)
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     end = np.minimum(start + length, bits)
-    # up against the top, then down: what was above is gone, what was below too
+    # shift to the top, then down: this removes the bits above and below the field
     moved = np.left_shift(value, (bits - end).astype(kind.stored))
     width = np.where(start < end, end - start, np.uint32(0))
     found = np.right_shift(moved, (bits - width).astype(kind.stored))
-    past = (length > 0) & (start >= bits)  # all of a signed field is its sign
+    past = (length > 0) & (start >= bits)  # a signed field consists of the sign alone
     beyond = np.right_shift(value, bits.astype(kind.stored))
     return np.where(past, beyond, np.where(length > 0, found, kind.stored.type(0)))
 
 
 def _inserted(kind: ScalarType, low: Array, into: Array, start: Array, length: Array) -> Array:
-    """The lowest bits of one into another, from a position on, as many as given."""
+    """Insert the lowest ``length`` bits of one number into another from ``start`` on."""
     start, length = start & np.uint32(0xFF), length & np.uint32(0xFF)
     one, most = kind.stored.type(1), np.uint32(kind.bits)
     field = np.left_shift(one, np.minimum(length, most).astype(kind.stored)) - one
@@ -503,7 +502,7 @@ def _inserted(kind: ScalarType, low: Array, into: Array, start: Array, length: A
 
 
 def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
-    """Ones from a position on, as many as given."""
+    """Return a mask of ``length`` ones from ``start`` on."""
     first, count = (each.astype(np.uint64) for each in (start, length))
     if bound != "clamp":
         first, count = first & np.uint64(31), count & np.uint64(31)
@@ -515,7 +514,7 @@ def _mask(kind: ScalarType, bound: str, start: Array, length: Array) -> Array:
 def _permuted(
     kind: ScalarType, mode: str | None, low: Array, high: Array, selector: Array
 ) -> Array:
-    """Bytes of two registers, chosen by four numbers of four bits; the highest takes a byte's sign."""
+    """Choose bytes of two registers by four 4-bit selectors; the highest bit copies a byte's sign."""
     whole = high.astype(np.uint64) << np.uint64(32) | low
     result = np.zeros(np.broadcast(low, high, selector).shape, np.uint64)
     for index in range(4):
@@ -530,14 +529,14 @@ def _permuted(
 
 
 def ones(value: Array) -> Array:
-    """How many bits are 1."""
+    """Count the bits that are 1."""
     value = np.asarray(value)
     octets = value.reshape(-1, 1).view(np.uint8)
     return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32).reshape(value.shape)
 
 
 def leading_zeros(value: Array) -> Array:
-    for by in (1, 2, 4, 8, 16, 32):  # all bits below the first
+    for by in (1, 2, 4, 8, 16, 32):  # set all bits below the highest one
         value = value | np.right_shift(value, value.dtype.type(by))
     return np.uint32(8 * value.dtype.itemsize) - ones(value)
 
@@ -553,7 +552,7 @@ def _sum_of_differences(_: ScalarType, x: Array, y: Array, total: Array) -> Arra
 
 
 def _highest(kind: ScalarType, as_shift: str | None, value: Array) -> Array:
-    """Where the highest bit is that is not the sign's; .shiftamt: how far from the top."""
+    """Return the position of the highest non-sign bit; with .shiftamt its distance from the top."""
     value = np.where(value < 0, ~value, value).view(kind.raw)
     left = leading_zeros(value)
     found = left if as_shift else np.uint32(kind.bits - 1) - left
@@ -561,7 +560,7 @@ def _highest(kind: ScalarType, as_shift: str | None, value: Array) -> Array:
 
 
 def _short_product(kind: ScalarType, part: str | None, x: Array, y: Array, *total: Array) -> Array:
-    """Of 24 bits, the lower or the upper 32 of 48."""
+    """Multiply 24-bit numbers; return the lower or the upper 32 of 48 bits."""
     x, y = (each.astype(np.int64) << 40 >> 40 for each in (x, y))
     if kind.letter == "u":
         x, y = x & 0xFFFFFF, y & 0xFFFFFF
@@ -570,10 +569,10 @@ def _short_product(kind: ScalarType, part: str | None, x: Array, y: Array, *tota
 
 
 class ScalarForm(NamedTuple):
-    """An instruction with one word of each of ``words``, a type of ``allowed``, and operands of ``kinds``.
+    """An instruction with one of each of ``words``, a type of ``allowed``, and operands of ``kinds``.
 
-    ``kinds`` begin with the result's; "" is the type that it has. ``function``: of that type, the words and
-    the numbers in the operands, or, if ``raw``, their bits. A word with None beside it may be left out.
+    ``kinds`` begin with the result's kind; "" stands for the instruction's type. ``function`` takes this
+    type, the words, and the operands' numbers, or their bits if ``raw``. A word beside None is optional.
     """
 
     function: Callable[..., Array]
@@ -631,7 +630,7 @@ def build_form(instruction: Instruction) -> Action:
 
 @builds("slct")
 def build_choice(instruction: Instruction) -> Action:
-    """The first where the third is not negative."""
+    """Choose the first operand where the third is not negative, otherwise the second."""
     instruction.flag("ftz")
     by = TYPES["f32" if instruction.qualifiers[-1] == "f32" else "s32"]
     instruction.qualifiers.pop()
@@ -645,7 +644,7 @@ def build_choice(instruction: Instruction) -> Action:
 
 @builds("lop3")
 def build_logic(instruction: Instruction) -> Action:
-    """Any logic of three: bit ``4 a + 2 b + c`` of the last operand is the result of bits a, b, c."""
+    """Compute any logic of bits a, b, c: bit ``4 a + 2 b + c`` of the last operand is the result."""
     kind = instruction.take_type(("b32",))
     table = instruction.literal(instruction.operands.pop(), TYPES["u32"])
     if table is None:
@@ -664,7 +663,7 @@ def build_logic(instruction: Instruction) -> Action:
 
 @builds("dp4a", "dp2a")
 def build_dot_product(instruction: Instruction) -> Action:
-    """Of four bytes each, or of two numbers of 16 bits and the lower or upper two bytes."""
+    """Build a dot product of four bytes each, or of two 16-bit numbers and two lower or upper bytes."""
     half = instruction.choose("lo", "hi") if instruction.mnemonic == "dp2a" else None
     kinds = [instruction.take_type(("u32", "s32")) for _ in range(2)]
 

@@ -1,11 +1,11 @@
-"""PTX that branches or calls functions that are not in its text: ``call (result), name, (arguments);``.
+"""PTX that branches by index or calls functions outside its text: ``call (result), name, (arguments);``.
 
-Arguments are registers, or parameters in the memory of the threads. What is called is code of this process:
-a device function by its name in :data:`FUNCTIONS`, numbers in, a number or None out, which acts for the
-program that runs, so threads with the same arguments share a call; one in :data:`TOGETHER`, once for all
-threads that come to it together; or one of C, once for each thread.
+Arguments are registers, or parameters in the memory of the threads. The called functions are code of this
+process. A device function in :data:`FUNCTIONS` takes numbers and returns a number or None. It acts for the
+running program, so threads with the same arguments share a call. A function in :data:`TOGETHER` is called
+once for all threads that come to it together. A C function is called once for each thread.
 ``vprintf`` gets a format and the address of its arguments, each at a multiple of its size, and writes to
-standard output at once; ``__assertfail`` ends the run with what the source says.
+standard output at once. ``__assertfail`` ends the run with the source's message.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _DIRECTIVE = re.compile(r"%([-+ #0]*[\d.]*)(?:hh|h|(ll|l|z|j|t))?([diouxXeEfFgGc
 
 
 def called(instruction: Instruction) -> tuple[list[str], str, list[str]]:
-    """The names of results, the function's, and its arguments."""
+    """Return the names of the results, the name of the function, and the arguments."""
     first, *rest = [each.strip() for each in instruction.operands] or [""]
     results = split(first[1:-1]) if first.startswith("(") else []
     name, *rest = (rest or [""]) if first.startswith("(") else (first, *rest)
@@ -38,7 +38,7 @@ def build_call(instruction: Instruction) -> Action:
     instruction.flag("uni")
     results, name, given = called(instruction)
     if name in instruction.registers:
-        raise instruction.error(f"a call of the function that register '{name}' has is not known")
+        raise instruction.error(f"a call by the address in register '{name}' is not known")
     instruction.finish(1, 2, 3)
     if name in TOGETHER:
         return TOGETHER[name]
@@ -66,12 +66,12 @@ def build_call(instruction: Instruction) -> Action:
 
 
 def _kind(instruction: Instruction, name: str) -> tuple[ScalarType, int | None]:
-    """What an operand holds, and where it is in the memory of a thread, if it is no register."""
+    """Return the type of an operand, and its offset in a thread's memory if it is not a register."""
     symbol = instruction.symbol(name)
     if symbol is None:
         return TYPES[f"u{instruction.register(name).bits}"], None
     if symbol.space != "param" or symbol.nbytes not in (1, 2, 4, 8):
-        raise instruction.error(f"'{name}' is no number to call a function with")
+        raise instruction.error(f"'{name}' cannot be an argument of a call")
     return TYPES[f"u{8 * symbol.nbytes}"], symbol.offset
 
 
@@ -93,11 +93,11 @@ def _result(instruction: Instruction, name: str) -> tuple[Write, ScalarType]:
     return write, kind
 
 
-# -- of C ------------------------------------------------------------------------------------------
+# -- C functions -----------------------------------------------------------------------------------
 
 
 def _text_at(threads: Threads, address: int) -> str:
-    """A string of the module's; it ends with its memory, at the latest."""
+    """Return a string of the module. It ends with its memory at the latest."""
     found = threads.session.hooks.memory.at(address)
     if found is None:
         return f"(no string at address {address:#x})"
@@ -148,7 +148,7 @@ _OF_C: dict[str, Callable[..., int | None]] = {"vprintf": _print, "__assertfail"
 
 @builds("brx")
 def build_indexed_branch(instruction: Instruction) -> Action:
-    """The machine jumps, threads apart where the index differs."""
+    """Build a jump of the machine. Threads branch apart if their indices differ."""
     instruction.flag("uni")
     if not instruction.flag("idx") or instruction.symbols is None:
         raise instruction.unknown(f"instruction '{instruction.opcode}'", ["brx.idx in a kernel"])

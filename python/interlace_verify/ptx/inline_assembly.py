@@ -1,22 +1,22 @@
-"""Inline PTX in the interpreter, as far as a program's threads do not differ by it.
+"""Inline PTX in the interpreter, for texts that do not make a program's threads differ.
 
-``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it is run
+``tl.inline_asm_elementwise`` is one text for every thread of a program. Here it runs
 
 =========================  =======================================================================
 on a tensor of n elements  n times, one after the other
-on scalars                 once, by one thread that stands for all; what it acquires is known to all
+on scalars                 once, by one thread that stands for all; all know what it acquires
 =========================  =======================================================================
 
-What threads do differently, together or as many as they are is not for the interpreter: such a kernel is
-compiled (``programs/choice.py``), and a text that comes here all the same is refused.
+If threads act differently or together, or if their number matters, the kernel must be compiled
+(``programs/choice.py``). Such a text is refused here.
 
-A text is built once: ``parser.py`` makes instructions of it, the files by kind of instruction make
-actions of those. An instruction, qualifier or type that is not known is an
-:class:`InlineAssemblyError` that names it, before anything of the text has run.
+A text is built once: ``parser.py`` parses its instructions, and the file for each kind of instruction turns
+them into actions. An unknown instruction, qualifier or type raises an :class:`InlineAssemblyError` that
+names it, before any of the text has run.
 
-Operands are tensors that go into registers ``$0``, ``$1``, ... and back. One execution of the text
-takes ``pack`` elements of every argument. Elements of less than 32 bits share registers, the first in
-the lowest bits; a constraint's letter is the width of its register.
+Operands are tensors that go into registers ``$0``, ``$1``, ... and back. One execution of the text takes
+``pack`` elements of every argument. Elements of less than 32 bits share registers, the first in the lowest
+bits; a constraint's letter is the width of its register.
 """
 
 import functools
@@ -75,7 +75,7 @@ class AsmOperands:
     def arguments(
         self, values: Any, shape: tuple[int, ...], pack: int, kinds: list[object]
     ) -> list[list[Any]]:
-        """All registers of every execution, with the arguments in theirs and 0 in the others."""
+        """Return all registers of every execution: the arguments in theirs, 0 in the others."""
         count, left = divmod(math.prod(shape), pack)
         if left:
             raise InlineAssemblyError(f"inline PTX: shape {shape} is not a multiple of pack={pack}")
@@ -90,13 +90,13 @@ class AsmOperands:
     def results(
         self, types: Any, shape: tuple[int, ...], pack: int, groups: list[list[Any]]
     ) -> list[Any]:
-        """The handles of what the asm has left in its output registers."""
+        """Return handles of the values that the text has left in its output registers."""
         stored = [triton_interpreter._get_np_dtype(result.scalar) for result in types]
         lanes = [_lanes(8 * kind.itemsize, pack) for kind in stored]
         self._check("results", self.outputs, sum(map(len, lanes)))
         left, handles = iter(self.outputs), []
         for result, kind, parts in zip(types, stored, lanes, strict=True):
-            bits, places = 8 * kind.itemsize, []  # of an element: its slot, and its first bit there
+            bits, places = 8 * kind.itemsize, []  # the slot and first bit of each element
             for part, register in zip(parts, left, strict=False):
                 places += [(register.slot, (i - part[0]) * bits) for i in part]
             mask = (1 << bits) - 1
@@ -111,18 +111,18 @@ class AsmOperands:
         if len(found) != wanted:
             raise InlineAssemblyError(
                 f'inline PTX: "{self._constraints}" has {len(found)} {what}, but the arguments '
-                f"make {wanted}"
+                f"need {wanted}"
             )
 
 
 def _lanes(bits: int, pack: int) -> list[range]:
-    """The elements in each register: those of less than 32 bits share one."""
+    """Return the elements in each register: elements of less than 32 bits share one."""
     shared = max(1, 32 // bits)
     return [range(first, min(first + shared, pack)) for first in range(0, pack, shared)]
 
 
 def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
-    """The registers that one argument fills, each with its values for all groups of elements."""
+    """Return the registers that one argument fills, each with its values for all groups of elements."""
     flat = np.ascontiguousarray(np.broadcast_to(data, shape)).reshape(-1)
     bits = 8 * flat.dtype.itemsize
     values = flat.view(f"u{flat.dtype.itemsize}").tolist()
@@ -135,13 +135,11 @@ def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
 
 BUILDERS = ARITHMETIC | CALLS | MEMORY | MOVES | MULTIMEM | WAITS
 IDLE_STEPS = 1_000_000
-"""So many instructions in loops that touch no memory are taken for an endless loop."""
+"""A loop without memory accesses that runs this many instructions counts as endless."""
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """A built asm text."""
-
     steps: tuple[Instruction, ...]
     operands: AsmOperands
     kinds: list[Any]
@@ -156,8 +154,8 @@ def _build(asm: str, constraints: str) -> _Statement:
         steps.append(instruction)
     if reason := by_threads(asm):
         raise InlineAssemblyError(
-            f"inline PTX: threads differ by '{reason}', which is run where a kernel is compiled; where "
-            "it is interpreted, this text was not in its code before the launch"
+            f"inline PTX: threads differ by '{reason}', so the kernel must be compiled; but this text "
+            "was not in its code before the launch"
         )
     return _Statement(tuple(steps), operands, parser.kinds)
 
@@ -168,7 +166,7 @@ class InlineAssembly(PtxSession):
     def create(
         self, asm: str, constraints: str, values: Any, types: object, is_pure: bool, pack: int
     ) -> Any:
-        """Runs the text; the results as Triton asks for them."""
+        """Run the text and return its results in Triton's form."""
         statement = _build(asm, constraints)
         shape = values[0].data.shape if values else (1,)
         groups = statement.operands.arguments(values, shape, pack, statement.kinds)
@@ -190,9 +188,7 @@ def _run(statement: _Statement, thread: Threads) -> None:
             target = step.action(thread)
         if target == BLOCK_BARRIER:
             if not thread.alone:
-                raise step.error(
-                    "a barrier in a text on a tensor is run where a kernel is compiled"
-                )
+                raise step.error("a barrier in a text on a tensor needs a compiled kernel")
             hooks.barrier()
             target = None
         if target is None:
@@ -205,7 +201,7 @@ def _run(statement: _Statement, thread: Threads) -> None:
                     f"inline PTX: a loop without memory accesses has run {IDLE_STEPS} "
                     f"instructions; it goes back at: {step.text}"
                 )
-            if thread.polls_plainly:  # an atomic has given way itself
+            if thread.polls_plainly:  # an atomic has paused itself
                 thread.polls_plainly = False
                 hooks.pause()
         index = target

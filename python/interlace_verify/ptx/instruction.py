@@ -1,10 +1,9 @@
 """One instruction of inline PTX: its qualifiers, and its operands as functions.
 
 A register is a *slot*, an index into a list of arrays: first the operands ``$0``, ``$1`` of an asm text,
-then what ``.reg`` declares. An instruction is built once into an *action*, a function of the threads that
-run it; so its operands become functions, too. What it means is not known here: who builds it
-(``arithmetic.py``, ``memory.py``, ...) takes its qualifiers one by one, in any order, and what is left is
-an error.
+then the registers of ``.reg``. An instruction is built once into an *action*, a function of the threads
+that run it; so its operands also become functions. Builders (``arithmetic.py``, ``memory.py``, ...) know
+its meaning. They take its qualifiers one by one, in any order; a qualifier that is left is an error.
 """
 
 import re
@@ -21,12 +20,12 @@ from interlace_verify.ptx.special import SPECIAL, Reader, Threads, constant
 from interlace_verify.ptx.types import PREDICATE, TYPES, Array, ScalarType
 
 Action = Callable[[Threads], "int | None"]
-"""Runs one instruction; the index of the next one, or None for the following one."""
+"""Runs one instruction; returns the index of the next one, or None for the following one."""
 Builder = Callable[["Instruction"], Action]
-"""Makes the action of an instruction, or raises what is wrong with it."""
+"""Makes the action of an instruction, or raises an error for a wrong one."""
 Write = Callable[[Threads, Array], None]
 
-CARRY = "<carry>"  # a register of every thread: the carry that instructions with .cc leave
+CARRY = "<carry>"  # a register of every thread: the carry that instructions with .cc set
 _INTEGER = re.compile(r"(-?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0([0-7]+)|([1-9]\d*|0))U?")
 _DECIMAL = re.compile(r"-?\d+(?:\.\d*(?:[eE][+-]?\d+)?|[eE][+-]?\d+)")
 _HEXADECIMAL = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")
@@ -36,7 +35,7 @@ _SPECIAL = re.compile(r"%[a-z]\w*(?:\.[xyz])?|WARP_SZ")
 class Symbol(NamedTuple):
     """A name of memory in a whole kernel: ``offset`` in its state space.
 
-    0 in "global" and "const", where a variable is at an address of its own. "param": of a function.
+    It is 0 in "global" and "const", where a variable has its own address. "param": of a function.
     """
 
     space: str
@@ -50,7 +49,7 @@ def error(problem: str, line: int, text: str) -> InlineAssemblyError:
 
 @dataclass(frozen=True)
 class Register:
-    """``bits`` is 1 for a predicate."""
+    """A register; ``bits`` is 1 for a predicate."""
 
     name: str
     slot: int
@@ -61,7 +60,7 @@ class Register:
         return np.dtype("?" if self.bits == 1 else f"u{self.bits // 8}")
 
     def extended(self, bits: Array, kind: ScalarType) -> Array:
-        """``bits`` of a narrower ``kind`` as they stand in this register."""
+        """Return ``bits`` of a narrower ``kind`` as this register holds them."""
         if kind.letter == "s":
             return bits.view(kind.stored).astype(f"i{self.bits // 8}").view(self.dtype)
         return bits.astype(self.dtype)
@@ -69,13 +68,13 @@ class Register:
 
 @dataclass
 class Instruction:
-    """``qualifiers`` are those that nobody has taken yet, ``registers`` those that are declared here.
+    """An instruction. ``qualifiers`` are not taken yet; ``registers`` are declared at its position.
 
     It runs unless predicate register ``guard`` (-1: none) differs from ``wanted``. ``target``: the index of
-    the instruction that a branch goes to; ``targets``: those of a table. ``symbols`` and ``parameters``:
-    of a whole kernel, else None. ``members``: a mask of the lanes that run it together, if it names them.
-    ``generic``: what it accesses is in shared memory, its address one of 64 bits. ``reads`` and ``writes``:
-    the slots of its operands, as far as they have become functions.
+    a branch's target instruction; ``targets``: the indices of a table. ``symbols`` and ``parameters``: for
+    a whole kernel, otherwise None. ``members``: the mask of the lanes that run it together, if it has one.
+    ``generic``: it accesses shared memory by a 64-bit address. ``reads`` and ``writes``: the slots of
+    operands that are functions already.
     """
 
     opcode: str
@@ -102,7 +101,7 @@ class Instruction:
         return error(problem, self.line, self.text)
 
     def unknown(self, problem: str, known: Iterable[str]) -> InlineAssemblyError:
-        """``problem`` is something that a GPU can do and the interpreter cannot."""
+        """Return an error for a ``problem`` that a GPU handles and the interpreter does not."""
         listed = ", ".join(sorted(known))
         return self.error(
             f"{problem} is not known to the interpreter (known are {listed}); compiled for a GPU, "
@@ -138,7 +137,7 @@ class Instruction:
         raise self.error(f"'{self.mnemonic}' needs a type, one of {listed}")
 
     def finish(self, *counts: int) -> None:
-        """All qualifiers must have been taken, and the number of operands be one of ``counts``."""
+        """Check that all qualifiers are taken, and that the number of operands is one of ``counts``."""
         if self.qualifiers:
             raise self.error(
                 f"qualifier '.{self.qualifiers[0]}' of '{self.opcode}' is not known to the "
@@ -158,7 +157,7 @@ class Instruction:
             raise self.unknown(f"special register '{name}'", SPECIAL)
         if re.fullmatch(r"\$\d+", name):
             count = sum(known.startswith("$") for known in self.registers.maps[-1])
-            raise self.error(f"there are {count} operands and no '{name}'")
+            raise self.error(f"there are {count} operands, and '{name}' is not one of them")
         raise self.error(f"'{name}' is not a declared register")
 
     def predicate(self, name: str) -> Register:
@@ -168,20 +167,20 @@ class Instruction:
         return found
 
     def literal(self, text: str, kind: ScalarType) -> int | None:
-        """The bits of a number as ``kind``; None if it is none."""
+        """Return the bits of a number as ``kind``, or None if ``text`` is not a number."""
         try:
             return number_of(text, kind)
         except ValueError as problem:
             raise self.error(str(problem)) from None
 
     def symbol(self, text: str) -> Symbol | None:
-        """What ``name`` or ``name+4`` is the address of."""
+        """Return the symbol whose address ``name`` or ``name+4`` is."""
         name, _, more = text.partition("+")
         known = self.symbols is not None and (not more or more.isdecimal())
         return (self.symbols or {}).get(name) if known else None
 
     def reader(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
-        """A function that gives the bits of an operand. ``wider``: its register may be wider."""
+        """Return a function that reads an operand's bits. ``wider``: its register may be wider."""
         literal = self.literal(text, kind)
         if literal is not None:
             return constant(kind.raw.type(literal))
@@ -208,7 +207,7 @@ class Instruction:
         return lambda threads: threads.registers[slot].astype(kind.raw)
 
     def numbers(self, text: str, kind: ScalarType, *, wider: bool = False) -> Reader:
-        """A function that gives the numbers in an operand."""
+        """Return a function that reads an operand's numbers."""
         read, decode = self.reader(text, kind, wider=wider), kind.decode
         if kind.letter in "ubp":
             return read
@@ -217,7 +216,7 @@ class Instruction:
         return lambda threads: decode(read(threads))
 
     def writer(self, text: str, kind: ScalarType, *, wider: bool = False) -> Write:
-        """A function that puts bits into an operand; a signed type extends into a wider register."""
+        """Return a function that writes an operand's bits; a signed type extends to a wider register."""
         if text == "_":
             return lambda threads, bits: None
         register = self._of_width(text, kind, wider)
@@ -226,7 +225,7 @@ class Instruction:
         if register.bits == kind.bits:
 
             def put(threads: Threads, bits: Array) -> None:
-                if threads.mask is None and bits.ndim:  # as most are
+                if threads.mask is None and bits.ndim:  # the usual case
                     threads.registers[slot] = bits
                 else:
                     threads.set(slot, bits)
@@ -235,7 +234,7 @@ class Instruction:
         return lambda threads, bits: threads.set(slot, register.extended(bits, kind))
 
     def active_writer(self, text: str, kind: ScalarType) -> Write:
-        """A function that puts bits of those threads that run into an operand, which may be wider."""
+        """Return a function that writes bits of the running threads; the operand may be wider."""
         if text == "_":
             return lambda threads, bits: None
         register = self._of_width(text, kind, True)
@@ -254,7 +253,7 @@ class Instruction:
         return found
 
     def parts(self, text: str) -> list[str]:
-        """The registers of an operand, several in braces or one."""
+        """Return the registers of an operand, several in braces or one."""
         return split(text[1:-1]) if text.startswith("{") else [text]
 
     def computes(
@@ -264,7 +263,7 @@ class Instruction:
         raw: bool = False,
         wider: bool = False,
     ) -> Action:
-        """``function`` of the numbers (``raw``: bits) in all operands but the first, which it goes to."""
+        """Apply ``function`` to the numbers (``raw``: bits) of all operands but the first, the result."""
         self.finish(len(kinds))
         (target, kind), *sources = zip(self.operands, kinds, strict=True)
         write = self.writer(target, kind, wider=wider)
@@ -286,9 +285,9 @@ def _unchanged(bits: Array) -> Array:
 
 
 def number_of(text: str, kind: ScalarType) -> int | None:
-    """The bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None if it is no number.
+    """Return the bits of ``-12``, ``0x1F``, ``1.5`` or ``0f3F800000`` as ``kind``; None for other texts.
 
-    ValueError if it is a number with a point, and ``kind`` has none.
+    Raise ValueError for a number with a point if ``kind`` is an integer.
     """
     value: int | float
     if match := _INTEGER.fullmatch(text):
@@ -305,12 +304,12 @@ def number_of(text: str, kind: ScalarType) -> int | None:
     else:
         return None
     if not kind.is_float:
-        raise ValueError(f"{value} is no number of type .{kind.name}")
+        raise ValueError(f"{value} is not a number of type .{kind.name}")
     return kind.bits_of(value)
 
 
 def split(text: str) -> list[str]:
-    """Operands, which commas separate outside of brackets."""
+    """Return operands, which are separated by commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         depth += (character in "[{(") - (character in "]})")
@@ -321,7 +320,7 @@ def split(text: str) -> list[str]:
 
 
 def builders() -> tuple[dict[str, Builder], Callable[..., Callable[[Builder], Builder]]]:
-    """Builders by mnemonic, and a decorator that adds one."""
+    """Return a table of builders by mnemonic, and a decorator that adds one."""
     table: dict[str, Builder] = {}
 
     def builds(*mnemonics: str) -> Callable[[Builder], Builder]:

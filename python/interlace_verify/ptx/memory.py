@@ -1,12 +1,11 @@
 """PTX that loads and stores: ``ld`` and ``st``, ``atom`` and ``red``.
 
-Plain accesses are told to the hooks as loads and stores, which a store buffer may
-delay and a race detector checks. Those with an ordering are told as one atomic each, and performed with
-``std::atomic`` by the C++ half of Triton's interpreter, so they are atomic across processes too. What that
-half lacks is a loop of compare-and-swap.
+Plain accesses are reported to the hooks as loads and stores, which a store buffer may delay and a race
+detector checks. Each access with an ordering is reported as one atomic. The C++ half of Triton's
+interpreter performs it with ``std::atomic``, so it is also atomic across processes. Operations that this
+half lacks are loops of compare-and-swap.
 
-Addresses and values are those of the threads that run the instruction: (threads,), or (threads, parts) of
-a vector.
+Addresses and values belong to the running threads: (threads,), or (threads, parts) for a vector.
 """
 
 import functools
@@ -40,13 +39,13 @@ def address_of(
     shared: bool = False,
     window: Reader | None = None,
 ) -> Reader:
-    """Where ``count`` elements start; checked, as the interpreter would not survive a wrong one.
+    """Return a reader of the address of ``count`` elements. It refuses addresses that would crash Python.
 
-    Those in shared memory, or in a ``window``, of 32 bits in PTX, become addresses of this process.
+    Addresses in shared memory or in a ``window``, of 32 bits in PTX, become addresses of this process.
     """
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        raise instruction.error("an address is written in brackets, as [register+4]")
+        raise instruction.error("an address must be in brackets, such as [register+4]")
     if shared and not instruction.generic:
         window = _shared_base
     narrow = window is not None
@@ -56,7 +55,7 @@ def address_of(
         raise instruction.error(f"the offset in '{text}' must be a whole number")
     align, null = np.uint64(kind.bits // 8 * count), np.uint64(NULL)
     mnemonic = instruction.mnemonic
-    by, within = np.uint64(offset), align - np.uint64(1)  # a power of 2
+    by, within = np.uint64(offset), align - np.uint64(1)  # align is a power of 2
 
     def at(threads: Threads) -> Array:
         addresses = threads.active(base(threads))
@@ -88,19 +87,19 @@ MEMORY, builds = builders()
 
 Load = Callable[[Threads, Array], Array]
 Store = Callable[[Threads, Array, Array], object]
-"""Of bits, at addresses."""
+"""Stores bits at addresses."""
 Change = Callable[[Any, Any], Any]
-"""(addresses, order) -> what was there: changes memory at once."""
+"""(addresses, order) -> the old value: changes memory at once."""
 Addresses = Callable[[Threads], list[Array]]
-"""Where an access starts; of one that reaches all ranks, in every rank's memory."""
+"""Returns the start of an access; for an access that reaches all ranks, in every rank's memory."""
 
 
 class AccessWay(NamedTuple):
-    """How memory is accessed: with an order, or none, and a scope.
+    """The way of an access: its order, if any, and its scope.
 
-    ``shared``: it is shared memory. ``multicast``: the address is another one of the same memory.
-    ``incoherent``: nobody writes there while the kernel runs, or else what is loaded may be old. ``base``:
-    the slot of the register that addresses are computed from, -1 if it is not known.
+    ``shared``: it is in shared memory. ``multicast``: the address is another one of the same memory.
+    ``incoherent``: if memory is written while the kernel runs, the loaded value may be old. ``base``: the
+    slot of the register that addresses are computed from, -1 if it is not known.
     """
 
     sem: str | None = None
@@ -122,7 +121,7 @@ class AccessWay(NamedTuple):
 
 
 PLAIN = AccessWay()
-SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a program is a cluster
+SCOPES = {"cta": "cta", "cluster": "cta", "gpu": "gpu", "sys": "sys"}  # a cluster is one program
 ORDERS = {
     "relaxed": atomics.MEM_SEMANTIC.RELAXED,
     "acquire": atomics.MEM_SEMANTIC.ACQUIRE,
@@ -150,7 +149,7 @@ _CACHE_HINT = re.compile(r"ca|cg|cs|cv|lu|wb|wt|L1::\w+|L2::(evict_\w+|cache_hin
 _pointer_types = {kind.name: tl.pointer_type(kind.memory) for kind in TYPES.values()}
 
 
-# -- what accesses have in common ------------------------------------------------------------------
+# -- shared parts of accesses ----------------------------------------------------------------------
 
 
 def take_global(instruction: Instruction) -> None:
@@ -165,12 +164,12 @@ def take_global(instruction: Instruction) -> None:
 def take_cache_hints(instruction: Instruction) -> None:
     for name in filter(_CACHE_HINT.fullmatch, list(instruction.qualifiers)):
         instruction.flag(name)
-        if name == "L2::cache_hint" and instruction.operands:  # a policy
+        if name == "L2::cache_hint" and instruction.operands:  # a cache policy
             instruction.reader(instruction.operands.pop(), TYPES["b64"])
 
 
 def take_space(instruction: Instruction) -> bool:
-    """Whether it is shared memory, which only a whole kernel has; generic addresses and global are not."""
+    """Return whether the access names shared memory, which only a whole kernel has."""
     if instruction.symbols is not None and instruction.choose(*SPACES):
         return True
     take_global(instruction)
@@ -178,21 +177,21 @@ def take_space(instruction: Instruction) -> bool:
 
 
 def take_ordering(instruction: Instruction, *sems: str) -> tuple[str | None, str]:
-    """The ordering, None if there is none, and the scope; only those that order have one."""
+    """Return the ordering, or None, and the scope, which only accesses with an ordering have."""
     sem = instruction.choose(*sems)
     scope = instruction.choose(*SCOPES)
     if (scope is not None) != (sem in ORDERS):
-        raise instruction.error("a scope belongs to .relaxed, .acquire, .release, which need one")
+        raise instruction.error("only .relaxed, .acquire and .release take a scope, and need it")
     if sem == "volatile":
-        return "relaxed", "sys"  # as PTX has it
+        return "relaxed", "sys"  # as PTX defines it
     return sem, SCOPES[scope or "cta"]
 
 
 def take_parts(instruction: Instruction, operand: str, vector: str | None) -> list[str]:
-    """The registers of ``operand``, as many as ``vector``, "v2" or "v4", says."""
+    """Return the registers of ``operand``, as many as ``vector`` ("v2" or "v4") says."""
     parts = instruction.parts(operand)
     if len(parts) != int((vector or "v1")[1:]) or (vector and not operand.startswith("{")):
-        raise instruction.error("'.v2', '.v4' and '.v8' go with as many registers in braces")
+        raise instruction.error("'.v2', '.v4' and '.v8' take as many registers in braces")
     return parts
 
 
@@ -201,7 +200,7 @@ def all_of(addresses: Array) -> Any:
 
 
 def base_of(instruction: Instruction, text: str) -> int:
-    """The slot of the register in an address, -1 if there is none."""
+    """Return the slot of the register in an address, or -1."""
     match = _ADDRESS.fullmatch(text)
     found = instruction.registers.get(match[1]) if match else None
     return found.slot if found else -1
@@ -215,9 +214,9 @@ def pointers_of(
     *,
     base: int = -1,
 ) -> Any:
-    """A handle of ``addresses``, whose first dimension is that of the threads that run, or of ``lanes``.
+    """Return a handle of ``addresses``. The first dimension is the running threads, or ``lanes``.
 
-    ``base``: the slot of the register that they are computed from, if its origin is theirs.
+    ``base``: the slot of the register that the addresses are computed from; they get its origin.
     """
     handle = unchecked(addresses, _pointer_types[kind.name])
     if (origin := threads.session.origins.get(base)) is not None:
@@ -235,18 +234,18 @@ def handle_of(bits: Array, kind: ScalarType) -> Any:
 
 
 def fetched(pointers: Handle, mask: Handle, kind: ScalarType) -> Array:
-    """What is in memory now, as ``kind`` is stored; 0 where the mask is not."""
+    """Return the present memory contents in the form of ``kind``; 0 outside the mask."""
     zero = _zeros(pointers.data.shape, kind.stored)
     return atomics.load(pointers.data, mask.data, zero, kind.stored)
 
 
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: object) -> Array:
-    return np.zeros(shape, dtype)  # nobody writes to them
+    return np.zeros(shape, dtype)  # never written
 
 
 def put(pointers: Handle, value: Handle, mask: Handle) -> None:
-    """Into memory, now."""
+    """Store to memory at once."""
     atomics.store(pointers.data, value.data, mask.data)
 
 
@@ -270,7 +269,7 @@ def build_access(instruction: Instruction) -> Action:
 
 
 def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
-    """As :func:`take_ordering`, of a load or a store."""
+    """Take the ordering of a load or a store, as :func:`take_ordering` does."""
     strongest = "acquire" if instruction.mnemonic == "ld" else "release"
     return take_ordering(instruction, "weak", "volatile", "relaxed", strongest)
 
@@ -278,7 +277,7 @@ def take_plain_ordering(instruction: Instruction) -> tuple[str | None, str]:
 def take_access(
     instruction: Instruction, *, shared: bool = False, window: Reader | None = None
 ) -> tuple[list[str], ScalarType, Addresses]:
-    """The registers of a load or a store, their type, and where it starts, as :func:`address_of`."""
+    """Return the registers of a load or a store, their type, and the start, see :func:`address_of`."""
     vector, kind = take_accessed(instruction)
     instruction.finish(2)
     order = 1 if instruction.mnemonic == "ld" else -1
@@ -289,14 +288,13 @@ def take_access(
 
 
 def take_accessed(instruction: Instruction) -> tuple[str | None, ScalarType]:
-    """What is loaded or stored, as a vector and its type; 128 bits are two halves."""
+    """Return the vector and the type of a load or a store; 128 bits are two halves."""
     if instruction.flag("b128"):
         return "v2", TYPES["b64"]
     return instruction.choose(*_VECTORS), instruction.take_type(_ACCESS_TYPES)
 
 
 def _spread(addresses: Array, parts: int, kind: ScalarType) -> Array:
-    """The addresses of every part of a vector."""
     if parts == 1:
         return addresses
     return addresses[:, None] + np.arange(parts, dtype=np.uint64) * np.uint64(kind.bits // 8)
@@ -310,7 +308,7 @@ def loading(
     get: Load,
     total: Callable[[list[Array]], Array] = lambda found: found[0],
 ) -> Action:
-    """Into each of ``parts`` goes the total of what is at the addresses."""
+    """Build a load: each of ``parts`` gets the total of the values at the addresses."""
     writes = [instruction.active_writer(part, kind) for part in parts]
 
     if len(parts) == 1:
@@ -331,7 +329,7 @@ def loading(
 def storing(
     instruction: Instruction, parts: list[str], kind: ScalarType, addresses: Addresses, put: Store
 ) -> Action:
-    """Each of ``parts`` goes to every address."""
+    """Build a store of each of ``parts`` to every address."""
     reads = [instruction.reader(part, kind, wider=True) for part in parts]
 
     def store(threads: Threads) -> None:
@@ -351,7 +349,7 @@ def load_of(kind: ScalarType, way: AccessWay = PLAIN) -> Load:
 
             def unchanged(
                 addresses: Array, order: object
-            ) -> Array:  # 0 stays 0, as anything else does
+            ) -> Array:  # swapping 0 for 0 changes nothing
                 return atomics.atomic_cas(addresses, nothing, nothing, order)
 
             return access(threads, addresses, unchanged, reads_only=True)
@@ -396,7 +394,7 @@ def store_of(kind: ScalarType, way: AccessWay = PLAIN) -> Store:
 
 
 def _atomic(kind: ScalarType, told: str, way: AccessWay) -> Callable[..., Array]:
-    """Lets the hooks do a change; gives the bits that were there before."""
+    """Return an access that the hooks perform; it returns the old bits."""
     sem = str(way.sem)
 
     def access(
@@ -461,7 +459,7 @@ def build_atomic(instruction: Instruction) -> Action:
 
 
 def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, ScalarType | None]:
-    """The type of a register, and that of the two numbers in it, if it is a pair."""
+    """Return the type of a register, and the type of the two numbers in it, if it is a pair."""
     instruction.flag("noftz")
     if name in _OF_FLOATS and (pair := instruction.choose(*_PAIRS)):
         return TYPES["b32"], TYPES[_PAIRS[pair]]
@@ -470,7 +468,6 @@ def take_changed(instruction: Instruction, name: str) -> tuple[ScalarType, Scala
 
 
 def _stacked(values: list[Array]) -> Array:
-    """Of several parts, (threads, parts)."""
     return values[0] if len(values) == 1 else np.stack(values, axis=1)
 
 
@@ -492,7 +489,7 @@ def _compare_and_swap(kind: ScalarType, way: AccessWay) -> Callable[..., Array]:
 def read_modify_write(
     name: str, kind: ScalarType, way: AccessWay, *, told: str = "", number: ScalarType | None = None
 ) -> Callable[..., Array]:
-    """``told``: what hooks are told, if not ``name``; ``number``: of the two in a register."""
+    """Build an operation. ``told``: its name for hooks, if not ``name``; ``number``: the type of a pair."""
     access = _atomic(kind, told or name, way)
     change = _change(name, kind, number)
     harmless = {"add": 0, "or": 0, "xor": 0, "and": kind.mask}.get(name)
@@ -530,7 +527,7 @@ _UPDATES: dict[str, Callable[[int, int], int]] = {
 def _change(
     name: str, kind: ScalarType, number: ScalarType | None
 ) -> Callable[[Array, Any, Any], Any]:
-    """(bits, addresses, order) -> what was there, atomically."""
+    """Return (bits, addresses, order) -> the old value: an atomic change."""
     native = _NATIVE.get((kind.letter, name)) if kind.bits >= 32 and number is None else None
     if native is not None:
         return lambda bits, addresses, order: atomics.atomic_rmw(
@@ -555,7 +552,7 @@ def _change(
 
 
 def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[..., Array]:
-    """(bits there, bits given) -> bits, of one register."""
+    """Return (old bits, given bits) -> new bits, for one register."""
     if number is not None:
         return lanewise(_OF_FLOATS[name], number)
     if kind.is_float and name in _OF_FLOATS:

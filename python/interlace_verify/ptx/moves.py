@@ -1,7 +1,7 @@
-"""PTX within registers: what moves and converts.
+"""PTX within registers: moves and conversions.
 
-Conversions round once. What PTX leaves to the hardware, a NaN as an integer, is what it gives there: 0, or
-the highest bit of 64.
+Conversions round once. Where PTX leaves a result to the hardware (NaN as an integer), it is the hardware's:
+0, or the highest bit of 64.
 """
 
 import re
@@ -60,7 +60,7 @@ def _as_halves(instruction: Instruction) -> Instruction:
 
 
 def _move_all(instruction: Instruction, count: int) -> Action:
-    """Part by part, or one number to all parts."""
+    """Move part by part, or one number to all parts."""
     kind = instruction.take_type((*BITS, *INTEGERS, *FLOATS))
     instruction.finish(2)
     target, source = (instruction.parts(operand) for operand in instruction.operands)
@@ -80,7 +80,7 @@ def _move_all(instruction: Instruction, count: int) -> Action:
 def _parts(
     instruction: Instruction, operand: str, kind: ScalarType
 ) -> list[tuple[int, str, ScalarType]]:
-    """The registers of a packed operand, or of a plain one: the first bit, the name, the type."""
+    """Return (first bit, name, type) of each register of a packed operand, or of a plain one."""
     names = instruction.parts(operand)
     if names == [operand]:
         return [(0, operand, kind)]
@@ -92,7 +92,7 @@ def _parts(
 
 @builds("cvta")
 def build_address_conversion(instruction: Instruction) -> Action:
-    """Addresses of every state space are generic addresses."""
+    """Convert an address. Addresses of every state space are generic addresses."""
     instruction.flag("to")
     instruction.choose("global", "shared", "shared::cta", "const", "local")
     kind = instruction.take_type(("u64", "u32"))
@@ -101,7 +101,7 @@ def build_address_conversion(instruction: Instruction) -> Action:
 
 @builds("isspacep")
 def build_question(instruction: Instruction) -> Action:
-    """Without shared memory all addresses are global."""
+    """Answer whether an address is global. Without shared memory all addresses are."""
     holds = instruction.flag("global")
     instruction.choose("shared", "shared::cta", "shared::cluster", "const", "local", "param")
     instruction.finish(2)
@@ -138,7 +138,7 @@ def build_conversion(instruction: Instruction) -> Action:
         or (needs_integral and not integral)
         or (integral and not source.is_float)
     ):
-        wanted = "one of .rni, .rzi, .rmi, .rpi" if needs_integral else "none"
+        wanted = "one of .rni, .rzi, .rmi, .rpi" if needs_integral else "no qualifier"
         wanted = f"one of .{', .'.join(ROUNDINGS)}" if narrows else wanted
         raise instruction.error(f"from .{source.name} to .{target.name} takes {wanted} as rounding")
     if narrows and (tensor or rounding != "rn" or saturate == "satfinite"):
@@ -184,7 +184,7 @@ def _narrowing(name: str, rounding: str, saturates: bool) -> Callable[[Array], A
 # -- several numbers in a register -----------------------------------------------------------------
 
 _PACKED = re.compile(rf"({'|'.join(FORMATS)})x([24])")
-_RANDOM_BITS = {"f16": 13}  # for each number; of the others, 16
+_RANDOM_BITS = {"f16": 13}  # for each number; 16 for other formats
 
 
 def _build_packed(
@@ -194,7 +194,7 @@ def _build_packed(
     rectify: bool,
     saturates: bool,
 ) -> Action:
-    """From fp32 numbers, the first in the highest bits, or from as many of another format."""
+    """Convert from fp32 numbers, the first in the highest bits, or from a packed register."""
     for name in packed:
         instruction.flag(name)
     target, *sources = (_take_packed(name) for name in packed)
@@ -226,7 +226,7 @@ def _build_packed(
 
 
 def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
-    """The format, how many, and the type of the register."""
+    """Return the format, the count, and the type of the register."""
     match = _PACKED.fullmatch(name)
     assert match is not None
     form, count = FORMATS[match[1]], int(match[2])
@@ -234,14 +234,14 @@ def _take_packed(name: str) -> tuple[NarrowFloat, int, ScalarType]:
 
 
 def _unpacked(bits: Array, form: NarrowFloat, count: int) -> list[Array]:
-    """The numbers in a register, lowest first."""
+    """Return the numbers in a register, lowest first."""
     kind, mask = bits.dtype.type, bits.dtype.type((1 << form.bits) - 1)
     return [form.decode(bits >> kind(i * form.bits) & mask) for i in range(count)]
 
 
 def _by_chance(bits: Array, index: int, name: str) -> Rounding:
-    """Up if what is cut off and random bits have a carry. Each half of 32 is for one of two numbers, or for
-    two of four, the second of which has it in reverse."""
+    """Return stochastic rounding: up if the cut-off bits plus random bits carry. Each half of the 32 random
+    bits serves one number of two, or two numbers of four; the second number uses it in reverse."""
     width = _RANDOM_BITS.get(name, 16)
     per_half = 1 if name in ("f16", "bf16") else 2
     half = bits >> np.uint32(16 * (index // per_half)) & np.uint32(0xFFFF)
@@ -252,7 +252,6 @@ def _by_chance(bits: Array, index: int, name: str) -> Rounding:
 
 
 def _to_integer(values: Array, target: ScalarType) -> Array:
-    """Whole numbers, clamped."""
     limits = np.iinfo(target.stored)
     low, high = float(limits.min), float(limits.max)
     wide = values.astype(np.float64)
@@ -271,7 +270,7 @@ def _clamped(values: Array, target: ScalarType) -> Array:
 
 
 def _to_double(values: Array) -> Array:
-    """Rounded to odd, so that rounding it again gives the singly rounded result."""
+    """Convert with rounding to odd, so that a second rounding gives the singly rounded result."""
     near = values.astype(np.float64)
     if values.dtype.itemsize < 8:
         return near

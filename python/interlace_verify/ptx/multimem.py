@@ -1,9 +1,9 @@
 """PTX that reaches all ranks at once: ``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red``.
 
-An address of theirs is one that ``place.py`` has given out; anything else is an error, as it is on a
-GPU. What the switch does at once is done here rank by rank, in rank order, each with an access of its
-own: of a vector or a packed pair, which carry data, plain ones; of a single number, which may be a signal,
-atomic ones with the ordering that the instruction has. Sums of numbers below 32 bits are in fp32, and
+Their addresses must be multicast addresses from ``place.py``; others are an error, as on a GPU. The switch
+works on all ranks at once. Here the ranks follow one another, in rank order, each with its own access. An
+access of a vector or a packed pair, which carries data, is plain. An access of a single number, which may
+be a signal, is atomic with the ordering of the instruction. Sums of numbers below 32 bits are in fp32, and
 are rounded once.
 """
 
@@ -70,14 +70,14 @@ def build_multimem(instruction: Instruction) -> Action:
             return place.addresses(address, nbytes)
         except LookupError:
             raise ValueError(
-                f"PTX: {address:#x} is no multicast address of {nbytes} bytes; line "
+                f"PTX: {address:#x} is not a multicast address of {nbytes} bytes; line "
                 f"{instruction.line}: {instruction.text}"
             ) from None
 
     def addresses(threads: Threads) -> list[Array]:
-        """The addresses of the access in every rank's memory, by rank."""
+        """Return the addresses of the access in every rank's memory, by rank."""
         by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
-        return [np.array(each, np.uint64) for each in by_rank]  # atomics take them as they lie
+        return [np.array(each, np.uint64) for each in by_rank]  # a layout that atomics accept
 
     number = TYPES[PAIRS[packed]] if packed in PAIRS else None
     ordering = None if packed or len(parts) > 1 else sem
@@ -93,7 +93,7 @@ def build_multimem(instruction: Instruction) -> Action:
 
 
 def _reduced(reduce: Any, number: Any, kind: ScalarType) -> Callable[[list[Array]], Array]:
-    """The bits of the sum of registers of ``kind``, each of one, two or four of ``number``."""
+    """Return the bits of the sum of registers of ``kind``, each of one, two or four of ``number``."""
 
     def encode(values: Array) -> Array:
         if isinstance(number, NarrowFloat):

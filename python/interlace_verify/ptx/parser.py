@@ -1,15 +1,15 @@
-"""PTX as text: what a module declares, and the instructions of a kernel with what it calls.
+"""PTX as text: the declarations of a module, and the instructions of a kernel and of functions it calls.
 
-Blocks in braces have names of their own, as in PTX, and a label or register of an outer block can be
-used inside. A vector, and a register of 128 bits, is several registers; as an operand, those in braces.
-Branches get the index of the instruction that they go to.
+Blocks in braces have their own names, as in PTX, and may use a label or register of an outer block. A
+vector, or a register of 128 bits, is several registers; as an operand it is registers in braces. Branches
+hold the index of their target instruction.
 
-A function's instructions stand where it is called, with registers of their own, and go on behind
-themselves instead of returning. Its parameters are the caller's, so nothing is copied; its memory lies
-above the caller's, where that of the next function lies, too.
+A function's instructions are inlined at the call, with their own registers. Instead of a return they
+continue after the call. The parameters are the caller's, so nothing is copied. The function's memory lies
+above the caller's memory, at the same place as the memory of the next called function.
 
-Names, scopes and labels are resolved. Nothing in a body is looked at before a kernel that needs it is
-read, so a module may have much in it that is not known here.
+Names, scopes and labels are resolved. A body is parsed only when a kernel needs it, so a module may contain
+much that is not known here.
 """
 
 import math
@@ -45,9 +45,9 @@ _ADDRESS = re.compile(r"(?:generic ?\( ?([\w$%.]+) ?\)|([A-Za-z_$%][\w$%.]*)) ?(
 
 @dataclass(frozen=True)
 class Variable:
-    """``nbytes`` is None where the text leaves the size open; ``initial``: values as it has them.
+    """A variable. ``nbytes`` is None if the text leaves the size open; ``initial`` has its values as texts.
 
-    ``extern``: another text has it.
+    ``extern``: another text defines it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Variable:
     extern: bool = False
 
     def filled(self, address: Callable[[str], int | None]) -> bytes:
-        """Its memory in the beginning; ``address`` of another variable, None if there is none."""
+        """Return its initial memory. ``address`` returns the address of another variable, or None."""
         parts = [self._filled_with(each, address) for each in self.initial]
         return b"".join(parts).ljust(self.nbytes or 0, b"\0")
 
@@ -75,21 +75,21 @@ class Variable:
 
 
 def declared(text: str) -> list[Variable]:
-    """The variables of one declaration, without its ';'. ValueError says what is wrong with it."""
+    """Return the variables of one declaration without its ';'. Raise ValueError for a wrong one."""
     match = _DECLARED.fullmatch(text := " ".join(text.split()))
     kind = TYPES.get(match[4]) if match else None
     if match is None or kind is None:
-        raise ValueError(f"'{text[:80]}' declares nothing that is known")
+        raise ValueError(f"'{text[:80]}' is not a known declaration")
     size = kind.bits // 8 * int(match[3] or 1)
     found = []
     for each in split(match[5]):
         name = _NAME.fullmatch(each)
         if name is None:
-            raise ValueError(f"'{each[:80]}' is no name of a variable")
+            raise ValueError(f"'{each[:80]}' is not a name of a variable")
         initial = tuple(_flat(name[3] or ""))
         extents = re.findall(r"\[ ?(\w*) ?\]", name[2])
         nbytes: int | None = size * math.prod(int(each or "0", 0) for each in extents)
-        if extents and not extents[0]:  # as many as it takes
+        if extents and not extents[0]:  # as many elements as there are values
             inner = size * math.prod(int(each, 0) for each in extents[1:])
             nbytes = -(-len(initial) * kind.bits // 8 // inner) * inner if initial else None
         found.append(Variable(name[1], match[1], kind, int(match[2] or size), nbytes, initial))
@@ -97,12 +97,11 @@ def declared(text: str) -> list[Variable]:
 
 
 def _flat(text: str) -> list[str]:
-    """The values of an initialiser, whatever braces are around them."""
     return [part for part in (each.strip() for each in re.split(r"[{},]", text)) if part]
 
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
-_MODULE_DIRECTIVE = re.compile(  # code may stand behind it on its line
+_MODULE_DIRECTIVE = re.compile(  # code may follow it on its line
     r"(?<![\w%$.])\.(?:"
     r"loc[ \t]+\d+[ \t]+\d+[ \t]+\d+(?:[ \t]*,[ \t]*(?:function_name[^,;\n]+|inlined_at[ \t\d]+))*"
     r'|file[ \t]+\d+[ \t]+"[^"\n]*"?(?:[ \t]*,[ \t]*\d+)*'
@@ -120,7 +119,7 @@ _TAKEN = re.compile(r"\bmov\.[bus]64\s+[^,;]+,\s*([\w$%]+)")
 
 @dataclass(frozen=True)
 class PtxFunction:
-    """``body`` begins in ``line``; None of one that is only declared. ``directives`` stand before it."""
+    """A function. ``body`` begins in ``line``; None if it is only declared. ``directives`` precede it."""
 
     name: str
     results: tuple[Variable, ...]
@@ -141,19 +140,19 @@ class ModuleText:
     variables: Mapping[str, Variable]
 
     def kernel(self, name: str | None) -> PtxFunction:
-        """The kernel of that name; None: the only one. InlineAssemblyError lists what there is."""
+        """Return the kernel ``name``, or the only one for None. An error lists the kernels."""
         if name is None and len(self.kernels) == 1:
             return next(iter(self.kernels.values()))
         if name in self.kernels:
             return self.kernels[name or ""]
-        wanted = "one kernel of a text is run, which has to be named" if name is None else ""
+        wanted = "name the kernel to run" if name is None else ""
         raise InlineAssemblyError(
             f"PTX: {wanted or f'there is no kernel {name!r}'}; there are: "
             f"{', '.join(self.kernels) or 'none'}"
         )
 
     def reached(self, kernel: PtxFunction) -> list[PtxFunction]:
-        """``kernel`` and the functions that it may come to, also by addresses that variables have."""
+        """Return ``kernel`` and all functions that it may call, also by addresses in variables."""
         found = [kernel]
         for each in found:
             named = {*each.words, *self._in_values(each.words)}
@@ -162,19 +161,19 @@ class ModuleText:
         return found
 
     def named_by(self, functions: list[PtxFunction]) -> dict[str, Variable]:
-        """The variables that ``functions`` name, and those that the values of these name."""
+        """Return the variables that ``functions`` or the values of these variables name."""
         words = frozenset().union(*(each.words for each in functions))
         names = {*words, *self._in_values(words)}
         return {name: each for name, each in self.variables.items() if name in names}
 
     def pointed_to(self, functions: list[PtxFunction]) -> set[str]:
-        """The functions with an address that ``functions`` take, or that a variable has."""
+        """Return the functions whose address ``functions`` or a variable takes."""
         taken = {name for each in functions for name in _TAKEN.findall(each.body or "")}
         words = frozenset().union(*(each.words for each in functions))
         return (taken | self._in_values(words)) & self.functions.keys()
 
     def _in_values(self, words: frozenset[str]) -> set[str]:
-        """What the initial values of variables among ``words`` name, and the values of those."""
+        """Return the names in the initial values of variables among ``words``, and so on."""
         found = [name for name in self.variables if name in words]
         named: set[str] = set()
         for name in found:
@@ -207,12 +206,11 @@ def read_text(ptx: str) -> ModuleText:
 
 
 def _uncommented(text: str) -> str:
-    """``text`` with its lines, and no comments."""
     return _COMMENT.sub(lambda comment: "\n" * comment[0].count("\n") or " ", text)
 
 
 def _declarations(text: str) -> Iterator[tuple[int, str, str | None]]:
-    """(line of the body, what stands before it, the body without its braces or None)."""
+    """Yield (line of the body, the text before it, the body without its braces or None)."""
     at = 0
     while match := re.compile(r"[;{]").search(text, at):
         head, body, end = text[at : match.start()].strip(), None, match.end()
@@ -243,7 +241,7 @@ def _formals(text: str, line: int) -> tuple[Variable, ...]:
 
 
 def _declared(text: str) -> list[Variable]:
-    """Nothing of those of an unknown type: who uses one is told that it is not declared."""
+    """Return [] for an unknown type: an instruction that uses the name reports that it is not declared."""
     try:
         return declared(text)
     except ValueError:
@@ -252,19 +250,19 @@ def _declared(text: str) -> list[Variable]:
 
 # -- instructions ------------------------------------------------------------------------------
 
-MOST_INSTRUCTIONS = 500_000  # of a kernel with all that it calls
+MOST_INSTRUCTIONS = 500_000  # in a kernel with all functions that it calls
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _GUARD = re.compile(r"@\s*(!?)\s*([^\s!]+)\s+(.*)", re.DOTALL)
 _RETURN = re.compile(r"(@.* )?ret(\.uni)?")
 _REGISTERS = re.compile(r"\.reg(?: ?\.v([24]))? ?\.(\w+) (.+)")
 _DIRECTIVE = re.compile(r"\.\w+")
-_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # of a vector, of 128 bits
+_COMPONENTS, _HALVES = (".x", ".y", ".z", ".w"), (".low", ".high")  # for a vector, for 128 bits
 _LISTED = re.compile(r"([A-Za-z_$%][\w$]*)(?:<(\d+)>)?")
-_END, _BEHIND = "<end>", "<behind>"  # labels: of a text, and of a call that some threads skip
+_END, _BEHIND = "<end>", "<behind>"  # labels: the end of a text, and after a call that threads skip
 
 
 class _Names(NamedTuple):
-    """What is known where the parser is."""
+    """The names that are known at the present position."""
 
     registers: ChainMap[str, Register]
     symbols: ChainMap[str, Symbol]
@@ -284,9 +282,9 @@ class _Names(NamedTuple):
 class Parser:
     """A parser of one text whose operands ``$0``, ``$1``, ... are given registers.
 
-    ``kinds`` are the dtypes of all slots, as far as the text is read. A whole kernel has ``symbols``, names
-    of memory, ``parameters``, and ``functions`` that it may call, those of ``pointers`` by an address, too;
-    inline PTX has none. ``frame``: the bytes of memory that a thread needs for what is declared.
+    ``kinds`` are the dtypes of all slots in the text read so far. A whole kernel also has ``symbols``
+    (names of memory), ``parameters``, and ``functions`` that it may call; functions in ``pointers`` may be
+    called by address. ``frame``: the bytes of a thread's memory that the declarations need.
     """
 
     def __init__(
@@ -298,7 +296,7 @@ class Parser:
         pointers: Mapping[str, int] | None = None,
     ) -> None:
         slots = {register.slot: register.dtype for register in operands}
-        unused = np.dtype(np.uint8)  # the number of a tied operand
+        unused = np.dtype(np.uint8)  # the slot of a tied operand
         self.kinds = [slots.get(slot, unused) for slot in range(max(slots, default=-1) + 1)]
         self.frame = self._top = self._count = 0
         self._whole, self._outside = symbols is not None, dict(symbols or {})
@@ -316,7 +314,7 @@ class Parser:
         return _Names(own, ChainMap(symbols, self._outside), ChainMap(), ChainMap())
 
     def instructions(self, asm: str, line: int = 1) -> Iterator[Instruction]:
-        """One by one, when what is declared before is known. Branches have no target before the end."""
+        """Yield instructions after their declarations. Branches get their targets at the end."""
         asm = re.sub(r"\$\{(\d+)\}", r"$\1", _uncommented(asm).replace("${:uid}", "0"))
         yield from self._body(asm, line)
 
@@ -370,7 +368,7 @@ class Parser:
     def _counted(self, instruction: Instruction) -> Instruction:
         self._count += 1
         if self._count > MOST_INSTRUCTIONS:
-            raise self._error(f"with what it calls, this is over {MOST_INSTRUCTIONS} instructions")
+            raise self._error(f"the kernel and its calls exceed {MOST_INSTRUCTIONS} instructions")
         return instruction
 
     def _error(self, problem: str) -> Exception:
@@ -383,7 +381,7 @@ class Parser:
         if word in (".pragma", ".callprototype", ".calltargets") or (
             word == ".shared" and self._whole
         ):
-            return  # shared memory is there when a program begins
+            return  # shared memory exists before a program begins
         if word in (".local", ".param") and self._whole:
             try:
                 for variable in declared(text):
@@ -402,7 +400,7 @@ class Parser:
         for given in match[3].split(","):
             found = _LISTED.fullmatch(given.strip())
             if found is None:
-                raise self._error(f"'{given.strip()}' is no name of a register")
+                raise self._error(f"'{given.strip()}' is not a name of a register")
             count = [""] if found[2] is None else map(str, range(int(found[2])))
             for name in (found[1] + number for number in count):
                 if name in registers.maps[0] or name in vectors.maps[0]:
@@ -418,7 +416,7 @@ class Parser:
         return register
 
     def _room(self, variable: Variable) -> Symbol:
-        """In the memory of a thread."""
+        """Reserve a variable in the memory of a thread."""
         if variable.nbytes is None:
             raise self._error(f"'{variable.name}' has no size")
         offset = -(-self._top // variable.align) * variable.align
@@ -440,22 +438,21 @@ class Parser:
         return found
 
     def _function(self, call: Instruction) -> PtxFunction | None:
-        """What is called, if the text has it."""
         results, name, arguments = called(call)
         function = self._functions.get(name)
         if function is None or function.body is None:
             return None
         if name in self._callers:
-            raise self._error(f"'{name}' calls itself; such functions are not known here")
+            raise self._error(f"'{name}' calls itself; recursion is not known here")
         wanted = len(function.results), len(function.parameters)
         if (len(results), len(arguments)) != wanted:
             raise self._error(
-                f"'{name}' gives {wanted[0]} results and takes {wanted[1]} parameters"
+                f"'{name}' returns {wanted[0]} results and takes {wanted[1]} parameters"
             )
         return function
 
     def _chosen(self, call: Instruction) -> Iterator[Instruction]:
-        """One function after the other of those that the address may be, as the call has its shape."""
+        """Inline, one after the other, all functions of the call's form that the address may mean."""
         results, pointer, arguments = called(call)
         guard, outer = (call.guard, call.wanted), self._names
         call.guard, self._names, jumps = -1, outer.inside(), list[Instruction]()
@@ -483,7 +480,6 @@ class Parser:
         self._names = outer
 
     def _sizes(self, names: list[str]) -> list[int]:
-        """In bytes, of parameters or registers."""
         symbols, registers = self._names.symbols, self._names.registers
         sizes = [symbols[n].nbytes if n in symbols else registers[n].bits // 8 for n in names]
         return sizes
@@ -510,9 +506,9 @@ class Parser:
     def _bound(
         self, call: Instruction, function: PtxFunction
     ) -> tuple[dict[str, Register], dict[str, Symbol], list[str], list[str]]:
-        """Of a function the registers and symbols that are its parameters, by name.
+        """Return the registers and symbols that stand for a function's parameters, by name.
 
-        And the instructions that fill those that are not the caller's, and that hand on results.
+        Also return the instructions that fill copies of arguments, and the ones that pass on results.
         """
         results, _, arguments = called(call)
         names = self._names
@@ -550,7 +546,7 @@ class Parser:
 
 
 def _statements(asm: str, line: int) -> Iterator[tuple[int, str]]:
-    """(line, text) of braces, labels and instructions; no comments are left in ``asm``."""
+    """Yield (line, text) of braces, labels and instructions. ``asm`` has no comments."""
     at = 0
     while at < len(asm):
         if asm[at].isspace() or asm[at] == ";":

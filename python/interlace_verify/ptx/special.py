@@ -10,17 +10,17 @@ from interlace.runtime.core.accesses import Atomic, Hooks, Lanes, Numbers
 
 WARP = 32
 CLOCK_STEP = 1000
-"""A read of a clock takes so long, in cycles or nanoseconds: no real clock enters a schedule."""
+"""The duration of a clock read, in cycles or nanoseconds: no real clock influences a schedule."""
 
 
 @dataclass(eq=False)
 class PtxSession:
-    """State that all threads of a session share.
+    """The state that all threads of a session share.
 
-    ``barriers``: those that threads have just come to, each with of how many threads it is, 0 for all, and
-    the mask of who has come; ``counted``: what they give them when all have met. ``extents``: of
-    the threads of a program, if they have more than one. ``origins``: of the addresses in registers, by
-    slot.
+    ``barriers``: the barriers at which threads have just arrived, each with its number, its thread count
+    (0: all) and the mask of the arrived threads. ``counted``: the action on their result when all have met.
+    ``extents``: the extents of a program's threads, if it has several. ``origins``: the origins of the
+    addresses in registers, by slot.
     """
 
     builder: Any
@@ -32,19 +32,19 @@ class PtxSession:
     origins: Mapping[int, object] = field(default_factory=dict)
 
     def atomic_in_shared(self, atomic: Atomic, perform: object) -> Any:
-        """Of programs that have shared memory."""
+        """Perform an atomic in shared memory, for programs that have it."""
         raise NotImplementedError
 
 
 @dataclass(eq=False, slots=True)
 class Threads:
-    """Threads of a program that run the same text: registers are arrays with an element for each.
+    """Threads of a program that run the same text. Registers are arrays with an element per thread.
 
-    ``numbers``: of these threads, among the ``block`` of the program. ``mask``: those that run the present
-    instruction, None for all. ``alone``: one stands for all; ``told_apart``: hooks are told which of them
-    accesses what, and listen if they are ``heard``. ``polls_plainly``: since they last branched back they
-    have loaded, and done nothing that lets other programs go on. ``idle_steps``: instructions in loops
-    since they last touched memory or a clock.
+    ``numbers``: the numbers of these threads in the ``block`` of the program. ``mask``: the threads that
+    run the present instruction, None for all. ``alone``: one thread stands for all. ``told_apart``: hooks
+    are told the thread of each access; ``heard``: hooks are installed. ``polls_plainly``: since the last
+    branch back the threads have loaded, but done nothing that lets other programs run. ``idle_steps``: the
+    instructions in loops since the last access of memory or a clock.
     """
 
     session: Any  # a PtxSession, or a PtxProgram
@@ -59,22 +59,22 @@ class Threads:
     idle_steps: int = 0
 
     def active(self, values: Numbers) -> Any:
-        """Of ``values``, an array or a scalar for all, those of the threads that run."""
+        """Return the elements of ``values`` (an array, or a scalar for all) of the running threads."""
         if not values.ndim:
             count = len(self.numbers) if self.mask is None else np.count_nonzero(self.mask)
             return values.repeat(count)
         return values if self.mask is None else values[self.mask]
 
     def everyone(self) -> Numbers:
-        """The mask of those that run."""
+        """Return the mask of the running threads."""
         return np.ones(len(self.numbers), np.bool_) if self.mask is None else self.mask
 
     def who(self) -> Lanes:
-        """The numbers of those that run, if hooks are told."""
+        """Return the numbers of the running threads, or None if hooks do not need them."""
         return self.active(self.numbers) if self.told_apart else None
 
     def set(self, slot: int, bits: Numbers) -> None:
-        """Put ``bits`` into a register of the threads that run."""
+        """Put ``bits`` into a register of the running threads."""
         if self.mask is not None:
             bits = np.where(self.mask, bits, self.registers[slot])
         elif not bits.ndim:
@@ -82,7 +82,7 @@ class Threads:
         self.registers[slot] = bits
 
     def set_active(self, slot: int, bits: Numbers) -> None:
-        """The same, of ``bits`` for these threads only."""
+        """Put ``bits``, which are only for the running threads, into a register."""
         if self.mask is None:
             self.registers[slot] = bits
         else:
@@ -127,7 +127,7 @@ def _clock(shift: int) -> Reader:
 
 
 def _program_number(threads: Threads) -> Any:
-    """Stands for the multiprocessor: as if every program had one of its own."""
+    """Return the program's number as its multiprocessor: each program has its own."""
     builder = threads.session.builder
     (x, y, z), (width, height, _) = builder.grid_idx, builder.grid_dim
     return U32((z * height + y) * width + x)

@@ -1,7 +1,7 @@
-"""The GPU that an instruction needs: a table, for texts that are for one that lacks it.
+"""The GPU that an instruction needs, to refuse instructions that the target of a text does not have.
 
-A table of what came after sm_80, up to sm_90; assemblers agree, see ``tests/sim/ptx/test_targets.py``. What
-came after sm_90 is not in it: who tells the interpreter of one of those instructions has it run.
+The table lists instructions that came after sm_80, up to sm_90. Assemblers agree with it, see
+``tests/sim/ptx/test_targets.py``. Later instructions are not in it: they run if the interpreter knows them.
 """
 
 import re
@@ -36,7 +36,7 @@ _PATTERNS = [(target, re.compile(each, re.VERBOSE)) for target, each in _SINCE.i
 
 
 def target_of(ptx: str) -> str:
-    """What a module is for, as "sm_90a"; empty if it does not say."""
+    """Return the target of a module, such as "sm_90a", or "" if the text does not say."""
     found = _TARGET.search(ptx)
     return found[1] if found else ""
 
@@ -47,19 +47,19 @@ def number_of(target: str) -> int:
 
 
 def needed(statement: str) -> str:
-    """The first GPU that has an instruction, with its operands; empty if all have it."""
+    """Return the first GPU that has an instruction with these operands, or "" if all have it."""
     statement = statement[_BEFORE.match(statement).end() :]  # type: ignore[union-attr]
     return next((target for target, known in _PATTERNS if known.match(statement)), "")
 
 
 def needed_by(asm: str) -> int:
-    """The number of the first GPU that has all of a piece of PTX; 0 for any."""
+    """Return the number of the first GPU that has all instructions of a piece of PTX; 0 for any GPU."""
     statements = re.split(r"[;{}\n]", asm)
     return max(number_of(needed(each)) for each in statements)
 
 
 def has(target: str, wanted: str) -> bool:
-    """Whether ``target`` has what came with ``wanted``; of those with a letter, only itself."""
+    """Return whether ``target`` has instructions of ``wanted``. One with a letter has only its own."""
     if wanted[-1:].isalpha():
         return target == wanted
     return number_of(target) >= number_of(wanted)

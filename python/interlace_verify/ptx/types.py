@@ -1,11 +1,11 @@
-"""The scalar types of PTX: what the bits of a register mean to an instruction.
+"""The scalar types of PTX: the meaning of a register's bits for an instruction.
 
-A register is an array: one element for each thread, bits without a sign or a format, unsigned. ``decode``
-gives the numbers that an instruction of this type sees in them, ``encode`` the bits of numbers, rounded
-once. Numbers of 16 bits are fp32 in between, which holds each of them.
+A register is an array with one element for each thread: unsigned bits without a sign or a format.
+``decode`` returns the numbers that an instruction of this type sees in them. ``encode`` returns the bits of
+numbers, rounded once. 16-bit numbers are fp32 in between, which represents each of them exactly.
 
-Float formats of 4 to 8 bits and tf32 are here besides: ``ue8m0`` is a scale, a power of two without a
-sign. tf32 stands in a register as the fp32 number it is.
+Float formats of 4 to 8 bits and tf32 are also here. ``ue8m0`` is a scale, a power of two without a sign. A
+register holds tf32 as the equal fp32 number.
 """
 
 import functools
@@ -26,14 +26,14 @@ from interlace.runtime.numerics.exact import (
     values_of,
 )
 
-Array = Any  # of numpy, or one of its scalars, which stands for every thread
-_NAN = {"f16": 0x7FFF, "f32": 0x7FFFFFFF}  # what the arithmetic instructions give
+Array = Any  # a numpy array, or a numpy scalar, which stands for every thread
+_NAN = {"f16": 0x7FFF, "f32": 0x7FFFFFFF}  # the result of arithmetic instructions
 
 
 @dataclass(frozen=True)
 class ScalarType:
-    """``letter``: "u", "s", "b" (bits, seen as unsigned), "f" or "p". ``memory``: the type as triton
-    has it; ``stored``: as numpy has it in the interpreter; ``raw``: unsigned of the same width."""
+    """A type. ``letter``: "u", "s", "b" (bits, handled as unsigned), "f" or "p". ``memory``: Triton's type;
+    ``stored``: numpy's type in the interpreter; ``raw``: the unsigned type of the same width."""
 
     name: str
     letter: str
@@ -52,7 +52,7 @@ class ScalarType:
 
     @property
     def number(self) -> Any:
-        """The dtype of what ``decode`` gives."""
+        """The dtype of the numbers that ``decode`` returns."""
         return np.dtype(np.float32) if self.is_float and self.bits < 32 else self.stored
 
     def decode(self, bits: Array) -> Array:
@@ -77,7 +77,7 @@ class ScalarType:
 
     @functools.cached_property
     def encoder(self) -> Callable[[Array], Array]:
-        """``encode``, in a form that looks at no more than this type needs."""
+        """``encode``, reduced to the checks that this type needs."""
         stored, raw, encode = self.stored, self.raw, self.encode
         if self.letter in "ub":
             return lambda values: values if values.dtype is raw else encode(values)
@@ -86,7 +86,7 @@ class ScalarType:
         return encode
 
     def bits_of(self, value: float) -> int:
-        """The bits of one number of Python's."""
+        """Return the bits of one Python number."""
         if not self.is_float:
             return int(value) & self.mask
         with np.errstate(all="ignore"):
@@ -114,7 +114,7 @@ PREDICATE = TYPES["pred"]
 
 
 Rounding = Callable[[Array], Array]
-"""Of numbers in units of the last place."""
+"""Rounds numbers in units of the last place."""
 
 
 def _away(units: Array) -> Array:
@@ -132,7 +132,7 @@ ROUNDINGS: dict[str, Rounding] = {
 
 @dataclass(frozen=True)
 class NarrowFloat:
-    """``bits`` of one among several in a register, ``form`` but for the scale."""
+    """A format of ``bits`` per number, several in a register; ``form`` is None for the scale."""
 
     name: str
     bits: int
@@ -143,15 +143,15 @@ class NarrowFloat:
         return np.dtype(f"u{max(1, self.bits // 8)}")
 
     def decode(self, bits: Array) -> Array:
-        """As fp32, which holds each of them."""
-        if self.name == "tf32":  # tensor cores do not look at the last bits
+        """Return fp32 numbers, which represent each of them exactly."""
+        if self.name == "tf32":  # tensor cores ignore the last bits
             return (bits & np.uint32(0xFFFFE000)).view(np.float32)
         if self.bits == 16:
             return TYPES[self.name].decode(bits.astype(np.uint16))
         return _VALUES[self.name][bits]
 
     def encode(self, values: Array, rounding: Rounding, *, saturates: bool = False) -> Array:
-        """``saturates``: what is too large becomes the largest number, not infinity."""
+        """Return bits. ``saturates``: too large a number becomes the largest one, not infinity."""
         if self.form is None:
             return _scale(values, rounding, 254 if saturates else 255)
         form = replace(self.form, overflow=self.form.largest) if saturates else self.form
@@ -160,7 +160,7 @@ class NarrowFloat:
 
 
 def _scale(values: Array, rounding: Rounding, infinity: int) -> Array:
-    """The exponent of magnitudes, up or down; 254 is the largest, and 255 a nan."""
+    """Return the exponents of magnitudes, rounded up or down; 254 is the largest, 255 is nan."""
     mantissa, exponent = np.frexp(np.abs(values.astype(np.float64)))
     above = (rounding is np.ceil) & (mantissa > 0.5)
     code = np.maximum(exponent + 126 + above, 0)
@@ -175,7 +175,7 @@ _VALUES = {
 }
 _VALUES["ue8m0"] = np.append(np.exp2(np.arange(255.0) - 127), np.nan).astype(np.float32)
 
-_PLACES = {"e2m1": 4, "tf32": 32}  # the others have 8 bits each in a register
+_PLACES = {"e2m1": 4, "tf32": 32}  # bits of a number in a register; 8 for others
 FORMATS = {n: NarrowFloat(n, _PLACES.get(n, 8), form) for n, form in NARROW.items()}
 FORMATS |= {
     "ue8m0": NarrowFloat("ue8m0", 8),

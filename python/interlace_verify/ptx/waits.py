@@ -1,7 +1,7 @@
 """PTX that orders or waits: fences, barriers, sleep, and asynchronous copies.
 
-Asynchronous copies and proxies do not exist in the interpreter, so waiting for the ones and fencing
-between the others is nothing; where a whole kernel is run, observers are told of proxy fences.
+The interpreter has no asynchronous copies or proxies, so a wait for a copy and a proxy fence do nothing.
+When a whole kernel runs, proxy fences are reported to observers.
 """
 
 import re
@@ -17,9 +17,9 @@ from interlace_verify.ptx.special import WARP, Threads
 from interlace_verify.ptx.types import TYPES
 
 BLOCK_BARRIER, WARP_BARRIER, MBARRIER_WAIT, ARRIVAL = -1, -2, -3, -4
-"""What the action of a barrier returns; the threads meet in ``inline_assembly.py`` and ``machine.py``."""
-BARRIERS = 16  # of a program
-CLUSTER = -1  # the number of one more
+"""The result of a barrier's action. Threads meet in ``inline_assembly.py`` and ``machine.py``."""
+BARRIERS = 16  # the most in a program
+CLUSTER = -1  # the number of a cluster's barrier, besides these
 
 WAITS, builds = builders()
 
@@ -76,16 +76,16 @@ def build_barrier(instruction: Instruction) -> Action:
             return WARP_BARRIER
         came = np.stack([threads.active(read(threads)) for read in reads], axis=1)
         differ = came.shape[0] > 1 and (came != came[0]).any()
-        barriers, whole = [], -(-threads.block // WARP) * WARP  # as if all lanes were there
+        barriers, whole = [], -(-threads.block // WARP) * WARP  # count all lanes as present
         for each in np.unique(came, axis=0) if differ else came[:1]:
             number, count = (*map(int, each), 0)[:2]
             if number >= BARRIERS or count % WARP:
                 raise instruction.error(
-                    f"barrier {number} of {count} threads: there are {BARRIERS}, of whole warps"
+                    f"barrier {number} of {count} threads: a program has {BARRIERS}, of whole warps"
                 )
             if count not in (0, whole) and not threads.told_apart:
                 raise instruction.error(
-                    f"only barriers of all threads are known, which are taken to be {threads.block}"
+                    f"only barriers of all threads are known, here of {threads.block}"
                 )
             mask = threads.everyone().copy()
             mask[mask] = (came == each).all(axis=1)
@@ -97,7 +97,7 @@ def build_barrier(instruction: Instruction) -> Action:
 
 
 def _counted(instruction: Instruction) -> Callable[[Threads], None]:
-    """What ``bar.red`` gives the threads that have met, of the predicates of all of them."""
+    """Return the action of ``bar.red``: it combines the predicates of all threads that have met."""
     name = instruction.choose("popc", "and", "or")
     kind = instruction.take_type(("u32",) if name == "popc" else ("pred",))
     target, *instruction.operands, given = instruction.operands
@@ -112,7 +112,7 @@ def _counted(instruction: Instruction) -> Callable[[Threads], None]:
 
 
 def _of_a_cluster(instruction: Instruction) -> Action:
-    """A cluster is one program: the wait is a barrier of it, which hands on what came before ``arrive``."""
+    """Build a cluster barrier. A cluster is one program; its wait passes on all before ``arrive``."""
     waits = instruction.flag("wait")
     if waits:
         instruction.flag("acquire")
@@ -133,7 +133,7 @@ def _of_a_cluster(instruction: Instruction) -> Action:
 
 
 def _nothing(threads: Threads) -> None:
-    """There is nothing to wait for."""
+    """Do nothing, as there is nothing to wait for."""
 
 
 _NOTHING_TO_WAIT_FOR = {
@@ -167,7 +167,7 @@ _HINT = re.compile(r"global|local|L[12]|L2::evict_\w+|L2::cache_hint|fractional|
 
 @builds("prefetch", "prefetchu", "discard", "applypriority", "createpolicy")
 def build_hint(instruction: Instruction) -> Action:
-    """What is said to caches, which are not there; a policy is a number that nobody looks at."""
+    """Build a hint for caches, which do not exist here. The value of a policy is never used."""
     for name in filter(_HINT.fullmatch, list(instruction.qualifiers)):
         instruction.flag(name)
     if instruction.mnemonic != "createpolicy":
@@ -188,14 +188,14 @@ def build_sleep(instruction: Instruction) -> Action:
 
 @builds("ret", "exit")
 def build_end(instruction: Instruction) -> Action:
-    """The machine lets these threads go."""
+    """Build an end of threads, which the machine handles."""
     instruction.finish(0)
     return _nothing
 
 
 @builds("check")
 def build_check(instruction: Instruction) -> Action:
-    """A condition that a kernel states, as ``compat/triton_launcher.py`` writes it; no GPU has this."""
+    """Build a check of a kernel, as ``compat/triton_launcher.py`` writes it; GPUs do not have it."""
     what = ".".join(instruction.qualifiers)
     instruction.qualifiers.clear()
     given, *message = instruction.operands
@@ -218,7 +218,7 @@ def build_trap(instruction: Instruction) -> Action:
 
     def trap(threads: Threads) -> None:
         raise InterlaceError(
-            f"PTX: the kernel gave up with '{instruction.text}'; line {instruction.line}, thread "
+            f"PTX: the kernel stopped at '{instruction.text}'; line {instruction.line}, thread "
             f"{threads.active(threads.numbers)[0]} of program "
             f"{tuple(threads.session.builder.grid_idx)}"
         )

@@ -1,7 +1,7 @@
-"""Agents of a run, with vector clocks: who can act, what each one knows, how far its atomics reach.
+"""Agents of a run and their vector clocks: what each one knows and how far its atomics reach.
 
-And their signals: which words programs have written for each other, and who has seen which. Between two
-accesses that nothing orders there often is a signal that was meant to, and the finding names it.
+Also the log of signals: which words agents have written, and which agents have read them. Two accesses that
+are not ordered often have a signal between them that should order them; the finding names this signal.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,15 +15,16 @@ from interlace.runtime.core.accesses import Lanes, Numbers
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 SYS = SCOPES["sys"]
 Pending = dict["Agent", Numbers]
-Times = dict[int, int]  # by component
+Times = dict[int, int]  # the time of each component
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that hold.
+    """The rules that hold. The detector makes an assumption for each rule that is off.
 
-    Off: every release has a barrier before it, every wait one after it, every signal covers all puts, every
-    atomic releases, acquires, or is of scope sys, nothing needs a proxy fence.
+    ``barriers``: every release has a barrier before it; ``barriers_after``: every wait has one after it.
+    ``puts``: every signal covers all puts. ``releases``, ``acquires``, ``scopes``: every atomic releases,
+    acquires, has scope sys. ``proxies``: no access needs a proxy fence.
     """
 
     barriers: bool = True
@@ -36,17 +37,17 @@ class Rules:
 
 
 class Agent:
-    """One who acts. ``clock`` is what it knows of every component's time; its own begin with ``first``.
+    """An actor of a run. ``clock`` is what it knows of every component's time; its own start at ``first``.
 
-    ``pending``: what it has read without acquiring, by who released it. ``arrived``: what was there for
-    everybody at a quiet.
+    ``pending``: clocks that it has read without acquiring, by the agent that released them. ``arrived``:
+    what had arrived everywhere at its last quiet.
 
-    Behind each agent's components are as many *mirrors*: how much of a component's time is known to be
-    ordered before accesses of the async proxy, too. Nothing but a proxy fence raises those. Behind these
-    are as many again, for accesses by another address of the same memory: a multicast address, or the
-    ordinary one. A store by a multicast address is noted there, so that who comes after it by the ordinary
-    address has to know of a ``fence.proxy.alias`` behind it. The last ones are for puts, which are noted
-    there: any fence or release delivers them, but not the signal of a later put.
+    Each agent has its components four times. The second block is a *mirror*: the part of a component's time
+    that is also known to be ordered before accesses of the async proxy. Only a proxy fence raises it. The
+    third block is for accesses by another address of the same memory: a multicast address or the ordinary
+    one. A store by a multicast address is noted there, so that an access after it by the ordinary address
+    needs a ``fence.proxy.alias`` between the two. The fourth block is for puts, which are noted there: any
+    fence or release delivers them, but the signal of a later put does not.
     """
 
     components = 2
@@ -60,19 +61,19 @@ class Agent:
         self.clock[self.lanes] = self.clock[self.thread] = 1
         self.barred = [0, 0]
         self.putting: Any = False
-        self.before: Numbers = self.clock  # what was before the program
+        self.before: Numbers = self.clock  # the clock before the program
         self.fenced: dict[int, Numbers] = {}
         self.pending: Pending = {}
         self.for_lanes: Numbers | None = None
         self.arrived: Numbers | None = None
-        self.ends: list[tuple[int, int]] = []  # of its launches, in both of its times
+        self.ends: list[tuple[int, int]] = []  # the ends of its launches, in both components
         self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
 
     def begin(self, known: Numbers) -> None:
-        """A program of a launch that knows what was before."""
+        """Begin a program of a launch, which knows everything before the launch."""
         self.learn(known)
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
         self.tick()
@@ -80,11 +81,11 @@ class Agent:
         self.pending, self.for_lanes, self.arrived = {}, None, None
 
     def end(self) -> Numbers:
-        """The end of a program: what whoever waits for it knows then."""
+        """End the program and return the clock that an agent that waits for it learns."""
         for late in (*self.pending.values(), self.for_lanes):
             if late is not None:
                 self.learn(late)
-        self.tick()  # who knows of this time knows of the end
+        self.tick()  # an agent that knows this time knows the end
         self._has_ended()
         clock: Numbers = self.clock.copy()
         self.tick()
@@ -94,14 +95,14 @@ class Agent:
         self.ends.append((int(self.clock[self.lanes]), int(self.clock[self.thread])))
 
     def had_ended(self, component: int, time: int, known: Numbers) -> bool:
-        """Whether ``known`` has the end of the launch in which it acted, as ``component``, at ``time``."""
+        """Return whether ``known`` has the end of the launch in which ``component`` acted at ``time``."""
         if not self.owns(component) or component >= len(known):
             return False
         which = int(component == self.thread)
         return any(time <= each[which] <= known[component] for each in self.ends)
 
     def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
-        """It, or a thread of it, has read what ``writes`` have made of ``word``."""
+        """Note that the agent or one ``thread`` of it has read the value of ``word`` after ``writes``."""
         self.observed[word, thread] = writes
 
     def has_observed(self, word: tuple[int, int], thread: int | None) -> Times:
@@ -111,7 +112,7 @@ class Agent:
         self.clock = joined(self.clock, other)
 
     def now(self) -> tuple[int, int]:
-        """The time of the lanes, and of the one thread."""
+        """Return the time of the lanes and the time of the one thread."""
         return int(self.clock[self.lanes]), int(self.clock[self.thread])
 
     def tick(self) -> None:
@@ -119,9 +120,9 @@ class Agent:
         self.clock[self.thread] += 1
 
     def released(self, *, all_threads: bool, each_thread: bool) -> Numbers:
-        """What it hands on: of the own lanes what was before the last barrier, unless ``all_threads``.
+        """Return the clock that a release passes on: its own lanes up to the last barrier, or all lanes.
 
-        ``each_thread``: every thread releases, and has only its own scalars behind it, too.
+        ``each_thread``: every thread releases, and a release covers only its own thread's scalars.
         """
         clock: Numbers = self.clock.copy()
         if not all_threads:
@@ -134,13 +135,13 @@ class Agent:
         return clock
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
-        """Later accesses are not covered by the release."""
+        """Advance the time, because the release does not cover later accesses."""
         self.clock[self.thread] += 1
         if all_threads:
             self.clock[self.lanes] += 1
 
     def barrier(self) -> None:
-        """All threads have met: each knows what the others did, and what they have acquired."""
+        """Note a barrier: each thread knows what the others did and acquired."""
         self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
         if self.for_lanes is not None:
             self.learn(self.for_lanes)
@@ -150,20 +151,21 @@ class Agent:
         self.tick()
 
     def quiet(self, _: Any) -> None:
-        """All threads' stores have arrived; the signals of any of them behind a barrier tell of it."""
+        """Note that all stores of all threads have arrived; signals after a barrier pass this on."""
         self.arrived = self.clock.copy()
 
 
 class ThreadsAgent(Agent):
-    """A program whose accesses tell threads apart: a component for each.
+    """A program whose threads are known: it has one component for each thread.
 
-    ``clock`` is what all threads know, since the last barrier; of the own components, what was before it.
-    ``times``: of every thread now; ``fenced_times``, ``aliased_times`` and ``delivered_times``: when what
-    it did was last ordered as mirrors say. ``putting``: whether what it stores is put. ``acquired``,
-    ``waiting`` and ``fences``, by thread: what it alone knows; what it has read without acquiring; what it
-    has released with a fence, by scope. ``arrivals``, by thread, what had arrived at a quiet of it or of
-    who it met. ``mbarriers``, by address: what has been told to one in the present phase, and what who
-    waits for the one before learns. ``queues`` of asynchronous accesses, by name.
+    ``clock``: what all threads know since the last barrier. Its own components hold the time before it.
+    ``times``: the present time of every thread. ``fenced_times``, ``aliased_times`` and
+    ``delivered_times``: the time of a thread's last order of the kind of each mirror. ``putting``: whether
+    a thread's stores are puts. These are by thread: ``acquired``, the clock that it alone knows, and
+    ``waiting``, clocks that it has read without acquiring. ``fences`` are clocks that it has released with
+    a fence, by scope. ``arrivals`` had arrived at a quiet of it or of a thread that it met. ``mbarriers``,
+    by address: the clocks of arrivals in the present phase, and the clock that a wait for the previous
+    phase learns. ``queues``: asynchronous accesses, by name.
     """
 
     def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:
@@ -202,9 +204,9 @@ class ThreadsAgent(Agent):
         return self.clock.copy()
 
     def barrier(self, threads: Lanes = None) -> None:
-        """All threads have met, or only ``threads``, who then are all as far as the furthest of them.
+        """Note a barrier of all threads or of ``threads``, which then all have the time of the latest.
 
-        A mark of several has the time of one of them, which those of the others are held against.
+        A mark of several threads has the time of one of them, which is compared with the others' times.
         """
         those = slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
@@ -225,7 +227,7 @@ class ThreadsAgent(Agent):
             self.arrivals[thread] = self.released_by(thread, all_threads=False)
 
     def _hand_on(self, threads: Iterable[int]) -> None:
-        """Each of ``threads``, who meet, tells of what has arrived, of the stores of all of them."""
+        """Give each of ``threads``, which meet, what has arrived of the stores of all of them."""
         known, told = None, [self.arrivals[each] for each in threads if each in self.arrivals]
         for clock in {id(each): each for each in told}.values():
             known = joined(known, clock)
@@ -239,11 +241,11 @@ class ThreadsAgent(Agent):
     def has_accessed(
         self, site: int, addresses: Numbers, threads: Numbers, *, stores: bool
     ) -> set[tuple[int, int]]:
-        """Pairs (site of a store, site of a load) of which a thread has done both there, the load first.
+        """Return pairs (site of a store, site of a load) that one thread has done there, the load first.
 
-        Where a block has fewer elements than a program threads, Triton has all of them load, and one of
-        those with the same element store. What the others have loaded is not used. In shared memory Triton
-        puts a barrier there.
+        If a block has fewer elements than a program has threads, Triton lets all threads load. One of the
+        threads with the same element stores; the loads of the others are not used. In shared memory Triton
+        puts a barrier between the two.
         """
         if not stores:
             self.loaded.setdefault(site, []).append((addresses, threads))
@@ -257,7 +259,7 @@ class ThreadsAgent(Agent):
         return self.over
 
     def _known_to(self, threads: Iterable[int]) -> Numbers:
-        """What one of ``threads`` knows, of others."""
+        """Return what at least one of ``threads`` knows of others."""
         found = {
             id(clock): clock for t in threads if (clock := self.acquired.get(int(t))) is not None
         }
@@ -272,25 +274,25 @@ class ThreadsAgent(Agent):
             own = clock[self.first + block * self.components :][: self.components]
             own[threads] = np.maximum(
                 own[threads], times[threads]
-            )  # others' fences may have raised it
+            )  # fences of other threads may have raised it
         return clock
 
     def known_by(self, thread: int) -> Numbers:
         return joined(self.acquired.get(thread), self.clock)
 
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
-        """What ``thread`` hands on: of the others' accesses, those before the last barrier."""
+        """Return the clock that ``thread`` releases: other threads' accesses before the last barrier."""
         return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else thread)
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
-        """Later accesses of ``threads`` are not covered by the release."""
+        """Advance the times of ``threads``, because the release does not cover later accesses."""
         self.times[slice(None) if all_threads else threads] += 1
 
     def acquire(self, thread: int, clock: Numbers) -> None:
         self.acquired[thread] = joined(self.acquired.get(thread), clock)
 
     def change(self, threads: Numbers, changed: Callable[[Numbers], Numbers]) -> None:
-        """``changed`` makes of what each of ``threads`` knows what it knows then."""
+        """Replace the clock that each of ``threads`` knows by ``changed(clock)``."""
         made: dict[int, Numbers] = {}
         for thread in threads.tolist():
             known = self.acquired.get(thread)
@@ -300,10 +302,10 @@ class ThreadsAgent(Agent):
 
 
 class AsyncAgent(Agent):
-    """Asynchronous accesses that end one after another; that they began in that order orders nothing.
+    """Asynchronous accesses that end one after another. The order of their starts orders nothing.
 
-    ``lanes`` is the component of what they read, ``thread`` of what they write. ``known``: what the present
-    one comes after, and what of that it may come after by the async proxy. ``time``: its number.
+    ``lanes`` is the component of reads, ``thread`` the component of writes. ``known``: what the present
+    access comes after, and the part of it that also holds for the async proxy. ``time``: its number.
     """
 
     base = time = 0
@@ -313,13 +315,13 @@ class AsyncAgent(Agent):
         return component < 0
 
     def until(self, time: int, *, reads_only: bool) -> tuple[list[int], int]:
-        """(components, time) of all up to the one with this number."""
+        """Return (components, time) of all accesses up to the one with number ``time``."""
         owned = [self.lanes] if reads_only else [self.lanes, self.thread]
         return [*owned, *(each + self.components for each in owned)], self.base + time
 
 
 def joined(one: Numbers | None, other: Numbers) -> Numbers:
-    """The componentwise maximum; clocks grow as agents appear. ``one`` None: there is no clock yet."""
+    """Return the componentwise maximum. Clocks grow as agents appear. ``one`` None: no clock yet."""
     if one is None:
         return other
     if len(one) < len(other):
@@ -330,21 +332,21 @@ def joined(one: Numbers | None, other: Numbers) -> Numbers:
 
 
 def reaches(scope: int, agent: Agent, other: Agent) -> bool:
-    """Whether ``other`` is within the scope of what ``agent`` does."""
+    """Return whether ``other`` is within ``scope`` of ``agent``."""
     if scope == SYS or agent is other:
         return True
     return scope == SCOPES["gpu"] and agent.rank == other.rank
 
 
 def fenced_for(agent: Agent, scope: int, pending: Pending) -> list[Numbers]:
-    """What a fence of ``agent`` acquires of what is pending: by whom its scope reaches. The rest stays."""
+    """Remove and return the pending clocks that a fence of ``agent`` acquires: senders in its scope."""
     return [pending.pop(sender) for sender in list(pending) if reaches(scope, agent, sender)]
 
 
 class Seen(NamedTuple):
-    """A word at ``address``, written at one site and seen at another.
+    """A word at ``address``, written at one site and read at another.
 
-    ``time``: of the writer then; ``known``: what it knew of everybody's.
+    ``time``: the writer's time at the write; ``known``: the writer's clock then.
     """
 
     address: int
@@ -355,12 +357,12 @@ class Seen(NamedTuple):
     known: Numbers
 
     def is_behind(self, component: int, time: int) -> bool:
-        """Whether the writer, another one, knew of what ``component`` did at ``time``."""
+        """Return whether the writer, a third agent, knew what ``component`` did at ``time``."""
         return component < len(self.known) and time <= self.known[component]
 
 
 class SignalLog:
-    """What agents have written with atomics, and what others have read of it, the last of each pair."""
+    """The last write of each agent to each word by an atomic, and the last read of it by each other."""
 
     def __init__(self) -> None:
         self._written: dict[int, dict[int, tuple[int, tuple[int, int], Any]]] = {}
@@ -369,7 +371,7 @@ class SignalLog:
         self._polled: dict[tuple[int, int], tuple[int, int]] = {}
 
     def note(self, agent: Agent, word: tuple[int, int], site: int, *, writes: bool) -> None:
-        """``agent`` has read, and perhaps written, the ``word``: its address, its size."""
+        """Note that ``agent`` has read, and perhaps written, ``word``, given as its address and size."""
         address, size = word
         by_writer = self._written.setdefault(address, {})
         for writer, written in by_writer.items():
@@ -380,19 +382,19 @@ class SignalLog:
             by_writer[agent.number] = site, agent.now(), agent.clock.copy()
 
     def note_poll(self, agent: Agent, writer: Agent, time: int, site: int) -> None:
-        """``agent`` has loaded, without an order, a word that ``writer`` has written at ``time``."""
+        """Note that ``agent`` has read, unordered, a word that ``writer`` wrote at ``time``."""
         self._polled[agent.number, writer.number] = site, time
 
     def polled(self, first: Agent, time: int, second: Agent) -> int | None:
-        """The site at which ``second`` has so looked for what ``first`` wrote behind its access."""
+        """Return the site of such a read by ``second`` of a word that ``first`` wrote after its access."""
         site, written = self._polled.get((second.number, first.number), (None, 0))
         return site if time <= written else None
 
     def between(self, first: Agent, component: int, time: int, second: Agent) -> Seen | None:
-        """The last signal that ``first`` wrote behind its access, at ``time``, and ``second`` has seen.
+        """Return the last signal that ``first`` wrote after its access at ``time`` and ``second`` has read.
 
-        Or another one of its rank, for which it may have waited; or that somebody wrote for whom ``first``
-        comes before, as for a kernel what its stream did.
+        Another program of the rank of ``second`` may have read it instead, while ``second`` waited for that
+        program. Or an agent may have written it that comes after ``first``, as a kernel after its stream.
         """
         by_rank = self._by_rank.get((second.rank, first.number))
         seen = self._seen.get((second.number, first.number), by_rank)
@@ -405,5 +407,5 @@ class SignalLog:
         return next((each for each in others if each.is_behind(component, time)), None)
 
     def writers(self, address: int) -> int:
-        """How many have written the word."""
+        """Return the number of agents that have written the word."""
         return len(self._written[address])

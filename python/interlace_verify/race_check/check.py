@@ -1,15 +1,18 @@
-"""``interlace.verify.races``: run an SPMD function in ``sim`` and look for accesses that nothing orders.
+"""``interlace.verify.races``: run an SPMD function in ``sim`` and report accesses that are not ordered.
 
-Kernels' accesses come from the interpreter. What user code does with tensors goes through torch's
-dispatcher, and there every operator says in its schema what it reads and what it writes. So an output
-that is used before its op was waited for is a race like any other.
+The interpreter reports the accesses of kernels. Torch's dispatcher reports the operators of user code, and
+the schema of an operator says what it reads and what it writes. So an output that is used before its op was
+waited for is a race like any other.
 
-A schedule with findings is run again: for its story, in which their accesses are told, in memory of one
-rank too; by detectors without one of the rules; and as it would be with one line of a kernel changed. Such
-lines are barriers without which it would be in order as well, of programs whose threads are told apart, as
-of one that is interpreted it is not known which of its threads a barrier is for. And atomics that would
-order two accesses if they acquired and released, as of a counter that is relaxed, whose last program
-signals by another word: no signal between the two accesses is to blame.
+A schedule with findings is run again, with these observers:
+
+- A :class:`RaceTeller` writes the story. It also includes the accesses of findings in memory of one rank.
+- Detectors without one of the rules find the rule that a race breaks.
+- Detectors in which the atomics of one line acquire and release find a relaxed atomic between two accesses.
+  An example is a relaxed counter whose last program signals by another word.
+
+If a check is clean, detectors that ignore the barriers of one line find superfluous barriers. This needs
+programs whose threads are known: the interpreter does not know which threads a barrier is for.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ from interlace_verify.schedule_check.sampling import (
     seed_list,
 )
 
-# operators whose result is poison in a check, see ``sampling.poisoned_memory``
+# operators whose result is filled with poison during a check, see ``sampling.poisoned_memory``
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# and those that ask their argument for its shape and dtype alone, or for its op
+# these, and the operators that use only the shape, the dtype or the op of their argument
 _SHAPES_ONLY = _UNDEFINED | {
     "wait_tensor",
     *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
@@ -65,7 +68,7 @@ _SHAPES_ONLY = _UNDEFINED | {
 
 
 class TorchAccesses(DispatchMode):
-    """Tells ``detector`` what each operator touches, and on behalf of which task of ``scheduler``."""
+    """Report the tensors that each operator reads and writes to ``detector``, as the current task's."""
 
     def __init__(self, scheduler: Scheduler, detector: Any) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class TorchAccesses(DispatchMode):
 
 @cache
 def _is_view(func: OpOverload) -> bool:
-    """Whether the operator returns an alias and touches no data."""
+    """Return whether the operator returns an alias and accesses no data."""
     return torch.Tag.inplace_view in func.tags or any(
         value.alias_info is not None and not value.alias_info.is_write
         for value in func._schema.returns
@@ -110,7 +113,7 @@ def _is_view(func: OpOverload) -> bool:
 
 
 def _given(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Tensors among the arguments, and whether the operator writes them."""
+    """Yield the tensors among the arguments, and whether the operator writes them."""
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
             value = args[position]
@@ -133,16 +136,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class RaceTeller(Storyteller):
-    """Notes what torch operators do to symmetric memory, too, and every access that ``findings`` name.
+    """Writes the story, with torch operators on symmetric memory and all accesses that ``findings`` name.
 
-    ``detector`` has to see what happens before the teller does: it knows what memory of one rank is
-    called, and finds the same again, with the number of the step of each access.
+    ``detector`` must observe each event before the teller does. It names memory of one rank, and it finds
+    the same findings again, with the step number of each access.
     """
 
     def __init__(
         self, seed: int, findings: Iterable[Finding], asked: Mapping[tuple[object, ...], At]
     ) -> None:
-        """``asked``: where the findings were, as :class:`Collector` has it."""
+        """``asked``: where the findings were, see :class:`Collector`."""
         super().__init__()
         self.detector = StepDetector(seed, asked, lambda: self._count)
         every = [access for each in findings for access in (each.first, each.second)]
@@ -184,9 +187,9 @@ class RaceTeller(Storyteller):
 
 
 class StepDetector(Detector):
-    """A detector to which accesses differ by their step; ``step()`` is the number of the next one."""
+    """A detector whose accesses differ by their step. ``step()`` is the number of the next step."""
 
-    done = False  # when it has found all it still has to name memory
+    done = False  # after its last finding it still has to name memory
 
     def __init__(
         self, seed: int, asked: Mapping[tuple[object, ...], At], step: Callable[[], int]
@@ -195,7 +198,7 @@ class StepDetector(Detector):
         self._step = step
 
     def place(self, address: int) -> str | None:
-        """The name of an address in memory that this run has touched."""
+        """Return the name of an address in memory that this run has touched."""
         segment = self._memory.at(address)
         return None if segment is None else f"{segment.label}, byte {address - segment.base}"
 
@@ -205,14 +208,14 @@ class StepDetector(Detector):
 
 _WRITTEN = re.compile(r"barrier|syncthreads|bar\.sync")
 _OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
-BARRIER_SEEDS = 2  # that are asked for barriers
-MOST_ATOMICS = 16  # lines of atomics that are asked
+BARRIER_SEEDS = 2  # seeds for which barriers are left out
+MOST_ATOMICS = 16  # lines of atomics that are tried
 
 Asked = Mapping[tuple[object, ...], At]
 
 
 class DetectorWithout(Detector):
-    """One that does not hear of the barriers of a ``line``, and is done with the first race."""
+    """A detector that ignores the barriers of ``line``. It is done after the first race."""
 
     def __init__(self, seed: int, line: SourceText) -> None:
         super().__init__(seed)
@@ -232,9 +235,9 @@ def superfluous(
     seeds: Iterable[int],
     observed: Callable[[int, list[DetectorWithout]], object],
 ) -> tuple[SourceText, ...]:
-    """Of ``lines``, which have barriers, those whose author may leave them out, each by itself.
+    """Return the ``lines`` whose barriers are not needed: without one such line there is no race.
 
-    ``observed`` runs the schedule of a seed for some detectors.
+    ``observed`` runs the schedule of a seed with some detectors.
     """
     left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
     for seed in list(seeds)[:BARRIER_SEEDS]:
@@ -246,7 +249,7 @@ def superfluous(
 
 
 def _is_written(line: SourceText) -> bool:
-    """Whether it stands in the user's source, and is not the compiler's."""
+    """Return whether the barrier stands in the user's source (the compiler adds others)."""
     return any(
         _WRITTEN.search(linecache.getline(path, number)) and not _OURS.search(path)
         for path, number in line.frames
@@ -254,7 +257,7 @@ def _is_written(line: SourceText) -> bool:
 
 
 class DetectorWith(Detector):
-    """One for which atomics at the line of ``access`` acquire and release."""
+    """A detector for which atomics at the line of ``access`` acquire and release."""
 
     def __init__(self, seed: int, asked: Asked, access: Access) -> None:
         super().__init__(seed, asked=asked)
@@ -269,9 +272,9 @@ class DetectorWith(Detector):
 def counters(
     detector: Detector, asked: Asked, observed: Callable[[list[DetectorWith]], object]
 ) -> dict[tuple[object, ...], Access]:
-    """By the key of a finding among those ``asked``: the atomic of such a line, if there is one.
+    """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel".
 
-    ``observed`` runs the schedule of the ``detector`` for others.
+    ``observed`` runs the schedule of ``detector`` with other detectors.
     """
     lines = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
     others = [DetectorWith(detector.seed, asked, each) for each in [*lines.values()][:MOST_ATOMICS]]
@@ -286,7 +289,7 @@ def counters(
 SEEDS = 10
 SEEN = ("ordering", "loads", "received", "barriers")  # the lines that a detector notes
 
-# Causes of races, by the rule of the detector: without it, in the same run, it would be none.
+# Causes of races, by the detector's rule: without the rule there is no race in the same run.
 CAUSES: dict[str, tuple[str, Callable[[Finding], hints.Hint]]] = {
     "barriers": ("no barrier", hints.before),
     "barriers_after": ("no barrier", hints.after),
@@ -297,7 +300,7 @@ CAUSES: dict[str, tuple[str, Callable[[Finding], hints.Hint]]] = {
     "proxies": ("no proxy fence", hints.proxy),
 }
 NO_RULES = Rules(*[False] * len(fields(Rules)))
-# Without each of the rules, and without any; with each alone.
+# All rules but one, for each rule, then no rule; below, each rule alone.
 RELAXED = [*(replace(Rules(), **{rule: False}) for rule in CAUSES), NO_RULES]
 ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
 
@@ -316,25 +319,25 @@ def races(
 ) -> RaceReport:
     """Run ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and report its races.
 
-    Every load, store, atomic and barrier of every kernel, every copy, signal and event of streams, and
-    every torch operator of user code is put in order by vector clocks (``happens_before.py``). A race
-    is reported even if the schedule did not suffer from it, so a few schedules are enough: they differ
-    in which branches and ranks come first.
+    Vector clocks (``happens_before.py``) order every load, store, atomic and barrier of every kernel, every
+    copy, signal and event of streams, and every torch operator of user code. A race is reported even if
+    the schedule did not suffer from it. So a few schedules are enough: they differ in which branches run
+    and which ranks come first.
 
     Parameters
     ----------
-    fn : the function, as for :func:`interlace.run`. Its kernels may be anybody's, with inline PTX too.
-    seeds : how many schedules, or which.
+    fn : the function, as for :func:`interlace.run`. It may call any Triton kernel, also with inline PTX.
+    seeds : the number of schedules, or their seeds.
     store_buffers : let stores become visible late and out of order until they are released.
-    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90), and tell threads apart.
-    rewrite : with ``arch``, changes the PTX of a kernel before it is run, given its name and the text: to
-        see that a fault is found.
+    arch : compile kernels for this GPU (80 is sm_80; or 90), run their PTX, and check threads separately.
+    rewrite : with ``arch``, a function of a kernel's name and its PTX that returns the PTX to run instead.
+        Use it to show that a fault is found.
     timeout : seconds per schedule.
     on_seed : called after each schedule, to show progress.
 
     Returns a :class:`RaceReport`; ``print`` it. Findings are the same in every run with the same seeds.
-    An exception of ``fn`` does not end the check; it is among the report's ``errors``, once for all that
-    differ in numbers only, or, if the simulator cannot run what a kernel does, among its ``refusals``.
+    An exception of ``fn`` does not end the check. It is listed in the report's ``errors``, once if only
+    numbers differ. If the simulator cannot run a kernel, it is listed in ``refusals``.
 
     >>> import interlace.verify, torch
     >>> def step():
@@ -377,7 +380,7 @@ def races(
             reaches.setdefault(key, Reach()).join(reach)
         launches = {**{specialisation(each): each for each in detector.launches}, **launches}
         new = [finding for key, finding in detector.found.items() if key not in found]
-        if endless:  # so it is in other schedules, and when it is run again, each to its time limit
+        if endless:  # other schedules, and reruns of this one, would also run to the time limit
             found |= {each.key: each for each in new}
             chosen = chosen[:number]
             on_seed(seed)
@@ -443,16 +446,16 @@ def check_races(
     *,
     names: tuple[str, str] = ("fn", "world_size"),
 ) -> tuple[list[int], float]:
-    """The seeds, and the timeout in seconds, of :func:`races`, if nothing is wrong with its arguments.
+    """Check the arguments of :func:`races` and return the seeds and the timeout in seconds.
 
-    ``names``: of the first two, where they have others.
+    ``names`` are the caller's names of the first two arguments.
     """
     seconds = launcher.check_run(fn, world_size, timeout, names, store_buffers=store_buffers)
     return seed_list(seeds), seconds
 
 
 def _form(error: str) -> str:
-    """An error's text without its numbers: ranks, seeds, values."""
+    """Return an error's text without its numbers: ranks, seeds, values."""
     return re.sub(r"\d+", "#", error)
 
 
@@ -465,7 +468,7 @@ def _observed(
     store_buffers: bool,
     timeout: float,
 ) -> Exception | None:
-    """One schedule; the exception that ended it."""
+    """Run one schedule and return the exception that ended it, if any."""
     scheduler = Scheduler(
         seed,
         strategy=for_seed(seed),
@@ -489,9 +492,9 @@ def _observed(
 
 
 class Several:
-    """Observers of the same run, such as detectors with different rules: one that tells each of them.
+    """Passes each event of a run to several observers, such as detectors with different rules.
 
-    Those that are done are told no more.
+    An observer that is done gets no more events.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -507,10 +510,10 @@ class Several:
 
 
 def _broken(key: tuple[object, ...], relaxed: list[Detector]) -> list[str] | None:
-    """The rule without which detectors with the ``RELAXED`` rules did not find it; None: it is several."""
+    """Return the rule without which the finding vanishes, or None if it takes several rules."""
     *without, free = relaxed
     rules = [rule for rule, each in zip(CAUSES, without, strict=True) if key not in each.found]
-    if "releases" in rules and rules[0].startswith("barriers"):  # there is a barrier, behind fences
+    if "releases" in rules and rules[0].startswith("barriers"):  # there is a barrier, after fences
         return ["releases"]
     return rules[:1] if rules or key in free.found else None
 
@@ -518,10 +521,10 @@ def _broken(key: tuple[object, ...], relaxed: list[Detector]) -> list[str] | Non
 def _explained(
     finding: Finding, broken: list[str], again: Finding, behind: bool, polls: Container[object]
 ) -> Finding:
-    """``finding`` with the ``broken`` rules as its cause; ``again`` has the steps of its accesses.
+    """Return ``finding`` with the ``broken`` rules as its cause and the steps of its accesses in ``again``.
 
-    ``behind``: whether the signal comes after the first access without regard to barriers, too.
-    ``polls``: loads that waited for a plain store, by what they do and their lines.
+    ``behind``: whether the signal comes after the first access if barriers do not count.
+    ``polls``: loads that waited for a plain store, by their texts and lines.
     """
     finding = replace(finding, first=again.first, second=again.second)
     if finding.first is None:

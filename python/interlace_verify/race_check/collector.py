@@ -1,14 +1,14 @@
-"""The race detector's memory of accesses and findings, and its half for fences and the async proxy.
+"""The race detector's memory of accesses and findings, and its part for fences and the async proxy.
 
-That proxy is TMA's, of bulk copies, ``wgmma`` and mbarriers. An asynchronous access is done by nobody's
-thread, at any time from its start to its end. It comes after what the thread that starts it knows, and of
-stores by threads after those only that a proxy fence stands behind. Others come after it when they have
-seen its end: by waiting for its group, or at an mbarrier; the end is a proxy fence by itself. Of groups
-that were only read (``.read``) the stores may still come.
+TMA, bulk copies, ``wgmma`` and mbarriers use the async proxy. No thread does an asynchronous access itself:
+it happens at any time between its start and its end. It comes after everything that the thread that starts
+it knows. It comes after stores by threads only if a proxy fence follows these stores. Other accesses come
+after it if they have seen its end, by waiting for its group or at an mbarrier; the end is a proxy fence
+itself. After a wait with ``.read`` the stores of the group may still be pending.
 
-A proxy fence counts on either side, and what it has covered is handed on like all that is known: by
-barriers, releases and mbarriers. A start of a kernel is one. That memory is written again which a thread
-has read needs none, nor does a tensor map; fences of one state space are taken for fences of all.
+A proxy fence counts on either side. Barriers, releases and mbarriers pass on what it covers. The start of a
+kernel is a proxy fence. A write of memory that a thread has read needs no proxy fence, nor does a tensor
+map. A fence of one state space counts as a fence of all.
 """
 
 import ctypes
@@ -52,11 +52,11 @@ At = tuple[int, int]
 
 
 class Collector(Observer):
-    """``found``: the first finding of each :attr:`Finding.key`; ``reaches``: how far each goes.
+    """Collects findings. ``found``: the first finding of each :attr:`Finding.key`; ``reaches``: its extent.
 
-    ``first_at``: which conflict that was, by key: the number of accesses before it, and whose it conflicts
-    with. ``asked``: the ``first_at`` of another detector of the same schedule. Then it looks for these
-    conflicts only, and is ``done`` when it has found all.
+    ``first_at``: by key, the place of this finding: the number of accesses before it, and the component it
+    conflicts with. ``asked``: the ``first_at`` of another detector of the same schedule. If given, the
+    collector looks for these conflicts only, and is ``done`` after the last of them.
     """
 
     rules: Rules
@@ -77,7 +77,7 @@ class Collector(Observer):
         self._accesses: list[Access] = []  # by the number of the site
         self._signals = SignalLog()
         self._last: dict[tuple[int, int], tuple[int, int, int]] = {}  # plain access of each thread
-        self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain, of plain stores
+        self.polls: set[tuple[str, tuple[SourceText, ...]]] = set()  # plain polls of plain stores
         self.found: dict[tuple[object, ...], Finding] = {}
         self.reaches: dict[tuple[object, ...], Reach] = {}
 
@@ -87,7 +87,7 @@ class Collector(Observer):
 
     @property
     def weak_atomics(self) -> list[Access]:
-        """Those that do not both acquire and release."""
+        """Return the atomics that do not both acquire and release."""
         weak = re.compile(r"\((relaxed|acquire|release), ")
         return [each for each in self._accesses if weak.search(each.what)]
 
@@ -105,7 +105,7 @@ class Collector(Observer):
         storage = tensor.untyped_storage()
         base, nbytes = storage.data_ptr(), storage.nbytes()
         fresh = fresh and not self._memory.is_symmetric(base)
-        # symmetric memory is known by itself, and may be a part of a storage
+        # symmetric memory is registered on its own, and may be a part of a storage
         if tensor.numel() and (fresh or self._memory.at(tensor.data_ptr()) is None):
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -120,11 +120,10 @@ class Collector(Observer):
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
     def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
-        """The cells of one element."""
         return next(self._memory.find(np.array([address], np.uint64), size))
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
-        """The number of an access, which stands for it in the shadow memory."""
+        """Return the number of an access, by which the shadow memory refers to it."""
         access = self._access_of(agent, what, lines)
         if access not in self._sites:
             self._sites[access] = len(self._accesses)
@@ -132,7 +131,7 @@ class Collector(Observer):
         return self._sites[access]
 
     def on_bad_access(self, task: Task, bad: BadAccess) -> None:
-        """An access that is wrong by itself, and is left out."""
+        """Report an access that is wrong in itself. It is not executed."""
         agent = self._agent(task)
         access = self._access_of(agent, bad.does, program_lines())
         memory = f"{bad.memory} ({bad.nbytes} bytes)" if bad.nbytes else bad.memory
@@ -156,7 +155,7 @@ class Collector(Observer):
     def _unwritten(
         self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: object = None
     ) -> None:
-        """Report a load of what nobody has written, if it is. ``seen``: what was there, of one element."""
+        """Report a load of memory that was not written. ``seen``: the value of one element, if known."""
         if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
             offsets = segment.bytes_of(unwritten)
             first = int(offsets[0])
@@ -169,7 +168,7 @@ class Collector(Observer):
         self, site: int, addresses: Numbers, threads: Numbers, bits: Numbers
     ) -> None:
         """Report that ``threads`` store different ``bits`` to one address, if they do."""
-        if (addresses[1:] > addresses[:-1]).all():  # as usually
+        if (addresses[1:] > addresses[:-1]).all():  # the usual case
             return
         order = np.argsort(addresses, kind="stable")
         at, stored = addresses[order], bits[order]
@@ -194,7 +193,7 @@ class Collector(Observer):
         self, finding: Finding, offsets: Numbers, size: int, conflict: Conflict | None = None
     ) -> None:
         key, whose = finding.key, -1
-        if conflict is not None:  # of a mirror the component: rules say which mirror it is
+        if conflict is not None:  # the component may be a mirror; the rules decide which one
             owner = self._owners[conflict.component]
             whose = owner.first + (conflict.component - owner.first) % owner.components
         at = self.events, whose
@@ -212,11 +211,10 @@ class Collector(Observer):
         self.reaches.setdefault(key, Reach()).note(finding, offsets, size)
 
     def _reach(self, agent: Agent, scope: int, other: Agent, other_scope: int) -> bool:
-        """Whether two atomics, of ``agent`` and of ``other``, are within each other's scope."""
         return reaches(scope, agent, other) and reaches(other_scope, other, agent)
 
     def _signal(self, conflict: Conflict) -> FailedSignal | None:
-        """The signal that should have ordered the present access behind that of ``conflict``."""
+        """Return the signal that should order the present access after the one of ``conflict``."""
         first = self._owners[conflict.component]
         seen = self._signals.between(first, conflict.component, conflict.time, self._acting)
         segment = None if seen is None else self._memory.at(seen.address)
@@ -238,7 +236,7 @@ class Collector(Observer):
         atomics: Sequence[Conflict],
         stores: Sequence[Conflict],
     ) -> None:
-        """Remember loads that waited: of what atomics wrote, or, repeated, of one word of a plain store."""
+        """Note loads that poll: loads of atomics' values, or repeated loads of one plainly stored word."""
         segment, cells = place
         numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
         who = self._acting.number, -1 if threads is None else int(threads[0])
@@ -253,9 +251,9 @@ class Collector(Observer):
     def _has_observed(
         self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Lanes
     ) -> bool:
-        """Whether the acting agent has read the value that this atomic wrote to each of its words.
+        """Return whether the acting agent has read the value that this atomic wrote to each of its words.
 
-        Then it comes after the atomic: PTX counts observation order as causality order.
+        The agent then comes after the atomic: PTX counts observation order as causality order.
         """
         segment, cells = place
         numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells.tolist()
@@ -269,7 +267,7 @@ class Collector(Observer):
         return True
 
     def _known(self, agent: Any, threads: Lanes = None, *, multicast: bool = False) -> KnownTimes:
-        """What an access comes after; of ``threads``, one for each element, where they are told apart."""
+        """Return what an access comes after. ``threads``: the thread of each element, if known."""
         whole = self._by_switch if multicast else self._lengthened
         agent.clock = self._lengthened(agent.clock)
         clock = whole(agent.clock)
@@ -284,12 +282,12 @@ class Collector(Observer):
         return KnownTimes(clock, agent, self._owners, own, more, multicast=multicast)
 
     def _lengthened(self, clock: Numbers) -> Numbers:
-        """``clock``, with a place for every component there is."""
+        """Return ``clock`` with an entry for every component."""
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 
     def _note_load(self, agent: Agent, segment: ShadowSegment, cells: Index) -> None:
-        """Note the line of a load, and whether it reads what another has written since the launch."""
+        """Note the line of a load, and whether it reads what another agent wrote since the launch."""
         lines = program_lines()[:1]
         self.loads.update(lines)
         if self.received.issuperset(lines):
@@ -302,25 +300,25 @@ class Collector(Observer):
             self.received.update(lines)
 
     def _by_multicast(self, pointers: Handle) -> bool:
-        """Whether an access is by a multicast address, and that makes a difference."""
+        """Return whether an access is by a multicast address, and the rules distinguish such accesses."""
         return self.rules.proxies and getattr(pointers, "multicast", False)
 
     def _mirror(self, agent: Agent, thread: int | None, *, multicast: bool, puts: bool) -> int:
-        """Where an atomic is noted, from its component: the mirror of a multicast address, or of puts."""
+        """Return the offset of an atomic's mirror: the multicast address's, or the one of puts."""
         putting = agent.putting if thread is None else agent.putting[thread]
         block = agent.PUTS * bool(puts and putting and self.rules.puts)
         return (agent.ALIAS if multicast else block) * agent.components
 
     def fenced(self, clock: Numbers) -> Numbers:
-        """``clock``, all of which the async proxy comes after."""
+        """Return ``clock`` with all of it ordered before the async proxy."""
         return self._mirrored(clock, Agent.ASYNC)
 
     def aliased(self, clock: Numbers) -> Numbers:
-        """``clock``, all of which accesses by any address of the same memory come after."""
+        """Return ``clock`` with all of it ordered before accesses by any address of the same memory."""
         return self._mirrored(clock, Agent.ALIAS)
 
     def delivered(self, clock: Numbers) -> Numbers:
-        """``clock``, with all puts that were begun by then."""
+        """Return ``clock`` with all puts that began before it."""
         return self._mirrored(clock, Agent.PUTS)
 
     def _mirrored(self, clock: Numbers, block: int) -> Numbers:
@@ -329,14 +327,13 @@ class Collector(Observer):
         return clock
 
     def _by_switch(self, clock: Numbers) -> Numbers:
-        """What accesses by multicast addresses come after, in the place of what others do."""
+        """Return the clock of accesses by multicast addresses in place of the ordinary one."""
         clock = self._lengthened(clock).copy()
         bases, mirrors = self._components(Agent.ALIAS)
         clock[bases], clock[mirrors] = clock[mirrors], clock[bases]
         return clock
 
     def _components(self, block: int) -> tuple[Numbers, Numbers]:
-        """All components, and their mirrors of a block."""
         agents = self._agents.values()
         bases = np.concatenate([each.first + np.arange(each.components) for each in agents])
         counts = np.repeat(*np.array([(a.components,) * 2 for a in agents]).T)
@@ -438,7 +435,7 @@ class Collector(Observer):
                 segment.note(segment.loads, cells, queue.lanes, time, site)
 
     def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:
-        """The queue of ``copy``, which knows what its thread did when it started it."""
+        """Return the queue of ``copy``, with the clock of its thread at the start of the copy."""
         queue = agent.queues.get(copy.queue)
         if queue is None:
             key = "async", agent.number, copy.queue
@@ -515,5 +512,5 @@ def does_of(what: str, pointers: Handle) -> str:
 
 
 def stream_atomic(kind: str, sem: str) -> Atomic:
-    """The atomic of ``publish_kernel`` and ``wait_kernel``, which streams do themselves in ``sim``."""
+    """Return the atomic of ``publish_kernel`` or ``wait_kernel``, which streams execute in ``sim``."""
     return Atomic(None, None, kind, sem, "sys", reads_only=kind == "load")

@@ -43,8 +43,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Access:
-    """One access: its ``rank``, ``who`` does it (program, stream or user code), what it does, and its
-    lines.
+    """One access: its ``rank``, ``who`` does it (program, stream or user code), its action and its lines.
 
     ``lines`` are "file.py:12 in function", innermost first. ``step`` is its number in the schedule's story.
     """
@@ -62,8 +61,7 @@ class Access:
 
 @dataclass(frozen=True)
 class FailedSignal:
-    """A word that one program wrote after its access and another read before its own, without ordering
-    them.
+    """A word that one program wrote after its access and another read before its own, without an order.
 
     ``memory`` names the allocation, ``offset`` is the word's first byte and ``index`` its number in it;
     ``part``: see :class:`Finding`; ``writers`` is the number of its writers. ``ended``: whether the launch
@@ -95,8 +93,7 @@ EITHER, ORDERS = "either order", ("read-write", "write-read")
 
 @dataclass(frozen=True)
 class Extent:
-    """The extent of a cause. ``programs`` counts streams and user code, too; ``seeds``: where it was
-    found."""
+    """The extent of a cause. ``programs`` also counts streams and user code; ``seeds`` found it."""
 
     elements: int
     programs: int
@@ -143,10 +140,9 @@ class Finding:
 
     @property
     def is_done(self) -> bool:
-        """Whether the load's launch had ended before the signal, and only a relaxed wait precedes the
-        store.
+        """Whether the load's launch ended before the signal, and only a relaxed wait precedes the store.
 
-        PTX allows the store before that wait. GPUs do not store before the wait is over.
+        PTX allows the store before that wait. GPUs do not store before the wait has ended.
         """
         ended = self.race == "read-write" and self.signal is not None and self.signal.ended
         return ended and self.kind == "weak order"
@@ -210,13 +206,13 @@ def counted(count: int, what: str) -> str:
 class RaceReport:
     """The result of :func:`interlace.verify.races`. ``events`` counts the checked accesses.
 
-    ``errors`` are exceptions of runs, by seed, as text. ``refusals`` are, too: operations that the
+    ``errors`` are exceptions of runs, by seed, as text. ``refusals`` are texts of operations that the
     simulator cannot run, so that a schedule was not checked. ``stories`` tell the schedules with findings.
-    ``ordering`` are the lines of kernels at which atomics and fences ran, ``loads`` those of loads, and
-    ``received`` those of loads of values that another program wrote since the kernel began.
-    ``superfluous``: if nothing was found, the lines of barriers without which nothing would be found
-    either, in programs whose threads are told apart. That holds for each alone; one may replace another.
-    ``done``: accesses that GPUs order although PTX does not promise it (:attr:`Finding.is_done`).
+    ``ordering`` are the lines of atomics and fences in kernels, ``loads`` the lines of loads. ``received``
+    are the lines of loads of values that another program wrote since the kernel began. ``superfluous``: if
+    nothing was found, the lines of barriers without which nothing would be found either, in programs whose
+    threads are known. This holds for each line alone, because one barrier may replace another. ``done``:
+    accesses that GPUs order although PTX does not promise it (:attr:`Finding.is_done`).
     """
 
     world_size: int
@@ -242,7 +238,7 @@ class RaceReport:
         ]
         return barriers + [
             f"weak order: {each.second} is not ordered after {each.first}, whose launch had ended. It "
-            f"fails only on a GPU that stores before the wait is over; to be sure: {each.hint}"
+            f"fails only on a GPU that stores before the wait has ended; to be sure: {each.hint}"
             for each in self.done
         ]
 
@@ -282,7 +278,7 @@ class RaceReport:
         }
 
 
-MOST_ACCESSES = 3  # of a cause that are listed besides the first two
+MOST_ACCESSES = 3  # listed for a cause besides the first two
 
 
 @dataclass
@@ -356,7 +352,7 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
         for at, each in first.items()
     ]
     others = [each for each in told if each.kind != each.race]
-    perhaps = "; a finding above may be the cause of this one, too" if others else ""
+    perhaps = "; a finding above may also be the cause of this one" if others else ""
     bare = [replace(each, hint=each.hint + perhaps) for each in told if each.kind == each.race]
     return (*others, *bare)
 
@@ -386,7 +382,7 @@ def _tells_more(finding: Finding, known: Finding) -> bool:
 
 
 def _is_part(finding: Finding, whole: Finding) -> bool:
-    """Return whether a change that mends ``whole`` mends ``finding``, too."""
+    """Return whether a change that mends ``whole`` also mends ``finding``."""
     if finding.kind in WRITTEN and whole.kind in WRITTEN:
         same = finding.kind == whole.kind or finding.hint in whole.hint
         return same and {*finding.cause[1:]} <= {*whole.cause[1:]}
@@ -398,7 +394,7 @@ def _what(access: Access) -> str:
 
 
 def on_more_ranks(finding: Finding, world_size: int) -> Finding:
-    """Return ``finding`` with the note that it was found on ``world_size`` ranks, too."""
+    """Return ``finding`` with the note that it was also found on ``world_size`` ranks."""
     return replace(finding, also=(*finding.also, f"on {world_size} ranks"))
 
 

@@ -1,29 +1,29 @@
 """The race detector: vector clocks over everything that a simulated run does.
 
-Who can act is an *agent*: a program of a kernel, a stream, or the user code of a rank, which stands for
-its current stream. Every agent has two clock components, because a program is many threads::
+An *agent* is a program of a kernel, a stream, or the user code of a rank, which counts as its current
+stream. Every agent has two clock components, because a program is many threads::
 
-    2 * agent       lanes: what all threads do, loads and stores of blocks
+    2 * agent       lanes: accesses by all threads, loads and stores of blocks
     2 * agent + 1   the one thread that does scalars and ``tl.atomic_*``; streams and user code
 
-A release hands on what its agent knows, but of the own lanes only what came before the last barrier:
-Triton puts no ``bar.sync`` between a store and a release. What orders accesses::
+A release passes on everything that its agent knows. It covers the agent's own lanes only up to
+the last barrier, because Triton puts no ``bar.sync`` between a store and a release. These order accesses::
 
     program order                          of each component; between them, from a barrier on
-    release -> acquire of the same slot    if each is within the other's scope; read-modify-writes in
-                                           between pass it on, and so do later atomic stores of who
-                                           released; those of others and plain stores end it
+    release -> acquire of the same slot    if each is within the other's scope; later read-modify-writes
+                                           pass it on, and so do later atomic stores of the agent that
+                                           released; other agents' atomic stores and plain stores end it
     fence, then a relaxed signal           as a release (and relaxed read, then fence: as an acquire),
                                            within the fence's scope, too
-    NVSHMEM's quiet                        as a fence, and of those that meet its thread in a barrier
+    NVSHMEM's quiet                        as a fence, also for threads that meet its thread in a barrier
     launch, end of a kernel                between the stream and all programs
     items of a stream, events              in their order
     allocation, ``interlace.barrier``      between all work before it and all after it, on all ranks
     host messages                          nothing: work on GPUs does not wait for them
 
-Two accesses of the same bytes, not both loads and not both atomic, that nothing orders are a race,
-whatever the schedule made of them. Why they are not ordered is found by asking again with one of the
-``Rules`` off: the race is gone if its reason is that rule.
+Two accesses of the same bytes are a race if they are not ordered, at least one is a store, and not both are
+atomic. The outcome of the schedule does not matter. To find the reason, the detector runs again without
+one of the ``Rules``: if the race is gone, that rule is the reason.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +54,7 @@ Spot = tuple[ShadowSegment, Index]
 
 
 HandedOn = dict[tuple[Agent, int, int], Numbers]
-"""What a word hands on: by who released it, in which scope, and which thread of it."""
+"""The clocks that a word passes on, by the agent that released it, the scope, and the agent's thread."""
 
 
 class Detector(Collector):
@@ -74,10 +74,10 @@ class Detector(Collector):
         self._events: dict[object, Numbers] = {}
         self._meetings: dict[object, Any] = {}
         self._streams: dict[tuple[int, str], int] = {}
-        self._changes = 0  # events but those that only look at words
-        self._looks: dict[object, Any] = {}  # the last look at a word, by who looks
-        # lines of programs with atomics and fences; with loads, and with those of what others wrote
-        # meanwhile; with barriers of programs with threads
+        self._changes = 0  # events except those that only read words
+        self._looks: dict[object, Any] = {}  # the last read of a word, by reader
+        # lines of kernels: atomics and fences, loads, loads of values that another agent wrote since
+        # the launch, and barriers in programs whose threads are known
         self.ordering, self.loads = set[SourceText](), set[SourceText]()
         self.received, self.barriers = set[SourceText](), set[SourceText]()
 
@@ -91,7 +91,7 @@ class Detector(Collector):
         return agent
 
     def _named(self, key: object, rank: int, who: str, threads: int = 0) -> Agent:
-        """Agents are reused by later launches of the same stream, which are ordered after."""
+        """Return the agent of ``key``; later launches of a stream, which are ordered, reuse it."""
         key = key, threads
         agent = self._agents.get(key)
         if agent is None:
@@ -102,16 +102,16 @@ class Detector(Collector):
         agent.who = who
         return agent
 
-    # -- order ---------------------------------------------------------------------------------------
+    # -- order -------------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
         self._forks[task] = self.delivered(self.aliased(self.fenced(agent.clock)))
         agent.tick()
-        if hasattr(launch.kernel, "fn"):  # and is not PTX
+        if hasattr(launch.kernel, "fn"):  # not PTX
             self.launches.append(launch)
         for argument in launch.arguments.values():
-            value = getattr(argument, "base", argument)  # of a descriptor
+            value = getattr(argument, "base", argument)  # the tensor of a descriptor
             if isinstance(value, torch.Tensor):
                 self.know(value, task.rank)
 
@@ -153,7 +153,7 @@ class Detector(Collector):
     # -- memory ------------------------------------------------------------------------------------
 
     def new(self, task: Task, tensor: torch.Tensor, op: str, *, writes: bool = True) -> None:
-        """``op`` has allocated ``tensor``, and written it; unless it is symmetric memory seen anew."""
+        """Note that ``op`` allocated and wrote ``tensor``, unless it is known symmetric memory."""
         if not self._memory.is_symmetric(tensor.data_ptr()):
             self.know(tensor, task.rank, fresh=True)
             if writes:
@@ -177,7 +177,7 @@ class Detector(Collector):
         if threads is not None:
             self._of_threads(agent, pointers, threads, stores=stores)
             return
-        # a scalar is stored by one thread, and loaded by all
+        # one thread stores a scalar, and all threads load it
         scalar_store = stores and pointers.data.size == 1
         component = agent.thread if scalar_store else agent.lanes
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -191,7 +191,7 @@ class Detector(Collector):
                 self._note_load(agent, segment, cells)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
-        """A torch operator of a stream or of user code has read or written ``tensor``."""
+        """Note that a torch operator of a stream or of user code read or wrote ``tensor``."""
         agent, size = self._agent(task), tensor.element_size()
         verb = "writes" if stores else "reads"
         site = self._site(agent, f"{verb} ({op})", task_lines(task))
@@ -236,10 +236,10 @@ class Detector(Collector):
         by_switch: KnownTimes | None = None,
         threads: Lanes = None,
     ) -> bool:
-        """Whether there was a store that this one ``repeats``; with that it does not conflict.
+        """Check an access for races; return whether it ``repeats`` a store, which is not a conflict.
 
-        ``by_switch``: what an access by a multicast address comes after, of what was written. ``threads``:
-        who accesses each of the cells, where they are told apart.
+        ``by_switch``: what an access by a multicast address comes after. ``threads``: the thread that
+        accesses each cell, if threads are known.
         """
         segment, cells = place
         before = by_switch or known
@@ -260,7 +260,7 @@ class Detector(Collector):
         return len(others) < len(earlier)
 
     def _of_threads(self, agent: Any, pointers: Handle, threads: Numbers, *, stores: bool) -> None:
-        """A load or store of a program whose threads are told apart."""
+        """Check and note a load or store of a program whose threads are known."""
         addresses = pointers.data.ravel()
         size = pointers.get_element_ty().primitive_bitwidth // 8
         does = (
@@ -338,7 +338,7 @@ class Detector(Collector):
             look = changes, lines, does, size, addresses.tobytes()
             every = {*addresses.tolist(), *(addresses + np.uint64(size - 1)).tolist()}
             words = {(agent, who, address >> 2) for address in every}
-            if all(self._looks.get(word) == look for word in words):  # a poll that sees the same
+            if all(self._looks.get(word) == look for word in words):  # a poll without a new value
                 self.events += len(addresses)
                 return
             self._looks.update(dict.fromkeys(words, look))
@@ -390,7 +390,7 @@ class Detector(Collector):
         known = self._known(agent, by)
         before = self._known(agent, by, multicast=True) if multicast else known
         plain: Conflicts = segment.unordered_store(cells, before)
-        for each in plain if atomic.looks else ():  # a signal, perhaps
+        for each in plain if atomic.looks else ():  # possibly a signal
             self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]

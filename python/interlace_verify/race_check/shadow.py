@@ -1,9 +1,9 @@
-"""Shadow memory: for every byte that a run touches, who accessed it last, and when.
+"""Shadow memory: the last accesses of every byte that a run touches, with their times.
 
-Memory is known as *segments*: symmetric allocations, the storages of tensors, and pages for anything
-else. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as the smallest access needs. A cell
-holds the last store, and per clock component the last load and the last atomic. Times are clock values
-of the component; ``happens_before.py`` says what they mean.
+Memory consists of *segments*: symmetric allocations, the storages of tensors, and pages for all other
+memory. A segment has shadow cells of 1, 2, 4 or 8 bytes, as small as its smallest access needs. A cell
+holds the last store, and for each clock component the last load and the last atomic. A time is the clock
+value of the component; ``happens_before.py`` explains it.
 """
 
 import ctypes
@@ -19,19 +19,19 @@ from interlace_verify.race_check.agents import Agent
 
 PAGE = 1 << 16
 LARGEST_CELL = 8
-WRITES = 4  # in the extra of an atomic's marks, besides its scope
+WRITES = 4  # in the extra of an atomic's mark, besides its scope
 
-# In the extra of a mark: threads of a program have done it, and the component is that of one of them. Which
-# they are, the first and the last, is in the bits from THREADS on.
+# In the extra of a mark: several threads of a program did it, and the component is the one of one thread.
+# The bits from THREADS on hold the first thread and the last.
 SEVERAL = 8
 THREADS, THREAD_BITS = 16, 16
 Index = Any  # a slice, or an int array, of cells
-# Of a cell: who did something last, when (never: 0), and where in its source.
+# The mark of an access in a cell: component, time (0: no access yet), and site in the source.
 MARK = np.dtype([("time", "i8"), ("component", "i4"), ("site", "i4"), ("extra", "i8")])
 
 
 class Conflict(NamedTuple):
-    """An earlier access that is not ordered before the present one, of which cells, and when."""
+    """An earlier access that is not ordered before the present one, with its cells and its time."""
 
     component: int
     site: int
@@ -41,11 +41,11 @@ class Conflict(NamedTuple):
 
 
 class KnownTimes:
-    """What an access comes after: ``clock`` has the time of every component that it knows.
+    """The times that the present access comes after: ``clock`` has a time for each component.
 
-    Of its own agent it knows all components; where threads are told apart, that of each element, ``own``.
-    ``more``: clocks of threads that know more, with their numbers. ``owners``: agents by component.
-    ``multicast``: the access is by such an address, and the clocks say what is before those.
+    An agent knows all its own components. If threads are known, ``own`` has the component of each element.
+    ``more``: clocks of threads that know more, with the threads' numbers. ``owners``: agents by component.
+    ``multicast``: the access is by a multicast address, and the clocks hold what is ordered before those.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class KnownTimes:
     ) -> None:
         self.clock, self.agent, self.own, self.more = clock, agent, own, more
         self.owners, self.multicast = owners, multicast
-        self.constant = -1  # a site where all threads store the same
+        self.constant = -1  # a site where all threads store the same value
 
     def _behind(self, clock: Numbers, marks: Numbers) -> Any:
-        """Which of the marks ``clock`` does not have."""
+        """Return which of the marks ``clock`` does not include."""
         component, time, extra = marks["component"], marks["time"], marks["extra"]
         late = time > clock[component]
         several = (extra & SEVERAL) != 0
@@ -78,7 +78,7 @@ class KnownTimes:
         return late
 
     def lacks(self, marks: Numbers) -> Any:
-        """Which of the marks the access does not come after."""
+        """Return which of the marks the access does not come after."""
         late = self._behind(self.clock, marks)
         if not late.any():
             return late
@@ -99,15 +99,13 @@ class KnownTimes:
 class ShadowSegment:
     """Shadow cells of ``[base, base + nbytes)``.
 
-    By address and size: ``messages``, what was released; ``writes``, the atomics that made the present
+    By address and size: ``messages``, the released clocks; ``writes``, the atomics that made the present
     value, each with its time and scope.
     """
 
     def __init__(self, base: int, nbytes: int, label: str, symmetric: bool = False) -> None:
         self.base, self.end, self.label, self.symmetric = base, base + nbytes, label, symmetric
-        self.poison = (
-            b""  # what bytes repeat that nobody has written, if what is there is undefined
-        )
+        self.poison = b""  # repeated in bytes that were not written, if their value is undefined
         self.messages: dict[tuple[int, int], Any] = {}
         self.writes: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         self.cell = LARGEST_CELL
@@ -124,14 +122,14 @@ class ShadowSegment:
             marks.update({each: np.repeat(mark, factor) for each, mark in marks.items()})
 
     def range(self, low: int, high: int) -> slice:
-        """The cells of the bytes ``[low, high)``, which are inside."""
+        """Return the cells of the bytes ``[low, high)``, which are inside the segment."""
         first, last = low - self.base, high - self.base
         while first % self.cell or (last % self.cell and high != self.end):
             self._refine(self.cell // 2)
         return slice(first // self.cell, -(-last // self.cell))
 
     def cells(self, addresses: Numbers, size: int) -> Index:
-        """The cells of elements of ``size`` bytes."""
+        """Return the cells of elements of ``size`` bytes."""
         if len(addresses) == 1:
             low = int(addresses[0])
             return self.range(low, low + size)
@@ -145,7 +143,7 @@ class ShadowSegment:
         return cells
 
     def _first_cells(self, offsets: Numbers, size: int) -> Numbers:
-        """The cells at which elements of ``size`` bytes begin; made as small as that needs."""
+        """Return the first cells of elements of ``size`` bytes; split cells if that is needed."""
         smallest = min(size, self.cell)
         while smallest > 1 and bool((offsets % smallest).any()):
             smallest //= 2
@@ -153,10 +151,10 @@ class ShadowSegment:
             self._refine(smallest)
         return offsets // self.cell
 
-    # -- questions: who conflicts, given what ``known`` says of every component's time ---------------
+    # -- conflicts with the present access, which knows the times in ``known`` ---------------------
 
     def unordered_store(self, index: Index, known: KnownTimes) -> list[Conflict]:
-        """Stores of others that the present access does not come after."""
+        """Return stores of others that the present access does not come after."""
         written = self.written[index]
         writer, sites = written["component"], written["site"]
         bad = known.lacks(written)
@@ -172,9 +170,9 @@ class ShadowSegment:
     def unordered(
         self, marks: dict[int, Any], index: Index, known: KnownTimes, *, apart: bool = False
     ) -> Iterator[Conflict]:
-        """Loads or atomics of others that the present access does not come after.
+        """Yield loads or atomics of others that the present access does not come after.
 
-        ``apart``: each of them, not one of each agent for all cells.
+        ``apart``: yield each of them, not only one of each agent for all cells.
         """
         for mark in marks.values():
             found = mark[index]
@@ -186,12 +184,12 @@ class ShadowSegment:
                 yield Conflict(component, site, time, self._numbers(index, cells), extra)
 
     def unwritten(self, index: Index, seen: Any = None) -> Any:
-        """Cells that nobody is known to have written, and that hold poison.
+        """Return the cells that were never written and that hold poison.
 
-        Or have held it, where an atomic has ``seen`` it in its one element.
+        If an atomic has ``seen`` the value of its one element, that value must be the poison.
         """
         never = self.written["time"][index] == 0
-        if not never.any():  # as usually
+        if not never.any():  # the usual case
             return np.zeros(0, np.int64)
         for marks in self.atomics.values():
             never &= (marks["extra"][index] & WRITES) == 0
@@ -209,22 +207,21 @@ class ShadowSegment:
         return cells[same.all(axis=1)]
 
     def _numbers(self, index: Index, positions: Numbers) -> Any:
-        """The cells at ``positions`` of an access."""
         return index.start + positions if isinstance(index, slice) else index[positions]
 
     def bytes_of(self, cells: Numbers) -> Numbers:
-        """The offsets of all bytes of cells."""
+        """Return the offsets of all bytes of cells."""
         offsets = (cells[:, None] * self.cell + np.arange(self.cell)).ravel()
         return offsets[offsets < self.end - self.base]
 
     def elements(self, offset: int, cells: int, size: int) -> int:
-        """How many elements of ``size`` bytes so many cells have, the first of them at ``offset``."""
+        """Return the number of elements of ``size`` bytes in ``cells`` cells from ``offset`` on."""
         return max(1, min(cells * self.cell, self.end - self.base - offset) // size)
 
     def note_store(self, index: Index, component: object, time: object, site: int) -> None:
         for name, value in zip(MARK.names or (), (time, component, site, 0), strict=True):
             self.written[name][index] = value
-        if self.messages:  # a plain store over a signal replaces what was released there
+        if self.messages:  # a plain store over a signal replaces its released clock
             cells = np.arange(index.start, index.stop) if isinstance(index, slice) else index
             touched = set((cells * self.cell + self.base).tolist())
             for key in [key for key in self.messages if key[0] in touched]:
@@ -243,10 +240,10 @@ class ShadowSegment:
             marks[component] = np.zeros(len(self.written), MARK)
         marks[component][index] = time, component, site, extra
 
-    # -- the same of accesses that tell threads apart --------------------------------------------------
+    # -- the same for accesses whose threads are known ---------------------------------------------
 
     def cells_of(self, addresses: Numbers, size: int) -> tuple[Index, int]:
-        """The cells of every element, one after another, and how many each has."""
+        """Return the cells of every element, one after another, and the number of cells of each."""
         first = self._first_cells(addresses.astype(np.int64) - self.base, size)
         each = size // self.cell
         return (first[:, None] + np.arange(each)).ravel(), each
@@ -262,7 +259,7 @@ class ShadowSegment:
     ) -> None:
         """Note loads or atomics, which several threads may do: a cell has one mark for a program.
 
-        ``what``: the site, and what marks have besides.
+        ``what``: the site, and further bits of the mark.
         """
         site, extra = what
         mark = marks.get(known.agent.first)
@@ -272,7 +269,7 @@ class ShadowSegment:
         before, low = mark[cells], components - first
         high = low
         different, place = np.unique(cells, return_inverse=True)
-        if len(different) < len(cells):  # of the same access by other threads
+        if len(different) < len(cells):  # other threads do the same access
             lowest = np.full(len(different), len(known.owners))
             highest = np.zeros(len(different), np.int64)
             np.minimum.at(lowest, place, low)
@@ -301,7 +298,7 @@ class ShadowMemory:
         self._segments: dict[int, ShadowSegment] = {}
 
     def add(self, base: int, nbytes: int, label: str, *, symmetric: bool = False) -> None:
-        """New memory: whatever was known of these addresses is of something that is gone."""
+        """Add new memory; forget older memory at these addresses."""
         if nbytes <= 0:
             return
         self.remove(base, base + nbytes)
@@ -309,7 +306,7 @@ class ShadowMemory:
         self._segments[base] = ShadowSegment(base, nbytes, label, symmetric)
 
     def is_symmetric(self, address: int) -> bool:
-        """Whether this is symmetric memory, which lives as long as the run."""
+        """Return whether this is symmetric memory, which lives as long as the run."""
         segment = self.at(address)
         return segment is not None and segment.symmetric
 
@@ -322,7 +319,7 @@ class ShadowMemory:
                 del self._segments[base]
 
     def at(self, address: int) -> ShadowSegment | None:
-        """The segment that has this address."""
+        """Return the segment that has this address."""
         position = bisect_right(self._bases, address) - 1
         segment = self._segments[self._bases[position]] if position >= 0 else None
         return None if segment is None or address >= segment.end else segment
@@ -342,7 +339,7 @@ class ShadowMemory:
         return self._segments[base]
 
     def parts(self, addresses: Numbers) -> Iterator[tuple[ShadowSegment, Any]]:
-        """Segments, and which of ``addresses`` (uint64) are in each."""
+        """Yield segments, and which of ``addresses`` (uint64) are in each."""
         left = np.arange(len(addresses))
         while len(left):
             segment = self._at_or_page(int(addresses[left[0]]))
@@ -353,8 +350,8 @@ class ShadowMemory:
             left = left[~inside]
 
     def find(self, addresses: Numbers, size: int) -> Iterator[tuple[ShadowSegment, Index]]:
-        """Segments and cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
-        if len(addresses) == 1:  # as of atomics
+        """Yield segments and the cells of elements of ``size`` bytes at ``addresses`` (uint64)."""
+        if len(addresses) == 1:  # such as the address of an atomic
             segment = self._at_or_page(int(addresses[0]))
             yield segment, segment.cells(addresses, size)
             return
@@ -363,7 +360,7 @@ class ShadowMemory:
 
 
 def byte_ranges(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Contiguous pieces of a tensor's memory as (address, bytes)."""
+    """Return the contiguous pieces of a tensor's memory as (address, bytes)."""
     if not tensor.numel():
         return []
     size = tensor.element_size()

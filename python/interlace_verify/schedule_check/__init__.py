@@ -1,1 +1,1 @@
-"""Many interleavings of one function, and the shortest that fails."""
+"""Run many interleavings of one function, and shorten the first that fails."""

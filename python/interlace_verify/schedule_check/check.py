@@ -1,11 +1,12 @@
-"""``interlace.verify.schedules``: many interleavings of one SPMD function, and the shortest that fails.
+"""``interlace.verify.schedules``: run many interleavings of one SPMD function; shorten the first failure.
 
-A third of the schedules is random, a third by random priorities of tasks, and a third lets whole ranks
-fall behind (``runtime/places/sim/scheduler/strategies.py``). A schedule fails
-if a rank raises, if ranks wait for each other, if ``check`` raises, or if a rank's result differs from
-that of the first schedule. The first failure is *shrunk*: recorded as segments (a task, and how far it
-ran), of which parts are left out for as long as the run still fails in the same way. What is left is
-printed as an interleaving.
+A third of the schedules is random, a third uses random priorities of tasks, and a third delays whole ranks
+(``runtime/places/sim/scheduler/strategies.py``). A schedule fails if a rank raises, if ranks wait for each
+other, if ``check`` raises, or if a rank's result differs from the first schedule's result.
+
+The first failure is *shrunk*. It is recorded as segments (a task, and how far it ran), and segments are
+left out as long as the run still fails in the same way. The remaining segments are printed as an
+interleaving.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ DEEPEST = 50
 
 
 def digest_of(value: object) -> str:
-    """Equal for equal results. Tensors and arrays count by their bits, containers and dataclasses by
-    what is in them, other objects by their type alone: they may differ in their address only.
+    """Return equal digests for equal results. Tensors and arrays count by their bits, containers and
+    dataclasses by their contents. Other objects count by their type alone: they may differ in address only.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(_bytes(value, DEEPEST))
@@ -94,9 +95,9 @@ RUN_SECONDS = 60.0
 class Failure:
     """A schedule that fails. ``kind`` is the exception's name, or "different results".
 
-    ``segments`` replay it: :func:`replay`. ``switches`` counts changes from one task to another,
-    ``found_switches`` those of the schedule as it was found. ``told`` is what happened in the
-    ``segments``, ``found`` what happened in the schedule as it was found; ``story`` has a line per step.
+    Pass ``segments`` to :func:`replay` to run it again. ``switches`` counts changes from one task to
+    another, ``found_switches`` the changes before shrinking. ``told`` is the story of ``segments``,
+    ``found`` the story before shrinking; ``story`` has a line per step.
     """
 
     seed: int
@@ -109,31 +110,33 @@ class Failure:
 
     @property
     def switches(self) -> int:
-        """Changes from one task to another in ``segments``."""
+        """Return the number of changes from one task to another in ``segments``."""
         return max(0, len(self.segments) - 1)
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The interleaving, a line per step, of what several tasks access."""
+        """Return the interleaving of accesses that other tasks can see, a line per step."""
         return self.told.lines(shared=True)
 
     @property
     def head(self) -> str:
-        """What failed, and how to repeat it."""
+        """Return the failure in words, with the call that repeats it."""
         again = f"again with schedules(..., seeds=[{self.seed}])"
         return f"seed {self.seed} fails ({again}): {self.text}"
 
     def __str__(self) -> str:
-        switches = f"with {self.switches} context switches ({self.found_switches} as found):"
+        switches = (
+            f"with {self.switches} context switches ({self.found_switches} before shrinking):"
+        )
         return "\n".join([self.head, switches, *(f"  {line}" for line in self.story)])
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """The result of :func:`schedules`. ``failing`` are the seeds that failed, of ``schedules``.
+    """The result of :func:`schedules`: ``failing`` lists the seeds that failed, of ``schedules`` runs.
 
-    ``story`` tells the first schedule, right or wrong. ``refusal`` is what the simulator cannot run; the
-    seeds that are ``refused`` for it are neither among those that failed nor checked.
+    ``story`` is the first schedule's, whether it failed or not. ``refusal`` names what the simulator cannot
+    run. The seeds in ``refused`` were not checked for this reason; they count neither as run nor as failed.
     """
 
     world_size: int
@@ -148,12 +151,12 @@ class ScheduleReport:
 
     @property
     def clean(self) -> bool:
-        """Whether no schedule failed, and all could be checked."""
+        """Whether all schedules could be checked and passed."""
         return not self.failing and not self.refused
 
     @property
     def rate(self) -> float:
-        """Schedules per second, shrinking not counted."""
+        """Schedules per second, without the time for shrinking."""
         return self.schedules / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -161,7 +164,7 @@ class ScheduleReport:
         head = f"{self.world_size} ranks, {self.schedules} schedules{memory}, {self.rate:.0f} per second: "
         head += f"{len(self.failing)} fail" if self.failing else "none fails"
         if self.refused:
-            head += f"\n\nseed {self.refused[0]} is not checked, nor is any like it: {self.refusal}"
+            head += f"\n\nseed {self.refused[0]} is not checked, nor is any seed like it: {self.refusal}"
         return f"{head}\n\n{self.failure}" if self.failing else head
 
 
@@ -185,21 +188,21 @@ def schedules(
 
     Parameters
     ----------
-    n : how many schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every
-        third, 0, 3, ..., is the schedule that ``interlace.run(fn, world_size, seed=...)`` has.
+    n : the number of schedules: seeds 0 to n - 1, or ``seeds`` as for :func:`races`. Every third seed (0,
+        3, ...) gives the schedule of ``interlace.run(fn, world_size, seed=...)``.
     store_buffers : let stores become visible late and out of order until they are released.
-    arch : run the PTX of kernels, compiled for this GPU (80 is sm_80; or 90).
-    check : called with what the ranks returned; raises if that is wrong.
-    deterministic : a result that differs from the first schedule's is a failure. Turn off for functions
-        whose result is meant to depend on the order.
-    workers : processes (forked) that share the work; one per core by default, 1 for this process only.
-    timeout : seconds per schedule; more is a failure.
+    arch : compile kernels for this GPU (80 is sm_80; or 90) and run their PTX.
+    check : called with the list of the ranks' results; raises if they are wrong.
+    deterministic : a result that differs from the first schedule's is a failure. Turn this off for
+        functions whose result may depend on the order.
+    workers : processes (forked) that share the work; default one per core, 1 for this process only.
+    timeout : seconds per schedule; a longer schedule is a failure.
     shrink : look for the fewest context switches that fail; takes up to a minute.
 
     Returns a :class:`ScheduleReport`; its ``failure`` is the first failing seed, shrunk.
 
-    Raises TypeError or ValueError for an argument that is wrong, before anything runs; what ``fn`` raises
-    is in the report.
+    Raises TypeError or ValueError for a wrong argument before anything runs. The report has the exceptions
+    of ``fn``.
 
     >>> from interlace import verify
     >>> verify.schedules(interlace.get_rank, 2, n=4, workers=1).clean
@@ -234,7 +237,7 @@ def schedules(
         on_progress(1)
         later = parallel.map_seeds(
             lambda seed: trial.run(seed).verdict,
-            # what one schedule cannot run, or end, hardly any can
+            # if one schedule cannot run or does not end, hardly any other can
             [] if first_outcome.refusal or first_outcome.endless else chosen[1:],
             workers=workers,
             on_progress=lambda done: on_progress(done + 1),
@@ -257,9 +260,9 @@ def schedules(
 
 @dataclass(frozen=True)
 class TrialResult:
-    """One run: the exception that ended it, or a digest of the results; what is ``wrong``, if it is.
+    """The result of one run: its exception or a digest of its results. ``wrong`` names the failure, if any.
 
-    ``refusal``: what the simulator cannot run, which is nothing wrong.
+    ``refusal`` names what the simulator cannot run. It is not a failure.
     """
 
     wrong: str | None
@@ -280,7 +283,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run to repeat in each schedule. ``expected``: the digest of right results, None if any is."""
+    """A run to repeat in each schedule. ``expected``: the digest of right results, None to accept any."""
 
     on_rank: Callable[[Any], Any]
     world_size: int
@@ -293,7 +296,7 @@ class Trial:
     def run(
         self, seed: int, segments: Sequence[ScheduleSegment] | None = None, *, tell: bool = False
     ) -> TrialResult:
-        """The schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
+        """Run the schedule of ``seed``, or of ``segments``; with its story if ``tell``."""
         strategy = for_seed(seed) if segments is None else Replay(segments)
         teller = Storyteller()
         scheduler = Scheduler(
@@ -321,13 +324,13 @@ class Trial:
 
 
 def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Failure:
-    """The failure ``found`` with ``seed``; if ``search``, with as few context switches as can be found."""
+    """Return the failure ``found`` with ``seed``; if ``search``, look for the fewest context switches."""
     kind = found.wrong
     if kind is None:
-        text = "failed and does not fail again: something besides the schedule decides"
+        text = "failed once, but not again: something other than the schedule causes it"
         switches, story = len(found.segments) - 1, found.story
         return Failure(seed, "not repeatable", text, found.segments, switches, story, story)
-    if found.error is not None and found.endless:  # it would be in every run
+    if found.error is not None and found.endless:  # other runs would not end either
         text, switches = with_lines(found.error), len(found.segments) - 1
         return Failure(seed, kind, text, found.segments, switches, found.story, found.story)
     best = found.segments
@@ -355,7 +358,7 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
                 best = smaller
                 part = min(part, max(1, len(best) // 2))
     told = found if best is found.segments else trial.run(seed, best, tell=True)
-    text = "results differ from the first schedule's"
+    text = "the results differ from the first schedule's"
     if told.error is not None:
         text = with_lines(told.error)
     switches = max(0, len(found.segments) - 1)
@@ -363,7 +366,7 @@ def shrunk(trial: Trial, seed: int, found: TrialResult, *, search: bool) -> Fail
 
 
 def _without(segments: Sequence[ScheduleSegment], part: int) -> Iterator[list[ScheduleSegment]]:
-    """``segments`` with ``part`` neighbours left out, the last ones first."""
+    """Yield ``segments`` with ``part`` neighbours left out, the last ones first."""
     for begin in range(len(segments) - part, -1, -part):
         yield [*segments[:begin], *segments[begin + part :]]
     if len(segments) % part:
@@ -381,9 +384,9 @@ def replay(
     timeout: float = RUN_SECONDS,
     **kwargs: object,
 ) -> list[Any]:
-    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; what the ranks returned.
+    """Run ``fn`` in the order of a failure's ``segments``, with its ``seed``; return the ranks' results.
 
-    Raises what the run raises; :class:`CollectiveTimeoutError` after ``timeout`` seconds.
+    Raises the exceptions of the run, and :class:`CollectiveTimeoutError` after ``timeout`` seconds.
 
     >>> from interlace import verify
     >>> def on_rank():

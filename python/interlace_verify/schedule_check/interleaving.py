@@ -1,4 +1,4 @@
-"""A schedule as a story: who did what, in the order in which it happened, a line per step."""
+"""A schedule as a story: one line per step, in the order of execution."""
 
 import itertools
 import re
@@ -23,11 +23,11 @@ _ELEMENTS = re.compile(r"(.*?)(\d+) elements?( at .*, byte )(\d+)(.*)")
 
 
 class Step(NamedTuple):
-    """``task``, or the memory, did what ``text`` says; ``who`` is the task among those of its rank.
+    """A step: ``task``, or the memory, does what ``text`` says; ``who`` names the task within its rank.
 
     ``lines`` of the source are innermost first. ``after``: numbers of the steps whose signals it has seen.
-    ``nbytes``: how many it accesses, if they lie behind each other. ``alone``: no other task can tell when
-    it is done, as it is a barrier, or an access of what nobody else changes or reads.
+    ``nbytes``: the bytes that it accesses, if they are contiguous, otherwise 0. ``alone``: no other task
+    can see it: a barrier, or an access of memory that no other task changes or reads.
     """
 
     task: str
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Story:
-    """The last steps of a run, the first of them number ``first``, and the waits left in a deadlock."""
+    """The last steps of a run, starting with number ``first``, and the waits left in a deadlock."""
 
     seed: int
     first: int
@@ -50,13 +50,13 @@ class Story:
     blocked: tuple[BlockedWait, ...] = ()
 
     def lines(self, *, shared: bool = False) -> tuple[str, ...]:
-        """One line per step; repetitions of a line are counted. A long story keeps its end.
+        """Return one line per step. Repeated lines are counted. A long story keeps its end.
 
-        ``shared``: of accesses, those of memory that some task changes and another one accesses, too.
+        ``shared``: leave out steps that no other task can see, if that leaves any.
         """
         told: list[str] = []
         kept = [step for step in self.steps if not step.alone] if shared else []
-        kept = kept or [*self.steps]  # of a task that fails by itself all steps matter
+        kept = kept or [*self.steps]  # show all steps if none is shared
         for task, steps in itertools.groupby(kept, lambda step: step.task):
             told.append(f"{task}:")
             texts = (_with_lines(step) for step in _ranges(steps))
@@ -64,11 +64,11 @@ class Story:
                 times = len(list(same))
                 told.append(f"    {text}" + (f"  ({times} times)" if times > 1 else ""))
         if len(told) > LONGEST:
-            told = [f"... {len(told) - LONGEST} lines before this ...", *told[-LONGEST:]]
+            told = [f"... {len(told) - LONGEST} earlier lines are left out ...", *told[-LONGEST:]]
         return (*told, *map(str, self.blocked))
 
     def where(self, wait: BlockedWait) -> tuple[SourceText, ...]:
-        """The lines at which ``wait`` stands, innermost first, as far as they are known."""
+        """Return the known lines at which ``wait`` stands, innermost first."""
         if not isinstance(wait.where, SourceText):
             return ()
         frames = wait.where.frames
@@ -77,7 +77,7 @@ class Story:
 
 
 def _ranges(steps: Iterable[Step]) -> Iterator[Step]:
-    """``steps``, of which neighbours that do the same to bytes behind each other are one."""
+    """Yield ``steps``, with neighbours that do the same to adjacent bytes as one step."""
     before: Step | None = None
     for step in steps:
         both = before and _joined(before, step)
@@ -104,7 +104,7 @@ def _with_lines(step: Step) -> str:
 
 
 class Storyteller(Observer):
-    """Notes signals, items of streams, and what is done to symmetric memory; the rest is private."""
+    """Notes signals, items of streams, and accesses of symmetric memory. Other memory is private."""
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
@@ -112,11 +112,11 @@ class Storyteller(Observer):
         self._count = 0
         self._memory = Allocations()
         self._stuck: int | None = None
-        self._written: dict[int, tuple[Task, int]] = {}  # who wrote a signal last, in which step
+        self._written: dict[int, tuple[Task, int]] = {}  # a signal's last writer, and its step
         self._seen: set[tuple[Task, int]] = set()
 
     def story(self, seed: int, error: BaseException | None = None) -> Story:
-        """What has been noted of the run of ``seed``, which ``error`` ended."""
+        """Return the story of the run of ``seed``, which ``error`` ended."""
         first, steps = self._count - len(self._steps), tuple(self._with_others())
         if not isinstance(error, DeadlockError):
             return Story(seed, first, steps)
@@ -141,20 +141,20 @@ class Storyteller(Observer):
         return task.who + launch
 
     def _place(self, task: Task, address: int) -> str | None:
-        """What an address is called, if what is done there is told."""
+        """Return the name of an address, or None if the story leaves out its accesses."""
         return self._memory.find(address)
 
     def _add(
         self, step: Step, span: Collection[int] | None = None, *, writes: bool = False
     ) -> None:
-        """``span``: the words that it accesses; None if others see it otherwise."""
+        """Add a step. ``span``: the words that it accesses, or None if others see it in another way."""
         self._steps.append(step)
         self._spans.append((span, writes))
         self._count += 1
 
     def _with_others(self) -> Iterator[Step]:
-        """The steps, with whether others can tell."""
-        users: dict[int, dict[str, bool]] = {}  # by word: whether who accesses it changes it
+        """Yield the steps, and set ``alone`` for those that other tasks cannot see."""
+        users: dict[int, dict[str, bool]] = {}  # by word and task: whether the task changes it
         for step, (span, writes) in zip(self._steps, self._spans, strict=True):
             for word in span or ():
                 by_task = users.setdefault(word, {})
@@ -205,7 +205,7 @@ class Storyteller(Observer):
         seen, *others = dict.fromkeys(before)
         more = f" and {others[0] if len(others) == 1 else f'{len(others)} more'}" if others else ""
         verb = "polls" if atomic.reads_only else f"{atomic.kind} ({atomic.sem}, {atomic.scope})"
-        if atomic.compare is not None:  # what has not been swapped has only been read
+        if atomic.compare is not None:  # a failed swap only reads
             wanted = np.broadcast_to(atomic.compare.data, result.data.shape)
             swapped = before == active(wanted, atomic.pointers, atomic.mask)
             addresses = [each for each, done in zip(addresses, swapped, strict=True) if done]
@@ -217,7 +217,7 @@ class Storyteller(Observer):
             self._written.update(dict.fromkeys(addresses, (task, self._count - 1)))
 
     def _waited(self, task: Task, addresses: list[int]) -> list[int]:
-        """Steps of others that wrote these signals, which ``task`` has not seen yet."""
+        """Return other tasks' steps that wrote these signals and that ``task`` has not seen yet."""
         found = {self._written[each] for each in addresses if each in self._written}
         new = sorted({step for writer, step in found if writer is not task})
         new = [step for step in new if (task, step) not in self._seen]
@@ -243,7 +243,7 @@ class Storyteller(Observer):
 
 
 def _words(addresses: Sequence[int] | Numbers, size: int) -> set[int]:
-    """The words of 4 bytes that elements of ``size`` bytes at ``addresses`` have a part of."""
+    """Return the 4-byte words that elements of ``size`` bytes at ``addresses`` overlap."""
     first = np.asarray(addresses, np.uint64)
     last = first + np.uint64(max(0, size - 1))
     ends = np.concatenate([first, *(first + np.uint64(at) for at in range(4, size, 4)), last])

@@ -1,14 +1,14 @@
-"""Seeds, or numbers of jobs, in parallel: forked worker processes that run one function on each.
+"""Run one function for many seeds, or numbers of jobs, in parallel forked worker processes.
 
-Forked, so that the function may be anything, a closure too. A child runs torch in one thread: OpenMP's
-threads do not survive a fork. The children inherit what they need and send back small results only.
+Workers are forked, so the function may be any callable, also a closure. A worker runs torch in one thread,
+because OpenMP's threads do not survive a fork. Workers inherit their inputs and send back small results.
 
-Each worker has a pipe of its own and shares no lock, so it can be killed whatever it does: a pool with
-queues, as concurrent.futures has it, waits forever if a worker is killed that holds one's lock. Signals
-are the parent's: it kills the workers when it is interrupted. Should it be killed itself, they end, too.
+Each worker has its own pipe and shares no lock, so it can be killed at any point. A pool with queues, such
+as concurrent.futures, waits forever if a worker is killed while it holds the lock. Only the parent handles
+signals: it kills the workers when it is interrupted. If the parent itself is killed, the workers also end.
 
-A worker never frees what it inherited: garbage of the parent's may own threads (a store, a process group),
-and to join one that did not survive the fork ends the process.
+A worker never frees inherited objects. Garbage of the parent may own threads (a store, a process group).
+Joining a thread that did not survive the fork would end the process.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ def map_seeds(
     on_progress: Callable[[int], None] = lambda done: None,
     lost: Callable[[int, str], object] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """(seed, ``function(seed)``) in any order, by so many processes (default: one per core; 1 runs here).
+    """Yield (seed, ``function(seed)``) in any order, from ``workers`` processes.
 
-    A worker takes up to ``chunk`` seeds at once. An exception of ``function`` is raised here. If a worker
-    ends, the result of the seed with which it does is that of ``lost``, given how it ended; without
-    ``lost`` it is an InterlaceError with the ``name`` of what it was about to run. By default, one core
-    forks a worker if there is ``lost``: nothing that ends a worker ends this process.
+    The default is one process per core; 1 runs in this process. A worker takes up to ``chunk`` seeds at
+    once. An exception of ``function`` is raised here. If a worker dies, the result of its seed is
+    ``lost(seed, how it ended)``. Without ``lost`` an InterlaceError names the job by ``name``. With
+    ``lost``, even one core forks a worker by default, so that a crash does not end this process.
     """
     count = len(os.sched_getaffinity(0)) if workers is None else workers
     count = min(count, len(seeds))
@@ -60,7 +60,7 @@ def map_seeds(
     size = max(1, min(chunk, -(-len(seeds) // (count * CHUNKS_PER_WORKER))))
     chunks = deque(seeds[first : first + size] for first in range(0, len(seeds), size))
     with contextlib.ExitStack() as leaving:
-        # all are killed, also if Ctrl-C comes meanwhile
+        # all workers are killed, also if Ctrl-C comes at this point
         started = [
             leaving.enter_context(contextlib.closing(_ForkedWorker(function))) for _ in range(count)
         ]
@@ -77,7 +77,7 @@ def map_seeds(
                     results, alone = [], worker.seeds
                     if len(alone) == 1:
                         results = [(alone[0], lost(alone[0], ended.how))]
-                    else:  # which of them it was shows when each is run by itself
+                    else:  # run each seed by itself to find the one that failed
                         chunks.extendleft([seed] for seed in reversed(alone))
                     worker = leaving.enter_context(contextlib.closing(_ForkedWorker(function)))
                 if worker.take(chunks):
@@ -100,10 +100,10 @@ class _ForkedWorker:
         context = multiprocessing.get_context("fork")
         self.seeds: Sequence[int] = ()
         self.connection, theirs = context.Pipe()
-        # the child lets them through when they do not go to the parent's handlers any more
+        # the child unblocks the signals after it has replaced the parent's handlers
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         collects = gc.isenabled()
-        gc.disable()  # in the child, until what it inherited is frozen
+        gc.disable()  # in the child, until its inherited objects are frozen
         try:
             stays = threading.current_thread() is threading.main_thread()
             arguments = function, theirs, self.connection, stays, mask
@@ -116,16 +116,16 @@ class _ForkedWorker:
             theirs.close()
 
     def take(self, chunks: deque[Sequence[int]]) -> bool:
-        """Begin with the next of ``chunks``; whether there is one."""
+        """Start the next of ``chunks``; return whether there was one."""
         if not chunks:
             return False
         self.seeds = chunks.popleft()
-        with contextlib.suppress(OSError):  # it has ended, which is found when it should answer
+        with contextlib.suppress(OSError):  # it has ended, which ``results`` finds
             self.connection.send(self.seeds)
         return True
 
     def results(self, name: Callable[[int], str]) -> list[tuple[int, Any]]:
-        """Of the seeds that it took, when it has answered. Raises what the function raised."""
+        """Return the results of its seeds when it has answered. Raise the function's exception."""
         try:
             report: TaskReport = self.connection.recv()
         except (EOFError, OSError):
@@ -137,7 +137,7 @@ class _ForkedWorker:
         return results
 
     def close(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill the worker."""
         self._process.kill()
         self._process.join()
         self.connection.close()
@@ -150,13 +150,13 @@ def _serve(
     parent_thread_stays: bool,
     mask: set[signal.Signals],
 ) -> None:
-    """The life of a worker: a report for every chunk that it is sent."""
+    """Run a worker: send a report for every chunk that arrives."""
     gc.freeze()
     gc.enable()
-    parents.close()  # or the pipe would never seem closed
+    parents.close()  # otherwise the pipe never counts as closed
     worker_process.end_with_parent(parent_thread_stays)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent sees to it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent handles it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):

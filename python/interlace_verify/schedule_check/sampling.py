@@ -1,4 +1,4 @@
-"""Seeds, poisoned memory, collections, arguments: what the checks that run schedules have in common."""
+"""Seeds, poisoned memory, garbage collection and arguments: shared parts of checks that run schedules."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from interlace.runtime.places.sim.scheduler.source_lines import with_lines
 
-MOST_SEEDS = 1_000_000  # some days
-NEW_OBJECTS = 50_000  # more than a small schedule makes
+MOST_SEEDS = 1_000_000  # these take days
+NEW_OBJECTS = 50_000  # more than a small schedule creates
 
 
 def seed_list(seeds: int | Iterable[int]) -> list[int]:
-    """``range(seeds)`` or the seeds themselves. Raises TypeError or ValueError for anything else."""
+    """Return ``range(seeds)`` or the given seeds. Raise TypeError or ValueError for anything else."""
     if isinstance(seeds, bool) or not isinstance(seeds, (int, Iterable)):
         raise TypeError(f"seeds must be a number of schedules or seeds, got {seeds!r}")
     named = range(seeds) if isinstance(seeds, int) else seeds
     chosen = list(itertools.islice(named, MOST_SEEDS + 1))
     if len(chosen) > MOST_SEEDS:
-        raise ValueError(f"at most {MOST_SEEDS:,} schedules can be asked for, got more seeds")
+        raise ValueError(f"seeds: at most {MOST_SEEDS:,} schedules are allowed, got more seeds")
     for seed in chosen:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seeds must be ints, got {seed!r}")
@@ -33,18 +33,18 @@ def seed_list(seeds: int | Iterable[int]) -> list[int]:
 
 
 def refused(error: BaseException | None) -> str | None:
-    """What the simulator cannot run, if that ended a schedule, which is then not checked."""
+    """Return what the simulator cannot run, if this ended a schedule, which then counts as not checked."""
     return with_lines(error) if isinstance(error, NotImplementedError) else None
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Tensors that are not initialized hold nan, or the largest number, instead of what was there.
+    """Fill uninitialised tensors with nan, or the largest number.
 
-    That may be the right result of the schedule before, which would hide a wrong one. It is torch's own
-    ``torch.utils.deterministic.fill_uninitialized_memory``, which is on unless somebody turns it off. The
-    switch is set as ``torch.use_deterministic_algorithms`` does, which would import torch's compiler to
-    tell it too: two seconds in every process that runs schedules.
+    The old contents may be the right result of the previous schedule, which would hide a wrong one. This is
+    torch's own ``torch.utils.deterministic.fill_uninitialized_memory``, which is on by default. The switch
+    is set as ``torch.use_deterministic_algorithms`` sets it. That function itself would import torch's
+    compiler as well: two seconds in every process that runs schedules.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -59,9 +59,9 @@ def poisoned_memory() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python looks for garbage now and then, and not twice in each schedule.
+    """Run the garbage collector less often than twice in each schedule.
 
-    Of a schedule of 12 ms that took 0.6 to 1.1.
+    Its share of a schedule of 12 ms was 0.6 to 1.1 ms.
     """
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])

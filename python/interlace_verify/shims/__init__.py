@@ -1,15 +1,15 @@
-"""Modules that stand for the packages whose device functions a kernel calls, so that it runs in a check.
+"""Stand-ins for packages whose device functions a kernel calls, so that the kernel runs in a check.
 
-A file that imports Iris, Triton-distributed or torch's NVSHMEM functions is checked as it is::
+A file that imports Iris, Triton-distributed or torch's NVSHMEM functions is checked unchanged::
 
     python -m interlace verify --shims iris file.py::function
 
-or, in a test, loaded and run within :func:`installed`. A shim has the signatures of the real device
-functions, and each does what the real one is documented to do to memory: which stores it makes, and what
-they are ordered with. Its docstring says which order that is, and where it was looked up.
+or, in a test, loaded and run within :func:`installed`. A shim has the real device functions' signatures.
+Each function has the documented effect of the real one on memory: the stores, and the order of these
+stores. Its docstring states this order, and the table states the source.
 
 =============  =====================================================  ==============================
-name           modules that it stands for                             looked up in
+name           modules that it replaces                               source
 =============  =====================================================  ==============================
 iris           ``iris``                                               ROCm/iris
 triton_dist    ``triton_dist``, its ``language``, ``language.extra``  ByteDance-Seed/Triton-distributed

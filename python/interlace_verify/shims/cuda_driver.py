@@ -1,7 +1,7 @@
 """``cuda.bindings.driver``: stream memory operations, on streams of the simulated GPU.
 
-Semantics: CUDA driver API, "Stream Memory Operations". A write comes after all that its stream has been
-given before, and is seen by whoever acquires its value; a wait holds its stream, and acquires.
+Semantics: CUDA driver API, "Stream Memory Operations". A write comes after all earlier work of its stream.
+An agent that acquires the written value sees that work. A wait blocks its stream, and acquires.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ class CUstreamWriteValue_flags(enum.IntFlag):  # the driver's name
 
 
 def cuStreamWaitValue32(stream: Any, addr: object, value: object, flags: object) -> tuple[CUresult]:
-    """Hold the stream until the word is as ``flags`` says."""
+    """Block the stream until the word compares with ``value`` as ``flags`` says."""
     return _wait(stream, _word(addr), value, flags)
 
 
 def cuStreamWaitValue64(stream: Any, addr: object, value: object, flags: object) -> tuple[CUresult]:
-    """The same of 64 bits."""
+    """Do the same with 64 bits."""
     return _wait(stream, _long_word(addr), value, flags)
 
 
@@ -56,26 +56,26 @@ def _wait(stream: Any, word: torch.Tensor, value: Any, flags: Any) -> tuple[CUre
 
 
 def cuStreamWriteValue32(stream: Any, addr: Any, value: Any, flags: object) -> tuple[CUresult]:
-    """Write the word after what the stream has been given before."""
+    """Write the word after all earlier work of the stream."""
     with of_run(stream).current():
         SymmetricMemory.stream_write_value32(_word(addr), 0, int(value))
     return (CUresult.CUDA_SUCCESS,)
 
 
 def cuStreamWriteValue64(stream: Any, addr: Any, value: Any, flags: object) -> tuple[CUresult]:
-    """The same of 64 bits."""
+    """Do the same with 64 bits."""
     with of_run(stream).current():
         signal.write_value_kernel[(1,)](_long_word(addr), int(value))
     return (CUresult.CUDA_SUCCESS,)
 
 
 def cuGetErrorName(error: Any) -> tuple[CUresult, bytes]:
-    """The name of a result."""
+    """Return the name of a result."""
     return CUresult.CUDA_SUCCESS, CUresult(error).name.encode()
 
 
 def of_run(stream: Any) -> Any:
-    """The stream of the run with the number ``stream``, or that is torch's stream."""
+    """Return the run's stream that has the number ``stream``, or that is torch's ``stream``."""
     return run_streams().mine()[int(getattr(stream, "cuda_stream", stream))]
 
 

@@ -1,4 +1,4 @@
-"""The modules that shims stand for, and the time for which ``import`` finds them."""
+"""The modules that shims replace, and the context in which ``import`` finds the shims."""
 
 import contextlib
 import functools
@@ -24,9 +24,9 @@ _HERE = "interlace_verify.shims"
 _EXTRA = "triton_dist.language.extra"
 _TORCH = "torch.distributed._symmetric_memory"
 _LIBRARIES = ("site-packages", "dist-packages")
-_IMPORTED: set[str] = set()  # modules of files that were checked: they may be there when others are
+_IMPORTED: set[str] = set()  # modules of checked files, which may stay for later ones
 
-# By name: the module that is stood for, and the module that does; parents first, "" for an empty one.
+# By name: the replaced modules and their shims; parents come first, "" is an empty module.
 SHIMS: dict[str, dict[str, str]] = {
     "iris": {
         "iris": f"{_HERE}.iris",
@@ -49,7 +49,7 @@ SHIMS: dict[str, dict[str, str]] = {
         f"{_EXTRA}.cuda.libnvshmem_device": f"{_HERE}.triton_dist.libshmem_device",
         f"{_EXTRA}.cuda.language_extra": f"{_HERE}.triton_dist.language_extra",
         f"{_EXTRA}.cuda.tma_language": f"{_HERE}.triton_dist.missing",
-        # of other makers' GPUs, whose code may be imported
+        # for other makers' GPUs; checked files may import these
         f"{_EXTRA}.hip": "",
         f"{_EXTRA}.maca": "",
         **{
@@ -73,7 +73,7 @@ SHIMS: dict[str, dict[str, str]] = {
         "cuda.bindings": "",
         "cuda.bindings.driver": f"{_HERE}.cuda_driver",
         "cuda.cuda": f"{_HERE}.cuda_driver",
-        # of what files ask when they are imported, which processes that compile do, too
+        # values that files read at import, also in processes that only compile
         **{
             f"torch.cuda:{name}": f"{_HERE}.torch_cuda:{name}"
             for name in ("get_device_capability", "get_device_properties", "get_device_name")
@@ -84,9 +84,9 @@ SHIMS: dict[str, dict[str, str]] = {
 
 @contextlib.contextmanager
 def installed(*names: str) -> Iterator[None]:
-    """Let ``import`` find the shims of ``names`` within, whether the real packages are there or not.
+    """Let ``import`` find the shims of ``names`` in this context, even if the real packages exist.
 
-    Raises ValueError for a name that is none of :data:`SHIMS`.
+    Raises ValueError for a name that is not in :data:`SHIMS`.
 
     >>> from interlace_verify import shims
     >>> with shims.installed("iris"):
@@ -110,7 +110,7 @@ def installed(*names: str) -> Iterator[None]:
 
 
 def needed_for(error: BaseException) -> str | None:
-    """The shim that stands for the module that ``error`` misses, or in which it was raised."""
+    """Return the shim of the module that ``error`` misses, or in which ``error`` was raised."""
     if isinstance(error, ModuleNotFoundError):
         there = {str(error.name)}
     else:
@@ -120,7 +120,7 @@ def needed_for(error: BaseException) -> str | None:
 
 
 def calls_a_shim(kernel: Any) -> bool:
-    """Whether a ``@triton.jit`` function, or one that it calls, calls a device function of a shim."""
+    """Return whether a ``@triton.jit`` function, or one that it calls, calls a shim's device function."""
     todo, seen = [kernel.fn], set()
     while todo:
         function = todo.pop()
@@ -140,11 +140,11 @@ def calls_a_shim(kernel: Any) -> bool:
 
 @contextlib.contextmanager
 def _torch_of_a_gpu() -> Iterator[None]:
-    """Within, code of a process and a GPU per rank runs on simulated ranks."""
-    # what few need
+    """In this context, code for one process and one GPU per rank runs on simulated ranks."""
+    # imported here because few checks need it
     from interlace_verify.shims import torch_cuda, torch_distributed
 
-    # torch imports it in places; it is to stay
+    # torch imports this module lazily; it must not be unloaded after the check
     importlib.import_module("torch._dynamo")
     known = set(sys.modules) - _IMPORTED
     symmetric, c10d = sys.modules[_TORCH], dist.distributed_c10d
@@ -177,7 +177,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
         with contextlib.ExitStack() as leaving:
 
             def imported(module: types.ModuleType) -> None:
-                """Of torch, which may have functions of ``torch.distributed`` by name."""
+                """Replace ``torch.distributed`` functions that a module of torch holds by name."""
                 for name, value in torch_distributed.REPLACED.items():
                     if vars(module).get(name) is real[name]:
                         stand_ins.put(leaving, vars(module), name, value)
@@ -197,7 +197,7 @@ def _torch_of_a_gpu() -> Iterator[None]:
 
 
 def _own(module: types.ModuleType) -> bool:
-    """Whether a module is of the files that are checked: of no library."""
+    """Return whether a module belongs to the checked files and not to a library."""
     path = pathlib.Path(getattr(module, "__file__", None) or sysconfig.get_path("stdlib"))
     libraries = sysconfig.get_path("stdlib"), pathlib.Path(interlace.__file__).parent
     inside = any(path.is_relative_to(each) for each in libraries)

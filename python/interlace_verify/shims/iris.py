@@ -1,16 +1,16 @@
-"""``iris`` on a CPU: a symmetric heap, and loads, stores and atomics at peers' places in it.
+"""``iris`` on a CPU: a symmetric heap, with loads, stores and atomics in peers' heaps.
 
-Signatures as in ROCm/iris (``iris/device/triton/ops.py``); the rank whose address is given comes first,
-then the rank whose memory is meant. What they do to memory is what the functions of ``tl`` of the same
-name do at the peer's address::
+Signatures are as in ROCm/iris (``iris/device/triton/ops.py``): first the rank whose address is passed, then
+the rank whose memory is accessed. Their effect on memory is the effect of the ``tl`` functions of the same
+name at the peer's address::
 
-    load, store, copy, get, put   plain: ordered with nothing
-    atomic_*                      ``sem`` "acq_rel" and ``scope`` "gpu" unless told otherwise: for a peer
-                                  the scope has to be "sys"; a release covers the stores of other threads
-                                  of the program only up to a ``tl.debug_barrier()`` before it
+    load, store, copy, get, put   plain: not ordered with other accesses
+    atomic_*                      ``sem`` "acq_rel" and ``scope`` "gpu" by default; for a peer the scope
+                                  must be "sys"; a release covers stores of the program's other threads
+                                  only up to a ``tl.debug_barrier()`` before it
 
-Hints and cache modifiers change nothing here. Kernels for AMD's GPUs are checked by the same model, PTX's,
-whose orders and scopes Triton's language has for both.
+Hints and cache modifiers have no effect here. Kernels for AMD's GPUs are checked by the same model, PTX's.
+Triton's language has its orders and scopes for both.
 """
 
 import math
@@ -24,15 +24,15 @@ import triton.language as tl
 import interlace
 from interlace import symmetric_memory
 
-HEAP_BYTES = 1 << 20  # of a rank: a check is small, and its memory has a shadow
+HEAP_BYTES = 1 << 20  # per rank: checks are small, and their memory has shadow cells
 ALIGNMENT = 1024
 
 
 class Iris:
-    """The host's object: a heap that is at the same offsets on every rank, handed out in order.
+    """The host's object: a heap at the same offsets on every rank, allocated in order.
 
-    ``heap_size`` bytes, but at most 1 MiB: tensors of a check are small. MemoryError when it is used up.
-    Where torch has a ``device``, it is taken and ignored: the heap is the host's.
+    It has ``heap_size`` bytes, but at most 1 MiB, because tensors of a check are small. MemoryError when it
+    is full. A ``device`` argument is accepted and ignored: the heap is in host memory.
     """
 
     def __init__(self, heap_size: int = 1 << 30) -> None:
@@ -44,32 +44,32 @@ class Iris:
         self._end = 0
 
     def get_rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self.cur_rank
 
     def get_num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return self.num_ranks
 
     def get_heap_bases(self) -> torch.Tensor:
-        """Where every rank's heap begins, by rank: what device functions take last."""
+        """Return the addresses of all heaps by rank, the last argument of device functions."""
         return self.heap_bases
 
     def get_device_context(self) -> torch.Tensor:
-        """What :class:`DeviceContext` begins with in a kernel: rank, number of ranks, where heaps begin."""
+        """Return the rank, the world size and the heap addresses, for a kernel's :class:`DeviceContext`."""
         head = torch.tensor([self.cur_rank, self.num_ranks], dtype=torch.uint64)
         return torch.cat([head, self.heap_bases])
 
     def get_device(self) -> torch.device:
-        """The CPU."""
+        """Return the CPU."""
         return self._heap.device
 
     def barrier(self, *args: object, **kwargs: object) -> None:
-        """What any rank has done before is before what any does after, kernels included."""
+        """Order all work of all ranks before it, kernels included, before all work after it."""
         interlace.barrier()
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
-        """A tensor of the heap. Every rank allocates the same, in the same order."""
+        """Return a tensor on the heap. Every rank must allocate the same, in the same order."""
         given = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         shape, dtype = tuple(given), torch.get_default_dtype() if dtype is None else dtype
         begin, nbytes = self._end, math.prod(shape) * dtype.itemsize
@@ -84,41 +84,41 @@ class Iris:
     def full(
         self, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **kwargs: object
     ) -> torch.Tensor:
-        """As torch's, on the heap."""
+        """Do as torch's ``full``, on the heap."""
         dtype = torch.tensor(fill_value).dtype if dtype is None else dtype
         return self.empty(size, dtype=dtype).fill_(fill_value)
 
     def zeros(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        """As torch's, on the heap."""
+        """Do as torch's ``zeros``, on the heap."""
         return self.empty(*size, dtype=dtype).zero_()
 
     def ones(self, *size: Any, dtype: torch.dtype | None = None, **kwargs: object) -> torch.Tensor:
-        """As torch's, on the heap."""
+        """Do as torch's ``ones``, on the heap."""
         return self.empty(*size, dtype=dtype).fill_(1)
 
     def zeros_like(self, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """As torch's, on the heap."""
+        """Do as torch's ``zeros_like``, on the heap."""
         return self.zeros(input.shape, dtype=kwargs.get("dtype") or input.dtype)
 
     def arange(self, *bounds: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
-        """As torch's, on the heap."""
+        """Do as torch's ``arange``, on the heap."""
         values = torch.arange(*bounds, dtype=dtype)
         return self.empty(values.shape, dtype=values.dtype).copy_(values)
 
     def info(self, message: str) -> None:
-        """Nothing: a check has many runs."""
+        """Print nothing, as a check has many runs."""
 
     log = debug = log_debug = log_stats = warning = info
 
 
 def iris(heap_size: int = 1 << 30) -> Iris:
-    """The host's object of this rank. Collective."""
+    """Return the host's object of this rank. Collective."""
     return Iris(heap_size)
 
 
 @triton.jit
 def _at(pointer, from_rank, to_rank, heap_bases):
-    """The address in ``to_rank``'s heap of what ``from_rank`` has at ``pointer``."""
+    """Return the address in ``to_rank``'s heap that corresponds to ``from_rank``'s ``pointer``."""
     shift = tl.load(heap_bases + to_rank) - tl.load(heap_bases + from_rank)
     return (pointer.to(tl.uint64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
 
@@ -126,7 +126,7 @@ def _at(pointer, from_rank, to_rank, heap_bases):
 @triton.jit
 def load(pointer, to_rank, from_rank, heap_bases, mask=None, other=None,
          cache_modifier=None, volatile=False, hint=None):  # fmt: skip
-    """Load from ``from_rank``; ``pointer`` is of ``to_rank``, which calls."""
+    """Load from ``from_rank``; ``to_rank`` calls, and ``pointer`` is its address."""
     address = _at(pointer, to_rank, from_rank, heap_bases)
     return tl.load(address, mask=mask, other=other, volatile=volatile)
 
@@ -134,14 +134,14 @@ def load(pointer, to_rank, from_rank, heap_bases, mask=None, other=None,
 @triton.jit
 def store(pointer, value, from_rank, to_rank, heap_bases, mask=None,
           hint=None, cache_modifier=None):  # fmt: skip
-    """Store at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    """Store at ``to_rank``; ``from_rank`` calls, and ``pointer`` is its address."""
     tl.store(_at(pointer, from_rank, to_rank, heap_bases), value, mask=mask)
 
 
 @triton.jit
 def copy(src_ptr, dst_ptr, from_rank, to_rank, cur_rank, heap_bases, mask=None, other=None,
          load_cache_modifier=None, store_cache_modifier=None, hint=None):  # fmt: skip
-    """Load from ``from_rank``, store at ``to_rank``; both pointers are of ``cur_rank``, which calls."""
+    """Load from ``from_rank``, store at ``to_rank``; ``cur_rank`` calls, and both pointers are its own."""
     data = tl.load(_at(src_ptr, cur_rank, from_rank, heap_bases), mask=mask, other=other)
     tl.store(_at(dst_ptr, cur_rank, to_rank, heap_bases), data, mask=mask)
 
@@ -149,7 +149,7 @@ def copy(src_ptr, dst_ptr, from_rank, to_rank, cur_rank, heap_bases, mask=None, 
 @triton.jit
 def get(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
         load_cache_modifier=None, store_cache_modifier=None, hint=None):  # fmt: skip
-    """Load from ``to_rank``, store at home: the caller is ``from_rank``, as in Iris' code and tests."""
+    """Load from ``to_rank``, store locally; ``from_rank`` calls, as in Iris' code and tests."""
     data = tl.load(_at(from_ptr, from_rank, to_rank, heap_bases), mask=mask, other=other)
     tl.store(to_ptr, data, mask=mask)
 
@@ -157,7 +157,7 @@ def get(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
 @triton.jit
 def put(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
         load_cache_modifier=None, store_cache_modifier=None, hint=None):  # fmt: skip
-    """Load at home, store at ``to_rank``; ``from_rank`` calls."""
+    """Load locally, store at ``to_rank``; ``from_rank`` calls."""
     data = tl.load(from_ptr, mask=mask, other=other)
     tl.store(_at(to_ptr, from_rank, to_rank, heap_bases), data, mask=mask)
 
@@ -165,14 +165,14 @@ def put(from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
 @triton.jit
 def atomic_cas(pointer, cmp, val, from_rank, to_rank, heap_bases, sem=None, scope=None,
                hint=None):  # fmt: skip
-    """``tl.atomic_cas`` at ``to_rank``."""
+    """Do ``tl.atomic_cas`` at ``to_rank``."""
     return tl.atomic_cas(
         _at(pointer, from_rank, to_rank, heap_bases), cmp, val, sem=sem, scope=scope
     )
 
 
 def _atomic(operation: object) -> Any:
-    """``operation`` of ``tl`` at ``to_rank``; ``pointer`` is of ``from_rank``, which calls."""
+    """Return ``tl``'s ``operation`` at ``to_rank``; ``from_rank`` calls, and ``pointer`` is its address."""
 
     @triton.jit
     def atomic(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None,
@@ -189,7 +189,7 @@ atomic_min, atomic_max = _atomic(tl.atomic_min), _atomic(tl.atomic_max)
 
 
 def _of_context(atomic: object) -> Any:
-    """The same as a method of :class:`DeviceContext`."""
+    """Return the same as a method of :class:`DeviceContext`."""
 
     @triton.jit
     def method(self, pointer, val, to_rank, mask=None, sem=None, scope=None, hint=None):
@@ -200,7 +200,7 @@ def _of_context(atomic: object) -> Any:
 
 @tl.core._aggregate
 class DeviceContext:
-    """A kernel's rank and heaps: its loads, stores and atomics take only the rank whose memory is meant."""
+    """A kernel's rank and heaps. Its loads, stores and atomics take only the rank of the memory."""
 
     rank: tl.tensor
     world_size: tl.tensor
@@ -213,7 +213,7 @@ class DeviceContext:
     @staticmethod
     @triton.jit
     def initialize(context_tensor, rank, world_size, tracing: tl.constexpr = False):
-        """The context that ``get_device_context`` of the host's object describes."""
+        """Return the context that the host object's ``get_device_context`` describes."""
         ranks = tl.full((), rank, tl.int32), tl.full((), world_size, tl.int32)
         return DeviceContext(ranks[0], ranks[1], context_tensor + 2)
 

@@ -1,28 +1,28 @@
-"""NVSHMEM's device functions as modelled primitives, by the names of Triton-distributed's libshmem_device.
+"""NVSHMEM's device functions as modelled primitives, named as in Triton-distributed's libshmem_device.
 
-What each does to memory follows NVSHMEM's page "Memory Ordering" (docs.nvidia.com/nvshmem) and, where that
-leaves a choice, the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
+Their effects on memory follow NVSHMEM's page "Memory Ordering" (docs.nvidia.com/nvshmem). Where the page
+leaves a choice, they follow the code for peers in one node (NVIDIA/nvshmem at 2d7d25f,
 ``src/include/non_abi/device/common/nvshmemi_common_device.cuh``)::
 
-    putmem*            stores at the peer, in no order with what follows, signals neither; of one word a
-                       relaxed one, as it may be a flag that is waited for
-    putmem_signal*     stores, then the signal: who waits for the signal sees the data
+    putmem*            stores at the peer, not ordered with later accesses or signals; a store of one word
+                       is relaxed, as it may be a flag that a peer polls
+    putmem_signal*     stores, then the signal: a wait for the signal sees the data
     signal_op          a relaxed store or add of system scope: orders nothing by itself
     fence              orders this thread's stores, puts and signals, to each peer
-    quiet              as fence, to all peers, and they have arrived: so do signals of other threads
-                       behind a barrier come after them
-    signal_wait_until  acquires: what was ordered before the signal can be loaded
+    quiet              as fence, to all peers, and all have arrived: so other threads' signals after a
+                       barrier come after them, too
+    signal_wait_until  acquires: all that was ordered before the signal can be loaded
     barrier_all*       quiet, and all ranks meet
     sync_all*          all ranks meet
     ..._block, _warp   all threads call it, meet, act, and meet again (nvshmemi_threadgroup_sync)
-    ... without suffix each thread that calls it acts; others' stores are not covered without a barrier
+    ... without suffix each thread that calls it acts; other threads' stores need a barrier to be covered
 
-What is not modelled: that a ``_nbi`` put may read its source, and a ``_nbi`` get write its destination,
-up to the next ``quiet``; here both are done at once. A put with a signal orders, besides its data, what
-the program stored before, but not what it put before: that needs a fence.
+Not modelled: a ``_nbi`` put may read its source, and a ``_nbi`` get write its destination, up to the next
+``quiet``; here both are done at once. A put with a signal orders its data and the program's earlier stores,
+but not the program's earlier puts: they need a fence.
 
-A function without suffix is executed by every thread that comes there: a ``signal_op`` that adds without
-an ``if`` on the thread's number adds once for each.
+Every thread that comes to a function without suffix executes it: an adding ``signal_op`` without an ``if``
+on the thread's number adds once for each thread.
 """
 
 import functools
@@ -48,7 +48,7 @@ _BLOCK = tl.constexpr(128)
 
 @triton.jit
 def address_of(pointer):
-    """A pointer of any type, or an integer, as a number."""
+    """Return a pointer of any type, or an integer, as a number."""
     return pointer.to(tl.int64, bitcast=True)
 
 
@@ -65,7 +65,7 @@ def _copy_by_block(to, source, nbytes):
         _put_word(to, source, tl.int32)
     elif nbytes == 8 and (to | source) % 8 == 0:
         _put_word(to, source, tl.int64)
-    elif (to | source | nbytes) % 4 == 0:  # words, which a race names better
+    elif (to | source | nbytes) % 4 == 0:  # 4-byte words give clearer names in a race
         words = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
         _elements_by_block(words[0], words[1], nbytes // 4)
     else:
@@ -83,7 +83,7 @@ def _elements_by_block(to, source, count):
 
 @triton.jit
 def _copy_by_threads(to, source, nbytes, first, threads):
-    """By each thread that comes: the ``first`` word and so on, of ``threads`` that copy together."""
+    """Copy by each calling thread: from its ``first`` word on, every word of ``threads`` together."""
     to, source = address_of(to), address_of(source)
     if nbytes == 4 and (to | source) % 4 == 0:
         _words_by_threads(to, source, nbytes, first, threads, 4, ".relaxed.sys")
@@ -97,7 +97,7 @@ def _copy_by_threads(to, source, nbytes, first, threads):
 
 @triton.jit
 def _words_by_threads(to, source, nbytes, first, threads, SIZE: tl.constexpr, ORDER: tl.constexpr):
-    # Not tl.store, which stores a scalar by thread 0 alone.
+    # not tl.store, because thread 0 alone stores a scalar
     given = tl.full((), nbytes, tl.int64), tl.full((), first * SIZE, tl.int64)
     run_ptx(
         f"""
@@ -144,7 +144,7 @@ def _put_ends():
 
 @triton.jit
 def _order_put():
-    """Order the data of a put, and no other puts, before its signal."""
+    """Order the data of a put before its signal, but no other puts."""
     run_ptx("call nvshmem_put_fence, ();")
 
 
@@ -156,7 +156,7 @@ def fence():
 
 @triton.jit
 def quiet():
-    """As :func:`fence`, and they have arrived: so do other threads' signals, behind a barrier, tell."""
+    """As :func:`fence`, and all have arrived. Other threads' signals after a barrier also cover them."""
     fence()
     run_ptx("call nvshmem_quiet, ();")
 
@@ -166,7 +166,7 @@ quiet_pe = quiet
 
 @triton.jit
 def putmem_block(dest, source, bytes, pe):
-    """Copy ``bytes`` of the own ``source`` to ``dest`` of rank ``pe``; orders nothing that follows."""
+    """Copy ``bytes`` of the local ``source`` to ``dest`` of rank ``pe``. Orders no later access."""
     _put_begins()
     _store_by_block(dest, source, bytes, pe)
     _put_ends()
@@ -181,7 +181,7 @@ def _store_by_block(dest, source, bytes, pe):
 
 @triton.jit
 def putmem(dest, source, bytes, pe, qp_id=0):
-    """As :func:`putmem_block`, by each thread that calls it."""
+    """As :func:`putmem_block`, by each calling thread."""
     _put_begins()
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _put_ends()
@@ -189,7 +189,7 @@ def putmem(dest, source, bytes, pe, qp_id=0):
 
 @triton.jit
 def putmem_warp(dest, source, bytes, pe):
-    """As :func:`putmem_block`, by the 32 threads of each warp that calls it."""
+    """As :func:`putmem_block`, by the 32 threads of each calling warp."""
     _put_begins()
     _store_by_warp(dest, source, bytes, pe)
     _put_ends()
@@ -207,7 +207,7 @@ putmem_nbi_block, putmem_nbi, putmem_nbi_warp = putmem_block, putmem, putmem_war
 
 @triton.jit
 def getmem_block(dest, source, bytes, pe):
-    """Copy ``bytes`` of ``source`` of rank ``pe`` to the own ``dest``. Waits for no signal."""
+    """Copy ``bytes`` of ``source`` of rank ``pe`` to the local ``dest``. Does not wait for a signal."""
     tl.debug_barrier()
     _copy_by_block(dest, remote_ptr(source, pe), bytes)
     tl.debug_barrier()
@@ -215,13 +215,13 @@ def getmem_block(dest, source, bytes, pe):
 
 @triton.jit
 def getmem(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by each thread that calls it."""
+    """As :func:`getmem_block`, by each calling thread."""
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, 0, 1)
 
 
 @triton.jit
 def getmem_warp(dest, source, bytes, pe):
-    """As :func:`getmem_block`, by the 32 threads of each warp that calls it."""
+    """As :func:`getmem_block`, by the 32 threads of each calling warp."""
     _sync_warp()
     _copy_by_threads(dest, remote_ptr(source, pe), bytes, _thread() % 32, 32)
     _sync_warp()
@@ -232,7 +232,7 @@ getmem_nbi_block, getmem_nbi, getmem_nbi_warp = getmem_block, getmem, getmem_war
 
 @triton.jit
 def int_p(dest, value, pe, qp_id=0):
-    """Store one int32 at ``dest`` of rank ``pe``; a put, and as unordered."""
+    """Store one int32 at ``dest`` of rank ``pe``. It is a put, and not ordered either."""
     _put_begins()
     given = address_of(remote_ptr(dest, pe)), tl.full((), value, tl.int32)
     run_ptx("st.relaxed.sys.global.b32 [$1], $2;", given)
@@ -241,7 +241,7 @@ def int_p(dest, value, pe, qp_id=0):
 
 @triton.jit
 def signal_op(sig_addr, signal, sig_op, pe):
-    """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed: a fence comes before, or a race."""
+    """Set the word ``sig_addr`` of rank ``pe``, or add to it. Relaxed, so it needs a fence before it."""
     given = address_of(remote_ptr(sig_addr, pe)), tl.full((), signal, tl.int64)
     ptx(
         """
@@ -268,7 +268,7 @@ def _is_add(operation: int) -> int:
 
 @triton.jit
 def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """Copy to rank ``pe``, then signal there, by one thread: who waits for the signal sees the data."""
+    """Copy to rank ``pe``, then one thread signals there. A wait for the signal sees the data."""
     _store_by_block(dest, source, bytes, pe)
     _order_put()
     if _thread() == 0:
@@ -277,7 +277,7 @@ def putmem_signal_block(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each thread that calls it."""
+    """As :func:`putmem_signal_block`, by each calling thread."""
     _copy_by_threads(remote_ptr(dest, pe), source, bytes, 0, 1)
     _order_put()
     signal_op(sig_addr, signal, sig_op, pe)
@@ -285,7 +285,7 @@ def putmem_signal(dest, source, bytes, sig_addr, signal, sig_op, pe):
 
 @triton.jit
 def putmem_signal_warp(dest, source, bytes, sig_addr, signal, sig_op, pe):
-    """As :func:`putmem_signal_block`, by each warp that calls it."""
+    """As :func:`putmem_signal_block`, by each calling warp."""
     _store_by_warp(dest, source, bytes, pe)
     _order_put()
     if _thread() % 32 == 0:
@@ -298,7 +298,7 @@ putmem_signal_nbi_warp = putmem_signal_warp
 
 @triton.jit
 def compares(seen, cmp, value):
-    """Whether ``seen`` stands to ``value`` as NVSHMEM's comparison ``cmp`` says."""
+    """Return whether ``seen`` compares with ``value`` as NVSHMEM's comparison ``cmp`` says."""
     return (
         ((cmp == 0) & (seen == value))
         | ((cmp == 1) & (seen != value))
@@ -311,7 +311,7 @@ def compares(seen, cmp, value):
 
 @triton.jit
 def wait_for_word(word, cmp, value):
-    """Poll the own ``word``, of 32 or 64 bits, with acquire until it compares; the value that was seen."""
+    """Poll the local ``word`` (32 or 64 bits) with acquire until it compares; return the value read."""
     run_ptx("call nvshmem_comparison, ($1);", [tl.full((), cmp, tl.int32)])
     seen = acquired(word)
     while not compares(seen, cmp, value):
@@ -321,7 +321,7 @@ def wait_for_word(word, cmp, value):
 
 @triton.jit
 def acquired(word):
-    """What each thread sees in ``word``, with acquire and scope sys."""
+    """Return the value that each thread reads from ``word``, with acquire and scope sys."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     return ptx(f"ld.acquire.sys.global.b{bits} $0, [$1];", [word], kind)
@@ -336,20 +336,20 @@ def _comparison(cmp: int) -> None:
 
 @triton.jit
 def signal_wait_until(sig_addr, cmp_, cmp_val):
-    """Wait until the own signal compares; what was ordered before it can be loaded then."""
+    """Wait until the local signal compares. All that was ordered before the signal can be loaded then."""
     return wait_for_word(address_of(sig_addr).to(tl.pointer_type(tl.int64)), cmp_, cmp_val)
 
 
 @triton.jit
 def barrier_all():
-    """``quiet``, and all ranks meet: one program of each calls it."""
+    """Do ``quiet``, then all ranks meet: one program of each rank calls it."""
     quiet()
     sync_all()
 
 
 @triton.jit
 def sync_all():
-    """All ranks meet: one program of each calls it. What was put need not have arrived."""
+    """All ranks meet: one program of each rank calls it. Earlier puts may not have arrived."""
     tl.debug_barrier()
     ptx(
         """
@@ -368,19 +368,19 @@ barrier_all_block = barrier_all_warp = barrier_all
 sync_all_block = sync_all_warp = sync_all
 
 
-# -- teams: all ranks are in one node, so they are all of each team that is known ------------------------
+# -- teams: all ranks are in one node, so every known team has all ranks ---------------------------------
 
 
 @triton.jit
 def team_n_pes(team):
-    """How many ranks ``team`` has."""
+    """Return the number of ranks of ``team``."""
     given = [tl.full((), team, tl.int32)]
     return ptx("call ($0), nvshmem_team_n_pes, ($1);", given, is_pure=True)
 
 
 @triton.jit
 def team_translate_pe(src_team, pe_in_src_team, dest_team):
-    """The number in ``dest_team`` of a rank of ``src_team``."""
+    """Return the number in ``dest_team`` of a rank of ``src_team``."""
     return tl.full((), pe_in_src_team, tl.int32) + 0 * (
         team_n_pes(src_team) + team_n_pes(dest_team)
     )
@@ -388,13 +388,13 @@ def team_translate_pe(src_team, pe_in_src_team, dest_team):
 
 @triton.jit
 def team_my_pe(team):
-    """The number in ``team`` of the rank that runs this program."""
+    """Return the calling rank's number in ``team``."""
     return team_translate_pe(NVSHMEM_TEAM_WORLD, my_pe(), team)
 
 
 @triton.jit
 def remote_mc_ptr(team, ptr):
-    """The multicast address, for ``multimem`` instructions, of what all ranks have at ``ptr``."""
+    """Return the multicast address, for ``multimem`` instructions, of all ranks' memory at ``ptr``."""
     given = tl.full((), team, tl.int32), address_of(ptr)
     address = ptx("call ($0), nvshmemx_mc_ptr, ($1, $2);", given, tl.int64, True)
     return address.to(ptr.dtype, bitcast=True)
@@ -402,7 +402,7 @@ def remote_mc_ptr(team, ptr):
 
 @triton.jit
 def barrier(team):
-    """:func:`barrier_all` of the ranks of ``team``."""
+    """Do :func:`barrier_all` for the ranks of ``team``."""
     team_n_pes(team)
     barrier_all()
 
@@ -411,7 +411,7 @@ barrier_block = barrier_warp = team_sync_block = team_sync_warp = barrier
 
 
 def team_size(team: int) -> int:
-    """How many ranks ``team`` has. ValueError for one that is not known."""
+    """Return the number of ranks of ``team``. ValueError for an unknown team."""
     if team not in (0, 1, 2):
         raise ValueError(
             "team must be NVSHMEM_TEAM_WORLD (0), NVSHMEM_TEAM_SHARED (1) or NVSHMEMX_TEAM_NODE (2), got "
@@ -425,7 +425,7 @@ def _multicast(team: int, address: int) -> int:
     handle = functions.handle_of(address)
     if handle is None:
         raise ValueError(
-            f"ptr must be into symmetric memory that all ranks have, got address {address:#x} on rank "
+            f"ptr must be in symmetric memory that all ranks have, got address {address:#x} on rank "
             f"{interlace.get_rank()}"
         )
     return int(handle.multicast_ptr) + address - handle.buffer_ptrs[interlace.get_rank()]

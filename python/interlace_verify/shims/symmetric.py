@@ -1,7 +1,7 @@
-"""The rank that calls, and a peer's address: what device functions of one-sided libraries ask for.
+"""The calling rank, and a peer's addresses, for device functions of one-sided libraries.
 
-Kernels call these functions by inline PTX, whether they are interpreted or compiled and run; they act in
-the context of the rank that launched them.
+Kernels call these functions by inline PTX, both when they are interpreted and when they are compiled. The
+functions act in the context of the rank that launched the kernel.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ _meetings: dict[Place, Place] = {}
 def ptx(
     text: Any, values: Any = (), dtype: Any = tl.int32, is_pure: Any = False, _semantic: Any = None
 ) -> Any:
-    """What each thread gets of a piece of PTX, where a kernel is compiled and where it is interpreted.
+    """Return each thread's results of a piece of PTX, in compiled and in interpreted kernels.
 
-    Results, of ``dtype`` or of several, come first among the operands $0, $1, ...; then ``values``.
+    Results, of one ``dtype`` or of several, are the first operands $0, $1, ...; then come ``values``.
     """
     known = {} if _semantic is None else {"_semantic": _semantic}
     kinds = tl.core._unwrap_if_constexpr(dtype)
     results = kinds if isinstance(kinds, (tuple, tl.tuple)) else [kinds]
     letters = [f"={_letter(tl.core._unwrap_if_constexpr(kind))}" for kind in results]
     letters += [_letter(value.dtype) for value in values]
-    several = len(values) > 1  # Triton puts no pointer beside other numbers
+    several = len(values) > 1  # Triton does not mix pointers with other numbers
     given = [
         value.to(tl.int64, bitcast=True, **known) if several and value.dtype.is_ptr() else value
         for value in values
@@ -40,12 +40,12 @@ def ptx(
 
 
 def run_ptx(text: object, values: object = (), _semantic: object = None) -> None:
-    """A piece of PTX that gives nothing: $1 is the first of ``values``."""
+    """Run a piece of PTX without a result: $1 is the first of ``values``."""
     ptx(f"{tl.core._unwrap_if_constexpr(text)} mov.u32 $0, 0;", values, _semantic=_semantic)
 
 
 def _letter(kind: Any) -> str:
-    """The constraint of inline PTX for the registers that hold it."""
+    """Return inline PTX's constraint letter for registers of type ``kind``."""
     if kind.is_ptr():
         return "l"
     bits = kind.primitive_bitwidth
@@ -62,21 +62,21 @@ for _function in (ptx, run_ptx):
 
 @triton.jit
 def my_pe():
-    """The rank that runs this program: NVSHMEM calls a process a PE, a processing element."""
+    """Return the rank that runs this program. NVSHMEM calls a process a PE, a processing element."""
     return ptx("call ($0), nvshmem_my_pe, ();", is_pure=True)
 
 
 @triton.jit
 def n_pes():
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return ptx("call ($0), nvshmem_n_pes, ();", is_pure=True)
 
 
 @triton.jit
 def remote_ptr(pointer, pe):
-    """The address at rank ``pe`` of what this rank has at ``pointer``, in symmetric memory.
+    """Return the address at rank ``pe`` of this rank's symmetric memory at ``pointer``.
 
-    ValueError for memory that is not symmetric, or that has not met, and for a rank that is not there.
+    ValueError for memory that is not symmetric or not on all ranks yet, and for a rank that does not exist.
     """
     given = pointer.to(tl.int64, bitcast=True), tl.full((), pe, tl.int32)
     address = ptx("call ($0), nvshmem_ptr, ($1, $2);", given, tl.int64, True)
@@ -84,7 +84,7 @@ def remote_ptr(pointer, pe):
 
 
 def address_at(address: int, pe: int) -> int:
-    """What :func:`remote_ptr` gives, as a number, for the rank that calls."""
+    """Return the result of :func:`remote_ptr` for the calling rank, as a number."""
     rank, count = interlace.get_rank(), interlace.get_world_size()
     peer = pe - (1 << 32) if pe >> 31 else pe
     if not 0 <= peer < count:
@@ -92,17 +92,17 @@ def address_at(address: int, pe: int) -> int:
     handle = functions.handle_of(address)
     if handle is None:
         raise ValueError(
-            f"pointer must be into symmetric memory that all ranks have, got address {address:#x} on rank "
+            f"pointer must be in symmetric memory that all ranks have, got address {address:#x} on rank "
             f"{rank}"
         )
     return address + handle.buffer_ptrs[peer] - handle.buffer_ptrs[rank]
 
 
 def _meet() -> None:
-    """All ranks' programs that call this wait for each other; what came before is before what follows."""
+    """Let the calling programs of all ranks wait for each other. It orders accesses before and after."""
     place = groups.default_group().place
     if place not in _meetings:
-        # a group of its own: the host's barriers are counted apart
+        # its own group, so that the host's barriers are counted apart
         _meetings[place] = place.subgroup(tuple(range(place.world_size)), -1)
     own = _meetings[place]
     own.arrive()

@@ -1,10 +1,10 @@
-"""``torch.cuda`` for code that was written for a GPU per rank: streams, events, devices, on a CPU.
+"""``torch.cuda`` on a CPU, for code that was written for a GPU per rank: streams, events, devices.
 
-A rank's GPU is ``cuda:rank``, an sm_90 with as few SMs as programs may wait for each other here. Tensors
-for it are made on the CPU; in the files that are checked their ``device`` and ``is_cuda`` say what they
-would there. Streams are those of ``runtime/places/sim/user_code.py``. There is no clock: who asks for the
-time between events gets a NotImplementedError. Outside of a run there is no GPU, but who asks there how it
-will be, as files do when they are imported, is told.
+A rank's GPU is ``cuda:rank``, an sm_90. It has one SM for each program that may wait for others here, so
+only a few. Its tensors are made on the CPU. In checked files their ``device`` and ``is_cuda`` have the
+values of a GPU tensor. Streams come from ``runtime/places/sim/user_code.py``. There is no clock: the time
+between events raises NotImplementedError. Outside a run there is no GPU, but its properties can be read
+there, because files read them when they are imported.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from interlace.runtime.places.sim.user_code import UserStream, UserStreams
 MOST_QUERIES = 100
 _OURS = ("interlace.", "interlace_verify.", "torch.", "triton.", "numpy")
 _SITE = {torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__}  # type: ignore[attr-defined]
-# by name, as runs replace some of them
+# functions by name, as a run replaces some of them
 _READ_BY_HOST = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"}
 _Tensor: Any = torch.Tensor
 
 
 def run_streams() -> UserStreams:
-    """Of the run. RuntimeError, as torch without a GPU, outside of one."""
+    """Return the run's streams. Outside a run raise RuntimeError, as torch does without a GPU."""
     try:
         found = groups.default_group().place.world.user_streams  # type: ignore[attr-defined]
     except Exception as error:
-        raise RuntimeError("there is a GPU only on the ranks of a check") from error
+        raise RuntimeError("a GPU exists only on the ranks of a check") from error
     assert isinstance(found, UserStreams)
     return found
 
@@ -42,7 +42,9 @@ def run_streams() -> UserStreams:
 def _current() -> UserStream:
     stream = run_streams().current()
     if stream is None:
-        raise RuntimeError("only a rank's own code, and no kernel or item of a stream, has streams")
+        raise RuntimeError(
+            "only a rank's own code has streams, not a kernel or an item of a stream"
+        )
     return stream
 
 
@@ -57,7 +59,7 @@ class RankStream:
         self._entered: list[Any] = []
 
     def wait_stream(self, stream: "RankStream") -> None:
-        """What is enqueued from now on comes after all that ``stream`` has been given so far."""
+        """Order later work of this stream after the present work of ``stream``."""
         self.of_run.wait_event(stream.of_run.record())
 
     def wait_event(self, event: "RankEvent") -> None:
@@ -91,7 +93,7 @@ class RankStream:
 
 
 class RankEvent:
-    """A point in a stream; the last one that was recorded."""
+    """A point in a stream: the last one that was recorded."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._point: Point | None = None
@@ -102,8 +104,8 @@ class RankEvent:
         self._point = (_current() if stream is None else stream.of_run).record()
 
     def wait(self, stream: RankStream | None = None) -> None:
-        """What is enqueued on ``stream`` from now on comes after the event."""
-        if self._point is not None:  # CUDA: an event that was never recorded is complete
+        """Order later work of ``stream`` after the event."""
+        if self._point is not None:  # in CUDA an event that was never recorded is complete
             (_current() if stream is None else stream.of_run).wait_event(self._point)
 
     def synchronize(self) -> None:
@@ -111,7 +113,7 @@ class RankEvent:
             self._point.synchronize()
 
     def query(self) -> bool:
-        """Whether it is reached. Who asks in a loop lets the others go on, and in the end waits."""
+        """Return whether it is reached. A polling loop lets other tasks run, and in the end waits."""
         if self._point is None or self._point.is_completed():
             return True
         self._asked += 1
@@ -141,7 +143,7 @@ def set_stream(stream: RankStream) -> None:
 
 
 def stream(stream: RankStream | None) -> Any:
-    """Within, ``stream`` is the current one; None changes nothing."""
+    """Make ``stream`` the current one in this context. None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
 
@@ -176,7 +178,7 @@ def get_device_capability(device: object = None) -> tuple[int, int]:
 
 
 def get_device_properties(device: object = None) -> Any:
-    """Those of an H100 but for the number of SMs, which is that of the programs that may wait here."""
+    """Return an H100's properties, except for the number of SMs: the number of programs that may wait."""
     major, minor = get_device_capability()
     return SimpleNamespace(
         name=get_device_name(),
@@ -198,7 +200,7 @@ def get_device_name(device: object = None) -> str:
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """What has no meaning here."""
+    """Do nothing, as this has no meaning here."""
 
 
 @contextlib.contextmanager
@@ -207,14 +209,14 @@ def _nothing_within(*args: object, **kwargs: object) -> Iterator[None]:
 
 
 class RankDevice(contextlib.nullcontext[None]):
-    """A rank has one device, so within it is the current one."""
+    """A context for the rank's only device, which is always the current one."""
 
     def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
 class MemoryPool:
-    """A pool of memory, from which nothing is taken."""
+    """A memory pool that is not used."""
 
     id = (0, 0)
 
@@ -222,7 +224,7 @@ class MemoryPool:
 
 
 class DeviceOf(RankDevice):
-    """Within, the device of a tensor is the current one, as it is."""
+    """A context for a tensor's device, which is always the current one."""
 
 
 REPLACED: dict[str, object] = {
@@ -252,16 +254,16 @@ REPLACED: dict[str, object] = {
     "is_initialized": is_available,
     "is_bf16_supported": lambda *args, **kwargs: True,
 }
-"""Names of ``torch.cuda``, and what stands for them."""
+"""Names of ``torch.cuda`` and their replacements."""
 
 
 NVTX = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing)
 
 
 class OnOneCpu(TorchFunctionMode):
-    """Makes on the CPU what is for a GPU, and says of tensors what would be said there.
+    """Makes GPU tensors on the CPU, and reports the properties of GPU tensors for them.
 
-    What the host reads from memory it reads when its current stream has come so far.
+    Before the host reads from a tensor, it waits for the work of its current stream.
     """
 
     def __init__(self, streams: UserStreams) -> None:
@@ -296,13 +298,12 @@ class OnOneCpu(TorchFunctionMode):
 
 
 def _asked_by_us() -> bool:
-    """Whether the caller of the mode is code of the simulator or of a library, which knows the truth."""
+    """Return whether the mode was called by the simulator or a library, which get the real device."""
     caller = sys._getframe(2)
     return str(caller.f_globals.get("__name__", "")).startswith(_OURS)
 
 
 def _on_cpu(value: object) -> Any:
-    """A device that is a GPU is the CPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu") if value.type == "cuda" else value
     if isinstance(value, str) and value.partition(":")[0] == "cuda":

@@ -1,12 +1,12 @@
-"""``torch.distributed`` on simulated ranks: each is in a default group from its first line on.
+"""``torch.distributed`` on simulated ranks: each rank has a default group from its first line on.
 
-``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged:
-what they find is a process group of this project's backend, over the simulated group. There is nothing to
-do for ``init_process_group``, and ``destroy_process_group`` leaves the group to the run.
+``dist.get_rank()``, ``dist.group.WORLD``, ``dist.all_reduce`` and so on are torch's functions, unchanged.
+They find a process group of this project's backend over the simulated group. ``init_process_group`` has
+nothing to do, and ``destroy_process_group`` leaves the group to the run.
 
-``torch.distributed._symmetric_memory`` is built on the class ``_SymmetricMemory``, which is here. The
+``torch.distributed._symmetric_memory`` uses the class ``_SymmetricMemory``, which this file replaces. The
 functions of that module are torch's, unchanged: ``empty``, ``rendezvous``, ``get_symm_mem_workspace``,
-``_get_backend_stream``, the pipelines of asynchronous tensor parallelism. Semantics of what is here:
+``_get_backend_stream``, the pipelines of asynchronous tensor parallelism. Semantics of the class:
 ``torch._C._distributed_c10d._SymmetricMemory`` of torch 2.13.
 """
 
@@ -32,11 +32,11 @@ from interlace.symmetric_memory import functions
 from interlace.symmetric_memory.functions import NAMES, SymmetricMemory
 from interlace_verify.shims.torch_cuda import get_device_capability, run_streams
 
-_groups: dict[int, str] = {}  # of allocations that were told one, by address
+_groups: dict[int, str] = {}  # group names of allocations that have one, by address
 
 
 class MemoryOfTorch(SymmetricMemory):
-    """The handle, and the functions that torch has on its class."""
+    """The handle, with the static functions of torch's class."""
 
     signal_pad_size: Any = functions.DEFAULT_SIGNAL_PAD_SIZE
 
@@ -49,9 +49,9 @@ class MemoryOfTorch(SymmetricMemory):
         group_name: str | None = None,
         alloc_id: int | None = None,
     ) -> torch.Tensor:
-        """Symmetric memory of this rank, kept to the end of the run: to free it waits for the device.
+        """Allocate symmetric memory of this rank, for the whole run: to free it would wait for the device.
 
-        ``alloc_id``, which asks for the same memory again, is ignored.
+        ``alloc_id``, which would return the same memory again, is ignored.
         """
         functions.set_signal_pad_size(MemoryOfTorch.signal_pad_size)
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -64,7 +64,7 @@ class MemoryOfTorch(SymmetricMemory):
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
-        """The handle; None for a tensor that is not in symmetric memory."""
+        """Return the handle, or None for a tensor that is not in symmetric memory."""
         if not functions.is_symm_mem_tensor(tensor):
             return None
         known = _groups.get(tensor.untyped_storage().data_ptr())
@@ -76,7 +76,7 @@ class MemoryOfTorch(SymmetricMemory):
 
     @staticmethod
     def has_multicast_support(device_type: object = None, device_idx: int = 0) -> bool:
-        """From sm_90 on, where ``multicast_ptr`` is an address for multimem instructions."""
+        """Return whether it is at least sm_90, where ``multicast_ptr`` is a multimem address."""
         return get_device_capability() >= (9, 0)
 
     @staticmethod
@@ -85,21 +85,21 @@ class MemoryOfTorch(SymmetricMemory):
 
     @staticmethod
     def set_backend(name: str) -> None:
-        """All backends are the same memory here."""
+        """Do nothing, as all backends are the same memory here."""
 
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: object) -> None:
-        """A group is known by its name already."""
+        """Do nothing, as a group is already known by its name."""
 
     @staticmethod
     def get_mempool_allocator(device: object) -> None:
-        """There are no pools."""
+        """Return None, as there are no pools."""
 
 
 class PacketOnRanks(OpOverloadPacket):
-    """An op of ``torch.ops.symm_mem`` that is called as interlace's function, and is an op otherwise.
+    """An op of ``torch.ops.symm_mem`` that, when called, calls interlace's function instead.
 
-    As ops of torch they would wait within pybind11, and ranks that take turns there end the process.
+    Torch's op would wait inside pybind11, and ranks that take turns there end the process.
     """
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
@@ -107,14 +107,14 @@ class PacketOnRanks(OpOverloadPacket):
 
 
 class OverloadOnRanks(OpOverload):
-    """The same of its overload ``default``."""
+    """The same for its overload ``default``."""
 
     def __call__(self, /, *args: object, **kwargs: object) -> Any:
         return getattr(torch_ops, self.overloadpacket.__name__)(*args, **kwargs)
 
 
 def replace_ops(leaving: contextlib.ExitStack) -> None:
-    """Have :data:`NAMES` call interlace until ``leaving`` is left, also by whoever has an op already."""
+    """Let :data:`NAMES` call interlace until ``leaving`` exits, also for code that already holds an op."""
     for name in NAMES:
         packet: Any = getattr(torch.ops.symm_mem, name)
         for op, kind in ((packet, PacketOnRanks), (packet.default, OverloadOnRanks)):
@@ -127,7 +127,7 @@ _REAL = dist.ProcessGroup
 
 
 class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
-    """Takes every process group of torch, and every class of them, for one of ``SimulatedGroup``."""
+    """Accepts every process group of torch, and every class of them, as ``SimulatedGroup``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return (
@@ -143,9 +143,9 @@ class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
 
 
 class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
-    """A process group of torch over simulated ranks, which stands for ``dist.ProcessGroup``.
+    """A process group of torch over simulated ranks, in place of ``dist.ProcessGroup``.
 
-    So it is made, and derived from, as that class: by a rank and a size.
+    Like that class it can be constructed from a rank and a size, and derived from.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -153,7 +153,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
 
     @classmethod
     def over(cls, place: Place, found: Callable[[], Communicator], name: str) -> "SimulatedGroup":
-        """Of the ranks of ``place``. ``found``: their communicator, once it is needed."""
+        """Return the group of the ranks of ``place``. ``found`` returns their communicator when needed."""
         group = cls(place.rank, place.world_size)
         group._found = found
         group._place, group._waits = place, SimpleNamespace(options=None)
@@ -168,7 +168,7 @@ class SimulatedGroup(InterlaceProcessGroup, metaclass=_AnyGroup):
         return self._found()  # type: ignore[no-any-return]
 
     def _own(self, tensors: object) -> Any:
-        """All of them: the dispatch modes of a check are no reason to go through torch's dispatcher."""
+        """Return all tensors: a check's dispatch modes are not a reason to use torch's dispatcher."""
         return tensors
 
 
@@ -190,15 +190,15 @@ def _registered(group: SimulatedGroup, ranks: Sequence[int]) -> SimulatedGroup:
 
 
 def init_process_group(*args: object, **kwargs: object) -> None:
-    """The group is there."""
+    """Do nothing, as the group exists."""
 
 
 def destroy_process_group(group: object = None) -> None:
-    """The group ends with the run."""
+    """Do nothing, as the group ends with the run."""
 
 
 def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: object) -> Any:
-    """The group of ``ranks``, for its members. Collective over all ranks."""
+    """Return the group of ``ranks`` to its members. Collective over all ranks."""
     made = new_simulated_group(ranks)
     if not isinstance(made, Communicator):
         return made
@@ -207,7 +207,7 @@ def new_group(ranks: Sequence[int] | None = None, *args: object, **kwargs: objec
 
 
 def resolve_process_group(name: str) -> Any:
-    """The calling rank's group of that name. RuntimeError, as torch's, if it has none."""
+    """Return the calling rank's group of that name, or raise RuntimeError, as torch does."""
     for group, known in _c10d._world.pg_names.items():
         if known == name:
             return group
@@ -218,10 +218,10 @@ REPLACED: dict[str, object] = {
     **{each.__name__: each for each in (init_process_group, destroy_process_group, new_group)},
     "_resolve_process_group": resolve_process_group,
 }
-"""Names of ``torch.distributed`` and its ``distributed_c10d``, and what stands for them."""
+"""Names of ``torch.distributed`` and its ``distributed_c10d``, and their replacements."""
 
 
 def state() -> tuple[object, ...]:
-    """What torch keeps of groups, which each rank has for itself."""
+    """Return torch's state of groups, which each rank has for itself."""
     tables = (value for name, value in vars(_c10d).items() if name.startswith(("_pg_", "_tags_")))
     return vars(_c10d._world), *tables

@@ -1,8 +1,9 @@
 """``torch.distributed._symmetric_memory._nvshmem_triton`` on a CPU: NVSHMEM for torch's Triton kernels.
 
-Signatures as in torch 2.13. All that copy are of block scope (``nvshmemx_putmem_block`` and so on); what
-they order is in ``nvshmem.py``. torch's docstrings give other numbers for comparisons and operations than
-NVSHMEM's headers do, which hold here: NVSHMEM_CMP_GE is 5, NVSHMEM_SIGNAL_SET 9, NVSHMEM_SIGNAL_ADD 10.
+Signatures are as in torch 2.13. All copies have block scope (``nvshmemx_putmem_block`` and so on);
+``nvshmem.py`` says what they order. torch's docstrings give other numbers for comparisons and operations
+than NVSHMEM's headers. The headers hold here: NVSHMEM_CMP_GE is 5, NVSHMEM_SIGNAL_SET 9, NVSHMEM_SIGNAL_ADD
+10.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ globals().update({name: getattr(nvshmem, name) for name in _AS_THEY_ARE.split()}
 
 
 def requires_nvshmem(jit_func: object) -> Any:
-    """The kernel as it is: there is nothing to link and to initialise."""
+    """Return the kernel unchanged, as it needs no linking and no initialisation."""
     return jit_func
 
 
@@ -31,13 +32,13 @@ def _bytes(dest, source, nelems):
 
 @triton.jit
 def put(dest, source, nelems, pe):
-    """Copy to rank ``pe``. Returns when ``source`` may be written; orders nothing that follows."""
+    """Copy to rank ``pe``. Returns when ``source`` may be written; orders no later access."""
     nvshmem.putmem_block(dest, source, _bytes(dest, source, nelems), pe)
 
 
 @triton.jit
 def get(dest, source, nelems, pe):
-    """Copy from rank ``pe``; the data is there when it returns. Waits for no signal."""
+    """Copy from rank ``pe``. The data is there when it returns. Does not wait for a signal."""
     nvshmem.getmem_block(dest, source, _bytes(dest, source, nelems), pe)
 
 
@@ -46,6 +47,6 @@ get_nbi = get
 
 @triton.jit
 def wait_until(ivar, cmp_op, cmp_val):
-    """Wait until an own int32 compares."""
+    """Wait until a local int32 compares."""
     word = nvshmem.address_of(ivar).to(tl.pointer_type(tl.int32))
     return nvshmem.wait_for_word(word, cmp_op, cmp_val)

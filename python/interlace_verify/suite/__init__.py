@@ -1,1 +1,1 @@
-"""``interlace verify``: targets and jobs."""
+"""The targets and jobs of ``interlace verify``."""

@@ -1,7 +1,7 @@
-"""The checks of one ``interlace verify``: which jobs there are, and what came of them.
+"""The checks of one ``interlace verify`` call: its jobs and their results.
 
-A *subject* is a shipped op, a function in a file, or the protocols. A *job* is one check of one subject;
-jobs run in parallel processes. What they found is a :class:`JobResult` each.
+A *subject* is a shipped op, a function in a file, or the protocols. A *job* is one check of one subject.
+Jobs run in parallel processes, and each gives a :class:`JobResult`.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ FULL_PATTERNS, QUICK_PATTERNS = (4, 3), (3, 2)  # ranks, rounds
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """A plan: what to check and how much. ``ranks`` for races; schedules run on the smallest of them.
+    """The checks to run and their extent. ``ranks`` are for races; schedules run on the smallest of them.
 
     ``schedules``: 0 for none. ``ignore``: rules of lint that do not apply to a user's kernels. ``quick``:
-    lint one variant of each kernel, and explore protocols of fewer ranks and rounds. ``run_for``: GPUs for
-    which kernels are compiled that cannot be interpreted; () for the first that has them. ``budget``:
-    seconds of processor time for races on one number of ranks, beyond which no schedule is begun but
-    the first. If that has found something it is the only one, too. 0: all schedules are run.
+    lint one variant of each kernel, and explore protocols of fewer ranks and rounds. ``run_for``: GPUs to
+    compile kernels for that cannot be interpreted; () for the first GPU that can run them. ``budget``:
+    seconds of processor time for the race check on one number of ranks. When it is spent, no further
+    schedule begins; the first one always runs, and is the only one if it has findings. 0: no limit.
     """
 
     ranks: tuple[int, ...] = (2, 3, 4, 8)
@@ -67,21 +67,21 @@ class CheckPlan:
 
 
 FULL, QUICK = CheckPlan(), CheckPlan((2, 3), 1, 3, (90,), True)
-# of a function of one's own, which may need ranks in powers of two
+# for a user's function, which may need ranks in powers of two
 FULL_OWN, QUICK_OWN = CheckPlan((2, 4), 10, 200), CheckPlan((2, 4), 3, 0, (90,), budget=6.0)
 
-_OF_A_GPU = re.compile(  # errors of torch in a file that is to run with its shim
+_OF_A_GPU = re.compile(  # errors of torch in a file that needs its shim
     r"process group has not been initialized|env:// rendezvous|not compiled with CUDA|no NVIDIA driver"
 )
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """One job: ``count`` says how much was looked at, ``findings`` are texts, none if it is clean.
+    """The result of one job. ``count`` says how much was checked; ``findings`` are texts, () if clean.
 
-    ``report`` is that of the check, where there is one; ``refusals`` are texts, too, of what could not be
-    checked. ``notes`` are neither. ``seconds`` are of processor time, with that of child processes.
-    ``lost``: the process that checked it has ended.
+    ``report`` is the check's report, if there is one. ``refusals`` are texts about parts that could not be
+    checked. ``notes`` are other texts. ``seconds`` are processor time, with child processes.
+    ``lost``: the process of the check has died.
     """
 
     subject: str
@@ -96,7 +96,7 @@ class JobResult:
     lost: bool = False
 
     def texts(self) -> list[tuple[Any, str]]:
-        """What was found or not checked: what is equal for the same, and the text."""
+        """Return (key, text) of findings and refusals; the same cause has the same key."""
         race = isinstance(self.report, RaceReport)
         causes = [each.cause for each in self.report.findings] if race else []  # type: ignore[union-attr]
         causes += self.findings[len(causes) :]
@@ -104,7 +104,7 @@ class JobResult:
         return [*zip(causes, self.findings, strict=True), *zip(refusals, refusals, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: all but the report."""
+        """Return all but the report, for JSON."""
         facts = {**vars(self), "seconds": round(self.seconds, 3)}
         del facts["report"], facts["lost"]
         return facts
@@ -112,7 +112,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What a check gives of a :class:`JobResult`."""
+    """The part of a :class:`JobResult` that the check itself returns."""
 
     count: str
     findings: Sequence[str]
@@ -122,7 +122,7 @@ class JobOutcome:
 
 
 class Job(NamedTuple):
-    """One check of one function, on one world size, or of one protocol."""
+    """One check of one function on one world size, or of one protocol."""
 
     subject: str
     check: str
@@ -137,7 +137,7 @@ class Job(NamedTuple):
         begin = processor_seconds()
         try:
             done = self.run()
-        except Exception as error:  # the other jobs' results are not lost for it
+        except Exception as error:  # the results of other jobs are kept
             result = self.without_result(f"the check ended with {type(error).__name__}: {error}")
         else:
             texts = (tuple(each) for each in (done.findings, done.refusals, done.notes))
@@ -146,19 +146,19 @@ class Job(NamedTuple):
         return replace(result, seconds=processor_seconds() - begin)
 
     def without_result(self, how: str) -> JobResult:
-        """Nothing came of it: ``how`` it ended."""
+        """Return the result of a check that ended without one; ``how`` says why."""
         return JobResult(self.subject, self.check, self.variant, "0 runs", (), 0.0, None, (how,))
 
 
 def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
-    """Races and schedules of shipped ops, the longest first; a quick plan of several has fewer variants."""
+    """Return races and schedules of shipped ops, most ranks first; a quick plan has fewer variants."""
     quick = plan.quick and len(names) > 1
     plan = replace(plan, ranks=tuple(sorted(plan.ranks, reverse=True)))
     return _jobs({name: TARGETS[name].checked(quick) for name in names}, plan)
 
 
 def function_jobs(subject: str, fn: Callable[[], object], plan: CheckPlan) -> list[Job]:
-    """Races and schedules of a function of one's own; reports of races have what is to be linted."""
+    """Return races and schedules of a user's function; reports of races list the kernels to lint."""
     return _jobs({subject: {"": fn}}, plan, own=True)
 
 
@@ -182,7 +182,7 @@ def _jobs(
 
 
 def protocol_jobs(plan: CheckPlan) -> list[Job]:
-    """All interleavings of the patterns of ``kernels/signal.py``."""
+    """Return all interleavings of the patterns of ``kernels/signal.py``."""
     ranks, rounds = QUICK_PATTERNS if plan.quick else FULL_PATTERNS
     text = f"{ranks} ranks, {rounds} rounds"
     return [
@@ -198,11 +198,11 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
     if plan.run_for and not arches <= {*plan.run_for}:
         wanted, ran = (", ".join(f"sm_{each}" for each in some) for some in (plan.run_for, arches))
         notes.append(
-            f"kernels that must be compiled ran as code of {ran}: that of {wanted} cannot be run"
+            f"kernels that must be compiled ran as code for {ran}; code for {wanted} cannot be run"
         )
     if report.clean and (done := len(report.seeds)) < plan.seeds:
         notes.append(
-            f"{world_size} ranks: {done} of {plan.seeds} schedules, as each takes long; "
+            f"{world_size} ranks: only {done} of {plan.seeds} schedules ran, because each takes long; "
             f"--seeds {plan.seeds} runs all"
         )
     refusals = [f"seed {seed} is not checked: {text}" for seed, text in report.refusals]
@@ -214,7 +214,7 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
 
 
 def _raced(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
-    """The report of as many schedules as the plan and its budget allow."""
+    """Return the report of as many schedules as the plan and its budget allow."""
     if not plan.budget:
         return races(fn, world_size, seeds=plan.seeds)
     begin, here = processor_seconds(), time.process_time()
@@ -262,7 +262,7 @@ def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
 
 
 def processor_seconds() -> float:
-    """Processor time of this process and its children so far; of those that run only where /proc is."""
+    """Return the processor time of this process and its children; running ones count only with /proc."""
     total = time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     ticks = os.sysconf("SC_CLK_TCK")
     for child in running_children():
@@ -273,7 +273,7 @@ def processor_seconds() -> float:
 
 
 def running_children() -> list[str]:
-    """The numbers of this process's children, as far as /proc is there and their threads stay."""
+    """Return the pids of this process's children, as far as /proc exists and their threads live."""
     found: list[str] = []
     for children in pathlib.Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -284,7 +284,7 @@ def running_children() -> list[str]:
 def run_jobs(
     jobs: Sequence[Job], *, on_done: Callable[[JobResult], object] = lambda result: None
 ) -> list[JobResult]:
-    """All results, in the order of the jobs, of parallel processes; ``on_done`` gets each as it comes."""
+    """Run jobs in parallel; return results in the order of jobs. ``on_done`` gets each when it is done."""
     results: list[tuple[int, JobResult]] = []
     for index, result in parallel.map_seeds(
         lambda index: jobs[index].result(),
@@ -299,7 +299,7 @@ def run_jobs(
 
 
 def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
-    """``results`` with each cause of races once, told where it was found first."""
+    """Return ``results`` with each cause of races once, in the first result that has it."""
     found: dict[object, Finding] = {}
     for result in results:
         if isinstance(report := result.report, RaceReport):
@@ -320,7 +320,7 @@ def _by_cause(results: Sequence[JobResult]) -> list[JobResult]:
 def lint_shipped(
     names: Sequence[str], plan: CheckPlan, *, on_done: Callable[[], None] = lambda: None
 ) -> list[JobResult]:
-    """Every variant of the catalogue of these ops, compiled and linted."""
+    """Compile and lint every variant of these ops in the catalogue."""
     wanted = {kernel: name for name in names for kernel in TARGETS[name].kernels}
     chosen, begin = shipped_entries(names, plan), processor_seconds()
     reports = build(chosen, on_report=lambda report: on_done())
@@ -333,13 +333,13 @@ def lint_shipped(
 
 
 def _of_processor(results: list[JobResult], seconds: float) -> list[JobResult]:
-    """``results`` that took so long together, of processor time, shared as the time that each has taken."""
+    """Return ``results`` with ``seconds`` of processor time shared out in proportion to their times."""
     share = seconds / (sum(result.seconds for result in results) or 1.0)
     return [replace(result, seconds=result.seconds * share) for result in results]
 
 
 def shipped_entries(names: Sequence[str], plan: CheckPlan) -> list[Entry]:
-    """The entries that :func:`lint_shipped` compiles."""
+    """Return the entries that :func:`lint_shipped` compiles."""
     kernels = {kernel for name in names for kernel in TARGETS[name].kernels}
     chosen = [entry for arch in plan.arches for entry in entries(arch) if entry.kernel in kernels]
     return one_of_each(chosen) if plan.quick else chosen
@@ -352,10 +352,10 @@ def lint_launches(
     *,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[JobResult]:
-    """Lint every kernel in every form in which the races of ``results`` saw it launched.
+    """Lint every kernel in each form in which the race checks of ``results`` saw it launched.
 
-    But those of interlace, and those that call a shim, which is not compiled to what the package that it
-    stands for is compiled to. What the races settle is no finding.
+    Skip interlace's kernels, and kernels that call a shim, because its code differs from the code of the
+    real package. Leave out findings that the race checks have settled.
     """
     checked = [each.report for each in results if isinstance(each.report, RaceReport)]
     ended = not any(report.errors or report.refusals for report in checked)
@@ -379,7 +379,7 @@ def lint_launches(
 
 
 def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest, ...] | str]]:
-    """All forms of kernels that were seen in races, each once, by name: what to lint, or why not."""
+    """Return, by name, all forms of kernels that race checks saw, or the reason not to lint one."""
     reports = (each.report for each in results if isinstance(each.report, RaceReport))
     return [*{repr(each): each for report in reports for each in report.launches}.values()]
 
@@ -387,7 +387,7 @@ def launched(results: Sequence[JobResult]) -> list[tuple[str, tuple[LintRequest,
 def _to_lint(
     report: RaceReport, plan: CheckPlan
 ) -> Iterator[tuple[str, tuple[LintRequest, ...] | str]]:
-    """By name, what to lint of each launch, or why that cannot be; other processes find it by name, too."""
+    """Yield (name, requests) of each launch, or (name, the reason). Other processes also import by name."""
     for launch in report.launches:
         home = launch.kernel.fn.__module__
         if home.startswith("interlace.kernels.") or calls_a_shim(launch.kernel):
@@ -402,7 +402,7 @@ def _to_lint(
 
 
 def _kernel(module: str, name: str) -> Any:
-    """The kernel whose function has that name; LookupError if there is none."""
+    """Return the kernel whose function has that name. Raise LookupError if there is none."""
     for found in vars(importlib.import_module(module)).values():
         with contextlib.suppress(TypeError, ValueError):
             if jitted_function(found).__name__ == name:
@@ -421,7 +421,7 @@ def _linted(
 
 
 def parameters_without_default(fn: Callable[..., object]) -> list[str]:
-    """Names of what a call of ``fn`` has to give; none where its signature is not known."""
+    """Return the parameters that a call of ``fn`` must pass; [] if its signature is not known."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -431,5 +431,5 @@ def parameters_without_default(fn: Callable[..., object]) -> list[str]:
 
 
 def load_function(text: str) -> Callable[[], Any]:
-    """As :func:`user_files.load_function`; errors name the shim that a file may need."""
+    """Load as :func:`user_files.load_function` does; errors name the shim that a file may need."""
     return user_files.load_function(text, lambda error: _shim_hint(str(error), needed_for(error)))

@@ -154,7 +154,7 @@ def test_a_function_with_arguments_is_refused(
     file = tmp_path / "functions.py"
     file.write_text(FUNCTIONS)
     assert main.run(["verify", f"{file}::takes"]) == 2
-    assert "::takes takes rows, and every rank calls it without arguments" in said(capsys)
+    assert "::takes takes rows, but every rank calls it without arguments" in said(capsys)
     assert not jobs.parameters_without_default(jobs.load_function(f"{file}::small"))
 
 

@@ -145,7 +145,7 @@ def test_a_failure_is_shown_as_found_and_shrunk(
     found, shrunk = deadlock["views"]
     report = results[-1].report
     assert isinstance(report, ScheduleReport) and report.failure is not None
-    assert found["title"] == f"as found, {report.failure.found_switches} context switches"
+    assert found["title"] == f"before shrinking, {report.failure.found_switches} context switches"
     assert shrunk["title"] == f"shrunk, {report.failure.switches} context switches"
     for view in (found, shrunk):
         blocked = [event for event in view["events"] if event[6] == "blocked"]

@@ -153,9 +153,9 @@ def test_errors_name_what_is_not_known(asm: str, match: str) -> None:
 @pytest.mark.parametrize(
     ("constraints", "match"),
     [
-        ("=r", "has 0 inputs, but the arguments make 1"),
-        ("l", "has 0 results, but the arguments make 1"),
-        ("=r,=r,l", "has 2 results, but the arguments make 1"),
+        ("=r", "has 0 inputs, but the arguments need 1"),
+        ("l", "has 0 results, but the arguments need 1"),
+        ("=r,=r,l", "has 2 results, but the arguments need 1"),
         ("=r,m", "constraint 'm' .* is not known"),
     ],
 )

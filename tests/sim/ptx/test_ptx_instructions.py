@@ -253,5 +253,5 @@ def test_ptx_is_for_its_place() -> None:
         interlace.run(lambda: interlace.verify.launch_ptx(kernel(""), 1), 1)
     with pytest.raises(ValueError, match="grid must be 1 to 3 whole numbers"):
         interlace.run(lambda: interlace.verify.launch_ptx(kernel(""), (1, 1, 1, 1)), 1, place="ptx")
-    with pytest.raises(TypeError, match="kernel has 2 parameters, and was given 3 values"):
+    with pytest.raises(TypeError, match="kernel has 2 parameters, got 3 values"):
         interlace.run(lambda: interlace.verify.launch_ptx(kernel(""), 1, 1, 2, 3), 1, place="ptx")

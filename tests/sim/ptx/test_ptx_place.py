@@ -176,7 +176,7 @@ def test_texts_given_with_their_launch_are_rewritten_too() -> None:
     verify.races(on_rank, 1, seeds=1, arch=80, rewrite=lambda _, ptx: ptx.replace("], 1;", "], 2;"))
     assert sums == [64]
     report = verify.races(on_rank, 1, seeds=1, arch=80, rewrite=lambda name, ptx: None)  # type: ignore[arg-type, return-value]
-    assert "rewrite must give PTX, a str; of kernel it gave None" in str(report)
+    assert "rewrite must return PTX, a str; for kernel it returned None" in str(report)
     with pytest.raises(TypeError, match="rewrite must be a function of a name and PTX, got 'x'"):
         verify.races(on_rank, 1, arch=80, rewrite="x")  # type: ignore[arg-type]
 

@@ -171,7 +171,7 @@ def test_rounds_that_are_alike_are_known_beforehand(body: str, polls: list[int])
         (SHARED + poll("ld.shared.b32 %r3, [%r5]"), "neither memory nor registers change"),
         (
             roles("AGAIN: add.s32 %r9, %r9, 1; setp.eq.s32 %p2, %r1, %r1; @%p2 bra AGAIN;", ""),
-            "5000 instructions without a look at global memory",
+            "5000 instructions without an access of global memory",
         ),
     ],
 )

@@ -40,7 +40,7 @@ def test_others_are_not_refused(text: str) -> None:
 
 def test_the_error_names_instruction_target_and_line() -> None:
     text = kernel("elect.sync %r2|%p1, -1;")
-    message = r"'elect.sync' is not there on sm_80, but on sm_90; line \d+: elect.sync %r2"
+    message = r"'elect.sync' does not exist on sm_80, but on sm_90; line \d+: elect.sync %r2"
     for arch in (80, 90):  # a text for sm_80 is one wherever it runs
         with pytest.raises(InterlaceError, match=message):
             interlace.run(lambda: launch_ptx(text, 1), 1, place="ptx", arch=arch)
@@ -50,7 +50,7 @@ def test_the_error_names_instruction_target_and_line() -> None:
 def test_a_text_for_a_later_gpu_is_refused_by_an_earlier_one() -> None:
     text = kernel("elect.sync %r2|%p1, -1;", arch=90)
     interlace.run(lambda: launch_ptx(text, 1), 1, place="ptx", arch=90)
-    with pytest.raises(ValueError, match=r"kernel is PTX for sm_90a, and arch=80 is a GPU before"):
+    with pytest.raises(ValueError, match=r"kernel is PTX for sm_90a, but arch=80 is an older GPU"):
         interlace.run(lambda: launch_ptx(text, 1), 1, place="ptx", arch=80)
     with pytest.raises(InterlaceError, match=r"no \.target"):
         without = text.replace(".target sm_90a", "")

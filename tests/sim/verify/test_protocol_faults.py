@@ -266,7 +266,7 @@ FAULTS: list[tuple[Protocol, str, Rule, str, str]] = [
     (GIVING_UP, "claim without swap", claim_without_swap, "violation", "record of rank 0"),
     (GIVING_UP, "rank 1 is not told", told_nobody, "deadlock", "rank 1 program 0"),
     (GIVING_UP, "abort not looked at", patient, "deadlock", "rank 1 program 0"),
-    (GIVING_UP, "nothing recorded", nothing_recorded, "violation", "nobody has written"),
+    (GIVING_UP, "nothing recorded", nothing_recorded, "violation", "no rank has recorded"),
 ]
 
 

@@ -94,7 +94,7 @@ def test_what_a_rule_explains_is_told_first() -> None:
     assert [each.kind for each in told] == ["no barrier", "write-read"]
     assert [each.hint for each in told] == [
         "do",
-        "do; a finding above may be the cause of this one, too",
+        "do; a finding above may also be the cause of this one",
     ]
     assert by_cause([bare], reaches)[0].hint == "do"
 

@@ -243,7 +243,7 @@ def test_findings_are_told_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["al"], "al: names no file.py::function, and is none of all, signal"),
+        (["al"], "al: must be a file.py::function or one of all, signal"),
         (["nowhere.py::f"], "nowhere.py: there is no such file"),
         ([f"{EXAMPLE}::four_rounds"], "has no function 'four_rounds'; it has"),
         ([f"{EXAMPLE.parent}::f"], "must be like path/to/file.py::function"),

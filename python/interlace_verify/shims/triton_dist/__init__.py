@@ -1,7 +1,7 @@
-"""``triton_dist`` on a CPU: the decorator, as its device functions need no compiler of their own here.
+"""``triton_dist`` on a CPU: only the decorator, because its device functions need no special compiler here.
 
-``import`` finds what nothing here stands for, as ``triton_dist.kernels``, in the real package, if there is
-one.
+``import`` looks for modules without a shim, such as ``triton_dist.kernels``, in the real package, if it is
+installed.
 """
 
 from interlace_verify.shims.triton_dist import tune

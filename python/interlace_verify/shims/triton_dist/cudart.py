@@ -23,7 +23,7 @@ class cudaMemcpyKind(enum.IntEnum):
 
 
 def cudaMemcpyAsync(dst: Any, src: Any, count: int, kind: Any, stream: Any) -> tuple[cudaError_t]:
-    """Copy ``count`` bytes after what the stream has been given before: by the copy engine, in pieces."""
+    """Copy ``count`` bytes after all earlier work of the stream: by the copy engine, in pieces."""
     with of_run(stream).current():
         to, source = (_at(address, count) for address in (dst, src))
         to.copy_(source)
@@ -31,7 +31,7 @@ def cudaMemcpyAsync(dst: Any, src: Any, count: int, kind: Any, stream: Any) -> t
 
 
 def _at(address: Any, count: int) -> torch.Tensor:
-    """Words of 32 bits where that is possible, which a race names better."""
+    """Return 32-bit words if possible, because a race names words more clearly."""
     words = not (int(address) | count) % 4
     kind, dtype = (ctypes.c_int32, torch.int32) if words else (ctypes.c_uint8, torch.uint8)
     memory = (kind * (count // ctypes.sizeof(kind))).from_address(int(address))
@@ -39,7 +39,7 @@ def _at(address: Any, count: int) -> torch.Tensor:
 
 
 def cudaGetErrorString(error: Any) -> tuple[cudaError_t, bytes]:
-    """The name of an error."""
+    """Return the name of an error."""
     return cudaError_t.cudaSuccess, cudaError_t(error).name.encode()
 
 

@@ -1,4 +1,4 @@
-"""The module ``triton_dist.jit``, whose function of that name hides it in the package."""
+"""The module ``triton_dist.jit``. The package's function of that name hides it."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ __all__ = ["jit"]
 __getattr__ = missing.of("triton_dist.jit")
 
 _language: Any = tl
-if not hasattr(_language, "constexpr_function"):  # where the package's Triton has it
+if not hasattr(_language, "constexpr_function"):  # the package's own Triton has it
     _language.constexpr_function = constexpr_function

@@ -1,17 +1,17 @@
 """``triton_dist.language`` on a CPU: wait, notify and a peer's addresses.
 
-What they do to memory is what ``DistributedOpToLLVM.cpp`` of ByteDance-Seed/Triton-distributed (1512a811)
-makes of them for NVIDIA's GPUs::
+Their effect on memory is the effect of the code that ``DistributedOpToLLVM.cpp`` of
+ByteDance-Seed/Triton-distributed (1512a811) generates for NVIDIA's GPUs::
 
-    wait            the lanes of every warp poll, with the order and scope that were given, until the words
-                    are equal to the value, and meet by bar.warp.sync: all threads have acquired
-    notify          thread 0 alone: membar, then a relaxed store or add. No barrier of the program: without
-                    __syncthreads() before it the stores of other threads are not covered
+    wait            the lanes of every warp poll, with the given order and scope, until the words are equal
+                    to the value, and meet by bar.warp.sync: all threads have acquired
+    notify          thread 0 alone: membar, then a relaxed store or add. It has no barrier of the program:
+                    without __syncthreads() before it the stores of other threads are not covered
       comm_scope    "gpu": membar.gl, at this rank; "intra_node": membar.sys, at the peer;
                     "inter_node" (the default): nvshmemx_signal_op, which has no membar
-    consume_token   nothing that runs: it keeps the compiler from moving loads above the wait. The
-                    simulator moves none, so that a token is missing is not found
-    vectors         in ``vectors.py``; shared memory and TMA by hand are not there
+    consume_token   no instruction: it keeps the compiler from moving loads above the wait. The simulator
+                    moves no loads, so it does not find a missing token
+    vectors         in ``vectors.py``; manual shared memory and TMA are missing
 """
 
 import triton
@@ -34,31 +34,31 @@ __getattr__ = missing.of("triton_dist.language")
 
 @triton.jit
 def rank(axis=-1):
-    """The rank that runs this program."""
+    """Return the rank that runs this program."""
     return my_pe()
 
 
 @triton.jit
 def num_ranks(axis=-1):
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return n_pes()
 
 
 @triton.jit
 def symm_at(ptr, rank):
-    """The address at ``rank`` of what this rank has at ``ptr``."""
+    """Return the address at ``rank`` that corresponds to this rank's ``ptr``."""
     return remote_ptr(ptr, rank)
 
 
 @triton.jit
 def consume_token(value, token):
-    """``value``: see the head of this file."""
+    """Return ``value``; the head of this file explains it."""
     return value
 
 
 @triton.jit
 def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, waitValue=1):
-    """Poll ``numBarriers`` words from ``barrierPtrs`` on until each is ``waitValue``; a token."""
+    """Poll ``numBarriers`` words from ``barrierPtrs`` on until each is ``waitValue``; return a token."""
     for index in range(0, numBarriers):
         _wait_for_word(barrierPtrs + index, waitValue, scope, semantic)
     return tl.full((), 1, tl.int32)
@@ -66,7 +66,7 @@ def wait(barrierPtrs, numBarriers, scope: tl.constexpr, semantic: tl.constexpr, 
 
 @triton.jit
 def _wait_for_word(word, value, SCOPE: tl.constexpr, SEM: tl.constexpr):
-    """The first lane of every warp polls."""
+    """Poll by the first lane of every warp."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     ptx(
@@ -109,7 +109,7 @@ def notify(
 
 @triton.jit
 def _signal(word, value, FENCE: tl.constexpr, SCOPE: tl.constexpr, OPERATION: tl.constexpr):
-    """Thread 0 signals."""
+    """Signal by thread 0."""
     kind: tl.constexpr = word.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     change: tl.constexpr = "st" if OPERATION == "set" else "red"

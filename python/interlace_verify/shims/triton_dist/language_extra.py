@@ -1,9 +1,10 @@
-"""``triton_dist.language.extra.language_extra`` on a CPU: what one instruction of PTX does for each thread.
+"""``triton_dist.language.extra.language_extra`` on a CPU: one instruction of PTX for each thread.
 
 In Triton-distributed (1512a811, ``extra/cuda/language_extra.py``) each of these functions is one PTX
-instruction, which every thread executes; here each is the same one, as the PTX ISA describes it. The order
-is "relaxed" and the scope "gpu" unless told otherwise. Vectors, four words at once and ``multimem`` are
-weak, pairs of words are volatile. There is no clock: what a read of it gives goes up with each.
+instruction, which every thread executes. Here it is the same instruction, as the PTX ISA describes it. The
+default order is "relaxed" and the default scope "gpu". Accesses of vectors, of four words and by
+``multimem`` are weak, accesses of pairs of words are volatile. There is no clock: each read of it returns a
+larger number.
 """
 
 import triton
@@ -20,13 +21,13 @@ __getattr__ = missing.of("triton_dist.language.extra.language_extra")
 
 @triton.constexpr_function
 def threads_per_warp():
-    """As on NVIDIA's GPUs."""
+    """Return 32, as on NVIDIA's GPUs."""
     return 32
 
 
 @triton.jit
 def __syncthreads():
-    """The barrier of a program's threads."""
+    """Wait at a barrier of the program's threads."""
     tl.debug_barrier()
 
 
@@ -37,37 +38,37 @@ def _axis(axis):
 
 @triton.jit
 def tid(axis: tl.constexpr):
-    """The number of the thread; programs have one dimension of them."""
+    """Return the number of the thread; programs have one dimension of threads."""
     return ptx(f"mov.u32 $0, %tid.{_axis(axis)};", is_pure=True)
 
 
 @triton.jit
 def ntid(axis: tl.constexpr):
-    """How many threads the program has."""
+    """Return the number of threads of the program."""
     return ptx(f"mov.u32 $0, %ntid.{_axis(axis)};", is_pure=True)
 
 
 @triton.jit
 def laneid():
-    """The number of the thread in its warp."""
+    """Return the number of the thread in its warp."""
     return ptx("mov.u32 $0, %laneid;", is_pure=True)
 
 
 @triton.jit
 def globaltimer():
-    """The clock of the device, in nanoseconds."""
+    """Return the clock of the device, in nanoseconds."""
     return ptx("mov.u64 $0, %globaltimer;", dtype=tl.uint64)
 
 
 @triton.jit
 def globaltimer_lo():
-    """Its lower 32 bits."""
+    """Return the lower 32 bits of the clock."""
     return ptx("mov.u32 $0, %globaltimer_lo;", dtype=tl.uint32)
 
 
 @triton.jit
 def globaltimer_hi():
-    """Its upper 32 bits."""
+    """Return the upper 32 bits of the clock."""
     return ptx("mov.u32 $0, %globaltimer_hi;", dtype=tl.uint32)
 
 
@@ -76,13 +77,13 @@ def globaltimer_hi():
 
 @triton.jit
 def membar(scope: tl.constexpr = "cta"):
-    """A fence of this thread: ``membar`` of "cta", "gl" (the GPU) or "sys", which is ``fence.sc``."""
+    """Fence this thread: ``membar`` of "cta", "gl" (the GPU) or "sys", which is ``fence.sc``."""
     run_ptx(f"membar.{scope};")
 
 
 @triton.jit
 def fence(semantic: tl.constexpr = "sc", scope: tl.constexpr = "gpu"):
-    """A fence of this thread, "sc" or "acq_rel"."""
+    """Fence this thread with "sc" or "acq_rel"."""
     run_ptx(f"fence.{semantic}.{scope};")
 
 
@@ -99,13 +100,13 @@ def ld(ptr, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
 
 @triton.jit
 def ld_b32(ptr):
-    """:func:`ld` of a word of 32 bits."""
+    """Do :func:`ld` of a 32-bit word."""
     return ld(ptr, "gpu", "relaxed")
 
 
 @triton.jit
 def ld_acquire(ptr, scope: tl.constexpr = "gpu"):
-    """:func:`ld` that acquires."""
+    """Do :func:`ld` with acquire."""
     return ld(ptr, scope, "acquire")
 
 
@@ -119,7 +120,7 @@ def st(ptr, val, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"
 
 @triton.jit
 def st_b32(ptr, val0):
-    """:func:`st` of a word of 32 bits."""
+    """Do :func:`st` of a 32-bit word."""
     st(ptr, val0, "gpu", "relaxed")
 
 
@@ -146,25 +147,25 @@ def _of_kind(words, KIND: tl.constexpr):
 
 @triton.jit
 def load_v4_u32(ptr):
-    """Four words at once, weak."""
+    """Load four words at once, weak."""
     return _of_kind(_load_four(ptr, "ld.global.v4.b32"), tl.uint32)
 
 
 @triton.jit
 def load_v4_s32(ptr):
-    """Four words at once, weak."""
+    """Load four words at once, weak."""
     return _load_four(ptr, "ld.global.v4.b32")
 
 
 @triton.jit
 def load_v4_b32(ptr, scope: tl.constexpr = "", semantic: tl.constexpr = ""):
-    """Four words at once; an order of "" is weak."""
+    """Load four words at once; an order of "" is weak."""
     return _load_four(ptr, f"ld.global{_ordered(semantic, scope)}.v4.b32")
 
 
 @triton.jit
 def load_v2_b64(ptr):
-    """Two words of 64 bits at once, volatile."""
+    """Load two 64-bit words at once, volatile."""
     return ptx("ld.volatile.global.v2.b64 {$0, $1}, [$2];", [ptr], (tl.int64, tl.int64))
 
 
@@ -191,7 +192,7 @@ def st_v2_u32(ptr, val0, val1):
 
 @triton.jit
 def pack_b32_v2(val0, val1):
-    """Two words of 32 bits as one of 64, the first one below."""
+    """Return two 32-bit words as one of 64 bits, the first one in the lower half."""
     return ptx("mov.b64 $0, {$1, $2};", [val0, val1], tl.uint64, True)
 
 
@@ -200,7 +201,7 @@ def pack_b32_v2(val0, val1):
 
 @triton.jit
 def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr = "relaxed"):
-    """Add to a word; what was there before."""
+    """Add to a word; return the old value."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     name: tl.constexpr = "f" if kind.is_floating() else "u"
@@ -213,7 +214,7 @@ def atomic_add(ptr, value, scope: tl.constexpr = "gpu", semantic: tl.constexpr =
 
 @triton.jit
 def atomic_add_per_warp(barrier_ptr, value, scope: tl.constexpr, semantic: tl.constexpr):
-    """Add to a word by the first thread of each warp; what was there before, for all threads of it."""
+    """Add to a word by the first thread of each warp; return the old value to all threads of it."""
     before = tl.full((), 0, barrier_ptr.dtype.element_ty)
     if laneid() == 0:
         before = atomic_add(barrier_ptr, value, scope, semantic)
@@ -222,7 +223,7 @@ def atomic_add_per_warp(barrier_ptr, value, scope: tl.constexpr, semantic: tl.co
 
 @triton.jit
 def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.constexpr):
-    """Set a word to ``target_val`` if it is ``cmp_val``; what was there before."""
+    """Set a word to ``target_val`` if it is ``cmp_val``; return the old value."""
     kind: tl.constexpr = ptr.dtype.element_ty
     bits: tl.constexpr = kind.primitive_bitwidth
     return ptx(
@@ -234,7 +235,7 @@ def atomic_cas(ptr, cmp_val, target_val, scope: tl.constexpr, semantic: tl.const
 
 @triton.jit
 def red_release(barrier_ptr, value, scope: tl.constexpr = "gpu"):
-    """Add to an int32, and release, by every thread."""
+    """Add to an int32 with release, by every thread."""
     run_ptx(
         f"red.release.{scope}.global.add.s32 [$1], $2;", [barrier_ptr, tl.full((), value, tl.int32)]
     )
@@ -242,7 +243,7 @@ def red_release(barrier_ptr, value, scope: tl.constexpr = "gpu"):
 
 @triton.jit
 def arrive_inc(barrier_ptr, thread_idx, value, scope: tl.constexpr = "gpu"):
-    """All threads meet, then thread 0 adds and releases."""
+    """Let all threads meet, then thread 0 adds with release."""
     __syncthreads()
     if thread_idx == 0:
         red_release(barrier_ptr, value, scope)
@@ -253,7 +254,7 @@ arrive_inc_asm = arrive_inc
 
 @triton.jit
 def wait_eq(barrier_ptr, thread_idx, value, scope: tl.constexpr):
-    """Thread 0 polls with acquire until a word is ``value``, then all threads meet."""
+    """Let thread 0 poll with acquire until a word is ``value``, then all threads meet."""
     if thread_idx == 0:
         while ld_acquire(barrier_ptr, scope) != value:
             pass
@@ -274,31 +275,31 @@ def _shuffled(mask, value, lane, MODE: tl.constexpr, CLAMP: tl.constexpr):
 
 @triton.jit
 def __shfl_sync_i32(mask, value, laneid):
-    """The ``value`` of the thread ``laneid``."""
+    """Return the ``value`` of the thread ``laneid``."""
     return _shuffled(mask, value, laneid, "idx", 31)
 
 
 @triton.jit
 def __shfl_up_sync_i32(mask, value, delta):
-    """The ``value`` of the thread ``delta`` before; the first ones keep their own."""
+    """Return the ``value`` of the thread ``delta`` before; the first threads keep their own."""
     return _shuffled(mask, value, delta, "up", 0)
 
 
 @triton.jit
 def __shfl_down_sync_i32(mask, value, delta):
-    """The ``value`` of the thread ``delta`` after; the last ones keep their own."""
+    """Return the ``value`` of the thread ``delta`` after; the last threads keep their own."""
     return _shuffled(mask, value, delta, "down", 31)
 
 
 @triton.jit
 def __shfl_xor_sync_i32(mask, value, delta):
-    """The ``value`` of the thread whose number differs in the bits ``delta``."""
+    """Return the ``value`` of the thread whose number differs in the bits ``delta``."""
     return _shuffled(mask, value, delta, "bfly", 31)
 
 
 @triton.jit
 def __ballot_sync(mask, predicate):
-    """The bits of those threads of the warp whose ``predicate`` is not 0."""
+    """Return the mask of the warp's threads whose ``predicate`` is not 0."""
     return ptx(
         """
         {
@@ -316,7 +317,7 @@ def __ballot_sync(mask, predicate):
 
 @triton.constexpr_function
 def _suffix(kind):
-    """The type of four registers of 32 bits that hold numbers of ``kind``."""
+    """Return the PTX type of four 32-bit registers that hold numbers of ``kind``."""
     names = {tl.float32: "f32", tl.bfloat16: "bf16x2", tl.float16: "f16x2"}
     if kind not in names:
         raise ValueError(f"multimem takes float32, bfloat16 and float16, got {kind}")
@@ -337,7 +338,7 @@ def _precision(kind, accumulated):
 
 @triton.jit
 def multimem_ld_reduce_v4(ptr, acc_dtype: tl.constexpr = None):
-    """The sums over ranks of 128 bits at a multicast address, in four registers of 32 bits, weak."""
+    """Return sums over ranks of 128 bits at a multicast address, in four 32-bit registers, weak."""
     kind: tl.constexpr = ptr.dtype.element_ty
     text: tl.constexpr = (
         f"multimem.ld_reduce.global.add{_precision(kind, acc_dtype)}.v4.{_suffix(kind)}"
@@ -347,7 +348,7 @@ def multimem_ld_reduce_v4(ptr, acc_dtype: tl.constexpr = None):
 
 @triton.jit
 def multimem_ld_reduce_p_v4(ptr, mask):
-    """:func:`multimem_ld_reduce_v4` with acquire and scope sys, by threads whose ``mask`` is not 0."""
+    """Do :func:`multimem_ld_reduce_v4` with acquire and scope sys, by threads whose ``mask`` is not 0."""
     kind: tl.constexpr = ptr.dtype.element_ty
     words = ptx(
         f"""
@@ -365,19 +366,19 @@ def multimem_ld_reduce_p_v4(ptr, mask):
 
 @triton.jit
 def multimem_st_b32(ptr, val0):
-    """Store a word at a multicast address, so at all ranks, weak."""
+    """Store a word at a multicast address, that is at all ranks, weak."""
     run_ptx("multimem.st.global.b32 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_b64(ptr, val0):
-    """The same of 64 bits."""
+    """Store 64 bits in the same way."""
     run_ptx("multimem.st.global.b64 [$1], $2;", [ptr, val0])
 
 
 @triton.jit
 def multimem_st_p_b32(ptr, val, mask):
-    """:func:`multimem_st_b32` by threads whose ``mask`` is not 0."""
+    """Do :func:`multimem_st_b32` by threads whose ``mask`` is not 0."""
     run_ptx(
         """
         {
@@ -392,14 +393,14 @@ def multimem_st_p_b32(ptr, val, mask):
 
 @triton.jit
 def multimem_st_v2(ptr, val0, val1):
-    """Two registers of 32 bits, to all ranks."""
+    """Store two 32-bit registers at all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
     run_ptx(f"multimem.st.global.v2.{_suffix(kind)} [$1], {{$2, $3}};", [ptr, val0, val1])
 
 
 @triton.jit
 def multimem_st_v4(ptr, val0, val1, val2, val3):
-    """Four registers of 32 bits, to all ranks."""
+    """Store four 32-bit registers at all ranks."""
     kind: tl.constexpr = ptr.dtype.element_ty
     run_ptx(
         f"multimem.st.global.v4.{_suffix(kind)} [$1], {{$2, $3, $4, $5}};",

@@ -1,7 +1,7 @@
-"""``triton_dist.language.extra.libshmem_device`` on a CPU: NVSHMEM's functions, as ``nvshmem.py`` has them.
+"""``triton_dist.language.extra.libshmem_device`` on a CPU: NVSHMEM's functions from ``nvshmem.py``.
 
-``..._rma`` copy as the functions without it do: those only avoid loads and stores of the own GPU.
-Collectives, and what other libraries than NVSHMEM have, are not there.
+Functions with ``_rma`` copy like the functions without it; the real ones only avoid loads and stores of
+this GPU. Collectives, and functions that only other libraries than NVSHMEM have, are missing.
 """
 
 from interlace_verify.shims import nvshmem

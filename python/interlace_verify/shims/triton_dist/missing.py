@@ -1,18 +1,18 @@
-"""Names of Triton-distributed that are not simulated: a file may import them, and calling them says so.
+"""Names of Triton-distributed that are not simulated. A file may import them; a call raises an error.
 
-It stands for modules of shared memory and TMA by hand, whose types and operations need the compiler of the
-package, and for modules that measure times.
+This module replaces modules of manual shared memory and TMA, whose types and operations need the package's
+compiler, and modules that measure times.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-# by which code tells kernels, constants, aggregates and plugins of tests from other values
+# attributes by which code tells kernels, constants, aggregates and test plugins from other values
 _ASKED_OF_ALL = {"fn", "run", "value", "hash_attrs", "raw_src", "pytest_plugins", "pytestmark"}
 
 
 def of(module: str) -> Callable[[str], Any]:
-    """``__getattr__`` of what stands for ``module``."""
+    """Return the ``__getattr__`` of the stand-in for ``module``."""
 
     def find(name: str) -> Any:
         if name in _ASKED_OF_ALL or (name.startswith("__") and name.endswith("__")):
@@ -22,7 +22,7 @@ def of(module: str) -> Callable[[str], Any]:
             raise NotImplementedError(f"the shim of {module} has no {name}")
 
         missing.__name__ = missing.__qualname__ = name
-        missing.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may name it, too
+        missing.__triton_builtin__ = True  # type: ignore[attr-defined]  # kernels may also name it
         return missing
 
     return find

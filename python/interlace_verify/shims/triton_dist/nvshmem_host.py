@@ -1,4 +1,4 @@
-"""``nvshmem.core`` and ``nvshmem.bindings.nvshmem`` on a CPU: what hosts call, on simulated streams."""
+"""``nvshmem.core`` and ``nvshmem.bindings.nvshmem`` on a CPU: host functions on simulated streams."""
 
 import enum
 
@@ -23,32 +23,32 @@ class SignalOp(enum.IntEnum):
 
 
 def my_pe() -> int:
-    """The calling rank."""
+    """Return the calling rank."""
     return interlace.get_rank()
 
 
 def n_pes() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return interlace.get_world_size()
 
 
 def team_my_pe(team: int) -> int:
-    """The number of the calling rank in ``team``."""
+    """Return the number of the calling rank in ``team``."""
     nvshmem.team_size(team)
     return interlace.get_rank()
 
 
 def team_n_pes(team: int) -> int:
-    """How many ranks ``team`` has."""
+    """Return the number of ranks of ``team``."""
     return nvshmem.team_size(team)
 
 
 def finalize() -> None:
-    """Nothing: memory ends with the run."""
+    """Do nothing, as memory ends with the run."""
 
 
 def putmem_on_stream(dest: int, source: int, bytes: int, pe: int, stream: object) -> None:
-    """Copy to rank ``pe`` after what the stream has been given before."""
+    """Copy to rank ``pe`` after all earlier work of the stream."""
     cudart.cudaMemcpyAsync(
         symmetric.address_at(int(dest), pe),
         source,
@@ -68,7 +68,7 @@ def putmem_signal_on_stream(
     pe: int,
     stream: object,
 ) -> None:
-    """:func:`putmem_on_stream`, then set the signal there."""
+    """Do :func:`putmem_on_stream`, then set the signal there."""
     if sig_op != SignalOp.SIGNAL_SET:
         raise NotImplementedError(f"sig_op must be SIGNAL_SET (9) here, got {sig_op}")
     putmem_on_stream(dest, source, bytes, pe, stream)

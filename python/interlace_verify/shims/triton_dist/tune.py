@@ -1,4 +1,4 @@
-"""``triton_dist.tune`` on a CPU: there is nothing to time, so the first configuration is taken."""
+"""``triton_dist.tune`` on a CPU: times mean nothing here, so the first configuration is used."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ import torch
 def autotune(
     config_space: Sequence[dict[str, Any]], key_fn: Any, prune_fn: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call a function with the first of ``config_space``, as the real one does if told ``autotune=False``.
+    """Call a function with the first of ``config_space``, as the real one does with ``autotune=False``.
 
-    What ``prune_fn`` refuses for the arguments is passed over.
+    Configurations that ``prune_fn`` rejects for the arguments are skipped.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,5 +29,5 @@ def autotune(
 
 
 def to_hashable(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What of a tensor the choice depends on."""
+    """Return the properties of a tensor that the choice depends on."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype

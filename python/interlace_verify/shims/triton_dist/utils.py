@@ -1,6 +1,6 @@
 """``triton_dist.utils`` on a CPU: symmetric tensors, and a node whose GPUs reach each other by NVLink.
 
-What else it has, as for measuring, fails when it is called.
+Its other functions, for example to measure, raise an error when they are called.
 """
 
 import functools
@@ -23,7 +23,7 @@ NVSHMEM_SIGNAL_DTYPE = torch.int64
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """What has no meaning here: a group and memory end with the run, a sleep orders nothing."""
+    """Do nothing: a group and memory end with the run, and a sleep orders nothing."""
 
 
 finalize_distributed = nvshmem_free_tensor_sync = init_nvshmem_by_torch_process_group = _nothing
@@ -31,7 +31,7 @@ dist_print = sleep_async = init_seed = wait_until_max_gpu_clock_or_warning = _no
 
 
 def CUDA_CHECK(err: Any) -> None:
-    """RuntimeError for an error of the driver or of the runtime."""
+    """Raise RuntimeError for an error of the driver or of the runtime."""
     if int(err):
         raise RuntimeError(f"Cuda Error: {err}")
 
@@ -40,17 +40,17 @@ def CUDA_CHECK(err: Any) -> None:
 
 
 def initialize_distributed(*args: object, **kwargs: object) -> Any:
-    """The group of all ranks, where the shim of torch is there, too."""
+    """Return the group of all ranks, if the shim of torch is also installed."""
     return dist.group.WORLD
 
 
 def get_triton_dist_world() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in symmetric memory. Collective."""
+    """Return a tensor in symmetric memory. Collective."""
     extents = (shape,) if isinstance(shape, int) else tuple(shape)
     tensor = symmetric_memory.empty(math.prod(extents), dtype=dtype)
     symmetric_memory.rendezvous(tensor)
@@ -58,7 +58,7 @@ def nvshmem_create_tensor(shape: int | Sequence[int], dtype: torch.dtype) -> tor
 
 
 def peers_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
-    """The memory of rank ``peer`` that is ``tensor`` here."""
+    """Return the memory of rank ``peer`` that corresponds to this rank's ``tensor``."""
     if peer == interlace.get_rank():
         return tensor
     handle: Any = symmetric_memory.rendezvous(tensor)
@@ -69,14 +69,14 @@ def peers_tensor(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 def nvshmem_create_tensors(
     shape: int | Sequence[int], dtype: torch.dtype, rank: int, local_world_size: int
 ) -> list[torch.Tensor]:
-    """Tensors in symmetric memory: those of the ranks of the node, of which the own one is new."""
+    """Return symmetric tensors, one for each rank of the node; this rank's one is new."""
     own = nvshmem_create_tensor(shape, dtype)
     first = rank - rank % local_world_size
     return [peers_tensor(own, first + peer) for peer in range(local_world_size)]
 
 
 def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:
-    """What all ranks did before is before what any does after; on ``stream``, or on the current one."""
+    """Order all ranks' work before it before all work after it; on ``stream`` or on the current one."""
     with torch.cuda.stream(stream):
         interlace.barrier()
 
@@ -85,12 +85,12 @@ def nvshmem_barrier_all_on_stream(stream: Any = None) -> None:
 
 
 def is_cuda() -> bool:
-    """Simulated are GPUs of NVIDIA."""
+    """Return True, as the simulated GPUs are NVIDIA's."""
     return True
 
 
 def is_hip() -> bool:
-    """Not one of AMD."""
+    """Return False, as the simulated GPUs are not AMD's."""
     return False
 
 
@@ -99,7 +99,7 @@ has_fullmesh_nvlink = supports_p2p_native_atomic = support_launch_cooperative_gr
 
 
 def has_tma() -> bool:
-    """From sm_90 on."""
+    """Return whether the GPU is at least sm_90."""
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -107,34 +107,34 @@ is_nvshmem_multimem_supported = has_tma
 
 
 def get_device_property(device_id: int = 0) -> Any:
-    """What torch says of the GPU."""
+    """Return torch's properties of the GPU."""
     return torch.cuda.get_device_properties(device_id)
 
 
 def get_device_max_shared_memory_size(device_id: int) -> int:
-    """How many bytes a program may have."""
+    """Return the most shared memory of a program, in bytes."""
     return int(get_device_property(device_id).shared_memory_per_block_optin)
 
 
 def get_group_numa_world_size(pg: Any) -> int:
-    """How many ranks of the group are at one processor: all."""
+    """Return the number of the group's ranks at one processor: all."""
     return int(pg.size())
 
 
 def launch_cooperative_grid_options() -> dict[str, bool]:
-    """Options of a launch whose programs wait for each other."""
+    """Return options of a launch whose programs wait for each other."""
     return {"launch_cooperative_grid": True}
 
 
 def torch_stream_max_priority() -> int:
-    """The most urgent priority of a stream."""
+    """Return the most urgent priority of a stream."""
     return -1
 
 
 def requires(
     condition_func: Callable[[], bool],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Refuse calls where a condition does not hold."""
+    """Refuse calls if a condition does not hold."""
 
     def decorate(function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
@@ -149,7 +149,7 @@ def requires(
 
 
 def requires_p2p_native_atomic(function: Callable[..., object]) -> Callable[..., object]:
-    """GPUs here have atomics at each other's memory."""
+    """Return the function unchanged: the GPUs here have atomics on each other's memory."""
     return function
 
 
@@ -157,12 +157,12 @@ def requires_p2p_native_atomic(function: Callable[..., object]) -> Callable[...,
 
 
 def is_fp8_dtype(dtype: torch.dtype) -> bool:
-    """Whether numbers are floating-point ones of 8 bits."""
+    """Return whether numbers are 8-bit floating-point numbers."""
     return dtype.itemsize == 1 and dtype.is_floating_point
 
 
 def rand_tensor(shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") -> Any:
-    """Random numbers, of [-1, 1) if they are floating-point ones, else of the whole type."""
+    """Return random numbers: in [-1, 1) for floating-point types, otherwise over the whole type."""
     if dtype.is_floating_point:
         wide = torch.float32 if is_fp8_dtype(dtype) else dtype
         return (2 * torch.rand(shape, dtype=wide, device=device) - 1).to(dtype)
@@ -171,7 +171,7 @@ def rand_tensor(shape: Sequence[int], dtype: torch.dtype, device: Any = "cuda") 
 
 
 def generate_data(configs: Sequence[Any]) -> Iterator[object]:
-    """For ever: random tensors for (shape, dtype, (scale, bias), device), None for None."""
+    """Yield random tensors for (shape, dtype, (scale, bias), device), None for None, without end."""
     while True:
         yield (_random(*config) if config else None for config in configs)
 

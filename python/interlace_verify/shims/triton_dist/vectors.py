@@ -1,8 +1,8 @@
 """Vectors of ``triton_dist.language``: some numbers that each thread has for itself, in registers.
 
-They are no blocks, whose numbers threads share. In the compiler they are tuples of scalars with a type of
-their own, that loops carry and operators take; they derive from ``tl.tensor``, as it calls operators of
-nothing else. Kernels with vectors have threads that differ, so they are compiled and never interpreted.
+They are not blocks, whose numbers threads share. In the compiler they are tuples of scalars with their own
+type, which loops carry and operators take. They derive from ``tl.tensor``, because Triton calls operators
+of no other class. Threads differ in kernels with vectors, so these are compiled and never interpreted.
 """
 
 import ast
@@ -18,7 +18,7 @@ from interlace_verify.shims.symmetric import ptx, run_ptx
 
 
 class VectorType(core.base_type):  # type: ignore[misc]
-    """``count`` numbers of type ``scalar``."""
+    """The type of ``count`` numbers of type ``scalar``."""
 
     def __init__(self, scalar: Any, count: int) -> None:
         self.elem_type, self.vec_size = scalar, count
@@ -49,7 +49,7 @@ class VectorType(core.base_type):  # type: ignore[misc]
 
 
 def _by_number(name: str) -> Any:
-    """The operator ``name`` of scalars, of each number and of that of another vector, or of a scalar."""
+    """Return the operator ``name`` of scalars, applied per number to another vector or a scalar."""
 
     @core.builtin
     def operator(self: "ThreadVector", other: object, _semantic: object = None) -> "ThreadVector":
@@ -61,7 +61,7 @@ def _by_number(name: str) -> Any:
 
 
 class ThreadVector(tl.tensor):  # type: ignore[misc]
-    """The numbers ``values``."""
+    """A vector of the numbers ``values``."""
 
     __triton_builtin__ = True
 
@@ -90,13 +90,13 @@ class ThreadVector(tl.tensor):  # type: ignore[misc]
     @core.builtin
     def to(self, dtype: Any, fp_downcast_rounding: object = None, bitcast: bool = False,
            _semantic: Any = None) -> "ThreadVector":  # fmt: skip
-        """Each number as ``dtype``."""
+        """Return each number as ``dtype``."""
         how = {"fp_downcast_rounding": fp_downcast_rounding, "bitcast": bitcast}
         return ThreadVector([v.to(dtype, **how, _semantic=_semantic) for v in self.values])
 
     @core.builtin
     def recast(self, dtype: Any, _semantic: object = None) -> "ThreadVector":
-        """The same bits as numbers of ``dtype``: as many more or fewer as it is narrower or wider."""
+        """Return the same bits as numbers of ``dtype``; their count depends on its width."""
         dtype = core._unwrap_if_constexpr(dtype)
         bits, wanted = self.dtype.primitive_bitwidth, dtype.primitive_bitwidth
         whole, part = (core.get_int_dtype(n, False) for n in (max(bits, wanted), min(bits, wanted)))
@@ -141,13 +141,13 @@ def _groups(words: Sequence[object], count: int) -> Iterator[Sequence[object]]:
 
 @core.builtin
 def make_vector(values: Any, _semantic: object = None) -> ThreadVector:
-    """The vector of some scalars."""
+    """Return the vector of some scalars."""
     return ThreadVector([*values])
 
 
 @core.builtin
 def zeros_vector(vec_size: object, dtype: object, _semantic: object = None) -> ThreadVector:
-    """``vec_size`` zeros."""
+    """Return ``vec_size`` zeros."""
     zero = tl.full((), 0, dtype, _semantic=_semantic)
     return ThreadVector([zero] * core._unwrap_if_constexpr(vec_size))
 
@@ -161,7 +161,7 @@ def _order(semantic: object, scope: object) -> str:
 def ld_vector(
     ptr: Any, vec_size: Any = 1, scope: object = "", semantic: object = "", _semantic: object = None
 ) -> Any:
-    """Load ``vec_size`` numbers from ``ptr`` on: by 128 bits if there are so many, else one by one."""
+    """Load ``vec_size`` numbers from ``ptr`` on: 128 bits at a time if possible, otherwise one by one."""
     kind, count = ptr.dtype.element_ty, core._unwrap_if_constexpr(vec_size)
     load, whole = f"ld.global{_order(semantic, scope)}", kind.primitive_bitwidth * count % 128 == 0
     part = tl.uint32 if whole else core.get_int_dtype(kind.primitive_bitwidth, False)
@@ -197,15 +197,14 @@ def st_vector(
 
 
 def _places(ptr: Any, count: int, whole: bool, semantic: Any) -> list[object]:
-    """The addresses of the accesses."""
     step = 128 // ptr.dtype.element_ty.primitive_bitwidth if whole else 1
     return [ptr.__add__(first, _semantic=semantic) for first in range(0, count, step)]
 
 
 class simt_exec_region:
-    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and how many there are.
+    """``with simt_exec_region() as (thread, threads)``: the number of the thread, and of all threads.
 
-    Code within is that of a single thread, as all scalar code is here.
+    Code in it is the code of a single thread, as all scalar code is here.
     """
 
     __triton_builtin__ = True
@@ -221,7 +220,7 @@ class simt_exec_region:
 
 
 def _with_several_names(visit: Any) -> Any:
-    """Triton's ``with ... as name``, also for several names, as Triton-distributed's compiler has it."""
+    """Support several names in Triton's ``with ... as name``, as Triton-distributed's compiler does."""
 
     @functools.wraps(visit)
     def visit_with(self: Any, node: ast.With) -> Any:

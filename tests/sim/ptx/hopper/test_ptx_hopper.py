@@ -113,7 +113,7 @@ def test_mutants_of_compiled_code_are_found(mutant: str, configuration: dict[str
         (
             "begins_anywhere",
             90,
-            "no tensor map for TMA: its base, address 0x.* multiple of 16 bytes",
+            "TMA cannot use this tensor map: its base, address 0x.* multiple of 16 bytes",
         ),
     ],
 )

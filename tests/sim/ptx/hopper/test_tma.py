@@ -105,7 +105,7 @@ def test_a_map_that_is_a_parameter() -> None:
 
     interlace.run(on_rank, 1, raw, place="ptx", arch=90)
     assert found[: ROWS * COLUMNS].tolist() == NUMBERS.flatten().tolist()
-    with pytest.raises(TypeError, match="kernel_param_1 is 128 bytes, and not 0"):
+    with pytest.raises(TypeError, match="kernel_param_1 takes 128 bytes, got 0"):
         interlace.run(on_rank, 1, place="ptx", arch=90)
 
 

@@ -56,7 +56,7 @@ def test_shared_memory_is_that_of_the_architecture() -> None:
     with pytest.raises(ValueError, match=r"shared_bytes=166912; a program of sm_80 has at most"):
         found(kernel(static), shared_bytes=163 << 10, arch=80)
     for wrong in (-1, 1.5):
-        with pytest.raises(ValueError, match="shared_bytes must be a whole number from 0 on"):
+        with pytest.raises(ValueError, match="shared_bytes must be a whole number >= 0"):
             found(kernel(static), shared_bytes=wrong)
 
 
@@ -78,11 +78,14 @@ def test_a_text_that_cannot_be_read_says_so_in_a_check(body: str, what: str) -> 
     [
         (
             {"threads": 32.0},
-            "threads must be 1 to 3 whole numbers from 1 on, 1024 in all, got 32.0",
+            "threads must be 1 to 3 whole numbers >= 1, at most 1024 in all, got 32.0",
         ),
-        ({"threads": "32"}, "threads must be 1 to 3 whole numbers from 1 on, 1024 in all, got 32"),
+        (
+            {"threads": "32"},
+            "threads must be 1 to 3 whole numbers >= 1, at most 1024 in all, got 32",
+        ),
         ({"grid": 2.0}, r"grid must be 1 to 3 whole numbers from 0 on, got \(2.0,\)"),
-        ({"variables": [1]}, r"variables must be tensors by name, got \[1\]"),
+        ({"variables": [1]}, r"variables must map names to tensors, got \[1\]"),
         ({"variables": {"x": 5}}, "variable 'x' must be a tensor, got 5"),
         (
             {"variables": {"x": torch.ones(4)[::2]}},

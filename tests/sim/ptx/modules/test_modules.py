@@ -113,11 +113,13 @@ def test_code_stands_behind_directives_on_their_line() -> None:
 def test_variables_of_another_text_are_given() -> None:
     text = ".extern .const .align 4 .b8 table[];\n" + kernel("ld.const.u32 %r3, [table+8];")
     assert found(text, variables={"table": torch.arange(4, dtype=torch.int32)}) == [2] * 32
-    with pytest.raises(ValueError, match="variable 'table' of kernel is not in the text: give it"):
+    with pytest.raises(
+        ValueError, match="variable 'table' of kernel is not in the text: pass a tensor"
+    ):
         found(text)
-    with pytest.raises(ValueError, match="kernel uses no variable 'tabel'; it uses table"):
+    with pytest.raises(ValueError, match="kernel does not use variable 'tabel'; it uses table"):
         found(text, variables={"tabel": torch.zeros(4)})
-    with pytest.raises(ValueError, match="'counter' has 4 bytes, and is given 2"):
+    with pytest.raises(ValueError, match="'counter' has 4 bytes, got a tensor of 2"):
         found(COUNTS, variables={"counter": torch.zeros(1, dtype=torch.int16)})
 
 
@@ -154,7 +156,7 @@ def test_a_launch_names_one_of_several_kernels() -> None:
     assert found(text, kernel="third") == [square(x) for _, x in NUMBERED]
     assert found(text, kernel="first") == [1] * 32
     with pytest.raises(
-        InlineAssemblyError, match=r"has to be named; there are: first, second, third"
+        InlineAssemblyError, match=r"name the kernel to run; there are: first, second, third"
     ):
         found(text)
     with pytest.raises(InlineAssemblyError, match="there is no kernel 'fourth'; there are: first"):
@@ -169,7 +171,7 @@ def test_threads_are_those_of_the_launch() -> None:
     free = kernel(
         "mov.u32 %r3, %ntid.x; mov.u32 %r4, %tid.y; mad.lo.s32 %r3, %r4, 100, %r3;", directives=""
     )
-    with pytest.raises(ValueError, match="not say how many threads it has: give threads"):
+    with pytest.raises(ValueError, match="not say how many threads it has: pass threads"):
         found(free)
     assert found(free, threads=20) == [20] * 20 + [0] * 12
     by_rows = free.replace(
@@ -180,7 +182,7 @@ def test_threads_are_those_of_the_launch() -> None:
     ]
     for directives, threads in ((".reqntid 32", 16), (".maxntid 4, 4", 32)):
         with pytest.raises(
-            ValueError, match=r"kernel is for (exactly|at most) .* threads, and is launched"
+            ValueError, match=r"kernel is for (exactly|at most) .* threads, but is launched"
         ):
             found(kernel("mov.u32 %r3, 0;", directives=directives), threads=threads)
     assert found(
@@ -188,7 +190,7 @@ def test_threads_are_those_of_the_launch() -> None:
     ) == ([3] * 4 + [0] * 28)
     for threads in (0, (8, 8, 32), (1, 1, 1, 1)):
         with pytest.raises(
-            ValueError, match="threads must be 1 to 3 whole numbers from 1 on, 1024 in all"
+            ValueError, match="threads must be 1 to 3 whole numbers >= 1, at most 1024 in all"
         ):
             found(free, threads=threads)
 
@@ -222,9 +224,9 @@ def test_parameters_that_are_structures() -> None:
     ]
     for wrong, problem in (
         (text.replace("[given+8]", "[given+12]"), "byte 12 of given, which has 16 bytes"),
-        (text.replace("[%rd4];", "[%rd4+8];"), "is in no parameter of the kernel"),
+        (text.replace("[%rd4];", "[%rd4+8];"), "is not in a parameter of the kernel"),
     ):
         with pytest.raises(ValueError, match=problem):
             interlace.run(step, 1, wrong, numbers, place="ptx")
-    with pytest.raises(TypeError, match="given is 16 bytes, and not b'short'"):
+    with pytest.raises(TypeError, match="given takes 16 bytes, got b'short'"):
         interlace.run(step, 1, text, b"short", place="ptx")
