@@ -173,8 +173,7 @@ def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
 def _agreed(
     communicator: Communicator, op: str, tensor: torch.Tensor, given: Any, root: int
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None, Call]:
-    """Return this rank's tensor, the tensors of the root's list ``given`` (None elsewhere), and the
-    call."""
+    """Return this rank's tensor, on the root the tensors of its list ``given``, and the call."""
     rank, name, gathers = communicator.rank, f"{op}_list", op == "gather"
     data = (checks.source if gathers else checks.target)("tensor", tensor, communicator)
     only_on_root(name, given, root, rank)

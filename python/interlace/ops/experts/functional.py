@@ -248,8 +248,8 @@ def all_to_all_grouped_matmul(
     """Multiply rows by their weights on their experts' ranks: :func:`interlace.all_to_all_grouped_matmul`.
 
     ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
-    ``weight`` and ``bias`` hold this rank's experts only: ``(experts / size, k, n)``, ``(experts / size,
-    n)``.
+    ``weight`` and ``bias`` hold this rank's experts only: ``(experts / size, k, n)`` and
+    ``(experts / size, n)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.
