@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def said_by(*command: str) -> str:
-    """What a program prints; nothing where it is missing."""
+    """Return the output of a program; an empty text if it is missing."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     except OSError:
@@ -22,7 +22,7 @@ def said_by(*command: str) -> str:
 
 
 def circumstances() -> dict[str, object]:
-    """What a reader needs to judge the numbers."""
+    """Return the facts that a reader needs to judge the numbers."""
 
     def git(*arguments: str) -> str:
         return said_by("git", *arguments)

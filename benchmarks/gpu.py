@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(line(found), flush=True)
                 records.append(found)
                 if not options.dry_run:
-                    write(out, facts, records)  # what comes may be cut off
+                    write(out, facts, records)  # later parts may be cut off
         except Exception as error:  # the other parts are still worth their time
             print(f"   FAILED: {type(error).__name__}: {error}")
             failed = True

@@ -1,10 +1,10 @@
 """Compile the kernels of ``gpu_call.sh`` before the GPU is there: ``make gpu-cache``.
 
 Every case of the steps, and each op of the tests, is run on rank 0 with a driver that does nothing
-(``stub_libcuda.py``), through the JIT and the launcher of the Triton that is installed, which has to be the
-release that the machine with the GPU has, of the same Python. What they leave in Triton's cache is packed;
-``gpu_call.sh`` unpacks it. Groups of files in the cache name each other by absolute paths, so it has to be
-unpacked where it was made: in ``CACHE``, or where TRITON_CACHE_DIR says. Left out: facts, which is CUDA C.
+(``stub_libcuda.py``), through the JIT and the launcher of the installed Triton. That must be the release on
+the machine with the GPU, with the same Python. The files in Triton's cache are packed; ``gpu_call.sh``
+unpacks them. Groups of files in the cache name each other by absolute paths. So unpack it at the same path:
+in ``CACHE``, or in TRITON_CACHE_DIR. Left out: facts, which is CUDA C.
 
 One line per kernel that was compiled, none for what the cache has already. Exit code 1 if a case has not
 launched a kernel that it should run. ``--dry-run`` finds out only that, and compiles nothing.
@@ -40,7 +40,7 @@ class CacheJob(NamedTuple):
 
 
 class Listener:
-    """What Triton tells of every kernel that it is asked for; those that it compiled are counted."""
+    """A listener for every kernel that Triton loads; it counts the compiled ones."""
 
     compiled = 0
 
@@ -137,7 +137,7 @@ def small() -> Iterator[CacheJob]:
 
 
 def others() -> Iterator[CacheJob]:
-    """What host_cost.py, gpu_probe.py and the part sanitizer of ``gpu.py`` launch."""
+    """Launch the kernels of host_cost.py, gpu_probe.py and the part sanitizer of ``gpu.py``."""
     import gpu_probe
     import host_cost
     import torch

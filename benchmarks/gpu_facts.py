@@ -43,7 +43,7 @@ extern "C" __global__ void spin(int *sms, long long *begun, long long limit) {
     }
 }
 """
-SHARED = 213_344  # bytes, of the largest tile that ships: that of warps with roles
+SHARED = 213_344  # bytes of the largest tile that ships: for warps with roles
 LIMIT_NS = 300_000_000
 LATE_NS = 5_000_000
 COPIED = 64 << 20  # bytes
@@ -66,7 +66,7 @@ class Facts:
         self.begun = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
         self.copied = torch.zeros(2, COPIED, dtype=torch.uint8, device="cuda")
         self.word = torch.zeros(1, dtype=torch.int64, device="cuda")
-        self.copied[0].copy_(self.copied[1])  # what is used first waits for the whole context
+        self.copied[0].copy_(self.copied[1])  # the first use waits for the whole context
         self.fill(1, 1)
         self.wait_by_spinning(0, 1)
         torch.cuda.synchronize()
@@ -117,7 +117,7 @@ class Facts:
         first = int(begun.min())
         waited = first - int(spinning.min())
         beside = int(((spinning <= first) & (first - spinning < LIMIT_NS)).sum())
-        if beside < kernels or waited > LIMIT_NS // 2:  # it is launched 20 ms behind them
+        if beside < kernels or waited > LIMIT_NS // 2:  # it is launched 20 ms after them
             return f"the kernel waited {waited / 1e6:.0f} ms; {beside} were spinning when it began"
         late = int((begun - first > LATE_NS).sum())
         return {"their SMs": len({*self.sms[1, :kernels].tolist()}), "CTAs that begin late": late}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-CYCLES = 1.9e6  # of a millisecond, about
+CYCLES = 1.9e6  # in a millisecond, about
 POOL = 32
 POLLS = 200_000
 
@@ -45,7 +45,7 @@ class Probe:
         return event
 
     def shares(self, one: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
-        """Whether what stands behind a kernel in ``one`` holds up ``other``."""
+        """Return whether work after a kernel in ``one`` holds up ``other``."""
         torch.cuda.synchronize()
         with torch.cuda.stream(one):
             _busy(12)

@@ -1,16 +1,16 @@
 """The host's cost of a call on a GPU, once calls like it were made: ``python benchmarks/host_cost.py``.
 
-Without a GPU a stub stands in for the driver: streams, events and copies that do nothing, and a
-``libcuda.so.1`` that answers Triton's own launcher (``stub_libcuda.py``; without gcc, or with
-``--no-launcher``, launches do nothing either). Kernels are compiled for sm_90. So this is the Python and
-C++ of torch, interlace and Triton up to the driver, and neither what CUDA takes nor waiting for a host.
+Without a GPU a stub replaces the driver: streams, events and copies that do nothing, and a
+``libcuda.so.1`` that answers Triton's own launcher (``stub_libcuda.py``). Without gcc, or with
+``--no-launcher``, launches do nothing either. Kernels are compiled for sm_90. So the time covers the Python
+and C++ of torch, interlace and Triton up to the driver, without CUDA and without waiting for a host.
 
-Agreement is real: rank 0 of RANKS notes its calls in memory that it shares with a second process, which
-plays all others and notes the same as soon as it sees it. ``agreement`` is what that adds to the call
-without it (other ranks that are not asked).
+Agreement is real. Rank 0 of RANKS writes its calls to memory that it shares with a second process. That
+process plays all other ranks and writes the same as soon as it sees it. ``agreement`` is the time that this
+adds to the call without it (other ranks that are not asked).
 
-``--gpu`` runs on one, with processes as ranks, all of them on it if there are more than GPUs; the device is
-idle at the start of every block, and a block is so short that no queue fills up.
+``--gpu`` runs on a GPU, with processes as ranks, which share it if there are more of them than GPUs. The
+device is idle at the start of every block, and a block is so short that no queue fills up.
 
 Protocol: blocks of CALLS calls, candidates alternate block by block; medians over blocks. ``launches`` and
 ``events`` are what one call asks of the driver.
@@ -92,14 +92,14 @@ class _Words:
 
 
 class _Host:
-    """A host's place whose peers say what this rank says: at once, or in a process of their own."""
+    """A host's place whose peers repeat this rank's calls: at once, or in a separate process."""
 
     name, linger, joining = "shm", 0.0, 0.0
     rank = 0
 
     def __init__(self, world_size: int, *, peers: bool) -> None:
         self.world_size, self.direct_access = world_size, peers
-        self.group = self  # of processes, which waits
+        self.group = self  # the group of processes, which waits
         self.names = range(world_size)
         self._child = 0
 
@@ -199,13 +199,13 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         mock.patch.object(CudaPlace, "_allocate", allocate),
     ]
     with contextlib.ExitStack() as stack:
-        # What is set is written to TRITON_INTERPRET too; the scope takes both back, a mock would not.
+        # The value is also written to TRITON_INTERPRET; the scope restores both, a mock would not.
         stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = False
         for patch in patches:
             stack.enter_context(patch)
         cuda_stream._external.cache_clear()  # streams of another stub, with the same handles
-        stack.callback(cuda_stream._external.cache_clear)  # of this one's
+        stack.callback(cuda_stream._external.cache_clear)  # of this driver
         if launcher:
             import stub_libcuda
 
@@ -223,7 +223,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
         yield
 
 
-# -- what is measured ----------------------------------------------------------------------------
+# -- the candidates ------------------------------------------------------------------------------
 
 
 def candidates(device: torch.device) -> dict[str, Callable[[], object]]:

@@ -2,13 +2,13 @@
 
     python benchmarks/loop_counts.py benchmarks/results/loops.json --before benchmarks/results/loops.json
 
-writes what the kernels of the imported interlace compile to, beside what they did before: ``--before`` is a
-file of this script's, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. Where it
-has counts from before of a kernel, those are kept. ``python -m interlace build --json`` has all loops.
+writes the counts of the imported interlace's kernels, beside the counts before: ``--before`` is a file from
+this script, made with ``PYTHONPATH`` set to the ``python`` folder of an older checkout. If it has counts
+from before for a kernel, those are kept. ``python -m interlace build --json`` has all loops.
 
     python benchmarks/loop_counts.py benchmarks/results/packed.json --packed
 
-writes those of the products of block-scaled operands.
+writes the counts for products of block-scaled operands.
 """
 
 import argparse
@@ -65,14 +65,14 @@ FEW = 10  # instructions: such a loop polls an mbarrier
 
 
 def _has_no_edges(kernel: str) -> bool:
-    """Whether a kernel has no loop of its own for edges."""
+    """Return whether a kernel has no separate loop for edges."""
     return kernel in PACKED or re.match(r"attention_\w+backward", kernel) is not None
 
 
 def counted(cases: Mapping[str, str], more: Callable[[BuildReport, Entry], dict[str, Any]]) -> Any:
-    """Every loop of ``cases``, but those of FEW, and those that load an element at a time, for edges.
+    """Return every loop of ``cases``, except FEW and loops that load single elements, for edges.
 
-    ``more``: what is said of a kernel besides.
+    ``more``: additional facts about a kernel.
     """
     package = Path(interlace.__file__).parent
     wanted = [entry for arch in ARCHES for entry in entries(arch) if entry.name in cases]
@@ -95,7 +95,7 @@ def registers(report: BuildReport, entry: Entry) -> dict[str, Any]:
 
 
 def resources(report: BuildReport, entry: Entry) -> dict[str, Any]:
-    """Of a product: its tile, too, which says how many numbers along k a round has."""
+    """Return facts of a product, with its tile, which says how many numbers along k a round has."""
     names = "BLOCK_M", "BLOCK_N", "BLOCK_K"
     tile: list[Any] = [entry.fixed[name] for name in names]
     tile[2] *= FORMATS[entry.variant.split()[0]].packed

@@ -35,7 +35,7 @@ def no_time(steps: Steps, address: object) -> None:
 
 
 def on_rank(blocks: int) -> list[list[tuple[float, int]]]:
-    """Of each way the time of every block, and how often the rank lost its core in it."""
+    """Return, for each way, the time of every block, and how often the rank lost its core in it."""
     place: Any = default_group().place
     engine: Any = default_group().engine
     kept, steps, vector = place.group.control.recorder, engine._steps, torch.ones(1024)

@@ -201,7 +201,7 @@ def loops(document: Document) -> str:
     counts = ("instructions", "tensor_maps", "barriers", "fences", "wgmma_waits", "loads_in_flight")
 
     def shown(loop: dict[str, Any]) -> tuple[Any, ...]:
-        # what was counted before there were fences among it has none
+        # counts from before fences were counted have no fences
         numbers = [loop["registers"], *(loop.get(each, 0) for each in counts), loop["loaded_bytes"]]
         return loop["kernel"], loop["arch"], loop["where"].split(" in ")[-1], *numbers
 

@@ -4,7 +4,7 @@ They are a table of docs/explanation/performance.md::
 
     python benchmarks/rows_in_flight.py benchmarks/results/rows.json --before benchmarks/results/rows.json
 
-No GPU is needed; ``--before`` is as of ``loop_counts.py``. A program of a persistent kernel has a
+No GPU is needed; ``--before`` is as in ``loop_counts.py``. A program of a persistent kernel has a
 multiprocessor to itself; of the others as many share one as its registers, shared memory and warps allow.
 """
 
@@ -22,9 +22,9 @@ from interlace.runtime.compiler.request import Entry
 from interlace.tools.catalogue.build import BuildReport, build
 from interlace.tools.catalogue.catalogue import entries
 
-ARCH, COLUMNS = 90, 4096  # of all rows of the catalogue
+ARCH, COLUMNS = 90, 4096  # for all rows of the catalogue
 FLOOR = 32 << 10  # bytes that a multiprocessor should have on their way
-REGISTERS, SHARED, WARPS = 64 << 10, 228 << 10, 64  # of a multiprocessor of 9.0
+REGISTERS, SHARED, WARPS = 64 << 10, 228 << 10, 64  # per multiprocessor of 9.0
 RESERVED = 1 << 10  # bytes of shared memory that a program takes besides its own
 
 Rows = Callable[[Mapping[str, Any]], float]
@@ -75,7 +75,7 @@ MOVE = (
 """Functions whose loops load rows, and are held to ``FLOOR``."""
 AGAIN = ("store_normed",)
 """Those that load what the same program has just stored, out of a cache, and are held to half of it."""
-SHARING = ("decode_attention",)  # whose programs are not persistent
+SHARING = ("decode_attention",)  # their programs are not persistent
 
 
 def programs(entry: Entry, report: BuildReport) -> int:

@@ -36,7 +36,7 @@ MODULES = {op: "cpu.fused" for op in SHAPES} | {"collectives": "cpu.collectives"
 OPS = tuple(MODULES)
 SIZED = ("torch_backend", "messages")  # modules that start their ranks themselves, with sizes
 OWN_RANKS = (*SIZED, "functional", "schedules", "crowds")  # and without
-ASKED = ("hosts",)  # and those of them that a machine may not be able to run
+ASKED = ("hosts",)  # run only by name: a machine may not be able to run them
 
 
 def on_rank(op: str, port: int, repetitions: int) -> list[Measurement]:

@@ -4,8 +4,8 @@ Triton's launcher is C that it compiles on the machine: it parses the arguments 
 calls ``cuLaunchKernelEx``. With this library in the place of the driver it does all of that, and the call
 returns at once. Kernels are really compiled, for sm_90, and "loaded" from a cubin that nobody runs.
 
-What stays out is the driver itself (a launch takes it a few microseconds) and the CUDA runtime under
-``torch.cuda``: that one asks the driver for tables which are not documented, so it cannot be had this way.
+The stub does not cover the driver itself (a launch takes it a few microseconds) and the CUDA runtime under
+``torch.cuda``. The runtime asks the driver for undocumented tables, so it cannot be replaced in this way.
 
 ``install`` must come before triton is imported by anybody, and ``LD_LIBRARY_PATH`` is not needed: a library
 of that name which is loaded already is the one that ``dlopen`` finds.

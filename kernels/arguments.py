@@ -1,28 +1,28 @@
-"""Arguments of kernels: values that belong together travel together, as a ``NamedTuple``.
+"""Arguments of kernels: values that belong together are passed together, as a ``NamedTuple``.
 
 A kernel's parameter may be such a tuple. In SASS it is one parameter per field, in order; in the
 source it is ``input.ptr`` and ``input.stride``. The launch makes it with the same class, so an argument
-list is written here, and nowhere else::
+list is written only here::
 
     @triton.jit(do_not_specialize=["workspace"])
     def kernel(workspace, input, TILES: tl.constexpr):   # launch: workspace=Workspace(...), input=Rows(...)
 
-Three things to know:
+Three facts to know:
 
-- Triton does not look at ``do_not_specialize`` inside a tuple: by itself it would compile the rank in where
-  that is 1, and once more for multiples of 16. The launches of ``interlace.runtime`` make up for that, for
-  all fields of a tuple that is listed. So what differs from rank to rank has a tuple of its own.
-- Constants come as *one* ``tl.constexpr`` argument, a tuple of plain numbers and strings. Hand such a tuple
-  on whole: Triton 3.6 cannot pass a string that was taken out of one to another function.
-- Outside, in a bundle's manifest, the fields are single arguments: ``rank``, and ``input_stride`` where a
-  field says nothing without the name of its tuple.
+- Triton ignores ``do_not_specialize`` inside a tuple: by itself it would compile a rank of 1 into the code,
+  and compile once more for multiples of 16. The launches of ``interlace.runtime`` correct this for all
+  fields of a listed tuple. So values that differ between ranks have their own tuple.
+- Constants are *one* ``tl.constexpr`` argument, a tuple of plain numbers and strings. Pass such a tuple
+  on as a whole: Triton 3.6 cannot pass a string from such a tuple to another function.
+- In a bundle's manifest the fields are single arguments: ``rank``, and ``input_stride`` if a field needs
+  the name of its tuple.
 """
 
 from typing import Any, NamedTuple
 
 
 class Peers(NamedTuple):
-    """The ranks of a group: the table of their buffers' addresses, and which of them this rank is."""
+    """The ranks of a group: the table of their buffers' addresses, and this rank's number."""
 
     peers_ptr: Any
     rank: Any
@@ -30,7 +30,7 @@ class Peers(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """The lease of a channel for one op. Whatever takes ``Peers`` takes this: it begins with them.
+    """The lease of a channel for one op. Functions that take ``Peers`` take this: it begins with them.
 
     ``slot_offset`` and ``data_offset`` are bytes from the beginning of every rank's buffer.
     """
@@ -43,7 +43,7 @@ class Workspace(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A matrix whose rows are ``stride`` elements apart, and contiguous in themselves."""
+    """A matrix with contiguous rows, ``stride`` elements apart."""
 
     ptr: Any
     stride: Any
@@ -58,7 +58,7 @@ class Weight(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Sizes of a fused op: rows of the own part and of all ranks, and tiles of all parts."""
+    """Sizes of a fused op: rows of this rank's part and of all ranks, and tiles of all parts."""
 
     own_rows: Any
     all_rows: Any
@@ -66,7 +66,8 @@ class Extents(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """The rows of this rank among all ranks', and the chunks of ``chunk_rows`` in which they come."""
+    """The rows of this rank among all ranks' rows, and the chunks of ``chunk_rows`` in which they
+    travel."""
 
     rows: Any
     first_row: Any
@@ -84,7 +85,7 @@ class Experts(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """What a token takes along, a row each, as words: of ``x``, and of its scales if it has any.
+    """The rows that travel with a token, as words: of ``x``, and of its scales if it has any.
 
     ``facts``: int32, for each of its k slots the expert, then the position among the rows that this rank
     has for that expert, then the bits of the weight.
@@ -98,7 +99,7 @@ class TokenRows(NamedTuple):
 
 
 class TokenRegions(NamedTuple):
-    """Where what arrives from a dispatch lies: byte offsets in the data region, multiples of 256."""
+    """The places of a dispatch's arrivals: byte offsets in the data region, multiples of 256."""
 
     counts_byte: Any
     x_byte: Any
@@ -109,9 +110,9 @@ class TokenRegions(NamedTuple):
 class ExpertSizes(NamedTuple):
     """Sizes of a dispatch or combine.
 
-    ``tokens``: of this rank; ``most_tokens``: of the rank that has most. ``experts``: of every rank.
+    ``tokens``: of this rank; ``most_tokens``: of the rank with most. ``experts``: of every rank.
     ``senders``: programs that send to one rank. ``expert_rows``: result rows from the first of one expert
-    to the first of the next, 0 where they follow each other.
+    to the first of the next, 0 if they are contiguous.
     """
 
     tokens: Any
@@ -122,7 +123,7 @@ class ExpertSizes(NamedTuple):
 
 
 class CountLines(NamedTuple):
-    """Counts for every rank, the segments that all ranks' make, and the byte where theirs arrive."""
+    """Counts for every rank, the segments that all ranks' counts give, and the byte where they arrive."""
 
     lines_ptr: Any
     segments_ptr: Any
@@ -130,9 +131,9 @@ class CountLines(NamedTuple):
 
 
 class ArrivingRows(NamedTuple):
-    """What a grouped matmul multiplies: ``segments`` lines of a table, experts, rows per chunk.
+    """The input of a grouped matmul: ``segments`` lines of a table, experts, rows per chunk.
 
-    ``region_rows``: rows from what one source sends to the next, where each has a region.
+    ``region_rows``: rows from one source's region to the next, if each source has a region.
     """
 
     segments_ptr: Any
@@ -151,7 +152,7 @@ class ExpertRows(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """Where a token's rows come back: the row of every slot (below 0: none), and its weight, fp32.
+    """Returned rows of tokens: the row of every slot (below 0: none), and its weight, fp32.
 
     ``output``: ``[own_tokens, N]``, contiguous.
     """
@@ -179,7 +180,7 @@ class SlotRows(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Lines of int64, ``count`` of them; the kernel that reads it says what a line is."""
+    """Lines of int64, ``count`` of them; the kernel that reads the table describes a line."""
 
     ptr: Any
     count: Any
@@ -194,7 +195,7 @@ class TablePart(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """Flagged words of a block: from which byte of a rank's buffer on all lie, their epoch, which block."""
+    """Flagged words of a block: the byte of a rank's buffer where all begin, their epoch, the block."""
 
     offset: Any
     epoch: Any
@@ -202,7 +203,7 @@ class Lot(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Tiles that a program takes: ``first``, ``first + programs`` ...; the part's begin with ``start``."""
+    """Tiles of a program: ``first``, ``first + programs`` ...; the tiles of the part begin at ``start``."""
 
     first: Any
     start: Any
@@ -210,7 +211,7 @@ class Turn(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes of one rank's buffer, and where they come to lie in another's: byte offsets in both."""
+    """Bytes of one rank's buffer, and their place in another's: byte offsets in both."""
 
     from_byte: Any
     to_byte: Any
@@ -218,7 +219,7 @@ class Span(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operands of what is done to a finished tile (``epilogue.py``); unused where an option is off."""
+    """Operands of the operations on a finished tile (``epilogue.py``); unused if an option is off."""
 
     bias_ptr: Any
     row_scale_ptr: Any
@@ -226,7 +227,7 @@ class Epilogue(NamedTuple):
 
 
 class NormOperands(NamedTuple):
-    """Operands of a norm of whole rows (``norms.py``), and where its results go; unused where off."""
+    """Operands of a norm of whole rows (``norms.py``), and the places of its results; unused if off."""
 
     residual_ptr: Any
     norm_weight_ptr: Any
@@ -236,10 +237,10 @@ class NormOperands(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Rows that every rank ends with: all of them, and where those of other ranks come to lie first.
+    """Rows that every rank gets: all of them, and the places where other ranks' rows arrive first.
 
     ``slices``: slots of each source, from byte ``slots_byte`` of a rank's slots on. The other bytes are
-    those of regions in a rank's data, multiples of 256.
+    offsets of regions in a rank's data, multiples of 256.
     """
 
     all_normed_ptr: Any
@@ -253,11 +254,11 @@ class Gathered(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """Constants of what is done to whole rows of a sum (``norms.py``), ``ROWS`` x ``COLUMNS`` at a time.
+    """Constants of the operations on whole rows of a sum (``norms.py``), ``ROWS`` x ``COLUMNS`` at a time.
 
     ``KIND``: "rms" or "layer". ``GATHER``: "" for own rows, "normed" if all ranks get the normed rows,
-    "both" if they get the rows of the sum too. ``VALUES``, ``SCALE``, ``BLOCK``: of normed rows that are
-    packed, see ``block_scales.py``; ``COLUMNS`` is a multiple of 128 then. ``NATIVE`` as there.
+    "both" if they also get the rows of the sum. ``VALUES``, ``SCALE``, ``BLOCK``: for packed normed rows,
+    see ``block_scales.py``; then ``COLUMNS`` is a multiple of 128. ``NATIVE``: see there.
     """
 
     KIND: str
@@ -276,7 +277,7 @@ class Tail(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Constants of the programs that send chunks: how many there are, and how much each moves at a time.
+    """Constants of the programs that send chunks: their number, and how much each moves at a time.
 
     ``MULTICAST``: "" sends to each rank by itself; "multimem" once for all ranks, through the switch;
     "peers" does the same without a switch, for tests.
@@ -289,12 +290,12 @@ class Copies(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Constants of a matmul: how tiles are computed (``matmul.py``), and what then becomes of them.
+    """Constants of a matmul: how tiles are computed (``matmul.py``), and the operations on finished tiles.
 
-    ``ALIGNED``: rows of the input, where they lie and where they are gathered, begin at multiples of 16
-    bytes. ``FLATTEN``, ``WARP_SPECIALIZE``: what the compiler may do with the tile loop. ``COMPILED``: not
-    interpreted, so there are instructions to order what TMA does. From ``SCALES`` to ``OUT_DESCRIPTOR``
-    see ``epilogue.py``. The last four: of block-scaled operands, see ``block_scales.py``.
+    ``ALIGNED``: rows of the input, both in place and gathered, begin at multiples of 16 bytes. ``FLATTEN``,
+    ``WARP_SPECIALIZE``: options of the compiler for the tile loop. ``COMPILED``: not interpreted, so there
+    are instructions that order TMA accesses. From ``SCALES`` to ``OUT_DESCRIPTOR`` see ``epilogue.py``.
+    The last four describe block-scaled operands, see ``block_scales.py``.
     """
 
     BLOCK_M: int
@@ -320,9 +321,9 @@ class Tiles(NamedTuple):
 
 
 class Node(NamedTuple):
-    """The ranks of this node, of which this one is number ``own_member``; and the nodes of the group.
+    """The ranks of this node (this rank is number ``own_member``), and the nodes of the group.
 
-    ``sums``: a line per node: the rank that puts that node's sum here, and which of its duties that is.
+    ``sums``: a line per node: the rank that puts that node's sum here, and the number of this duty there.
     This node is number ``own_node``.
     """
 
@@ -337,7 +338,7 @@ class Node(NamedTuple):
 class Regions(NamedTuple):
     """The places of sums over nodes. Contributions are ``region_stride`` elements apart.
 
-    In bytes, multiples of 256: own partial sums at ``partial_offset``, those that land here from other
+    In bytes, multiples of 256: own partial sums at ``partial_offset``, partial sums that arrive from other
     nodes at ``landing_offset``.
     """
 
@@ -349,7 +350,7 @@ class Regions(NamedTuple):
 class NodeSlots(NamedTuple):
     """Slots of sums over nodes: ``slots_each`` for a contribution of one rank, and for a sum of one node.
 
-    Puts set those from ``landing_slot`` on; this rank repeats them from ``landed_slot`` on for readers.
+    Puts set slots from ``landing_slot`` on; this rank repeats them from ``landed_slot`` on for readers.
     """
 
     slots_each: Any
@@ -358,7 +359,7 @@ class NodeSlots(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Of an attention: ``heads`` of queries, of which ``per_key`` share a head of the keys.
+    """Heads of an attention: ``heads`` of queries; ``per_key`` of them share a head of the keys.
 
     Query head h sees key head ``(h + first_head) // per_key``: a rank may have a part of the heads.
     """
@@ -380,9 +381,9 @@ class Queries(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where a sequence's keys lie: pages of ``size`` tokens, int32 or int64 ``[batches, stride]`` of them.
+    """The places of a sequence's keys: int32 or int64 ``[batches, stride]`` pages of ``size`` tokens.
 
-    ``size`` 0: there are none, keys of a batch lie together.
+    ``size`` 0: there are no pages, and the keys of a batch are contiguous.
     """
 
     ptr: Any
@@ -391,15 +392,15 @@ class Pages(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """int64 ``[batches, rows, 2]``: the positions of the keys that a query row sees, from one to below the
-    other. ``span_stride``: elements between batches, 0 where all are alike."""
+    """int64 ``[batches, rows, 2]``: the range (begin, end) of positions of the keys that a query row sees.
+    ``span_stride``: elements between batches, 0 if all batches are alike."""
 
     ptr: Any
     span_stride: Any
 
 
 class Partials(NamedTuple):
-    """Results over one part of the keys each, fp32: ``[parts, batches, heads, rows, size]``, and the
+    """Results over each part of the keys, fp32: ``[parts, batches, heads, rows, size]``, and the
     logarithms, to base 2, of the sums of exponentials, ``[parts, batches, heads, rows]``."""
 
     ptr: Any
@@ -418,8 +419,8 @@ class KeyPart(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Of every query row, fp32 ``[batches, heads, rows]``: the logarithm, to base 2, of its sum of
-    exponentials, infinite where it sees no key; and what its gradients are taken relative to."""
+    """For every query row, fp32 ``[batches, heads, rows]``: the logarithm, to base 2, of its sum of
+    exponentials, infinite if it sees no key; and the number that its gradients subtract."""
 
     lse_ptr: Any
     delta_ptr: Any
@@ -427,8 +428,8 @@ class RowSums(NamedTuple):
 
 
 class AttentionTiles(NamedTuple):
-    """Constants of an attention: query rows and keys of a tile; ``HEAD_DIM``, the size of a head of queries
-    and keys, and ``VALUE_DIM``, that of values and results; both rounded up to a power of two.
+    """Constants of an attention: query rows and keys of a tile; ``HEAD_DIM``, the head size of queries and
+    keys, and ``VALUE_DIM``, the head size of values and results; both rounded up to a power of two.
     ``DESCRIPTORS``: keys and values are loaded by descriptor (TMA). ``COMPILED``: see ``Tiles``."""
 
     BLOCK_M: int

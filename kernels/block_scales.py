@@ -1,11 +1,11 @@
 """Products of block-scaled operands: numbers of 8 or 4 bits, with a scale for each block along k.
 
-A packed row, or column of B, has all that belongs to it, so that what moves rows moves the scales too::
+A packed row, or column of B, contains its scales, so code that moves rows moves the scales too::
 
     values of 128 numbers | ... | scales of 128 numbers | ... | an fp32, if SCALE is "e4m3" | padding
 
 with as many of the first as of the second. The last numbers are zeros, and the padding ends at a multiple
-of 16 bytes, so the length of a row, K, says how many numbers it has. Constants of ``Tiles`` say the rest:
+of 16 bytes. So K, the length of a row, determines how many numbers it has. Constants of ``Tiles``:
 
 ``VALUES``  "" none; "e4m3", "e5m2", or "e2m1": two numbers in a byte, the first in the low bits
 ``SCALE``   "e8m0" or "e4m3", a byte each; "fp32"
@@ -62,7 +62,7 @@ def _e8m0(byte):
 
 @triton.jit
 def _numbers(bytes, TILES: tl.constexpr, ALONG: tl.constexpr):
-    """Bytes ``[M, N]`` as numbers in fp32; those of one byte follow each other along dimension ALONG."""
+    """Return bytes ``[M, N]`` as numbers in fp32; numbers of one byte are neighbours along ALONG."""
     if TILES.VALUES == "e2m1":
         pairs = tl.join(_e2m1(bytes & 15), _e2m1(bytes >> 4))
         if ALONG == 0:
@@ -79,7 +79,7 @@ def _numbers(bytes, TILES: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _scales(loaded, TILES: tl.constexpr):
-    """Scales in fp32."""
+    """Return scales in fp32."""
     if TILES.SCALE == "fp32":
         made = loaded
     elif TILES.SCALE == "e4m3":
@@ -91,7 +91,7 @@ def _scales(loaded, TILES: tl.constexpr):
 
 @triton.jit
 def _for_rows(scales, NUMBERS: tl.constexpr):
-    """``[M, blocks]`` repeated: ``[M, NUMBERS]``."""
+    """Repeat ``[M, blocks]`` to ``[M, NUMBERS]``."""
     M: tl.constexpr = scales.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]
     repeated = tl.broadcast_to(scales[:, :, None], (M, BLOCKS, NUMBERS // BLOCKS))
@@ -100,7 +100,7 @@ def _for_rows(scales, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _for_columns(scales, NUMBERS: tl.constexpr):
-    """``[blocks, N]`` repeated: ``[NUMBERS, N]``."""
+    """Repeat ``[blocks, N]`` to ``[NUMBERS, N]``."""
     BLOCKS: tl.constexpr = scales.shape[0]
     N: tl.constexpr = scales.shape[1]
     repeated = tl.broadcast_to(scales[:, None, :], (BLOCKS, NUMBERS // BLOCKS, N))
@@ -109,7 +109,7 @@ def _for_columns(scales, NUMBERS: tl.constexpr):
 
 @triton.jit
 def _native(scales, TILES: tl.constexpr):
-    """Scales as tensor cores take them: bytes of e8m0, or e4m3."""
+    """Return scales as tensor cores take them: bytes of e8m0, or e4m3."""
     made = scales
     if TILES.SCALE == "e4m3":
         made = scales.to(tl.float8e4nv, bitcast=True)
@@ -118,12 +118,12 @@ def _native(scales, TILES: tl.constexpr):
 
 @triton.jit
 def add_scaled_product(acc, a, a_scales, b, b_scales, TILES: tl.constexpr):
-    """``acc`` + A's tile times B's, both of ``BLOCK_K`` bytes along k, with their scales.
+    """Add to ``acc`` the product of A's and B's tiles, both of ``BLOCK_K`` bytes along k, with scales.
 
     Legend: ``a`` ``[M, bytes]``, ``a_scales`` ``[M, blocks]``, ``b`` ``[bytes, N]``, ``b_scales``
-    ``[blocks, N]``. A scale of 8 bits is multiplied into its values first: what comes out is a bf16 number,
-    exactly, unless its exponent is beyond those of bf16. A scale in fp32 is one for all of them, and
-    multiplies the sum, which is added in fp32 outside of the tensor cores.
+    ``[blocks, N]``. A scale of 8 bits is multiplied into its values first. The result is a bf16 number,
+    exactly, unless its exponent is beyond bf16's. A scale in fp32 is one for all of them, and multiplies
+    the sum, which is added in fp32 outside of the tensor cores.
     """
     if TILES.NATIVE == "scales":
         of_rows = _native(a_scales, TILES)
@@ -159,9 +159,9 @@ def multiply_packed(
     a, a_ptr, stride_am, rows, weight, b, b_ptr, N, K, tile_m, tile_n, first_row,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row.
+    """Return ``A[tile_m] @ B[:, tile_n]`` in fp32; both are packed, and K is the length of a packed row.
 
-    Values come by descriptors ``a`` and ``b``, if there are any; ``first_row`` is of ``a``.
+    Values are loaded by descriptors ``a`` and ``b``, if there are any; ``first_row`` is of ``a``.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
@@ -211,8 +211,8 @@ def multiply_packed(
         of_column = (b_scales + steps * SCALES).to(tl.pointer_type(tl.float32))
         whole_rows = tl.load(of_row, mask=offs_m < rows, other=0.0)[:, None]
         whole_columns = tl.load(of_column, mask=offs_n < N, other=0.0)[None, :]
-        # One above 1 and one below it are multiplied first: with either alone the sum may be beyond
-        # numbers in fp32 that the result is not beyond. Two above 1, or two below it, may be so together.
+        # A scale above 1 and one below it are multiplied first: with either alone the sum may overflow
+        # fp32 although the result does not. Two above 1, or two below it, may be multiplied together.
         apart = (whole_rows > 1.0) != (whole_columns > 1.0)
         together = acc * (whole_rows * whole_columns)
         acc = tl.where(apart, together, acc * whole_rows * whole_columns)
@@ -221,20 +221,20 @@ def multiply_packed(
 
 @triton.jit
 def packed_length(N, TILES: tl.constexpr):
-    """The bytes of a packed row of N numbers: ``BlockFormat.row_bytes``."""
+    """Return the bytes of a packed row of N numbers: ``BlockFormat.row_bytes``."""
     return tl.cdiv(tl.maximum(packed_end(N, TILES), 1), 16) * 16
 
 
 @triton.jit
 def packed_end(N, TILES: tl.constexpr):
-    """The bytes before the padding of a packed row of N numbers."""
+    """Return the bytes before the padding of a packed row of N numbers."""
     WHOLE: tl.constexpr = 4 if TILES.SCALE == "e4m3" else 0
     return tl.cdiv(N, _INNER) * _step_bytes(TILES) + WHOLE
 
 
 @triton.jit
 def _step_bytes(TILES: tl.constexpr):
-    """The bytes of 128 numbers, and of their scales."""
+    """Return the bytes of 128 numbers, and of their scales."""
     SCALE_BYTES: tl.constexpr = 4 if TILES.SCALE == "fp32" else 1
     VALUE_BYTES: tl.constexpr = _INNER // 2 if TILES.VALUES == "e2m1" else _INNER
     return VALUE_BYTES + _INNER // TILES.BLOCK * SCALE_BYTES
@@ -242,19 +242,19 @@ def _step_bytes(TILES: tl.constexpr):
 
 @triton.jit
 def _rounded(size, VALUES: tl.constexpr):
-    """The bits of numbers that are not negative, rounded to nearest, ties to even; the same everywhere.
+    """Return the bits of non-negative numbers, rounded to nearest, ties to even; the same everywhere.
 
-    What is beyond the largest, infinity and nan have the largest bits that there are.
+    Numbers beyond the largest, infinity and nan get the largest bits of the format.
     """
     MANTISSA: tl.constexpr = 1 if VALUES == "e2m1" else 2 if VALUES == "e5m2" else 3
     BIAS: tl.constexpr = 1 if VALUES == "e2m1" else 15 if VALUES == "e5m2" else 7
     MOST: tl.constexpr = 7 if VALUES == "e2m1" else 0x7F
     SHIFT: tl.constexpr = 23 - MANTISSA
     HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
-    # Of a nan there would be no room for the sum below.
+    # A nan would overflow in the sum below.
     bits = tl.minimum(size.to(tl.int32, bitcast=True), 0x7F800000)
     normal = ((bits + HALF + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # The last bit of this number in fp32 is the least number that there is: an addition rounds to it.
+    # The last bit of this number in fp32 is the least number of the format: an addition rounds to it.
     LARGE_BITS: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     LARGE: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     small = (size + LARGE).to(tl.int32, bitcast=True) - LARGE_BITS
@@ -263,16 +263,16 @@ def _rounded(size, VALUES: tl.constexpr):
 
 @triton.jit
 def quantized(numbers, TILES: tl.constexpr):
-    """Rows of fp32 numbers as values, ``[M, bytes]``, and scales, ``[M, blocks]``, of blocks of each row.
+    """Return rows of fp32 numbers as values, ``[M, bytes]``, and scales of their blocks, ``[M, blocks]``.
 
-    Bit by bit as ``formats.quantize``, with a scale of the whole tensor that is 1.
+    The bits are those of ``formats.quantize``, with a scale of the whole tensor that is 1.
     """
     M: tl.constexpr = numbers.shape[0]
     BLOCKS: tl.constexpr = numbers.shape[1] // TILES.BLOCK
     LARGEST: tl.constexpr = (
         6.0 if TILES.VALUES == "e2m1" else 57344.0 if TILES.VALUES == "e5m2" else 448.0
     )
-    # As integers, of which a nan is the largest.
+    # As integers, where nan is the largest.
     sizes = numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     sizes = tl.max(tl.reshape(sizes, (M, BLOCKS, TILES.BLOCK)), axis=2)
     largest = tl.full((M, BLOCKS), LARGEST, tl.float32)

@@ -1,13 +1,13 @@
-"""Sizes, grids and tables that launches of bundles compute, of each op, as functions of launch values.
+"""Sizes, grids and tables that launches of bundles compute, for each op, as functions of launch values.
 
 They call the functions with which interlace itself launches (``kernels/launch_formulas.py``); tests compare
-what both come to. A manifest has the numbers, and no code: both files are part of the loader in every
-bundle, ``load.py``. Whoever changes what a function here comes to raises ``VERSION`` in ``aot.py``.
+the results of both. A manifest has the numbers, and no code: both files are part of the loader in every
+bundle, ``load.py``. If you change the result of a function here, raise ``VERSION`` in ``aot.py``.
 
 Names in upper case are constants of one build, from its manifest: constexprs of the kernels, and
 
     CHUNKS     chunks per shard           ITEMSIZE   bytes of an element
-    GATHERS    results that all ranks get of rows that are normed, 0 to 2
+    GATHERS    results of normed rows that all ranks get, 0 to 2
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class LackingValueError(ValueError):
 
 
 class LaunchValues:
-    """Numbers and lists by name: launch values, constants of a build, and what an op computes of them.
+    """Numbers and lists by name: launch values, constants of a build, and an op's computed quantities.
 
-    A function gets them as attributes. Each is computed when it is first asked for.
+    A function gets them as attributes. Each is computed at its first use.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LaunchValues:
         return self.value(name)
 
     def value(self, name: str) -> Any:
-        """Raises LackingValueError for a value that is missing, BundleError where none can be computed."""
+        """Return a value. Raises LackingValueError if it is missing, BundleError if it has no formula."""
         if name not in self._known:
             if name not in self._functions:
                 needs = f", which {self._asking[-1]!r} needs" if self._asking else ""
@@ -85,7 +85,7 @@ class LaunchValues:
         return self._known[name]
 
     def of(self, name: str, function: Callable[[LaunchValues], Any]) -> Any:
-        """The result of ``function``, which errors call ``name``."""
+        """Return the result of ``function``, which errors call ``name``."""
         self._asking.append(name)
         try:
             return fitting(name, function(self))
@@ -98,7 +98,7 @@ class LaunchValues:
 
 
 def fitting(name: str, value: Any) -> Any:
-    """``value``, unless it is a number, or a list with one, of more than 64 bits: BundleError."""
+    """Return ``value``. Raise BundleError for a number, also within a list, of more than 64 bits."""
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, int) and not -(1 << 63) <= one < 1 << 63:
             raise BundleError(f"{name!r} comes to no number of 64 bits")
@@ -106,7 +106,7 @@ def fitting(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any) -> Any:
-    """A whole number or a list of them."""
+    """Return a whole number or a list of them."""
     try:
         if isinstance(value, Iterable):
             return fitting(name, [one.__index__() for one in value])
@@ -153,17 +153,17 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
         v.keys_stride >= v.batches * v.key_heads * (v.HEAD_DIM + v.VALUE_DIM)
     ),
 }
-"""Conditions of launches, by their text in manifests and errors, which is that of the function."""
+"""Conditions of launches, by their text in manifests and errors, which equals the function's text."""
 
 
 def inputs(condition: str) -> list[str]:
-    """Names of the numbers and lists that a condition is over."""
+    """Return names of the numbers and lists in a condition."""
     words = condition.translate(str.maketrans("()", "  ")).split()
     return sorted({word for word in words if word.isidentifier()} - {"len", "max", "min"})
 
 
 def _after(v: Any, byte: int) -> int:
-    """The next multiple at which a region of data begins."""
+    """Return the next multiple at which a region of data begins."""
     return ceil_div(byte, v.DATA_ALIGNMENT) * int(v.DATA_ALIGNMENT)
 
 
@@ -202,11 +202,11 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "data_offset": lambda v: _after(v, v.slot_offset + v.slots * v.WORD),
     "buffer_bytes": lambda v: v.data_offset + v.data_bytes,
 }
-# A buffer for such ops alone: what lies there is words of older epochs.
+# A buffer for such ops alone: it holds words of older epochs.
 _WORDS: dict[str, Callable[[Any], Any]] = {
     "buffer_bytes": lambda v: v.words_offset + v.blocks * 2 * v.world_size * v.BLOCK_WORDS * v.WORD,
 }
-# Of rows that are summed by their owners.
+# For rows that their owners sum.
 _SUMMED: dict[str, Callable[[Any], Any]] = {
     "tiles_n": _tiles_n,
     "tiles": _tiles,
@@ -227,7 +227,7 @@ _ALL_REDUCED: dict[str, Callable[[Any], Any]] = {
     "slots": lambda v: reduce_slots(v.world_size, [v.M], v.BLOCK_M, v.tiles_n),
     "data_bytes": lambda v: contributed_bytes(v.world_size, [v.M], v.N * v.ITEMSIZE),
 }
-# Of a reduce-scatter of rows, and of the gather of what is made of them.
+# For a reduce-scatter of rows, and the gather of its results.
 _SCATTERED: dict[str, Callable[[Any], Any]] = {
     **_SUMMED,
     "sum_slots": _SUMMED["slots"],
@@ -264,7 +264,7 @@ _GROUPED: dict[str, Callable[[Any], Any]] = {
     ),
     "num_sends": lambda v: len(v.sends),
 }
-# Keys of all ranks are there: nothing is sent. ``first`` and ``num_parts`` may say which are taken.
+# Keys of all ranks are here: nothing is sent. ``first`` and ``num_parts`` may select some.
 _HEADS: dict[str, Callable[[Any], Any]] = {
     "all_heads": lambda v: v.batches * v.heads,
     "partials_rows": lambda v: sum(v.rows),

@@ -9,8 +9,8 @@ leaves no instruction.
 ``SUBTILE``     1, 2 or 4: in how many parts, side by side, a tile is stored. Parts need fewer registers
                 for addresses, and less shared memory, which is room for the loads of the next tile.
 
-A tile goes out with ``tl.store`` (``OUT_DESCRIPTOR`` False), or through a descriptor (TMA), which runs on
-while the next tile is being computed, and is for outputs that nobody publishes (law 2).
+A tile is stored with ``tl.store`` (``OUT_DESCRIPTOR`` False), or through a descriptor (TMA). TMA stores
+while the next tile is computed, and is for outputs that are not published (law 2).
 """
 
 from typing import Literal, get_args
@@ -26,7 +26,7 @@ ACTIVATIONS = get_args(Activation)
 
 @triton.jit
 def scale_tile(acc, epilogue, tile_m, tile_n, rows, N, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """Multiply by the scales of A and B, which are fp32, as ``torch._scaled_mm`` does."""
+    """Multiply by the scales of A and B, which are fp32, like ``torch._scaled_mm``."""
     if TILES.SCALES == "tensor":
         acc *= tl.load(epilogue.row_scale_ptr) * tl.load(epilogue.column_scale_ptr)
     if TILES.SCALES == "row":
@@ -53,10 +53,10 @@ def add_bias(acc, bias_ptr, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def activate(x, TILES: tl.constexpr):
-    """The activation of fp32 numbers.
+    """Return the activation of fp32 numbers.
 
-    ``gelu_tanh`` is ``x / 2 * (1 + tanh(y))``, and ``(1 + tanh(y)) / 2`` is the sigmoid of ``2 y``, so one
-    exponential does; where it overflows the sigmoid is 0, which is right.
+    ``gelu_tanh`` is ``x / 2 * (1 + tanh(y))``, and ``(1 + tanh(y)) / 2`` is the sigmoid of ``2 y``. So one
+    exponential is enough; if it overflows the sigmoid is 0, which is right.
     """
     if TILES.ACTIVATION == "relu":
         x = tl.where(x < 0.0, 0.0, x)  # not maximum, which would hide a nan
@@ -75,8 +75,8 @@ def store_tile(c_ptr, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK
     """Round a tile to C's dtype and store it. Always ``tl.store``: a tile may be published next."""
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
-    # Rows beyond `rows` are those of the next part of C, which others compute: unmasked, the last to
-    # store would win. Columns beyond N are the next row's, as C is dense.
+    # Rows beyond `rows` belong to the next part of C, which other programs compute: without a mask, the
+    # last store would win. Columns beyond N are in the next row, as C is dense.
     mask = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
     pointers = c_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(pointers, acc.to(c_ptr.dtype.element_ty), mask=mask)
@@ -84,7 +84,8 @@ def store_tile(c_ptr, acc, tile_m, tile_n, rows, N, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit
 def output_operand(c_ptr, N, TILES: tl.constexpr, rows=(1 << 31) - 1):
-    """C as ``emit_tile`` takes it: a pointer, or a descriptor of ``rows x N``, dense from ``c_ptr`` on."""
+    """Return C as ``emit_tile`` takes it: a pointer, or a descriptor of ``rows x N``, dense at
+    ``c_ptr``."""
     if TILES.OUT_DESCRIPTOR:
         operand = tl.make_tensor_descriptor(
             c_ptr, [rows, N], [N, 1], [TILES.BLOCK_M, TILES.BLOCK_N // TILES.SUBTILE]
@@ -96,7 +97,7 @@ def output_operand(c_ptr, N, TILES: tl.constexpr, rows=(1 << 31) - 1):
 
 @triton.jit
 def part_of_output(whole, part_ptr, first_row, rows, N, TILES: tl.constexpr):
-    """``rows`` of C from ``first_row`` on, as ``part_of_rows`` has those of A."""
+    """Return ``rows`` of C from ``first_row`` on, like ``part_of_rows`` does for A."""
     row = tl.zeros((), tl.int32)
     operand = part_ptr
     if TILES.OUT_DESCRIPTOR:
@@ -110,7 +111,7 @@ def part_of_output(whole, part_ptr, first_row, rows, N, TILES: tl.constexpr):
 
 @triton.jit
 def _halves(acc):
-    """The left and the right half of a tile's columns. Moves nothing: a thread has some of both."""
+    """Return the left and the right half of a tile's columns. Moves nothing: a thread has some of both."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
@@ -121,8 +122,8 @@ def _emit_part(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
                PARTIAL: tl.constexpr, first_row):  # fmt: skip
     PART: tl.constexpr = TILES.BLOCK_N // TILES.SUBTILE
     acc = scale_tile(acc, epilogue, tile_m, tile_n, rows, N, PART, TILES)
-    # Scales are this rank's, and go into its contribution; the bias is added once, to the sum, and no
-    # activation can be taken of the parts of a sum.
+    # Scales are this rank's, and go into its contribution. The bias is added once, to the sum, and the
+    # activation applies to the whole sum only.
     if not PARTIAL:
         acc = add_bias(acc, epilogue.bias_ptr, tile_m, tile_n, rows, N, TILES.BLOCK_M, PART, TILES)
         acc = activate(acc, TILES)
@@ -140,8 +141,8 @@ def emit_tile(c, acc, epilogue, tile_m, tile_n, rows, N, TILES: tl.constexpr,
               PARTIAL: tl.constexpr = False, first_row=0):  # fmt: skip
     """Scale, add the bias, activate and store the tile ``acc`` of ``rows x N``, part by part.
 
-    ``first_row``: of a descriptor, where the rows begin.
-    ``PARTIAL``: one of the contributions to a sum, which get neither bias nor activation; the sum does.
+    ``first_row``: where the rows begin in a descriptor.
+    ``PARTIAL``: a contribution to a sum: bias and activation apply to the sum instead.
     Part i of tile n is tile ``n * SUBTILE + i`` of a matrix whose tiles are ``BLOCK_N / SUBTILE`` wide.
     """
     PARTS: tl.constexpr = TILES.SUBTILE

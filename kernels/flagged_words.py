@@ -1,16 +1,16 @@
 """Words that carry their own flag: data and signal in one store, for the few bytes of a small message.
 
-For a few bytes a signal of its own costs more than the data. ``send_words`` stores 64-bit words whose upper
+For a few bytes a separate signal costs more than the data. ``send_words`` stores 64-bit words whose upper
 half is the epoch, and whose lower half is 32 bits of payload; ``receive_words`` polls the words themselves.
-A 64-bit store is seen whole or not at all, so nothing has to be ordered, and both sides are relaxed: no
-data is read or written but what the word itself holds. The accesses themselves are in ``signal.py``.
+A 64-bit store is seen whole or not at all, and the word holds all data. So nothing has to be ordered, and
+both sides are relaxed. The accesses themselves are in ``signal.py``.
 
-What keeps a word from being overwritten too early is the caller's protocol
-(``kernels/collectives/low_latency.py``). The words' memory has a header as a channel has (``signal.py``),
+The caller's protocol ensures that no word is overwritten too early
+(``kernels/collectives/low_latency.py``). The words' memory has a header like a channel (``signal.py``),
 but its EPOCH counts the programs that have ended (``signal.count_program``).
 
-Giving up is as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first to
-give up writes down which rank it waited for.
+Timeouts are as in ``signal.py``: bounded by SPIN_LIMIT, at once if the group is aborted, and the first wait
+that times out records which rank it waited for.
 """
 
 import triton
@@ -39,7 +39,7 @@ def receive_words(peers, source, byte_offsets, epoch, valid,
                   COMPILED: tl.constexpr):  # fmt: skip
     """Poll own words until ``source`` has sent all that are ``valid``.
 
-    Bounded as ``wait`` is. Returns (payload, int32; how many words are missing). The record of giving up
+    Bounded like ``wait``. Return (payload, int32; how many words are missing). The record of a timeout
     has the first word's byte as SLOT, and the epoch before as SEEN.
     """
     addresses = tl.load(peers.peers_ptr + peers.rank) + byte_offsets
@@ -49,7 +49,7 @@ def receive_words(peers, source, byte_offsets, epoch, valid,
         polls_left = tl.load(header + _SPIN_LIMIT)
         while (missing > 0) & (polls_left > 0):
             payload, missing = look_for_words(addresses, epoch, valid, COMPILED)
-            # Compiled, look_for_words polls up to 64 times: ABORT is looked at as often as by `wait`.
+            # Compiled, look_for_words polls up to 64 times: ABORT is read as often as by `wait`.
             polls_left -= 64 if COMPILED else 1
             if is_aborted(header):
                 # times 0: the variable of a loop keeps its type

@@ -17,12 +17,12 @@ Line = list[int]
 
 
 def ceil_div(total: int, part: int) -> int:
-    """Number of parts that ``total`` makes, the last of which may be short."""
+    """Return the number of parts of ``total``; the last may be short."""
     return -(-total // part)
 
 
 def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
-    """Programs of a persistent grid: no more than tiles, and than are resident.
+    """Return the programs of a persistent grid: no more than tiles, and than are resident.
 
     ``reserved`` programs of the grid do something else.
     """
@@ -30,37 +30,37 @@ def persistent_grid(reserved: int, tiles: int, resident: int) -> int:
 
 
 def tiles_of(rows: Sequence[int], block_m: int, tiles_n: int) -> int:
-    """Tiles of all ranks' rows, where no tile holds rows of two ranks."""
+    """Return the tiles of all ranks' rows; no tile holds rows of two ranks."""
     return sum(ceil_div(count, block_m) for count in rows) * tiles_n
 
 
 def chunk_rows(rows: Sequence[int], block_m: int, chunks: int) -> int:
-    """Rows per chunk: whole tiles, and the longest shard in about ``chunks`` chunks."""
+    """Return rows per chunk: whole tiles, and the longest shard in about ``chunks`` chunks."""
     return ceil_div(ceil_div(max(rows), block_m), chunks) * block_m
 
 
 def chunk_elements(rows: Sequence[int], block: int, chunks: int) -> int:
-    """Elements per chunk of a flat tensor: as :func:`chunk_rows`, but chunks need not be whole blocks."""
+    """Return elements per chunk of a flat tensor: like :func:`chunk_rows`, but not in whole blocks."""
     return max(block, ceil_div(max(rows), chunks))
 
 
 def chunk_slots(rows: Sequence[int], chunk_size: int) -> int:
-    """Chunks of all ranks. Each has a slot, and is an arrival somewhere."""
+    """Return the chunks of all ranks. Each has a slot, and is an arrival somewhere."""
     return sum(ceil_div(count, chunk_size) for count in rows)
 
 
 def sends_of(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> int:
-    """Number of sends of a rank: a chunk that goes to every peer counts once for each."""
+    """Return the sends of a rank: a chunk that goes to every peer counts once for each."""
     return ceil_div(rows[rank], chunk_size) * (world_size - 1)
 
 
 def gathered_bytes(rows: Sequence[int], row_bytes: int) -> int:
-    """Data region of a gather: everybody's rows."""
+    """Return the data region of a gather: all ranks' rows."""
     return sum(rows) * row_bytes
 
 
 def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk_size: int) -> Line:
-    """[peer, first row in the shard, rows, first row in the whole, slot], for one chunk of ``source``."""
+    """Return [peer, first row in the shard, rows, first row in the whole, slot] of a ``source``'s chunk."""
     first = chunk * chunk_size
     count = min(chunk_size, rows[source] - first)
     slot = chunk_slots(rows[:source], chunk_size) + chunk
@@ -68,7 +68,7 @@ def transfer_line(peer: int, source: int, chunk: int, rows: Sequence[int], chunk
 
 
 def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int) -> list[Line]:
-    """Lines of a rank's sends, in order."""
+    """Return lines of a rank's sends, in order."""
     count = ceil_div(rows[rank], chunk_size)
     return [
         transfer_line(peer, rank, chunk, rows, chunk_size)
@@ -79,7 +79,7 @@ def send_lines(rank: int, world_size: int, rows: Sequence[int], chunk_size: int)
 def arrival_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, own: bool
 ) -> list[Line]:
-    """Lines of the chunks that a rank takes, in order, with its own chunks if ``own``."""
+    """Return lines of the chunks that a rank takes, in order, with its own chunks if ``own``."""
     counts = [ceil_div(count, chunk_size) for count in rows]
     return [
         transfer_line(source, source, chunk, rows, chunk_size)
@@ -91,7 +91,7 @@ def arrival_lines(
 def chunk_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, block_m: int, tiles_n: int
 ) -> list[Line]:
-    """Lines of ``all_gather_matmul_kernel``'s ``chunks``."""
+    """Return lines of ``all_gather_matmul_kernel``'s ``chunks``."""
     arrivals = arrival_lines(rank, world_size, rows, chunk_size, False)
     return numbered_lines(rank, rows, arrivals, block_m, tiles_n)
 
@@ -99,7 +99,7 @@ def chunk_lines(
 def numbered_lines(
     rank: int, rows: Sequence[int], arrivals: Sequence[Line], block_m: int, tiles_n: int
 ) -> list[Line]:
-    """The own shard, one chunk as nobody waits for it, then ``arrivals``; each with its first tile."""
+    """Return lines of the own shard, as one chunk, then of ``arrivals``; each with its first tile."""
     lines = [[rank, 0, rows[rank], sum(rows[:rank]), 0, 0]] if rows[rank] else []
     start = ceil_div(rows[rank], block_m) * tiles_n
     for line in arrivals:
@@ -109,24 +109,24 @@ def numbered_lines(
 
 
 def reduce_slots(world_size: int, rows: Sequence[int], block_m: int, tiles_n: int) -> int:
-    """A slot per source and tile of the part that an owner collects; of the longest, on all ranks."""
+    """Return slots: one per source and tile of an owner's part; for the longest part, on all ranks."""
     return world_size * ceil_div(max(rows), block_m) * tiles_n
 
 
 def contributed_bytes(world_size: int, rows: Sequence[int], row_bytes: int) -> int:
-    """Data region of a reduction: a contribution to the longest part from every rank."""
+    """Return the data region of a reduction: a contribution to the longest part from every rank."""
     return world_size * max(rows) * row_bytes
 
 
 def segments_of(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """(first row, rows) by owner, one after another."""
+    """Return (first row, rows) by owner, one after another."""
     return [(sum(rows[:owner]), rows[owner]) for owner in range(len(rows))]
 
 
 def segment_lines(
     rank: int, world_size: int, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> list[Line]:
-    """Lines (owner, first row, rows, number of the first tile) in the order of production."""
+    """Return lines (owner, first row, rows, number of the first tile) in the order of production."""
     lines = []
     start = 0
     for owner in owner_order(rank, world_size):
@@ -137,7 +137,7 @@ def segment_lines(
 
 
 def shard_lines(rows: Sequence[int], block_m: int, tiles_n: int) -> list[Line]:
-    """Lines of ``shards`` of ``head_exchange.py``, by rank: rows, the first of them, first slot."""
+    """Return lines of ``shards`` of ``head_exchange.py``, by rank: rows, first row, first slot."""
     lines = []
     for rank in range(len(rows)):
         lines.append([rows[rank], sum(rows[:rank]), tiles_of(rows[:rank], block_m, tiles_n)])
@@ -147,7 +147,7 @@ def shard_lines(rows: Sequence[int], block_m: int, tiles_n: int) -> list[Line]:
 def head_send_lines(
     rank: int, world_size: int, rows: Sequence[int], chunk_size: int, chunks: int
 ) -> list[Line]:
-    """Lines of ``all_to_all_matmul_kernel``'s ``sends`` to the owners of rows, in order."""
+    """Return lines of ``all_to_all_matmul_kernel``'s ``sends`` to the owners of rows, in order."""
     lines = []
     for chunk, peer in send_order(rank, world_size, chunks):
         first = chunk * chunk_size
@@ -159,10 +159,10 @@ def head_send_lines(
 
 
 def expert_offsets(rank: int, world_size: int, splits: Sequence[int], experts: int) -> list[int]:
-    """Rows of ``rank`` before each segment, by expert and source; the number of all its rows last.
+    """Return rows of ``rank`` before each segment, by expert and source; the number of all rows last.
 
-    ``splits``: every rank's rows for each expert, one rank after another; ``experts``: those of one rank,
-    which are others on each where not all have all.
+    ``splits``: every rank's rows for each expert, one rank after another; ``experts``: the number on one
+    rank. Unless all ranks have all experts, each rank has different ones.
     """
     total = len(splits) // world_size
     first = rank * experts % total
@@ -176,7 +176,7 @@ def expert_offsets(rank: int, world_size: int, splits: Sequence[int], experts: i
 def expert_segment_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int
 ) -> list[Line]:
-    """Lines of ``grouped_matmul_kernel``'s ``segments``: output row, rows, the source's first of them."""
+    """Return lines of ``grouped_matmul_kernel``'s ``segments``: output row, rows, first source row."""
     total = len(splits) // world_size
     offsets = expert_offsets(rank, world_size, splits, experts)
     lines = []
@@ -190,9 +190,9 @@ def expert_segment_lines(
 def expert_send_lines(
     rank: int, world_size: int, splits: Sequence[int], experts: int, chunk_size: int
 ) -> list[Line]:
-    """Lines of ``grouped_matmul_kernel``'s ``sends``; to the next rank first: all to different ones.
+    """Return lines of ``grouped_matmul_kernel``'s ``sends``; the next rank first: all differ.
 
-    The chunks of a segment have slots of their own: ``kernels/experts/grouped_matmul.py`` says why.
+    The chunks of a segment have their own slots: ``kernels/experts/grouped_matmul.py`` explains why.
     """
     total = len(splits) // world_size
     lines = []
@@ -213,7 +213,7 @@ def expert_send_lines(
 
 
 def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
-    """Lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
+    """Return lines of ``parts`` of ``multimem.py``, by rank: first element, elements, byte, first block."""
     lines = []
     first = 0
     byte = 0
@@ -227,17 +227,17 @@ def multimem_parts(rows: Sequence[int], block: int, item: int) -> list[Line]:
 
 
 def multimem_bytes(rows: Sequence[int], item: int) -> int:
-    """Data region of a gather by the switch: every part begins at 16 bytes."""
+    """Return the data region of a gather by the switch: every part begins at 16 bytes."""
     return sum(ceil_div(count * item, 16) * 16 for count in rows)
 
 
 def slice_slots(world_size: int, rows: Sequence[int], slice_rows: int) -> int:
-    """A slot per source and slice of its rows; of the longest part, on all ranks."""
+    """Return slots: one per source and slice of its rows; for the longest part, on all ranks."""
     return world_size * ceil_div(max(rows), slice_rows)
 
 
 def zigzag_runs(rank: int, rows: Sequence[int]) -> list[Line]:
-    """[first token of the shard, tokens, place in the sequence], of a rank's two chunks of a sequence.
+    """Return [first token of the shard, tokens, position in the sequence] of a rank's two chunks.
 
     Of 2 W chunks rank r has r and 2 W - 1 - r; the first is the longer half of its tokens.
     """
@@ -249,7 +249,7 @@ def zigzag_runs(rank: int, rows: Sequence[int]) -> list[Line]:
 
 
 def causal_spans(rank: int, rows: Sequence[int]) -> list[Line]:
-    """[first, end] of the places that each of a rank's tokens sees: all up to its own, cut by zigzag."""
+    """Return [first, end] of the positions that each of a rank's tokens sees, causal, cut by zigzag."""
     return [
         [0, place + 1]
         for run in zigzag_runs(rank, rows)

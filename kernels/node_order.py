@@ -1,4 +1,4 @@
-"""Orders for ranks on several nodes, as pure integer functions: what travels when, and over which link.
+"""Orders for ranks on several nodes, as pure integer functions: the order of moves, and their links.
 
 Within a node a rank reaches its peers' memory; to another node it can only put. ``nodes`` lists the node
 of every rank, in any numbering: ``[0, 0, 1, 1]``. Nodes may differ in size. A rank is tied to one rank of
@@ -9,17 +9,17 @@ data travels once, from a rank to its counterpart, which hands it on within its 
              0 --send---> 1                                     3 --land--> 3 --forward--> 2
              1 --stage--> 1 --put--> 3
 
-What a rank does is a list of *moves*, one line of integers each, see ``MOVE_COLUMNS``. A kernel's
+The work of a rank is a list of *moves*, one line of integers each, see ``MOVE_COLUMNS``. A kernel's
 programs take the lines in turn. A line waits only for an earlier line of its own rank, for a SEND, or for a
-put. A SEND waits for no line, and a put only for SENDs: so any number of programs gets through.
+put. A SEND waits for no line, and a put only for SENDs. So any number of programs makes progress.
 
-Why a line may wait for another line of the same rank: a put reads this rank's workspace, never the
-caller's tensor, which need not be memory that a network card may read; so rows are staged first, once for
-all nodes. And what has landed is published again by this rank before anybody reads it, so that readers
-need not know how it came.
+Why may a line wait for another line of the same rank? A put reads this rank's workspace, never the
+caller's tensor, because a network card may not be able to read that. So rows are staged first, once for
+all nodes. And this rank publishes arrived data again before it is read, so that readers need not know how
+it arrived.
 """
 
-SEND = 0  # rows of the input go to a peer's workspace, or to the own one, from where they are put
+SEND = 0  # rows of the input go to a peer's workspace, or to the own one, for puts
 FORWARD = 1  # rows of the own workspace go to a peer of this node
 PUT = 2  # rows of the own workspace are put to a rank of another node
 LAND = 3  # rows that another node has put here are passed on to this rank's readers
@@ -35,9 +35,9 @@ def members(nodes, node):
 
 
 def counterpart(rank, node, nodes):
-    """The rank of ``node`` that ``rank`` puts to.
+    """Return the rank of ``node`` that ``rank`` puts to.
 
-    ``counterpart(1, 1, [0, 0, 1, 1]) == 3``. Where nodes differ in size, several ranks may share one:
+    ``counterpart(1, 1, [0, 0, 1, 1]) == 3``. If nodes differ in size, several ranks may share one:
     ``counterpart(2, 1, [0, 0, 0, 1, 1]) == 3``.
     """
     own, theirs = members(nodes, nodes[rank]), members(nodes, node)
@@ -45,26 +45,26 @@ def counterpart(rank, node, nodes):
 
 
 def other_nodes(rank, nodes):
-    """The other nodes, the next one first: at any time all nodes put to different ones."""
+    """Return the other nodes, the next one first: at any time all nodes put to different ones."""
     names = sorted(set(nodes))
     own = names.index(nodes[rank])
     return names[own + 1 :] + names[:own]
 
 
 def node_peers(rank, nodes):
-    """The other ranks of the own node, the next one first: ``node_peers(1, [0, 0, 0]) == [2, 0]``."""
+    """Return the other ranks of the own node, the next first: ``node_peers(1, [0, 0, 0]) == [2, 0]``."""
     ranks = members(nodes, nodes[rank])
     own = ranks.index(rank)
     return ranks[own + 1 :] + ranks[:own]
 
 
 def put_targets(rank, nodes):
-    """The ranks that a rank puts to, in order: its counterpart on every other node."""
+    """Return the ranks that a rank puts to, in order: its counterpart on every other node."""
     return [counterpart(rank, node, nodes) for node in other_nodes(rank, nodes)]
 
 
 def put_sources(rank, nodes):
-    """The ranks that put to a rank, in order of arrival: the node before this one first."""
+    """Return the ranks that put to a rank, in order of arrival: the node before this one first."""
     return [
         source
         for node in reversed(other_nodes(rank, nodes))
@@ -74,11 +74,11 @@ def put_sources(rank, nodes):
 
 
 def gather_order(rank, nodes, chunk_counts):
-    """The order in which a rank takes chunks of an all-gather: [(source, chunk), ...].
+    """Return the order in which a rank takes chunks of an all-gather: [(source, chunk), ...].
 
-    Its own, which are there; its node's, as they come over the fast link; then those of other nodes,
-    chunk by chunk, node by node as they land, and of each node first what lands on this rank itself:
-    a node's chunks land on all ranks of this one at about the same time, and are forwarded at once.
+    First its own chunks; then its node's, as they arrive over the fast link; then other nodes' chunks,
+    chunk by chunk, node by node as they land. Of each node it first takes the chunk that lands on this
+    rank: a node's chunks land on all ranks of this one at about the same time, and are forwarded at once.
     ``gather_order(0, [0, 0, 1, 1, 2, 2], [1] * 6)`` takes the sources 0, 1, 4, 5, 2, 3.
     """
     near = list(reversed(node_peers(rank, nodes)))
@@ -95,7 +95,7 @@ def gather_order(rank, nodes, chunk_counts):
 
 
 def gather_moves(rank, nodes, rows, chunk_rows):
-    """The moves of an all-gather, one chunk of ``chunk_rows`` rows after the other.
+    """Return the moves of an all-gather, one chunk of ``chunk_rows`` rows after the other, and its slots.
 
     ``rows`` by rank. Workspace rows are rows of the whole. Chunk c of all chunks, in rank order, has slot
     c where it can be read, and slot (number of chunks) + c where it lands. Returns (moves, slots).
@@ -132,12 +132,12 @@ def gather_moves(rank, nodes, rows, chunk_rows):
 
 
 def exchange_moves(rank, nodes, sizes):
-    """The moves of an all-to-all: ``sizes[source][destination]`` rows, one part behind the other.
+    """Return the moves of an all-to-all: ``sizes[source][destination]`` rows, one part after the other.
 
     A part for another node goes first to the rank of this one that is its destination's counterpart
-    (``reducer``), which puts it. Workspace: parts that have come, in the order of the sources; then parts
-    to be put. From source s to destination d, slot s says that a part can be read, W + s that it lands,
-    2 W + s W + d that it can be put.
+    (``reducer``), which puts it. Workspace: arrived parts, in the order of the sources; then parts to be
+    put. From source s to destination d, slot s says that a part can be read, W + s that it has landed, 2 W
+    + s W + d that it can be put.
 
     Returns (moves, first row of each source's part, rows of the workspace, slots).
     """
@@ -178,7 +178,7 @@ def exchange_moves(rank, nodes, sizes):
 
 
 def relay_places(by, nodes, sizes):
-    """Rows in ``by``'s workspace of the parts that it puts: ({(source, destination): row}, rows in all)."""
+    """Return rows in ``by``'s workspace of parts to put: ({(source, destination): row}, rows in all)."""
     places, row = {}, 0
     for owner in reduced_owners(by, nodes)[1:]:
         for source in members(nodes, nodes[by]):
@@ -188,12 +188,12 @@ def relay_places(by, nodes, sizes):
 
 
 def reducer(rank, owner, nodes):
-    """The rank that sums contributions of ``rank``'s node to ``owner``: ``owner``, if of this node."""
+    """Return the rank that sums contributions of ``rank``'s node to ``owner``; maybe ``owner`` itself."""
     return owner if nodes[owner] == nodes[rank] else counterpart(owner, nodes[rank], nodes)
 
 
 def reduced_owners(rank, nodes):
-    """The owners whose parts a rank sums for its node, itself first: one region each, in this order."""
+    """Return the owners whose parts a rank sums for its node, itself first: one region each, in order."""
     others = [
         owner
         for node in other_nodes(rank, nodes)
@@ -204,11 +204,11 @@ def reduced_owners(rank, nodes):
 
 
 def scatter_order(rank, nodes):
-    """The order in which a rank produces parts for their owners.
+    """Return the order in which a rank produces parts for their owners.
 
-    Other nodes' first, because those are summed here and then travel; the next node first, and within
-    a node what the next rank of this one sums; then the own node's, and its own part last.
-    ``scatter_order(0, [0, 0, 1, 1]) == [3, 2, 1, 0]``.
+    Other nodes' parts come first, because they are summed here and then travel. The next node is first, and
+    within a node the parts that the next rank of this one sums. Then the own node's follow, the own part
+    last. ``scatter_order(0, [0, 0, 1, 1]) == [3, 2, 1, 0]``.
     """
     near = node_peers(rank, nodes)
     order = []

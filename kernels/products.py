@@ -9,17 +9,17 @@ Two paths, chosen by the constant ``TILES.DESCRIPTORS``:
 ``"kn"``  descriptors (TMA), B contiguous along N. 16-byte aligned bases and row strides, K > 0.
 ``"nk"``  descriptors (TMA), B contiguous along K: a transposed ``nn.Linear`` weight, read in place.
 
-Block-scaled operands (``TILES.VALUES``) are bytes: rows of A and columns of B are packed, as
-``block_scales.py`` says, and K is the length of a packed row. Their scales are loaded by pointers.
+Block-scaled operands (``TILES.VALUES``) are bytes: rows of A and columns of B are packed, see
+``block_scales.py``, and K is the length of a packed row. Their scales are loaded by pointers.
 
-``rows_operand`` and ``columns_operand`` turn A and B into what ``multiply_tile`` takes: pointers, or
-descriptors. Making a descriptor costs a write and a fence, so callers make those of whole matrices once per
-program. Chunks and segments of A are taken out of these (``part_of_rows``).
+``rows_operand`` and ``columns_operand`` turn A and B into the operands of ``multiply_tile``: pointers, or
+descriptors. Making a descriptor costs a write and a fence, so callers make descriptors of whole matrices
+once per program. Chunks and segments of A are taken from these (``part_of_rows``).
 
 Each tile's k loop is nested in the caller's tile loop. A caller may let the compiler flatten the two into
-one (``flatten``), so that the loads of the next tile are under way while this one is stored; or give loads,
-products and stores warps of their own (``warp_specialize``). Both only where no wait is inside the tile
-loop: the compiler would move loads in front of it.
+one (``flatten``), so that the next tile is loaded while this one is stored. Or it may give loads, products
+and stores separate warps (``warp_specialize``). Both are allowed only if no wait is inside the tile loop:
+the compiler would move loads before it.
 """
 
 import triton
@@ -36,7 +36,7 @@ def tile_offsets(tile, BLOCK: tl.constexpr):
 
 @triton.jit
 def _accumulate(a, b, acc, TILES: tl.constexpr):
-    """``acc + a @ b``. Of fp8 operands, each step's sum is added in fp32 unless ``FAST_ACCUM``.
+    """Return ``acc + a @ b``. For fp8, each step's sum is added in fp32 unless ``FAST_ACCUM``.
 
     The tensor cores of 9.0 keep fewer bits than fp32 has while they add up products of fp8 numbers.
     """
@@ -52,14 +52,14 @@ def _accumulate(a, b, acc, TILES: tl.constexpr):
 def add_product(
     acc, a_ptr, stride_am, rows, weight, b_ptr, N, K, tile_m, tile_n, TILES: tl.constexpr
 ):
-    """``acc + A[tile_m] @ B[:, tile_n]`` in fp32, by pointers."""
+    """Return ``acc + A[tile_m] @ B[:, tile_n]`` in fp32, by pointers."""
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     BLOCK_K: tl.constexpr = TILES.BLOCK_K
     offs_m = tile_offsets(tile_m, BLOCK_M)
     offs_n = tile_offsets(tile_n, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    # Rows beyond the edge are of a chunk that may not have come, or past the end of the tensor.
+    # Rows beyond the edge belong to a chunk that may not have arrived, or are past the tensor's end.
     mask_m = (offs_m < rows)[:, None]
     mask_n = (offs_n < N)[None, :]
     # A is contiguous along K, so 32 bits do for its `offs_k`; B's are multiplied by a stride.
@@ -82,7 +82,7 @@ def add_product(
 
 @triton.jit
 def rows_operand(a_ptr, stride_am, K, TILES: tl.constexpr, rows=(1 << 31) - 1):
-    """A as ``multiply_tile`` takes it. Without ``rows``, for whole tiles: none of them ends anything."""
+    """Return A as an operand of ``multiply_tile``. Without ``rows`` it is for whole tiles only."""
     # Constants, so that one path is compiled. Triton cannot join a pointer and a descriptor after a
     # branch that is taken at run time.
     if TILES.DESCRIPTORS == "":
@@ -96,10 +96,10 @@ def rows_operand(a_ptr, stride_am, K, TILES: tl.constexpr, rows=(1 << 31) - 1):
 
 @triton.jit
 def part_of_rows(whole, part_ptr, stride_am, first_row, rows, K, TILES: tl.constexpr):
-    """``rows`` of A from ``first_row`` on, which are at ``part_ptr``: (operand, its row where they begin).
+    """Return (operand, first row in it) for ``rows`` of A from ``first_row`` on, at ``part_ptr``.
 
-    ``whole``: a descriptor of all rows, which does for whole tiles. A part that ends within a tile gets a
-    descriptor of its own, so that nothing beyond its last row is loaded: that may not have come.
+    ``whole``: a descriptor of all rows, for parts of whole tiles. A part that ends within a tile gets its
+    own descriptor, so that nothing beyond its last row is loaded: those rows may not have arrived.
     """
     row = tl.zeros((), tl.int32)
     operand = whole
@@ -116,7 +116,7 @@ def part_of_rows(whole, part_ptr, stride_am, first_row, rows, K, TILES: tl.const
 
 @triton.jit
 def columns_operand(b_ptr, weight, N, K, TILES: tl.constexpr):
-    """B as ``multiply_tile`` takes it: from ``b_ptr`` on, with the strides of ``weight``."""
+    """Return B as an operand of ``multiply_tile``: from ``b_ptr`` on, with the strides of ``weight``."""
     if TILES.DESCRIPTORS == "":
         operand = b_ptr
     elif TILES.DESCRIPTORS == "kn":
@@ -139,14 +139,14 @@ def _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES: tl.constexp
     row = (first_row + tile_m * BLOCK_M).to(tl.int32)
     column = (tile_n * BLOCK_N).to(tl.int32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # A loop of its own below the caller's wait: flattened by hand into the tile loop, with the wait
-    # inside it, its loads would be pipelined to before the wait.
+    # A separate loop below the caller's wait. If it were flattened by hand into the tile loop, with the
+    # wait inside it, its loads would be pipelined to before the wait.
     for k in range(0, K, TILES.BLOCK_K):
         a_tile = a.load([row, k])
         if TILES.DESCRIPTORS == "kn":
             b_tile = b.load([k, column])
         else:
-            # The weight as nn.Linear keeps it: turned around tile by tile, no copy of it is made.
+            # The weight in nn.Linear's layout: transposed tile by tile, without a copy.
             b_tile = b.load([column, k]).T
         acc = _accumulate(a_tile, b_tile, acc, TILES)
     return acc
@@ -155,7 +155,7 @@ def _multiply_descriptors(a, first_row, b, K, tile_m, tile_n, TILES: tl.constexp
 @triton.jit
 def multiply_tile(a, stride_am, rows, weight, b, N, K, tile_m, tile_n, TILES: tl.constexpr,
                   first_row=0, a_ptr=None, b_ptr=None):  # fmt: skip
-    """``A[tile_m] @ B[:, tile_n]`` in fp32; ``first_row``: of a descriptor, where A's rows begin.
+    """Return ``A[tile_m] @ B[:, tile_n]`` in fp32; A's rows begin at ``first_row`` of a descriptor.
 
     ``a_ptr`` and ``b_ptr``: where packed operands begin, whose scales have no descriptors.
     """

@@ -1,12 +1,12 @@
 """Many slots at once: waits for all of them together, and publishes that share a barrier and a fence.
 
-One after the other, many polls take as long as as many round trips of memory, and many publishes wait as
-often until all stores so far have arrived. Here a vector of slots is looked at, or set, together. The
-accesses are ``signal.py``'s. Giving up is as there: bounded by SPIN_LIMIT, at once if the group is aborted,
-and the first to give up writes down which rank it waited for.
+One after the other, each poll takes a round trip of memory, and each publish waits until all stores so far
+have arrived. Here a vector of slots is read, or set, together. The accesses are those in ``signal.py``, and
+so is the timeout: bounded by SPIN_LIMIT, at once if the group is aborted, and the first wait that times out
+records which rank it waited for.
 
-The waits are for programs without descriptor stores under way. They return how many slots have not come:
-more than 0 only when the wait was given up, and what has come may then not be looked at.
+The waits are for programs without descriptor stores under way. They return how many slots have not arrived.
+If that is more than 0, the wait has timed out, and the caller must not read the data.
 """
 
 import triton
@@ -38,9 +38,9 @@ _POLLS_BETWEEN_ABORT_CHECKS = tl.constexpr(64)
 
 @triton.jit
 def wait_slots(peers, sources, slot_bytes, valid, epoch):
-    """Poll the own slots at ``slot_bytes`` together until all ``valid`` ones have ``epoch``.
+    """Poll this rank's slots at ``slot_bytes`` together until all ``valid`` ones have ``epoch``.
 
-    ``sources``: who publishes each.
+    ``sources``: the rank that publishes each.
     """
     pointers = peer_pointer(peers, peers.rank, slot_bytes)
     header = peer_pointer(peers, peers.rank, 0)
@@ -64,14 +64,14 @@ def wait_slots(peers, sources, slot_bytes, valid, epoch):
             source = tl.sum(tl.where(first, sources, 0))
             slot_byte = tl.sum(tl.where(first, slot_bytes, 0))
             give_up(peers, source, slot_byte, epoch, tl.min(tl.where(first, seen, epoch)), False)
-    # Every thread has acquired what it polled: only behind a barrier have all seen everything.
+    # Each thread has acquired the slot it polled: only after a barrier have all threads seen everything.
     tl.debug_barrier()
     return absent
 
 
 @triton.jit
 def wait_all(peers, slot_byte, each, epoch, SLOTS: tl.constexpr):
-    """Wait for own slots from ``slot_byte`` on; every rank publishes ``each`` of them."""
+    """Wait for this rank's slots from ``slot_byte`` on; every rank publishes ``each`` of them."""
     slots = each * peers.world_size
     missing = tl.zeros((), tl.int32)
     for first in range(0, slots, SLOTS):
@@ -123,14 +123,15 @@ def publish_to_all(peers, slot_byte, epoch):
 def wait_credits_kernel(peers):
     """Hold a stream until every peer has finished the previous op on this channel.
 
-    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write. Copies
-    that follow cannot see that a wait for a credit was given up, so the kernel then goes on (``linger``)
+    Ordering: as wait_kernel. Afterwards all memory of the channel, on every rank, is free to write. Later
+    copies cannot see that a wait for a credit has timed out, so the kernel then continues (``linger``)
     until no peer has anything left to read.
 
-    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Rank 1's stays 5
-    and is given up; rank 1 gives up too, and its finish_kernel sets it to -6: the kernel ends.
+    Example: with epoch word 6 the kernel ends once CREDIT of all ranks is at least 6. Suppose rank 1's
+    stays 5 and the wait times out. Rank 1 times out, too, and its finish_kernel sets it to -6: the kernel
+    ends.
     """
-    # In a void channel that is an epoch out of reach; what peers may still finish is counted on.
+    # In a void channel that epoch is out of reach; the wait counts on ops that peers may still finish.
     if wait_credits(peers, current_epoch(peers)) > 0:
         finished = counted_epoch(peers) - 1
         for peer in range(peers.world_size):
@@ -141,10 +142,9 @@ def wait_credits_kernel(peers):
 def finish_kernel(peers):
     """End an op on this rank: credit to every mapped peer, then the epoch advances in device memory.
 
-    Ordering: last item of the op on its stream; all reads of the channel by this rank are over, so
-    peers may write into it. The epoch word is read only by this rank's later ops, which are ordered
-    after by the stream or an event. In a void channel the op never ends: the epoch stays, and peers are
-    told so.
+    Ordering: last item of the op on its stream. All reads of the channel by this rank have finished, so
+    peers may write into it. Only this rank's later ops read the epoch word; the stream or an event orders
+    them. In a void channel the op never ends: the epoch stays, and peers are notified.
 
     Example: with epoch word 6, CREDIT[rank] becomes 7 on every rank and then the own epoch word 7. In a
     void channel CREDIT[rank] becomes -7 and the epoch word stays 6.

@@ -17,7 +17,7 @@ from interlace.kernels.signal import current_epoch, peer_pointer, publish, wait,
 
 TRANSFER_COLUMNS = 5
 _COLUMNS = tl.constexpr(TRANSFER_COLUMNS)
-# What a program that copies much has on its way: with less, its share of a link waits for memory to answer.
+# The bytes that a program that copies much loads ahead. With less, its share of a link waits for memory.
 IN_FLIGHT_BYTES = 64 << 10
 _IN_FLIGHT = tl.constexpr(IN_FLIGHT_BYTES)
 _MOST_STAGES = tl.constexpr(9)
@@ -25,22 +25,22 @@ _MOST_STAGES = tl.constexpr(9)
 
 @triton.jit
 def region_pointer(peers, peer, byte_offset, like_ptr):
-    """``peer``'s buffer from ``byte_offset`` on, a multiple of 256, typed as ``like_ptr`` is."""
+    """Point to ``peer``'s buffer at ``byte_offset``, a multiple of 256, with the type of ``like_ptr``."""
     address = tl.load(peers.peers_ptr + peer) + byte_offset
-    # Both are multiples of 256. Unless the compiler is told, it splits every access here into single
-    # elements: of an address that was loaded from a table it knows nothing.
+    # Both are multiples of 256. The address comes from a table, so the compiler does not know it. Without
+    # this hint it splits every access here into single elements.
     return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
 @triton.jit
 def data_pointer(workspace, peer, like_ptr):
-    """``peer``'s data region, typed as ``like_ptr`` is."""
+    """Point to ``peer``'s data region, with the type of ``like_ptr``."""
     return region_pointer(workspace, peer, workspace.data_offset, like_ptr)
 
 
 @triton.jit
 def table_line(table_ptr, number, COLUMNS: tl.constexpr):
-    """The numbers of one line of a table of int64."""
+    """Load the numbers of one line of a table of int64."""
     line = table_ptr + number * COLUMNS
     values = (tl.load(line),)
     for column in tl.static_range(1, COLUMNS):
@@ -50,26 +50,26 @@ def table_line(table_ptr, number, COLUMNS: tl.constexpr):
 
 @triton.jit
 def aligned_pointer(ptr):
-    """``ptr`` rounded down to 16 bytes, so that the compiler knows; an aligned ``ptr`` stays what it is.
+    """Round ``ptr`` down to 16 bytes, so that the compiler knows it; an aligned ``ptr`` does not change.
 
-    A bare ``tl.multiple_of(ptr, 16)`` would mark the operation that made ``ptr``, and so hold also where
-    the caller has not checked the alignment.
+    A bare ``tl.multiple_of(ptr, 16)`` would mark the operation that made ``ptr``. Then the hint would also
+    hold where the caller has not checked the alignment.
     """
     return tl.multiple_of(((ptr.to(tl.int64) >> 4) << 4).to(ptr.dtype), 16)
 
 
 @triton.jit
 def copy_elements(to_ptr, from_ptr, elements, BLOCK: tl.constexpr, IN_FLIGHT: tl.constexpr = 0):
-    """Copy ``elements``, both sides contiguous: whole blocks by 16 bytes where both are aligned.
+    """Copy ``elements``, contiguous on both sides: whole blocks by 16 bytes if both are aligned.
 
-    ``IN_FLIGHT``: bytes that are loaded ahead, into shared memory, where there are many blocks.
+    ``IN_FLIGHT``: bytes that are loaded ahead, into shared memory, if there are many blocks.
     """
     ITEM: tl.constexpr = max(1, from_ptr.dtype.element_ty.primitive_bitwidth // 8)
     STAGES: tl.constexpr = min(1 + IN_FLIGHT // (BLOCK * ITEM), _MOST_STAGES)
-    # A 0 of the same type as `elements`: what a branch assigns must have one type on both sides.
+    # A 0 of the same type as `elements`: a variable must have one type in both branches.
     whole = elements - elements
-    # Asked at run time: a pointer into the middle of a tensor may have any alignment. A mask would take
-    # the 16 bytes apart again, so whole blocks go without one, and only the rest has it.
+    # Checked at run time: a pointer into the middle of a tensor may have any alignment. A mask would split
+    # the 16 bytes again, so only the rest has a mask.
     if ((to_ptr.to(tl.int64) | from_ptr.to(tl.int64)) & 15) == 0:
         whole = elements // BLOCK * BLOCK
         aligned_to_ptr = aligned_pointer(to_ptr)
@@ -101,7 +101,7 @@ def copy_rows(to_ptr, to_stride, from_ptr, from_stride, rows, columns,
 @triton.jit
 def copy_chunk(to_ptr, from_ptr, from_stride, rows, columns,
                BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):  # fmt: skip
-    """Copy rows to where they lie densely; where they do so here, as one piece, loaded ahead."""
+    """Copy rows to a dense destination; dense rows are copied as one piece, loaded ahead."""
     if from_stride == columns:
         # int64 before the product: it may pass 2**31 elements.
         elements = (rows + tl.zeros((), tl.int64)) * columns
@@ -115,11 +115,11 @@ def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
                 row_scale_ptr=None, scale_offset=0, SCALED: tl.constexpr = False):  # fmt: skip
     """Do every ``COPIERS``-th send of the table: wait for the peer's credit, copy, publish.
 
-    Where the wait is given up nothing is stored: the peer may still be reading what is there.
+    If the wait has timed out nothing is stored: the peer may still be reading there.
     ``COPY_ROWS`` 0: a flat tensor, copied ``COPY_COLUMNS`` elements at a time. ``SCALED``: a number per
     row, ``row_scale_ptr[row]``, goes with its chunk, to ``scale_offset`` of the peer's workspace.
     """
-    # Every n-th, not a run of its own: early chunks leave first, whoever sends them.
+    # Every n-th, not a contiguous range: early chunks leave first, whichever program sends them.
     for send in range(tl.program_id(0), sends.count, COPIES.COPIERS):
         peer, first_row, rows, gathered_row, slot = table_line(sends.ptr, send, _COLUMNS)
         # Per send and not once for all: a peer that is ready gets its chunk while another still reads.
@@ -132,7 +132,7 @@ def push_chunks(workspace, input, sends, columns, epoch, COPIES: tl.constexpr,
                 copy_chunk(to_ptr, from_ptr, input.stride, rows, columns,
                            COPIES.COPY_ROWS, COPIES.COPY_COLUMNS)  # fmt: skip
             if SCALED:
-                # Before the signal, which tells of both: a consumer waits once per chunk.
+                # Before the signal, which covers both: a consumer waits once per chunk.
                 scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
                 copy_elements(scales_ptr + gathered_row, row_scale_ptr + first_row, rows, 128)
             publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
@@ -157,21 +157,21 @@ def all_gather_kernel(workspace, input_ptr, output_ptr, sends, arrivals,
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
-    # Producers have the lower numbers. Whatever part of the grid is resident, those that others wait for
-    # have begun: with collectors in front, a small GPU could be full of programs that wait.
+    # Producers have the lower numbers. Whatever part of the grid is resident, the programs that others wait
+    # for have begun. With collectors first, waiting programs could fill a small GPU.
     if program < COPIERS:
         flat = Rows(input_ptr, 1)
         push_chunks(workspace, flat, sends, 1, epoch, Copies(COPIERS, 0, BLOCK))
     else:
         gathered_ptr = data_pointer(workspace, workspace.rank, input_ptr)
-        # Collectors count from 0: copiers are not among those that share the arrivals out.
+        # Collectors count from 0, because copiers take no arrivals.
         for arrival in range(program - COPIERS, arrivals.count, tl.num_programs(0) - COPIERS):
             source, first_row, rows, gathered_row, slot = table_line(
                 arrivals.ptr, arrival, _COLUMNS
             )
             from_ptr = input_ptr + first_row
-            # What the wait returns is not looked at: the copy fills this rank's own output only, of an op
-            # that failed. The loads cannot overtake the wait: they are in a loop behind it.
+            # The value of the wait is not checked: the copy fills only this rank's output, of a failed op.
+            # The loads cannot overtake the wait: they are in a loop after it.
             if source != workspace.rank:
                 wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 from_ptr = gathered_ptr + gathered_row

@@ -48,7 +48,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def _rows() -> int:
-    """Of a matrix of which the product with a square one takes STEP_SECONDS; the same on every rank."""
+    """Return rows of a matrix whose product with a square one takes STEP_SECONDS; equal on all ranks."""
     operands, product = _operands(MATRIX)
     times = []
     for _ in range(50):

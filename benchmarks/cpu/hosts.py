@@ -89,7 +89,7 @@ def in_namespaces(
 
 
 def main() -> int:
-    """In a process of its own: make the hosts, run the ranks, whose first writes what they measured."""
+    """Make the hosts in a separate process, and run the ranks; the first writes the measurements."""
     folder, rate, ranks, repetitions, sizes, *only = sys.argv[1:]
     world_size = int(ranks)
     from multi.hosts import two_networks

@@ -81,7 +81,7 @@ def measure(
 ) -> Measurement:
     """Time every candidate of ``case``; the same result on every rank.
 
-    ``calls`` are those of a block, None as many as fill 20 ms; ``warm_up`` blocks do not count.
+    ``calls`` are the calls of a block, None as many as fill 20 ms; ``warm_up`` blocks do not count.
     """
     timings = alternate(case.candidates, repetitions, calls=calls, warm_up=warm_up)
     return Measurement(

@@ -4,7 +4,7 @@ Needs neither torch nor interlace, which OpenMPI's Python may not have.
 
     exchange    isend to the other of a pair, irecv from it
     send        send from the one of a pair, recv on the other; several in flight: isend and irecv
-    ping-pong   send and recv, and back; the time is that of both
+    ping-pong   send and recv, and back; the time covers both
     batch       an exchange by batch_isend_irecv
     ring        isend to the next rank, irecv from the one before; on two ranks it is an exchange
 """

@@ -1,11 +1,11 @@
 """Messages between two ranks, through interlace as a torch.distributed backend, gloo and OpenMPI.
 
-``message_cells.py`` says what is timed. ``bytes`` is the size of one message; the time is that of all in
-flight. ``copy_`` is a plain copy of as many bytes as a rank receives, by all who receive at once.
+``message_cells.py`` describes the cells. ``bytes`` is the size of one message; the time is for all in
+flight. ``copy_`` is a plain copy of as many bytes as a rank receives, by all receivers at once.
 "computing" is with a thread in each rank that multiplies matrices meanwhile, in one thread of torch.
 
-Protocol: that of ``torch_backend.py``, with fewer blocks of large messages. What does not fit into half of
-the memory that is available is left out.
+The protocol is that in ``torch_backend.py``, with fewer blocks of large messages. Cells that do not fit
+into half of the available memory are left out.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def available_memory() -> int:
 
 
 def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Callable[[Any], None]:
-    """What one rank does, as a function of a group."""
+    """Return the work of one rank, as a function of a group."""
     rank = interlace.get_rank()
     to, source = cell.peers(rank, interlace.get_world_size())
 
@@ -72,7 +72,7 @@ def message(cell: Cell, x: torch.Tensor, received: Sequence[torch.Tensor]) -> Ca
 
 
 def multiply() -> Callable[[], object]:
-    """What another thread does meanwhile."""
+    """Return the work of another thread meanwhile."""
     matrix, product = (torch.zeros(MATRIX, MATRIX) for _ in range(2))
     return lambda: torch.mm(matrix, matrix, out=product)
 

@@ -3,7 +3,7 @@
 Not against gloo, and not in ``shm``: simulated ranks in this process and in the workers that it forks.
 
 schedules       one launch of a kernel with 8 programs on every rank, which exchange blocks; with 1 and
-                2 worker processes, stores at once and late. What forking costs is in the figures.
+                2 worker processes, stores at once and late. The figures include the time of forks.
 inline PTX      the same for docs/examples/one_shot_all_reduce.py, whose flags are inline PTX
 races           three ops in flight, the race detector on and off: ``interlace.run`` of the same seeds
 """

@@ -7,8 +7,8 @@ byte once can take less. OpenMPI runs the same ops through mpi4py, before the ot
 where ``mpirun`` and a Python with mpi4py are found (``MPI_PYTHON`` names it).
 
 Protocol: blocks of back-to-back calls, as many as take about 20 ms, so that the ranks' different
-starts do not count; candidates alternate block by block; a block's time per call is that of its slowest
-rank; medians over blocks.
+starts do not count. Candidates alternate block by block. A block's time per call is its slowest rank's.
+Results are medians over blocks.
 """
 
 import tempfile

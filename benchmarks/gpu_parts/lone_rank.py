@@ -1,8 +1,8 @@
 """One rank of all_gather_matmul whose peers are played by the benchmark.
 
-The rank's workspace is the real one, and so is the kernel. What its peers would have pushed is there
-already (flags preset), or comes from pinned host memory, by the copy engine or by programs that read it
-over PCIe. All peers' addresses are the rank's own, so whoever plays a peer writes where a peer would.
+The rank's workspace is the real one, and so is the kernel. Data that peers would push is there already
+(flags preset). Or it comes from pinned host memory, by the copy engine or by programs that read it over
+PCIe. All peers' addresses are the rank's own, so code that plays a peer writes where a peer would.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ class LoneRank:
     def copy_engine(
         self, host: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, KernelLaunch]]:
-        """What to do on a stream of its own, per chunk: copy from, to, then launch to raise the flag.
+        """Return the work of a separate stream, per chunk: copy from, to, then launch to raise the flag.
 
         ``host`` is ``[m, k]`` in pinned memory.
         """

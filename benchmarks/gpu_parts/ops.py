@@ -27,7 +27,7 @@ ALONE: dict[str, tuple[tuple[str, ...], tuple[Sizes, Sizes]]] = {
 
 
 def requests(dry_run: bool, repetitions: int) -> Iterator[BenchRequest]:
-    """What is asked for of each op."""
+    """Yield the request for each op."""
     for op, (algorithms, sizes) in ALONE.items():
         shape: Any = dict(zip(OPS[op].sizes, sizes[dry_run], strict=True))
         dtype = "float32" if dry_run else "bfloat16"

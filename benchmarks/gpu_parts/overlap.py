@@ -1,7 +1,7 @@
 """Two parts of ``gpu.py``: W virtual ranks on one GPU, and a link that is really slow, PCIe.
 
 Virtual ranks share the GPU, so a copy between them costs memory bandwidth only and all matmuls share the
-SMs: times are of all ranks' work together, from the first rank's start to the last one's end.
+SMs. Times cover all ranks' work together, from the first rank's start to the last one's end.
 """
 
 import threading

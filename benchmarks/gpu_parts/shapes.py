@@ -23,7 +23,7 @@ import interlace
 from interlace.groups.groups import default_group
 from interlace.runtime.tuning.configuration import choose
 
-WORLD_SIZE = 8  # of which a lone rank is one: its N is a layer's share
+WORLD_SIZE = 8  # a lone rank is one of them: its N is a layer's share
 ROWS = (1024, 2048, 4096, 8192, 16384)
 LAYERS = {  # (N, K) per rank of 8: fused gate and up projection, fused QKV
     "Llama-70B up": (7168, 8192),
@@ -31,7 +31,7 @@ LAYERS = {  # (N, K) per rank of 8: fused gate and up projection, fused QKV
     "Llama-405B up": (13312, 16384),
     "Llama-405B QKV": (2304, 16384),
 }
-VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the table's row
+VARIANTS: dict[str, dict[str, Any]] = {  # differences from the table's row
     "the table's row": {},
     "4 stages, stored in 4 parts": {"num_stages": 4, "epilogue_subtile": 4},
     "tiles of 128 x 128, 5 stages": {"block_n": 128, "num_stages": 5},

@@ -1,7 +1,7 @@
 """Time on one GPU: events around many calls, medians with spread, inputs that rotate past the L2 cache.
 
-On a place without a GPU the same functions run, for the correctness of what is measured; the times are
-then those of an interpreter and mean nothing, and nobody writes them down.
+On a place without a GPU the same functions run, to check that they are correct. The times are then an
+interpreter's, mean nothing, and are not written down.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def record(times: dict[str, Time], correct: bool, **derived: float) -> Record:
-    """What was measured of a case. A wrong result has no times."""
+    """Return the results of a case. A wrong result has no times."""
     shown = {name: asdict(value) for name, value in times.items()} if correct else {}
     return {"correct": correct, "microseconds": shown, "derived": derived if correct else {}}
 
@@ -152,7 +152,7 @@ def on_ranks(
     world_size: int = 1,
     **where: Any,
 ) -> Record:
-    """One line of the results: what ``measure`` finds on ranks of its own, or why it found nothing."""
+    """Return one line of results: from ``measure`` on its own ranks, or why there are none."""
     try:
         found = interlace.run(measure, world_size, *arguments, **where)[0]
         torch.cuda.empty_cache()  # the next case has another stream, which could not use it

@@ -1,9 +1,9 @@
 """torch's pipelined algorithms of symmetric memory, restated for virtual ranks: threads of one process.
 
-As ``torch.distributed._symmetric_memory`` does them (torch 2.13): two streams take turns, step by step; a
-step copies one peer's shard and multiplies it, or multiplies the part of one peer and lets it be copied.
-Ranks wait for each other with events instead of signal pads; every event is recorded before a peer may
-wait for it, for which the threads meet.
+The sequences are those in ``torch.distributed._symmetric_memory`` (torch 2.13). Two streams take turns,
+step by step. A step copies one peer's shard and multiplies it, or multiplies the part of one peer, which
+copies it. Ranks wait for each other with events instead of signal pads; every event is recorded before a
+peer may wait for it, for which the threads meet.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import interlace
 from interlace.groups.groups import default_group
 
-_board: dict[tuple[Any, ...], Any] = {}  # what virtual ranks show each other
+_board: dict[tuple[Any, ...], Any] = {}  # values that virtual ranks show each other
 
 
 class TorchPipelined:

@@ -7,8 +7,8 @@ latest file
     tile_us        from part "matmul", the kernel of all_gather_matmul with all flags preset
     link_gbs       h200-pcie: from part "slow-link", transfers by copy engine alone
 
-and is marked ``measured: FILE``. Records whose results were wrong carry no times and are not used. What the
-files say of fused ops is never fitted to; :func:`compare_measured` sets it beside the predictions.
+and is marked ``measured: FILE``. Records whose results were wrong carry no times and are not used. Times of
+fused ops in the files are never fitted to; :func:`compare_measured` sets them beside the predictions.
 """
 
 import json

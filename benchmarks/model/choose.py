@@ -23,7 +23,7 @@ ROWS = (1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to send how, and what that is predicted to bring."""
+    """A way to send, and its predicted gain."""
 
     shape: Shape
     chunks: int
@@ -53,7 +53,7 @@ def best_chunk(
 ) -> Recommendation:
     """For all-gather + matmul: chunks of a shard, who sends them, and in which order.
 
-    ``n`` and ``k`` are those of a rank's weight, ``m`` all rows.
+    ``n`` and ``k`` are the sizes of a rank's weight, ``m`` is all rows.
     """
     shape = Shape("all_gather_matmul", m, n, k, world_size, nodes)
     configuration = default_configuration(shape)
@@ -98,7 +98,7 @@ def recommended(machine: ModelMachine, world_size: int = 8) -> list[Recommendati
 
 @dataclass(frozen=True)
 class OrderEffect:
-    """What an order is predicted to cost relative to the kernels' own."""
+    """The predicted cost of an order relative to the kernels' own."""
 
     shape: Shape
     order: str

@@ -20,7 +20,7 @@ def least(loss: Callable[[float], float], low: float, high: float, steps: int = 
     low, high = math.log(low), math.log(high)
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = loss(math.exp(left)), loss(math.exp(right))
-    for _ in range(steps):  # of the two inner points one is an inner point of what remains
+    for _ in range(steps):  # one of the two inner points is an inner point of the rest
         if at_left < at_right:
             high, right, at_right = right, left, at_left
             left = high - _GOLDEN * (high - low)

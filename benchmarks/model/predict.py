@@ -1,8 +1,8 @@
 """The prediction for any algorithm: ``predict(machine, shape, algorithm)``.
 
 Algorithms of interlace: ``fused`` (the copy engine sends), ``fused by SMs`` (copier programs send),
-``pipelined``, ``interlace unfused``; on several nodes ``fused`` is the hierarchical one. Of others:
-``unfused`` (NCCL and cuBLAS), ``symm_mem`` and those of ``simulation.peers``.
+``pipelined``, ``interlace unfused``; on several nodes ``fused`` is the hierarchical one. Other libraries:
+``unfused`` (NCCL and cuBLAS), ``symm_mem`` and the names of ``simulation.peers``.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ def orders(shape: Shape) -> tuple[str, ...]:
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """What there is for an op."""
+    """Return the algorithms for an op."""
     own: tuple[str, ...] = ("fused",) if op == "matmul_all_reduce" else INTERLACE
     if op == "matmul_reduce_scatter":
         own = tuple(name for name in own if name != "fused by SMs")
@@ -152,7 +152,7 @@ def predict(
     log: list[Span] | None = None,
     order: str | None = None,
 ) -> Prediction:
-    """What the model says. ``everyone`` simulates every rank even where one can stand for all.
+    """Return the model's prediction. ``everyone`` simulates every rank even if one can stand for all.
 
     ``order`` is one of ``orders(shape)`` instead of what the kernels do.
     """

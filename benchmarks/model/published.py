@@ -199,7 +199,7 @@ def published() -> list[Published]:
             found.append(Published(KRAKEN_RS, "h100x8-500w", shape, name, nccl / figure))
     shape = _gather(2048, 3584, 8192)
     for name, figure in (("symm_mem", 354), ("symm_mem native", 295), ("symm_mem multimem", 277)):
-        free = name != "symm_mem"  # what a torch operator costs the host
+        free = name != "symm_mem"  # the host's cost of a torch operator
         found.append(Published(ASYNC_TP, "h100x8-500w", shape, name, 301 / figure, free))
     for (n, k), (speedup, flux) in TD_GATHER.items():
         for name, figure in (("Triton-distributed", speedup), ("Flux", flux)):

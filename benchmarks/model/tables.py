@@ -23,7 +23,7 @@ from model.simulation.machines import PARAMETERS, ModelMachine
 
 Progress = Callable[[str], None]
 NODES = (2, 4, 8, 16, 32, 64, 128)
-GATHER_ROWS, SCATTER_ROWS = 512, 256  # of a rank, for several nodes
+GATHER_ROWS, SCATTER_ROWS = 512, 256  # per rank, for several nodes
 LATE_SUMS_UP_TO = 16  # nodes: beyond, slower still and slow to simulate
 VIRTUAL_SHAPES = (
     (4096, 3584, 8192),
@@ -229,7 +229,7 @@ def recommendation(machine: ModelMachine, progress: Progress) -> tuple[Table, li
 
 
 def orders_of(machine: ModelMachine, progress: Progress) -> Table:
-    """What orders cost."""
+    """Return the costs of orders."""
     shapes = (
         Shape("all_gather_matmul", 8192, 1792, 4096),
         Shape("all_gather_matmul", 8192, 3584, 8192),
@@ -289,7 +289,7 @@ def several_nodes(machine: ModelMachine, progress: Progress, most: int = NODES[-
 
 
 def sensitivity(machine: ModelMachine, progress: Progress) -> Table:
-    """What assumed and fitted parameters do."""
+    """Return the effects of assumed and fitted parameters."""
     rows = []
     for shape in (
         Shape("all_gather_matmul", 8192, 3584, 8192),

@@ -1,20 +1,20 @@
-"""Gradients of an attention, recomputed from what the forward has kept: output and logarithm of the sums.
+"""Gradients of an attention, recomputed from the results of the forward: output and logarithm of the sums.
 
-Part by part as the forward: of the keys of one source, what they give to the gradient of the queries is a
-partial result, and what the own queries give to the gradient of these keys is this rank's contribution,
-which goes back to the source. Both are fp32, and are added up in the order of the ranks.
+The backward works part by part like the forward. The keys of one source contribute a partial result to the
+gradient of the queries. This rank's queries contribute to the gradient of these keys, and this contribution
+returns to the source. Both are fp32, and are added up in the order of the ranks.
 
 With P = exp2(score - lse), the weights, dP = dO @ V.T and delta = sum(dO * O), per row::
 
     dS = P * (dP - delta)       dQ = dS @ K * scale       dK = dS.T @ Q * scale       dV = P.T @ dO
 
-Two kernels and no atomics: one keeps a tile of queries, and tiles of keys come by; the other keeps a tile
-of keys, and tiles of queries come by, of all heads that see them in their order. What a program keeps are
-rows, and what comes by columns, so the latter computes ``K @ Q.T``: P.T and dS.T are in registers as the
-products take them, and both kernels have tiles of the same form. Scores and dP are computed in both. One
-kernel would need five products instead of seven, but a tile of queries then gets a sum from every tile of
-keys, of several programs. To add these up in one order, without atomics, each would be written and read
-again in fp32, or each program would wait for another.
+There are two kernels and no atomics. One keeps a tile of queries, and loops over tiles of keys. The other
+keeps a tile of keys, and loops over tiles of queries, of all heads that see them in their order. A program
+keeps rows and loops over columns, so the latter computes ``K @ Q.T``. Then P.T and dS.T are in registers as
+the products need them, and both kernels have tiles of the same form. Both compute scores and dP. One kernel
+would need five products instead of seven. But then a tile of queries gets a sum from every tile of keys, of
+several programs. To add these up in one order, without atomics, each would be written and read again in
+fp32, or each program would wait for another.
 """
 
 import triton
@@ -44,7 +44,7 @@ _SET = tl.constexpr(32)  # tiles of queries that a number has bits for
 
 @triton.jit
 def _load_sums(sums, heads, batch, head, tile_m, WHOLE: tl.constexpr, TILES: tl.constexpr):
-    """(logarithm of the sum, delta) of each row, of which all are there if ``WHOLE``."""
+    """Load (logarithm of the sum, delta) of each row; all rows exist if ``WHOLE``."""
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
     lines = (batch * heads.heads + head) * sums.rows + offs_m
     if WHOLE:
@@ -68,8 +68,8 @@ def _turned_product(rows, columns, TILES: tl.constexpr):
 
 @triton.jit
 def _weights(product, lse, seen, scale):
-    """``seen`` is None where every query sees every key."""
-    # One instruction: multiplied and taken off without a rounding in between.
+    """Return the weights. ``seen`` is None if every query sees every key."""
+    # One instruction: multiply and subtract without a rounding in between.
     exponent = product * scale - lse
     if seen is not None:
         exponent = tl.where(seen, exponent, float("-inf"))
@@ -79,7 +79,8 @@ def _weights(product, lse, seen, scale):
 @triton.jit
 def _add_keys(acc, query, grad, key, value, lse, delta, low, high, scale, MASKED: tl.constexpr,
               TILES: tl.constexpr):  # fmt: skip
-    """``acc`` and what a tile of keys, seen from ``low`` to below ``high``, gives to that of queries."""
+    """Add to ``acc``, of queries, the contribution of a tile of keys, seen from ``low`` to below
+    ``high``."""
     product = _turned_product(query, key, TILES)
     of_weight = _turned_product(grad, value, TILES)
     seen = between(low, high, TILES.BLOCK_N) if MASKED else None
@@ -90,7 +91,7 @@ def _add_keys(acc, query, grad, key, value, lse, delta, low, high, scale, MASKED
 @triton.jit
 def _take_keys(acc, query, grad, lse, delta, reach, keys, values, stride, first_row, rows, position,
                scale, TILES: tl.constexpr):  # fmt: skip
-    """``acc`` and what the keys of a run give; tiles of keys as ``attend_run`` has them."""
+    """Add to ``acc`` the contribution of the keys of a run, in tiles like ``attend_run``."""
     first, start, stop, end = tiles_of_run(reach, rows, position, TILES)
     HEAD: tl.constexpr = TILES.HEAD_DIM
     SIZE: tl.constexpr = TILES.VALUE_DIM
@@ -111,8 +112,8 @@ def _take_keys(acc, query, grad, lse, delta, reach, keys, values, stride, first_
             key = load_tile(keys, stride, row, rows - n, HEAD, TILES.BLOCK_D, not MASKED, TILES)
             value = load_tile(values, stride, row, rows - n, SIZE, TILES.BLOCK_V, not MASKED, TILES)
             if WIDE:
-                # Under a condition, or queries and gradients would be held in registers across the loop,
-                # as operands of products without tensor cores are: whole rows in every thread.
+                # Under a condition: otherwise, without tensor cores, queries and gradients would be held
+                # in registers across the loop as operands, whole rows in every thread.
                 if tl.max(between(low - n, high - n, TILES.BLOCK_N).to(tl.int32)) > 0:
                     acc = _add_keys(acc, query, grad, key, value, lse, delta, low - n, high - n, scale,
                                     MASKED, TILES)  # fmt: skip
@@ -126,10 +127,10 @@ def _take_keys(acc, query, grad, lse, delta, reach, keys, values, stride, first_
 def attention_queries_backward_kernel(
     keys, queries, grads, spans, sums, partials, parts, heads, scale, TILES: tl.constexpr
 ):
-    """What the keys of each part give to the gradient of the queries: its partial results, less a factor.
+    """Compute the contribution of each part's keys to the gradient of the queries, without a factor.
 
-    Legend: that of ``attention_kernel``; ``grads`` are those of the output, of its shape. ``partials``,
-    of size D, hold ``dS @ K``; the factor, the scale of the scores, is the same for all. The grid is
+    Legend: as in ``attention_kernel``; ``grads`` are the output's gradients, of its shape. ``partials``, of
+    size D, hold ``dS @ K``; the missing factor, the scale of the scores, is the same for all. The grid is
     (tiles, parts).
 
     Ordering: nothing here waits or signals; the stream has waited for the keys before.
@@ -167,10 +168,10 @@ def attention_queries_backward_kernel(
 
 @triton.jit
 def _tiles_that_see(spans, rows, batch, base, first, last, TILES: tl.constexpr):
-    """Two sets of tiles of queries, of those from ``base`` on: bits of a number, and how many there are.
+    """Return two sets of tiles of queries, from ``base`` on: bits of a number, and how many there are.
 
-    The rows of the first set all see the keys from position ``first`` to ``last``; in each of the second's
-    tiles some row may see some. Where a mask is causal, or a window, most tiles are in neither.
+    The rows of the first set all see the keys from position ``first`` to ``last``. In each tile of the
+    second set some row may see some of them. With a causal mask or a window, most tiles are in neither.
     """
     tile = tl.arange(0, _SET)
     begins = (base + tile) * TILES.BLOCK_M
@@ -189,14 +190,14 @@ def _tiles_that_see(spans, rows, batch, base, first, last, TILES: tl.constexpr):
 
 @triton.jit
 def _lowest(bits):
-    """The number of the lowest bit: the exponent of a power of two, which fp32 has exactly."""
+    """Return the number of the lowest bit: the exponent of a power of two, which fp32 has exactly."""
     return ((bits ^ (bits & (bits - 1))).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
 def _product_of_keys(key, query, TILES: tl.constexpr):
     if key.dtype == tl.float32:
-        # Keys as rows would be in the registers of every thread, of products without tensor cores.
+        # Without tensor cores, keys as rows would be in the registers of every thread.
         product = tl.trans(_turned_product(query, key, TILES))
     else:
         product = _turned_product(key, query, TILES)
@@ -206,7 +207,7 @@ def _product_of_keys(key, query, TILES: tl.constexpr):
 @triton.jit
 def _take_queries(of_key, of_value, kept, tiles, queries, grads, spans, sums, heads, batch, head, scale,
                   MASKED: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """``of_key`` and ``of_value`` with what the tiles of queries of a set give, lowest first.
+    """Add the contributions of a set of tiles of queries, lowest first, to ``of_key`` and ``of_value``.
 
     ``kept``: keys, values, positions. ``tiles``: the first that may be in the set, its bits, how many.
     """
@@ -219,7 +220,7 @@ def _take_queries(of_key, of_value, kept, tiles, queries, grads, spans, sums, he
         grad = _load_grads(grads, sums.rows, batch, head, tile_m, not MASKED, TILES)
         product = _product_of_keys(key, query, TILES)
         of_weight = _product_of_keys(value, grad, TILES)
-        # Behind the products: what is along columns takes many registers.
+        # After the products: numbers along columns take many registers.
         lse, delta = _load_sums(sums, heads, batch, head, tile_m, not MASKED, TILES)
         seen = None
         if MASKED:
@@ -237,17 +238,17 @@ def _take_queries(of_key, of_value, kept, tiles, queries, grads, spans, sums, he
 def attention_keys_backward_kernel(
     keys, queries, grads, spans, sums, output_ptr, parts, heads, scale, factor, TILES: tl.constexpr
 ):
-    """What the own queries give to the gradients of the keys and values of each part.
+    """Compute the contribution of this rank's queries to the gradients of each part's keys and values.
 
-    Legend: that of ``attention_queries_backward_kernel``; ``output``, fp32, is packed as the keys are, from
-    the part's first row on. ``factor`` is the scale of the scores, ``scale`` that times log2(e). The grid
-    is (tiles of keys, batches * key heads, parts).
+    Legend: as in ``attention_queries_backward_kernel``; ``output``, fp32, is packed like the keys, from the
+    part's first row on. ``factor`` is the scale of the scores, ``scale`` is that times log2(e). The grid is
+    (tiles of keys, batches * key heads, parts).
 
-    Ordering: nothing here waits or signals. What is stored is published after the kernel, on its stream.
+    Ordering: nothing here waits or signals. The results are published after the kernel, on its stream.
 
     Example: 4 heads of queries, 2 of keys: program (0, 1, 0) has the first tile of keys of key head 1, and
-    adds up what the queries of head 2, then those of head 3 give to them: of each 32 tiles of these first
-    those that see all of the keys, then the others that see some.
+    adds up the contributions of the queries of head 2, then of head 3. For each 32 tiles of queries it
+    first takes those that see all of the keys, then the others that see some.
     """
     _, row, _, _, part = part_line(parts.ptr, parts.first + tl.program_id(2))
     batch = tl.program_id(1) // heads.key_heads
@@ -259,8 +260,8 @@ def attention_keys_backward_kernel(
     key_ptr, value_ptr = head_pointers(keys.ptr + row * keys.stride, heads, batch, of_head, TILES)
     key = load_places(key_ptr, places, there, TILES.HEAD_DIM, TILES.BLOCK_D)
     value = load_places(value_ptr, places, there, TILES.VALUE_DIM, TILES.BLOCK_V)
-    # Positions of the keys: those of one run, then those of the other. Keys that are not there need no
-    # mask, as what they would get is not stored.
+    # Positions of the keys: first one run, then the other. Keys beyond the end need no
+    # mask, because their results are not stored.
     index = offs_n.to(tl.int32)
     more_position = part.more_position + index - part.rows
     positions = tl.where(index < part.rows, part.position + index, more_position)

@@ -1,12 +1,12 @@
 """Attention of a few queries, the same on all ranks, to keys that are spread over ranks: decoding.
 
-Every rank computes over its own keys, in pieces, so that a few heads fill a GPU; the pieces are merged as
-partial results are (``forward.py``), and the ranks' results by one exchange of words that carry their flags
-(``kernels/collectives/low_latency.py``), in the order of the ranks: same bits everywhere.
+Every rank attends to its own keys, in pieces, so that a few heads fill a GPU. The pieces are merged like
+partial results (``forward.py``). The ranks exchange their results once, as words that carry their flags
+(``kernels/collectives/low_latency.py``), and merge them in the order of the ranks: same bits everywhere.
 
 A program of the exchange does ``LANES`` elements of one row, or of several whole rows if heads are smaller.
-Its words are these, then the logarithms of the sums of their rows, then zeros: all of its words are sent in
-every op, as the protocol of words wants it.
+Its words are these elements, then the logarithms of the sums of their rows, then zeros. All of its words
+are sent in every op, as the protocol of words requires.
 """
 
 import triton
@@ -51,12 +51,12 @@ def decode_attention_kernel(
     PAGED: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Partial results of all queries over pieces of ``piece`` keys, a multiple of tiles.
+    """Compute partial results of all queries over pieces of ``piece`` keys, a multiple of tiles.
 
-    Legend: ``keys`` are ``[most, batches, heads, D]``, ``value`` the same of size V; with ``PAGED``
-    ``[pages.size, all pages, heads, D]``, of which ``pages`` says which a sequence has, in its order.
-    ``queries``: ``[rows, batches, heads, D]``, the heads those of the keys, a row per query head that sees
-    it and token. ``lengths``, int64 ``[batches, rows]``: how many of the keys a row sees. The grid is
+    Legend: ``keys`` are ``[most, batches, heads, D]``, ``value`` the same of size V. With ``PAGED`` they
+    are ``[pages.size, all pages, heads, D]``, and ``pages`` lists the pages of each sequence, in order.
+    ``queries``: ``[rows, batches, heads, D]``, with the heads of the keys; a row per token and query head
+    that sees the key head. ``lengths``, int64 ``[batches, rows]``: how many keys a row sees. The grid is
     (tiles of rows, batches * heads, pieces).
 
     Ordering: nothing here waits or signals.
@@ -70,7 +70,7 @@ def decode_attention_kernel(
     of_rows = lengths_ptr + batch.to(tl.int64) * partials.rows + offs_m
     lengths = tl.load(of_rows, mask=offs_m < partials.rows, other=0)
     first = number * piece
-    # Of this piece.
+    # Within this piece.
     high = tl.minimum(tl.minimum(lengths, most).to(tl.int32) - first, piece)
     rows = tl.maximum(tl.max(high), 0)
     query = load_queries(queries, partials.rows, batch, head, tile_m, False, TILES)
@@ -122,22 +122,22 @@ def decode_exchange_kernel(
     WORDS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """``output`` = the results of all ranks, each row weighted by its sum of exponentials.
+    """Merge the results of all ranks, each row weighted by its sum of exponentials, into ``output``.
 
     Legend: ``input``, fp32, and ``output`` are ``[rows, VALUE_DIM]``; ``lse`` and ``output_lse``, fp32
     ``[rows]``, natural logarithms. ``WIDTH``: elements of a row that a program does, a power of two, at
     most 128; it does ``128 / WIDTH`` rows. The grid: ``ceil(rows * WIDTH / 128)`` times
     ``ceil(VALUE_DIM / WIDTH)``.
 
-    Ordering: that of ``kernels/collectives/low_latency.py``: every program sends all its words to every
-    other rank and waits for some of each. A program has read its input before it stores.
+    Ordering: the protocol of ``kernels/collectives/low_latency.py``: every program sends all its words to
+    every other rank and waits for some of each. A program has read its input before it stores.
 
     Example: W = 2, heads of 64, 4 rows: 2 programs. Program 1 of rank 0 sends 128 numbers of rows 2 and 3,
     their two logarithms and 126 zeros, and polls 130 words of rank 1.
     """
     ROWS: tl.constexpr = _LANES // WIDTH
     epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
-    # This program gave up before: it may not overwrite words again.
+    # After an earlier timeout this program may not overwrite words again.
     if epoch > 0:
         blocks = tl.cdiv(rows, ROWS)
         first_row = tl.program_id(0) % blocks * ROWS
@@ -146,7 +146,7 @@ def decode_exchange_kernel(
         row = first_row + lane % _LANES // WIDTH
         column = first_column + lane % WIDTH
         data = (lane < _LANES) & (row < rows) & (column < VALUE_DIM)
-        # Behind the numbers a logarithm for each of the rows.
+        # After the numbers a logarithm for each of the rows.
         of_row = first_row + lane - _LANES
         sums = (lane >= _LANES) & (lane < _LANES + ROWS) & (of_row < rows)
         own = tl.load(input_ptr + row.to(tl.int64) * VALUE_DIM + column, mask=data, other=0.0)
@@ -179,7 +179,7 @@ def decode_exchange_kernel(
             acc = acc * before + number * weight
             total = total * before + weight
             largest = highest
-        # A result without a rank is no result: the output stays as it was.
+        # A result must include all ranks: otherwise the output stays as it was.
         if missing == 0:
             nothing = total == 0.0
             divisor = tl.where(nothing, 1.0, total)
@@ -189,5 +189,5 @@ def decode_exchange_kernel(
             tl.store(output_ptr + row.to(tl.int64) * VALUE_DIM + column, result, mask=data)
             tl.store(output_lse_ptr + of_row, lse, mask=sums & (first_column == 0))
         end_block(epoch_ptr, epoch, missing)
-    # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
+    # Counted also after a timeout: the launch side waits for programs to end, not to succeed.
     count_program(peers)

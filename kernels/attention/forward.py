@@ -1,17 +1,17 @@
 """Attention whose keys and values arrive while it runs, part by part; and the merge of its results.
 
-Every rank has a shard of the sequence: its queries stay, keys and values of all ranks come to it. What a
-rank computes over the keys of one source is a *partial result*: the normalised output and the logarithm of
-its sum of exponentials. Partial results are kept apart, in fp32, until all are there, and then merged in
-the order of the ranks. So a result has the same bits whatever the order of arrival, and whichever way keys
-travel: by copiers of this kernel, by the copy engine, around a ring, or heads by an all-to-all::
+Every rank has a shard of the sequence: its queries stay, keys and values of all ranks come to it. The
+attention of a rank to the keys of one source is a *partial result*: the normalised output and the logarithm
+of its sum of exponentials. Partial results are kept apart, in fp32, until all exist, and then merged in the
+order of the ranks. So a result has the same bits whatever the order of arrival. It has the same bits, too,
+if keys travel by copiers of this kernel, by the copy engine, around a ring, or heads by an all-to-all::
 
     rank 1  copiers    | keys -> 2 | keys -> 0 |
             consumers  | own keys ....... | wait 0, keys of 0 ... | wait 2, keys of 2 ... |
     then    merge      | partial 0, partial 1, partial 2 -> output |
 
 Why not one running softmax over all parts, which would need no memory for partial results? Its bits depend
-on the order of the parts. In the order of the ranks everybody would begin by waiting for rank 0.
+on the order of the parts. In the order of the ranks every rank would begin by waiting for rank 0.
 """
 
 import triton
@@ -43,23 +43,23 @@ def all_gather_attention_kernel(
     COPIES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Partial results of the own queries over the keys of every rank, which are gathered meanwhile.
+    """Compute partial results of this rank's queries over every rank's keys, gathered meanwhile.
 
     Legend: ``keys`` are this rank's, packed (``tiles.py``), ``stride`` elements to a row. ``queries``,
     ``spans``, ``partials``, ``heads``: see ``arguments.py``. ``sends``: see ``kernels/transfer.py``.
     ``parts``: a line per source in the order of consumption: source, number of its partial result, first
-    row of its keys among all ranks', rows and position of its first run, of its second (0 rows: none),
-    first slot, slots. Tiles are numbered through heads; consumer p of P takes tiles t with t % P == p, of
+    row of its keys among all ranks', rows and position of its first run, of its second (0 rows: no run),
+    first slot, slots. Tiles are numbered over all heads; consumer p of P takes tiles t with t % P == p, of
     every part.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait for
     all slots of a part and load its keys in loops nested below the waits. The workspace may be rewritten
     after finish_kernel, which follows on the stream, has given the credit. Copiers have the lowest program
-    ids and wait for no keys, so the grid makes progress where it is resident with one consumer.
+    ids and wait for no keys, so the grid makes progress if it is resident with one consumer.
 
     Example: W = 2, 64 rows per rank in one chunk, 1 batch, 2 heads, tiles of 64 rows, COPIERS = 1, grid 3.
     Program 0 of rank 0 copies its keys to rank 1 and publishes slot 0 there. Programs 1 and 2 take tiles
-    0 (head 0) and 1 (head 1) over the own keys, then wait for slot 1, and take them over those of rank 1.
+    0 (head 0) and 1 (head 1) over the own keys, then wait for slot 1, and take them over rank 1's keys.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
@@ -71,10 +71,10 @@ def all_gather_attention_kernel(
         tiles = tl.cdiv(partials.rows, TILES.BLOCK_M) * heads.batches * heads.heads
         for number in range(parts.count):
             source, row, first_slot, slots, part = part_line(parts.ptr, number)
-            # As integers: what the compiler knows of one address must not be taken for the other.
+            # As integers: facts that the compiler knows about one address must not apply to the other.
             address = keys.ptr.to(tl.int64)
             if source != workspace.rank:
-                # What the waits return is not looked at: results are this rank's own, of an op that failed.
+                # The values of the waits are not checked: a failed op spoils only this rank's results.
                 for slot in range(first_slot, first_slot + slots):
                     wait(workspace, source, workspace.slot_offset + slot * 8, epoch)
                 # The waits order generic loads; TMA reads through another proxy.
@@ -91,9 +91,9 @@ def all_gather_attention_kernel(
 
 @triton.jit(do_not_specialize=["spans", "partials", "parts", "heads"])
 def attention_kernel(keys, queries, spans, partials, parts, heads, scale, TILES: tl.constexpr):
-    """Partial results over keys that are all in ``keys``: those of ``parts``, lines of the table.
+    """Compute partial results over keys that are all in ``keys``: for ``parts``, lines of the table.
 
-    Legend: that of ``all_gather_attention_kernel``; ``parts`` is a ``TablePart``, a line's row is one of
+    Legend: as in ``all_gather_attention_kernel``; ``parts`` is a ``TablePart``, a line's row is a row of
     ``keys``. The grid is (tiles of all heads, parts).
 
     Ordering: nothing here waits or signals; the stream has waited for the keys before.
@@ -109,13 +109,13 @@ def attention_kernel(keys, queries, spans, partials, parts, heads, scale, TILES:
 
 @triton.jit(do_not_specialize=["partials", "heads", "count"])
 def merge_attention_kernel(partials, output, lse_ptr, heads, count, TILES: tl.constexpr):
-    """``output`` = the ``count`` partial results of each row, weighted by their sums of exponentials.
+    """Merge the ``count`` partial results of each row, weighted by their sums of exponentials.
 
     Legend: ``output`` is ``[rows, batches, heads, V]``; ``lse``, ``[batches, heads, rows]``, is the natural
-    logarithm of the whole sums, -inf where a row sees no key, whose output is 0. A program per tile.
+    logarithm of the whole sums, -inf if a row sees no key; then its output is 0. A program per tile.
 
-    Ordering: follows the kernels that made the partial results on their stream. In the order of the parts,
-    which is that of the ranks.
+    Ordering: follows the kernels of the partial results on their stream. Merges in the order of the parts,
+    which is the order of the ranks.
 
     Example: two partial results 1.0 and 4.0 with logarithms 3 and 4, to base 2: the weights are 1/2 and 1,
     the output (0.5 + 4) / 1.5 = 3, its logarithm ln(24).

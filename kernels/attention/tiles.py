@@ -1,12 +1,12 @@
 """Tiles of an attention: rows of queries, keys, scores, and the online softmax over them.
 
 Legend: queries are ``[rows, batches, heads, D]`` with any strides but the last, results the same of size
-V. Keys and values are *packed*: row n is the keys ``[batches, key heads, D]``, behind them the values
+V. Keys and values are *packed*: row n has the keys ``[batches, key heads, D]``, then the values
 ``[batches, key heads, V]``, so that both travel as one row of a matrix. D is ``HEAD_DIM``, V ``VALUE_DIM``.
 
-What a query sees is one interval of positions (``Spans``): causal masks, windows and packed sequences
-are all that. Keys know their positions because a part is one or two runs of the whole sequence (two where
-a rank has one chunk from the front and one from the back).
+A query sees one interval of positions (``Spans``): this covers causal masks, windows and packed sequences.
+Keys know their positions because a part is one or two runs of the whole sequence (two if a rank has one
+chunk from the front and one from the back).
 
 Scores are kept to base 2, multiplied by ``scale * log2(e)``: the hardware has exp2. All sums are fp32.
 """
@@ -25,7 +25,7 @@ _FAR = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def part_line(parts_ptr, number):
-    """(source, first row of its keys, first slot, slots), and the ``KeyPart``, of a line of the table."""
+    """Load (source, first row of its keys, first slot, slots), and the ``KeyPart``, of a table's line."""
     values = table_line(parts_ptr, number, _PART)
     part = KeyPart(
         values[1],
@@ -39,14 +39,14 @@ def part_line(parts_ptr, number):
 
 @triton.jit
 def place_of_tile(tile, tiles_m, heads):
-    """(row of tiles, batch, query head) of a tile: heads one after another, whose programs share keys."""
+    """Return (row of tiles, batch, query head) of a tile: heads in order, whose programs share keys."""
     head = tile // tiles_m
     return tile % tiles_m, head // heads.heads, head % heads.heads
 
 
 @triton.jit
 def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
-    """Pointers to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
+    """Point to the elements of rows ``offs_m`` of a head, ``BLOCK`` of each."""
     offs_d = tl.arange(0, BLOCK)
     # int64 before the products: a batch times its stride may pass 2**31 elements.
     head_ptr = of.ptr + batch.to(tl.int64) * of.stride_b + head.to(tl.int64) * of.stride_h
@@ -55,14 +55,14 @@ def row_elements(of, batch, head, offs_m, BLOCK: tl.constexpr):
 
 @triton.jit
 def row_mask(offs_m, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of ``BLOCK`` elements of rows ``offs_m`` there are, of heads of ``SIZE``."""
+    """Return which of ``BLOCK`` elements of rows ``offs_m`` exist, for heads of ``SIZE``."""
     return (offs_m < rows)[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :]
 
 
 @triton.jit
 def load_rows(of, rows, batch, head, tile_m, SIZE: tl.constexpr, BLOCK: tl.constexpr,
               WHOLE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """A tile of a head's rows of ``SIZE`` elements, all there if ``WHOLE``; zeros beyond the last."""
+    """Load a tile of a head's rows of ``SIZE`` elements; all rows exist if ``WHOLE``, others are zeros."""
     offs_m = tile_offsets(tile_m, TILES.BLOCK_M)
     there = tl.full((TILES.BLOCK_M,), True, tl.int1) if WHOLE else offs_m < rows
     pointers = row_elements(of, batch, head, offs_m, BLOCK)
@@ -78,14 +78,14 @@ def load_queries(queries, rows, batch, head, tile_m, WHOLE: tl.constexpr, TILES:
 
 @triton.jit
 def load_spans(spans, rows, batch, offs_m):
-    """(low, high) of each of the rows ``offs_m``; rows beyond the last see what that sees."""
+    """Load (low, high) of each of the rows ``offs_m``; rows beyond the last repeat the last row."""
     lines = spans.ptr + batch.to(tl.int64) * spans.span_stride + tl.minimum(offs_m, rows - 1) * 2
     return tl.load(lines).to(tl.int32), tl.load(lines + 1).to(tl.int32)
 
 
 @triton.jit
 def low_of_seeing(low, high):
-    """``low``, or one that no position reaches: the least of all is then that of a row that sees keys."""
+    """Return ``low``, or a number beyond all positions: then the least is from a row that sees keys."""
     return tl.where(low < high, low, _FAR)
 
 
@@ -96,7 +96,7 @@ def key_head(heads, head):
 
 @triton.jit
 def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
-    """Where the keys, and where the values, of a key head are in the packed row at ``rows_ptr``."""
+    """Point to the keys, and to the values, of a key head in the packed row at ``rows_ptr``."""
     line = (batch * heads.key_heads + of_head).to(tl.int64)
     values_ptr = rows_ptr + heads.batches * heads.key_heads * TILES.HEAD_DIM
     return rows_ptr + line * TILES.HEAD_DIM, values_ptr + line * TILES.VALUE_DIM
@@ -104,10 +104,10 @@ def head_pointers(rows_ptr, heads, batch, of_head, TILES: tl.constexpr):
 
 @triton.jit
 def between(low, high, COLUMNS: tl.constexpr):
-    """``[M, COLUMNS]``: whether a column is one from a row's low on, to below its high.
+    """Return ``[M, COLUMNS]``: whether a column is at least a row's low and below its high.
 
-    Where tensor cores leave a product, bits 1 and 2 of a column are those of the lane. Without them the
-    columns of a thread are constants, which instructions have in themselves: no register holds any.
+    In the result of tensor cores, bits 1 and 2 of a column come from the lane. Without them the columns of
+    a thread are constants within the instructions, which need no register.
     """
     columns = tl.arange(0, COLUMNS)[None, :]
     of_lane = columns & 6
@@ -117,9 +117,9 @@ def between(low, high, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
-    """What each row of a tile sees; from where on some row sees keys, all do, to below where all, some do.
+    """Load each row's range of keys, and the range where some row sees keys, and where all rows do.
 
-    All do nowhere if ``scale`` is not above 0: there the largest product is not the largest score.
+    The last range is empty if ``scale`` is not above 0: there the largest product is not the largest score.
     """
     low, high = load_spans(spans, rows, batch, tile_offsets(tile_m, TILES.BLOCK_M))
     return reach_of(low_of_seeing(low, high), high, scale)
@@ -127,19 +127,19 @@ def load_reach(spans, rows, batch, tile_m, scale, TILES: tl.constexpr):
 
 @triton.jit
 def reach_of(low, high, scale):
-    """``load_reach`` of rows that see from ``low`` to below ``high``."""
+    """Return the result of ``load_reach`` for rows that see from ``low`` to below ``high``."""
     to_all = tl.where(scale > 0, tl.min(high), 0)
     return low, high, tl.min(low), tl.max(low), to_all, tl.max(high)
 
 
 @triton.jit
 def tiles_of_run(reach, rows, position, TILES: tl.constexpr):
-    """(first, start, stop, end) of a run's keys, at multiples of tiles but the end.
+    """Return (first, start, stop, end) of a run's keys, at multiples of tiles except the end.
 
     From first to below end some row may see them; from start to below stop all rows see all of them.
     """
     _, _, from_some, from_all, to_all, to_some = reach
-    # Where no row sees any, from_some is _FAR and to_some is 0: there is no tile in between.
+    # If no row sees any key, from_some is _FAR and to_some is 0: there is no tile in between.
     first = tl.maximum(from_some - position, 0) // TILES.BLOCK_N
     start = tl.cdiv(tl.minimum(tl.maximum(from_all - position, 0), rows), TILES.BLOCK_N)
     stop = tl.maximum(tl.minimum(to_all - position, rows) // TILES.BLOCK_N, start)
@@ -149,14 +149,14 @@ def tiles_of_run(reach, rows, position, TILES: tl.constexpr):
 
 @triton.jit
 def scores(query, key, valid, scale, TILES: tl.constexpr):
-    """``query @ key.T * scale``, -inf where it is not ``valid``."""
+    """Return ``query @ key.T * scale``, -inf where it is not ``valid``."""
     product = tl.dot(query, tl.trans(key), input_precision=TILES.INPUT_PRECISION)
     return tl.where(valid, product * scale, float("-inf"))
 
 
 @triton.jit
 def load_places(ptr, places, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of ``SIZE`` elements that are ``places`` behind ``ptr``; zeros beyond, and if not ``there``."""
+    """Load rows of ``SIZE`` elements at ``ptr + places``; zeros beyond, and if not ``there``."""
     offs = tl.arange(0, BLOCK)
     # Places are added up before the pointer: with one size and one stride, keys and values share them.
     pointers = ptr + (places[:, None] + offs[None, :])
@@ -166,7 +166,7 @@ def load_places(ptr, places, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def load_tile(source, stride, row, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
               TILES: tl.constexpr):  # fmt: skip
-    """A tile of keys or of values from ``row`` on, of which there are ``rows``, or all if ``WHOLE``."""
+    """Load a tile of keys or of values from ``row`` on, of ``rows`` rows, or all if ``WHOLE``."""
     if TILES.DESCRIPTORS:
         tile = source.load([row, 0])
     else:
@@ -179,14 +179,14 @@ def load_tile(source, stride, row, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def soften(product, largest, total, scale):
-    """The online softmax goes on over a tile of scores, ``product * scale``, whose scale is above 0.
+    """Continue the online softmax over a tile of scores, ``product * scale``, with a scale above 0.
 
-    Returns their weights, what those of earlier tiles are multiplied by from here on, and the state.
+    Return their weights, the factor of all earlier tiles' weights, and the state.
     """
     highest = tl.maximum(largest, tl.max(product, 1) * scale)
-    # A row that has seen nothing yet has -inf here, and -inf less -inf is no number.
+    # A row that has seen nothing yet has -inf here, and -inf minus -inf is NaN.
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    # One instruction: multiplied and taken off without a rounding in between.
+    # One instruction: multiply and subtract without a rounding in between.
     weight = tl.exp2(product * scale - base[:, None])
     before = tl.exp2(largest - base)
     return weight, before, highest, total * before + tl.sum(weight, 1)
@@ -194,7 +194,7 @@ def soften(product, largest, total, scale):
 
 @triton.jit
 def weigh(acc, before, weight, value, TILES: tl.constexpr):
-    """``acc * before + weight @ value``."""
+    """Return ``acc * before + weight @ value``."""
     weight = weight.to(value.dtype)
     return tl.dot(weight, value, acc * before[:, None], input_precision=TILES.INPUT_PRECISION)
 
@@ -202,15 +202,15 @@ def weigh(acc, before, weight, value, TILES: tl.constexpr):
 @triton.jit
 def attend_run(query, acc, largest, total, reach, keys, stride, values, value_stride, first_row, rows,
                position, scale, TILES: tl.constexpr):  # fmt: skip
-    """The online softmax goes on over ``rows`` keys of a head, from ``position`` of the sequence on.
+    """Continue the online softmax over ``rows`` keys of a head, from ``position`` of the sequence on.
 
-    State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, of the
+    State: ``acc``, the sum of values weighted with ``exp2(score - largest)``, and ``total``, the sum of the
     weights. ``keys``, ``values``: descriptors, or pointers to row 0, with the stride of the rows; the run
-    begins at ``first_row``. Tiles that all rows see whole come first and take no masks; then those before
-    these, and those behind.
+    begins at ``first_row``. Tiles that all rows see completely come first and need no masks; then the tiles
+    before them, and the tiles after them.
 
-    Example: tiles of 128 rows and 64 keys, causal: rows 256 to 383 see keys 0 to 255 all, so four tiles
-    without masks, then those of keys 256 and 320 with.
+    Example: tiles of 128 rows and 64 keys, causal: rows 256 to 383 all see keys 0 to 255. So four tiles
+    have no masks, then the tiles of keys 256 and 320 have masks.
     """
     first, start, stop, end = tiles_of_run(reach, rows, position, TILES)
     HEAD: tl.constexpr = TILES.HEAD_DIM
@@ -242,7 +242,7 @@ def attend_run(query, acc, largest, total, reach, keys, stride, values, value_st
 def store_partial(
     partials, acc, largest, total, number, head, all_heads, tile_m, TILES: tl.constexpr
 ):
-    """The partial result of a tile; ``head`` counts those of all batches, ``all_heads``."""
+    """Store the partial result of a tile; ``head`` counts the heads of all batches, ``all_heads``."""
     # Rows that see nothing here have a sum of 0: their result is 0, its weight 2 ** -inf.
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
@@ -259,7 +259,7 @@ def store_partial(
 
 @triton.jit
 def key_operand(ptr, stride, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """Keys or values of a head as ``load_tile`` takes them; what is loaded beyond ``rows`` is zero."""
+    """Return keys or values of a head for ``load_tile``; loads beyond ``rows`` give zero."""
     operand = ptr
     if TILES.DESCRIPTORS:
         operand = tl.make_tensor_descriptor(ptr, [rows, SIZE], [stride, 1], [TILES.BLOCK_N, BLOCK])
@@ -269,7 +269,7 @@ def key_operand(ptr, stride, rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, TILE
 @triton.jit
 def attend_part(queries, spans, partials, keys_ptr, stride, part, heads, tile, scale,
                 TILES: tl.constexpr):  # fmt: skip
-    """One tile of queries over the keys of ``part``, which begin at ``keys_ptr``: a partial result."""
+    """Attend from one tile of queries to the keys of ``part``, at ``keys_ptr``: a partial result."""
     rows = partials.rows
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
     tile_m, batch, head = place_of_tile(tile, tiles_m, heads)

@@ -1,39 +1,40 @@
 """One-shot collectives of a few kilobytes: every word carries its own flag, and there is no other signal.
 
-A message is cut into blocks of ``WORDS`` 32-bit words. Program b does block b, on every rank, and nothing
-else (``row_norms.py``: a program does the blocks of a row). A block has an epoch and words of its
-own, which nothing else ever touches. So messages of different lengths may follow each other: a block that
-one of them does not need just misses that op.
+A message is cut into blocks of ``WORDS`` 32-bit words. Program b does only block b, on every rank
+(``row_norms.py``: a program does the blocks of a row). A block has its own epoch and words, which no other
+block touches. So messages of different lengths may follow each other: if a message does not need a block,
+the block skips that op.
 
-Memory of a rank, after the header: an int64 epoch per block, then words (int64) by
-``[block][epoch % 2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The
-user's memory is seen in units of ``UNIT`` bytes, 4, 2 or 1, whatever its address and length allow; the last
-word of a message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
+Memory of a rank, after the header: an int64 epoch per block, then words (int64) by ``[block][epoch %
+2][source][word]``. A word is ``epoch << 32 | payload``: see ``flagged_words.py``. The user's memory is seen
+in units of ``UNIT`` bytes: 4, 2 or 1, the most that its address and length allow. The last word of a
+message is filled up with zeros. Words are the same whatever the unit, so ranks need not agree.
 
 Ordering, of all kernels here: **in every op a program sends all its words to every other rank, and waits
-for one at least of every other.** No credit is needed, and two sets of words, of even and odd epochs, do::
+for at least one word of every other.** No credit is needed, and two sets of words, for even and odd epochs,
+are enough::
 
     rank A writes epoch e + 2 into B's words of epoch e only after its op e + 1 has ended;
-    op e + 1 ended because B's word of epoch e + 1 came;
+    op e + 1 ended because B's word of epoch e + 1 arrived;
     B sent that in its op e + 1, which began after its op e had ended: B has read all words of epoch e.
 
-The flag tells a word of this epoch from older ones. Payload is never taken for a flag: each has 32 bits of
-its own. The flag is the epoch modulo 2**32. A word is written in every op of its program, also where the
-message ends before it. So the word that lies there is two epochs old, or zero as the memory was made, and
-epochs begin with 1: even when flags have come round, an old word never has the flag that is waited for. The
-compare is for equality, because by the proof above no newer word can be there.
+The flag tells a word of this epoch from older ones. Payload is never taken for a flag: each has its own 32
+bits. The flag is the epoch modulo 2**32. A program writes its words in every op, also beyond the end of the
+message. So an old word is from two epochs ago, or zero in new memory, and epochs begin with 1. Even after
+flags have wrapped around, an old word never has the flag of the current epoch. The comparison is for
+equality, because by the proof above no newer word can be there.
 
-A program that has given up writes down its epoch with the sign changed, and does nothing from then on: it
-cannot know that the others have read the words that it would overwrite. Nor does it store an output whose
-words have not all come.
+A program that has timed out stores its epoch with the sign changed, and does nothing from then on: it
+cannot know that the others have read the words that it would overwrite. Nor does it store an output if some
+of its words have not arrived.
 
-All ranks add in rank order, in fp32: same bits everywhere, as in ``reduction.py``.
+All ranks add in rank order, in fp32: same bits everywhere, like in ``reduction.py``.
 Programs wait for programs of the same number only. So there is progress as long as, on every rank, the
 lowest-numbered program that has not ended is resident.
 
-Rejected: credits (a signal per op and peer, which is what this avoids), one flag per 8 or 16 bytes of a
-wider store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second
-round), sending only as many words as there are (a word that was left out 2**32 times has the right flag).
+Rejected: credits (this protocol saves a signal per op and peer), one flag per 8 or 16 bytes of a wider
+store (only 64 bits are certain to be seen whole), resetting words (a store per word, and a second round),
+sending only as many words as the message has (a word that was left out 2**32 times has the right flag).
 """
 
 import triton
@@ -46,24 +47,24 @@ from interlace.kernels.signal import count_program, peer_pointer
 
 @triton.jit
 def block_epoch(peers, epochs_offset, block):
-    """Pointer to a block's epoch, and the epoch of the op that runs now: below 1 once it was given up."""
+    """Return the pointer to a block's epoch, and the epoch of this op: below 1 after a timeout."""
     pointer = peer_pointer(peers, peers.rank, epochs_offset) + block
     return pointer, tl.load(pointer) + 1
 
 
 @triton.jit
 def _word_bytes(lot, world_size, source, WORDS: tl.constexpr):
-    """Byte offsets of a block's words from ``source``, in every rank's memory."""
+    """Return byte offsets of a block's words from ``source``, in every rank's memory."""
     block = lot.block.to(tl.int64)
-    # Two sets of words, by even and odd epochs: with one, a rank that is an op ahead would overwrite what
-    # a slower one has not read.
+    # Two sets of words, by even and odd epochs: with one, a rank that is an op ahead would overwrite words
+    # that a slower one has not read.
     region = ((block * 2 + lot.epoch % 2) * world_size + source) * WORDS
     return lot.offset + (region + tl.arange(0, WORDS)) * 8
 
 
 @triton.jit
 def load_units(pointer, index, units, UNIT: tl.constexpr):
-    """Words ``index`` of the ``units`` units at ``pointer``; zeros where these end."""
+    """Load words ``index`` of the ``units`` units at ``pointer``; zeros beyond their end."""
     if UNIT == 4:
         words = tl.load(pointer + index, mask=index < units, other=0)
     else:
@@ -80,7 +81,7 @@ def load_units(pointer, index, units, UNIT: tl.constexpr):
 
 @triton.jit
 def store_units(pointer, index, units, words, UNIT: tl.constexpr):
-    """The counterpart of :func:`load_units`."""
+    """Store words like :func:`load_units` loads them."""
     if UNIT == 4:
         tl.store(pointer + index, words, mask=index < units)
     else:
@@ -101,10 +102,11 @@ def send_to_all(peers, lot, payload, WORDS: tl.constexpr, COMPILED: tl.constexpr
 
 @triton.jit
 def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: tl.constexpr):
-    """The words of ``source`` (``own`` if that is this rank), and how many ``wanted`` ones are missing."""
+    """Return the words of ``source`` (``own`` if that is this rank), and how many ``wanted`` are
+    missing."""
     payload = own
     missing = tl.zeros((), tl.int32)
-    # The own words are in registers, and nobody sends them.
+    # The own words are in registers, and are not sent.
     if source != peers.rank:
         byte_offsets = _word_bytes(lot, peers.world_size, source, WORDS)
         payload, missing = receive_words(peers, source, byte_offsets, lot.epoch, wanted, COMPILED)
@@ -113,7 +115,7 @@ def payload_of(peers, source, lot, own, wanted, WORDS: tl.constexpr, COMPILED: t
 
 @triton.jit
 def end_block(epoch_ptr, epoch, missing):
-    """A block is over, or given up."""
+    """End a block's op: store its epoch, negated if words are missing."""
     # A plain store: the block's next op is a later kernel of the stream, and no other program reads it.
     tl.store(epoch_ptr, tl.where(missing == 0, epoch, -epoch))
 
@@ -141,7 +143,7 @@ def low_latency_all_gather_kernel(
     ``1 << 32`` to rank 1's words [1][1][0], and polls its own [1][1][1][0] until its upper half is 1.
     """
     epoch_ptr, epoch = block_epoch(peers, epochs_offset, tl.program_id(0))
-    # This program gave up before: it may not overwrite words again (see the module).
+    # After an earlier timeout this program may not overwrite words again (see the module).
     if epoch > 0:
         index = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
         valid = index < tl.cdiv(units * UNIT, 4)
@@ -157,20 +159,20 @@ def low_latency_all_gather_kernel(
                 store_units(output_ptr + source * units, index, units, payload, UNIT)
             missing += lost
         end_block(epoch_ptr, epoch, missing)
-    # Counted also where it gave up: the launch side waits for programs to end, not to succeed.
+    # Counted also after a timeout: the launch side waits for programs to end, not to succeed.
     count_program(peers)
 
 
 @triton.jit
 def half_of(word, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """One of two 16-bit numbers of a word, as fp32."""
+    """Return one of two 16-bit numbers of a word, as fp32."""
     half = (word >> 16) & 0xFFFF if HIGH else word & 0xFFFF
     return half.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _bits(number, DTYPE: tl.constexpr):
-    """A 16-bit number's bits, in the lower half of a word."""
+    """Return a 16-bit number's bits, in the lower half of a word."""
     return number.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
@@ -226,7 +228,7 @@ def low_latency_all_reduce_kernel(
             total = low.to(tl.int32, bitcast=True)
         else:
             total = _bits(low, HALF) | (_bits(high, HALF) << 16)
-        # A sum without a rank is no sum: the output stays as it was.
+        # A sum must include all ranks: otherwise the output stays as it was.
         if missing == 0:
             store_units(output_ptr, index, units, total, UNIT)
         end_block(epoch_ptr, epoch, missing)
@@ -247,8 +249,8 @@ def low_latency_broadcast_kernel(
 ):
     """Broadcast of ``[units]``, integers of ``UNIT`` bytes, from ``root``.
 
-    Ordering: the module's. The other ranks send words, too, of no meaning, and every rank waits for the
-    first word of each, so that it knows that all have read what came before.
+    Ordering: the module's. The other ranks send words without a meaning, and every rank waits for the
+    first word of each. So it knows that all have read the words of the op before.
 
     Example: W = 3, root 1, 2 words, epoch 4: rank 1 sends its words to ranks 0 and 2; rank 0 sends its own
     to ranks 1 and 2, polls two words from rank 1 and one from rank 2, and stores the two.
@@ -263,7 +265,7 @@ def low_latency_broadcast_kernel(
         send_to_all(peers, lot, own, WORDS, COMPILED)
         missing = tl.zeros((), tl.int32)
         for source in range(peers.world_size):
-            # One word of each other rank, too: it says that the rank is done with the op before.
+            # Also one word of each other rank: it shows that the rank has finished the op before.
             wanted = index < tl.where(source == root, words, first + 1)
             payload, lost = payload_of(peers, source, lot, own, wanted, WORDS, COMPILED)
             if (source == root) & (root != peers.rank) & (lost == 0):

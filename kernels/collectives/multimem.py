@@ -1,18 +1,18 @@
 """Collectives by the switch: one store that reaches every rank, and one load that sums over all of them.
 
 A *multicast address* names the same byte of every rank's buffer at once. With ``MULTIMEM`` (NVLink switch,
-9.0 and later) a 16-byte vector is stored to all ranks by ``multimem.st``, and read from all ranks as one
-sum by ``multimem.ld_reduce``, which adds in fp32 and rounds once, in an order of its own. Each sum is
-taken once and then stored everywhere, so ranks get the same bits, but not those of a sum in rank order:
-these kernels run only when they are asked for.
+9.0 and later) ``multimem.st`` stores a 16-byte vector to all ranks. ``multimem.ld_reduce`` reads it from
+all ranks as one sum, which it adds in fp32, in its own order, and rounds once. Each sum is taken once and
+then stored everywhere, so ranks get the same bits, but not the bits of a sum in rank order. So these
+kernels run only on request.
 
 Without ``MULTIMEM`` the same protocol runs over the table of peers, one after another, and sums are in rank
-order; so it does where kernels are interpreted and there is no multicast address. In ``sim`` there is one:
-the instructions are emulated, rank by rank (``python/interlace_verify/ptx/multimem.py``).
+order. Interpreted kernels do the same if there is no multicast address. ``sim`` has one: it emulates the
+instructions, rank by rank (``python/interlace_verify/ptx/multimem.py``).
 
-The multicast address is a second address of the same memory. What orders accesses through the two are the
-slots, by release and acquire of system scope, as for any other data, and a ``fence.proxy.alias``: CUDA
-promises nothing of a second address within a kernel without it. So the accesses themselves are relaxed.
+The multicast address is a second address of the same memory. Accesses through the two are ordered by the
+slots, with release and acquire of system scope, as for any other data, and by a ``fence.proxy.alias``:
+without it CUDA promises nothing about a second address within a kernel. So the accesses are relaxed.
 """
 
 import triton
@@ -35,7 +35,7 @@ _SEND = tl.constexpr(TRANSFER_COLUMNS)
 
 @triton.jit
 def fence_addresses(MULTIMEM: tl.constexpr):
-    """Order accesses by a multicast address and those by the ordinary address of the same memory."""
+    """Order accesses by a multicast address with accesses by the normal address of the same memory."""
     if MULTIMEM:
         tl.inline_asm_elementwise(
             "fence.proxy.alias; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
@@ -47,7 +47,7 @@ def broadcast_vectors(peers, multicast, byte, from_address, valid,
                       MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy 16-byte vectors, from ``from_address`` each, to ``byte`` of every rank's buffer."""
     # One asm call per 16-byte vector: Triton has no elements of that size, so addresses go in and the
-    # data stays in registers of the asm. v4.f32 whatever the dtype: a store only moves bits.
+    # data stays in registers of the asm. v4.f32 for every dtype: a store only moves bits.
     if MULTIMEM:
         tl.inline_asm_elementwise(
             """{
@@ -83,7 +83,7 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
     """
     if MULTIMEM:
         fence_addresses(True)
-        # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. For fp32 there is no such
+        # acc::f32: sums of 16-bit numbers are taken in fp32 and rounded once. fp32 has no such
         # suffix.
         PAIR: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
         KIND: tl.constexpr = "v4.f32" if DTYPE.is_fp32() else "acc::f32.v4." + PAIR
@@ -122,16 +122,16 @@ def sum_vectors(peers, multicast, from_byte, to_byte, to_address, valid,
 @triton.jit
 def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES: tl.constexpr,
                      row_scale_ptr, scale_offset, SCALED: tl.constexpr):  # fmt: skip
-    """Push chunks as ``transfer.push_chunks`` does, every ``COPIERS``-th, once for all ranks.
+    """Push chunks like ``transfer.push_chunks``, every ``COPIERS``-th, once for all ranks.
 
     Rows begin at multiples of 16 bytes and are whole vectors. A chunk's sends are neighbours in the
     table, one per peer, which differ in the peer only.
     """
     ITEM: tl.constexpr = input.ptr.dtype.element_ty.primitive_bitwidth // 8
     VECTORS: tl.constexpr = COPIES.COPY_COLUMNS * ITEM // 16
-    # A chunk has a send per peer, of which the first is read. With one rank there is none: divide by 1.
+    # A chunk has a send per peer; the first is read. With one rank there is no send: divide by 1.
     others = max(workspace.world_size - 1, 1)
-    # Of all ranks before the first store: a multicast store reaches all of them at once.
+    # All ranks' credits before the first store: a multicast store reaches all of them at once.
     if wait_credits(workspace, epoch) == 0:
         for chunk in range(tl.program_id(0), sends.count // others, COPIES.COPIERS):
             _, first_row, rows, gathered_row, slot = table_line(sends.ptr, chunk * others, _SEND)
@@ -152,7 +152,7 @@ def broadcast_chunks(workspace, multicast, input, sends, columns, epoch, COPIES:
                     )
             fence_addresses(COPIES.MULTICAST == "multimem")
             if SCALED:
-                # Scales are few and need not be 16-byte aligned: to each peer by itself.
+                # Scales are few and need not be 16-byte aligned: they are sent to each peer separately.
                 for step in range(1, workspace.world_size):
                     peer = (workspace.rank + step) % workspace.world_size
                     scales_ptr = region_pointer(workspace, peer, scale_offset, row_scale_ptr)
@@ -165,7 +165,7 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
                        BLOCK: tl.constexpr, MULTIMEM: tl.constexpr):  # fmt: skip
     """Copy up to ``BLOCK`` elements, 16-byte aligned on both sides, to ``byte`` of all ranks' buffers.
 
-    Elements behind the last whole vector go to the ranks one by one.
+    Elements after the last whole vector go to the ranks one by one.
     """
     ITEM: tl.constexpr = from_ptr.dtype.element_ty.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
@@ -180,7 +180,7 @@ def broadcast_elements(peers, multicast, byte, from_ptr, elements,
         MULTIMEM,
     )
     fence_addresses(MULTIMEM)
-    # A vector that is not whole would overwrite what lies behind the part.
+    # A vector that is not whole would overwrite memory after the part.
     rest = whole * VECTOR + tl.arange(0, VECTOR)
     value = tl.load(from_ptr + rest, mask=rest < elements)
     for peer in range(peers.world_size):
@@ -201,7 +201,7 @@ def multimem_all_gather_kernel(
     """All-gather of flat shards, each element sent once for all ranks.
 
     Legend: ``parts``: a line per rank: first element in the output, elements, byte in the data region
-    (a multiple of 16), number of its first block. Blocks of all ranks are numbered through, and so
+    (a multiple of 16), number of its first block. Blocks are numbered over all ranks, and so
     are their slots. ``input`` is 16-byte aligned.
 
     Ordering: a program waits for every rank's credit, stores its blocks of the own shard to all ranks,
@@ -262,7 +262,7 @@ def multimem_reduce_scatter_kernel(
     BLOCK: tl.constexpr,
     MULTIMEM: tl.constexpr,
 ):
-    """Reduce-scatter of a flat tensor: each rank sums its own part of all inputs, where they are.
+    """Reduce-scatter of a flat tensor: each rank sums its own part of all inputs, in place.
 
     Legend: ``parts``: a line per owner: first element in the input, elements, unused, number of its
     first block. Every part begins a new block; there are ``blocks`` of them, and as many slots per
@@ -284,7 +284,7 @@ def multimem_reduce_scatter_kernel(
     ITEM: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // ITEM
     staged_ptr = data_pointer(workspace, workspace.rank, input_ptr)
-    # Of all ranks, although only the own buffer is written: every owner reads from it, and must have
+    # All ranks' credits, although only the own buffer is written: every owner reads from it, and must have
     # finished the op before.
     if wait_credits(workspace, epoch) == 0:
         for step in range(workspace.world_size):
@@ -308,7 +308,7 @@ def multimem_reduce_scatter_kernel(
     vectors = tl.arange(0, BLOCK // VECTOR).to(tl.int64)
     for block in range(program, tl.cdiv(own_elements, BLOCK), programs):
         slot_byte = workspace.slot_offset + (own_block + block) * 8
-        # Not looked at: this sum stays on this rank, in the output of an op that failed.
+        # Not checked: this sum stays on this rank, in the output of an op that failed.
         wait_sources(workspace, slot_byte, blocks, epoch)
         element = tl.cast(block, tl.int64) * BLOCK
         count = min(own_elements - element, BLOCK)
@@ -319,13 +319,13 @@ def multimem_reduce_scatter_kernel(
             workspace.data_offset + byte,
             byte,
             (sums_ptr + element).to(tl.int64) + vectors * 16,
-            # The last vector may be summed with what lies behind the part; `count` numbers are used.
+            # The sum of the last vector may include memory after the part; `count` numbers are used.
             vectors < tl.cdiv(count, VECTOR),
             DTYPE,
             False,
             MULTIMEM,
         )
-        tl.debug_barrier()  # the same program reads what other threads of it have stored
+        tl.debug_barrier()  # threads read what other threads of this program have stored
         copy_elements(output_ptr + element, sums_ptr + element, count, BLOCK)
 
 
@@ -351,8 +351,8 @@ def multimem_all_reduce_kernel(
     publishes its slot at every rank. Every rank then waits for the sums, block by block. Staging waits
     for nothing of this op, and summing only for staging.
 
-    Example: W = 2, 6 elements, BLOCK = 4: both ranks stage blocks 0 and 1 and tell rank 0 of the first,
-    rank 1 of the second; rank 1 stores the sum of elements 4-5 to both ranks and publishes slot 5.
+    Example: W = 2, 6 elements, BLOCK = 4: both ranks stage blocks 0 and 1, and signal the first to rank 0,
+    the second to rank 1; rank 1 stores the sum of elements 4-5 to both ranks and publishes slot 5.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
@@ -377,8 +377,8 @@ def multimem_all_reduce_kernel(
     ):
         slot_byte = workspace.slot_offset + block * 8
         arrived = wait_sources(workspace, slot_byte, blocks, epoch) == 0
-        # This sum goes into all ranks' memory: not without their credits, and not of inputs that have not
-        # come.
+        # This sum goes into all ranks' memory: it needs their credits, and inputs that have all
+        # arrived.
         if free & arrived:
             element = tl.cast(block, tl.int64) * BLOCK
             count = min(elements - element, BLOCK)

@@ -1,15 +1,16 @@
 """Moving data between nodes: puts where memory is not mapped, and the kernel that does a list of moves.
 
-The table of peers has two halves here. Entry r is where rank r's buffer is mapped, 0 if it is not. Entry
-``world_size + r`` is how to put to rank r, and the constexpr ``PUT`` says what it means::
+The table of peers has two halves here. Entry r is the address where rank r's buffer is mapped, 0 if it is
+not mapped. Entry ``world_size + r`` is the target of puts to rank r, and the constexpr ``PUT`` says what it
+means::
 
     "nvshmem"  the rank's number for NVSHMEM, which copies and signals (kernels/node_puts.py)
     "stores"   its address: a put copies at once. For tests, where all memory is in fact mapped
-    "late"     its address: a put only signals, and the data is read when the receiver looks
+    "late"     its address: a put only signals, and the receiver copies the data when it waits
 
-A network does something between the last two: it reads the source some time after the put has begun and
-before the receiver is told. What is right at both ends of that is right in between; ``interlace.verify``
-runs both.
+A network is between the last two: it reads the source some time after the put has begun and before the
+receiver is notified. Code that is right for both is right for times in between; ``interlace.verify`` runs
+both.
 
 Legend: ``rows`` of ``columns`` elements; workspaces have them densely.
 """
@@ -50,7 +51,7 @@ _IN_FLIGHT = tl.constexpr(IN_FLIGHT_BYTES)
 
 @triton.jit
 def byte_pointer(peers, entry, byte_offset):
-    """Byte ``byte_offset`` of the buffer at table entry ``entry``."""
+    """Point to byte ``byte_offset`` of the buffer at table entry ``entry``."""
     return (tl.load(peers.peers_ptr + entry) + byte_offset).to(tl.pointer_type(tl.uint8))
 
 
@@ -58,11 +59,12 @@ def byte_pointer(peers, entry, byte_offset):
 def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.constexpr):
     """Send a ``Span`` of the own buffer to ``peer``'s, then set its slot.
 
-    What the program has stored there, or has waited for, is what is sent. The source may be read until
-    ``quiet_kernel`` has ended. That is before this rank gives its credit, so nobody overwrites it earlier.
+    The put sends the bytes that this program has stored there, or has waited for. The source may be read
+    until ``quiet_kernel`` has ended. That is before this rank gives its credit, so no rank overwrites it
+    earlier.
     """
     if PUT == "nvshmem":
-        # Own addresses on both sides: NVSHMEM translates them into those of `pe`, whose buffer has the
+        # Own addresses on both sides: NVSHMEM translates them into addresses of `pe`, whose buffer has the
         # same layout. One call, by all threads together: it copies, and then sets the slot.
         own = tl.load(peers.peers_ptr + peers.rank)
         pe = tl.load(peers.peers_ptr + peers.world_size + peer)
@@ -82,15 +84,15 @@ def put(peers, peer, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def land(peers, source, span, slot_byte, epoch, PUT: tl.constexpr, BLOCK: tl.constexpr):
-    """Wait for what ``source`` has put with the same span; loads of this program see it afterwards.
+    """Wait for the data that ``source`` has put with the same span; later loads of this program see it.
 
-    Returns the value of the slot, as ``wait``. One program per put: with ``"late"`` it copies.
+    Returns the value of the slot, like ``wait``. One program per put: with ``"late"`` it copies.
     """
     seen = wait(peers, source, slot_byte, epoch)
     if seen >= epoch:
         if PUT == "nvshmem":
-            # It is set, so this returns. On some machines data put by a network card is not sure to
-            # be there when its signal is, and NVSHMEM then reads back from the card.
+            # The slot is set, so this returns. On some machines data put by a network card may arrive
+            # after its signal, and NVSHMEM then reads back from the card.
             nvshmem.wait_until(tl.load(peers.peers_ptr + peers.rank) + slot_byte, _GE, epoch)
         if PUT == "late":
             from_ptr = byte_pointer(peers, peers.world_size + source, span.from_byte)
@@ -117,10 +119,10 @@ def move_kernel(
     a time. ``quiet_kernel`` follows on the stream.
 
     Ordering: rows go to a peer after its credit. SEND publishes the slot after its stores. FORWARD and
-    PUT wait for their slot first, so they pass on what the publisher of that slot had stored; a put
-    sets the landing slot, which LAND waits for, and LAND publishes the slot that readers wait for: the
-    stores of one rank, a put, and the loads of another are in order by three releases and three
-    acquires. Nothing is passed on where a wait was given up.
+    PUT wait for their slot first, so they pass on the rows that its publisher had stored. A put sets the
+    landing slot, for which LAND waits, and LAND publishes the slot for which readers wait. So the stores of
+    one rank, a put, and the loads of another are ordered by three releases and three acquires. Nothing is
+    passed on after a timeout.
 
     Example: 2 nodes of 2 ranks, a chunk of 2 rows each, rank 0. Line 0 copies input rows 0-1 into the
     own workspace and publishes own slot 0; line 1 waits for that slot and puts the rows to rank 2, slot
@@ -144,12 +146,12 @@ def move_kernel(
         elements = rows * columns
         from_byte = workspace.data_offset + from_row * columns * element_bytes
         to_byte = workspace.data_offset + to_row * columns * element_bytes
-        # + 1: a credit is good from epoch - 1 on, a slot from epoch on, so that one compare does for
-        # both. For LAND the peer is this rank itself, whose credit is always there, unless the channel is
+        # + 1: a credit is good from epoch - 1 on, a slot from epoch on, so one comparison does for both.
+        # For LAND the peer is this rank itself, whose credit is always there, unless the channel is
         # void.
         ready = wait_credit(workspace, peer, epoch) + 1
-        # What this line hands on must have come here before. What is waited for never waits for this line
-        # or a later one (see order.py), so any number of programs gets through.
+        # The rows of this line must have arrived before. Earlier lines never wait for this line or a
+        # later one (see order.py), so any number of programs makes progress.
         waited = tl.load(line + 6)
         if waited >= 0:
             waited_byte = workspace.slot_offset + waited * 8
@@ -159,8 +161,8 @@ def move_kernel(
             else:
                 seen = wait(workspace, source, waited_byte, epoch)
             ready = tl.minimum(ready, seen)
-        # Not behind a wait that was given up: neither is the peer's memory free, nor is there something
-        # to pass on.
+        # Not after a timeout: the peer's memory may be in use, and there may be nothing to
+        # pass on.
         if ready >= epoch:
             if kind == _PUT:
                 span = Span(from_byte, to_byte, elements * element_bytes)
@@ -177,17 +179,17 @@ def move_kernel(
                     else:
                         copy_chunk(to_ptr, from_ptr, input.stride, rows, columns,
                                    BLOCK_ROWS, BLOCK_COLUMNS)  # fmt: skip
-                # LAND copies nothing here: it tells this rank's own readers, who then need not know of
+                # LAND copies nothing here: it signals this rank's own readers, which need not know about
                 # puts.
                 publish(peer_pointer(workspace, peer, slot_byte), epoch)
 
 
 @triton.jit(do_not_specialize=["workspace", "partners", "slot"])
 def quiet_kernel(workspace, partners, slot, PUT: tl.constexpr):
-    """Hold a stream until what this rank has put in kernels before was read, and has arrived.
+    """Hold a stream until all earlier puts of this rank have been read, and have arrived.
 
     ``partners`` are the ranks of other nodes that put to this one or to which it puts. Slots ``slot + r``
-    are for ``"late"`` puts alone: rank r has read all that was put to it.
+    are for ``"late"`` puts alone: rank r has read all its arrived puts.
 
     Ordering: one program, after the kernels that put and land. Afterwards, so when this rank gives its
     credits, nothing of its workspace is still to be read, and its peers may write into it.
@@ -200,7 +202,7 @@ def quiet_kernel(workspace, partners, slot, PUT: tl.constexpr):
     if PUT == "late":
         epoch = current_epoch(workspace)
         if not is_void(workspace):
-            # All are told before the first wait: partners that waited first would wait for each other.
+            # All signals before the first wait: partners that waited first would wait for each other.
             for number in range(partners.count):
                 partner = tl.load(partners.ptr + number)
                 slot_byte = workspace.slot_offset + (slot + workspace.rank) * 8
@@ -217,9 +219,9 @@ def put_credits_kernel(workspace, partners, PUT: tl.constexpr):
 
     ``finish_kernel`` comes next on the stream: it gives the credits of this node and ends the op.
 
-    Ordering: as finish_kernel. All reads of the channel by this rank are over, the kernel boundary
-    has put them before the signals, which carry no data. One warp, one signal per lane. In a void
-    channel there is no credit, and partners are told so as by finish_kernel.
+    Ordering: as finish_kernel. All reads of the channel by this rank have finished, the kernel boundary
+    has ordered them before the signals, which carry no data. One warp, one signal per lane. In a void
+    channel there is no credit, and partners are notified as by finish_kernel.
 
     Example: with epoch word 6, partners [2] and rank 0, word CREDIT[0] of rank 2 becomes 7.
     """
@@ -230,7 +232,7 @@ def put_credits_kernel(workspace, partners, PUT: tl.constexpr):
     if PUT == "nvshmem":
         word = tl.load(workspace.peers_ptr + workspace.rank) + word_byte
         for first in range(0, partners.count, _LANES):
-            # lanes to spare say the same as the last one
+            # spare lanes repeat the last partner
             number = tl.minimum(first + tl.arange(0, _LANES), partners.count - 1)
             pe = tl.load(
                 workspace.peers_ptr + workspace.world_size + tl.load(partners.ptr + number)

@@ -1,15 +1,15 @@
 """Reduce-scatter over several nodes: sums within each node first, then one partial sum per node travels.
 
-Between two nodes go as many bytes as the parts of one node have, once, in place of one contribution per
-rank. For owner 2 of four ranks on two nodes::
+Between two nodes only partial sums travel: the bytes of the parts of one node, once, instead of one
+contribution per rank. For owner 2 of four ranks on two nodes::
 
     node 0   0 --contribution--> 0 (sums for node 0)  --put partial-->  2
              1 --contribution--> 0
     node 1   2, 3 --contribution--> 2                                   2 adds both sums
 
-Partial sums are fp32 wherever they are, so a result is rounded once. The sum is taken by nodes, and
-within a node by ranks: deterministic, and the same on all ranks that need it. Its bits are not those of a
-sum over all ranks in a row: for that, every contribution would have to travel.
+Partial sums are always fp32, so a result is rounded once. The sum is taken by nodes, and within a node by
+ranks: deterministic, and the same on all ranks that need it. Its bits differ from a sum over all ranks in
+order: for that, every contribution would have to travel.
 """
 
 import triton
@@ -30,16 +30,16 @@ _TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 
 @triton.jit
 def float_region(peers, byte_offset):
-    """The own buffer from ``byte_offset`` on, a multiple of 256, as float32."""
+    """Point to the own buffer at ``byte_offset``, a multiple of 256, as float32."""
     address = (tl.load(peers.peers_ptr + peers.rank) + byte_offset).to(tl.pointer_type(tl.float32))
     return tl.multiple_of(address, 16)
 
 
 @triton.jit
 def wait_node(peers, node, slot_byte, slots_each, epoch):
-    """Wait until the contribution of every rank of the node is here; how many are not, if it gave up.
+    """Wait for the contribution of every rank of the node; return how many are missing after a timeout.
 
-    ``slot_byte`` is that of the first member; member i has it ``i * slots_each`` later.
+    ``slot_byte`` is the first member's slot; member i has it ``i * slots_each`` later.
     """
     missing = tl.zeros((), tl.int32)
     for first in range(0, node.num_members, _TOGETHER):
@@ -62,10 +62,10 @@ def sum_nodes(
     BLOCK: tl.constexpr,
     AVERAGE: tl.constexpr,
 ):
-    """Sum over nodes, in order: of the own node the members' contributions, of others what has landed."""
+    """Sum over nodes, in order: the members' contributions of this node, and the sums of the others."""
     total = tl.zeros((BLOCK,), tl.float32)
     for other in range(node.num_nodes):
-        # Of the own node the contributions themselves are here: no partial sum of it is stored.
+        # Of this node the contributions themselves are here: no partial sum of it is stored.
         if other == node.own_node:
             total += sum_contributions(node.num_members, contributions_ptr, stride, offsets, mask)
         else:
@@ -97,23 +97,23 @@ def node_reduce_scatter_kernel(
 
     Legend: ``input`` is ``[sum of parts]``, ``output`` ``[own_elements]``; a part is cut in pieces of
     ``piece`` elements, at most ``slots_each``. ``parts``: a line per owner in ``order.scatter_order``: the
-    rank of this node that sums it, in which of its regions, first element, elements, number of the first
-    piece. This launch hands over ``count`` of them, from ``first`` on; a launch without duties and own
+    rank of this node that sums it, the number of its region, first element, elements, number of the first
+    piece. This launch does ``count`` of them, from ``first`` on; a launch without duties and own
     elements does nothing else. ``duties``: the same with the owner first, for owners on other nodes whose
     parts this rank sums. Contributions ``[region][member]`` are at ``data_offset``, own partial sums
-    ``[region]`` at ``partial_offset``, those of other nodes ``[node]`` at ``landing_offset``, their slots
-    from ``landing_slot`` on. ``quiet_kernel`` follows on the stream.
+    ``[region]`` at ``partial_offset``, partial sums of other nodes ``[node]`` at ``landing_offset``, their
+    slots from ``landing_slot`` on. ``quiet_kernel`` follows on the stream.
 
     Ordering: every program first stores its pieces of all parts, each after the credit of the rank that
     sums it, and publishes a slot per piece. Then it sums its pieces for other nodes: it waits for all
     members' slots and for the credit of the owner, stores the sum and puts it. Last it sums its own
-    pieces: it waits for the members' slots and for what the other nodes put. A step waits only for earlier
-    steps of other ranks, so any number of programs gets through. Nothing is put where a wait was given up.
+    pieces: it waits for the members' slots and for the puts of other nodes. A step waits only for earlier
+    steps of other ranks, so any number of programs makes progress. Nothing is put after a timeout.
 
     Example: nodes [0, 0, 1, 1], parts of 4 elements, one piece each. Rank 0 stores elements 12-15 in
     region 1 of rank 1, 8-11 in its own region 1, 4-7 in region 0 of rank 1, 0-3 in its own region 0.
     It adds both contributions of its region 1 and puts the sum to landing place 0 of rank 2. It adds
-    region 0, then what rank 2 has put to its own landing place 1.
+    region 0, then the sum that rank 2 has put to its own landing place 1.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
@@ -135,8 +135,8 @@ def node_reduce_scatter_kernel(
             # owner's.
             if wait_credit(workspace, summing, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, summing, input_ptr)
-                # [region of the owner][member]: each contribution has a place, and no two ranks share
-                # one.
+                # [region of the owner][member]: each contribution has its own place, which no other rank
+                # uses.
                 to_ptr += place * region + own_member * stride
                 for each in range(first, end, programs):
                     element = tl.cast(each - start, tl.int64) * piece
@@ -197,7 +197,7 @@ def node_reduce_scatter_kernel(
                 slot_byte = workspace.slot_offset + each * 8
                 wait_node(workspace, node, slot_byte, slots_each, epoch)
             else:
-                # What these waits return is not looked at: the sum stays on this rank, in an op that
+                # The values of these waits are not checked: the sum stays on this rank, in an op that
                 # failed.
                 source = tl.load(node.sums_ptr + 2 * other)
                 place = tl.load(node.sums_ptr + 2 * other + 1)

@@ -22,8 +22,8 @@ from interlace.kernels.transfer import aligned_pointer, copy_elements, data_poin
 SEGMENT_COLUMNS = 4
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
 _TOGETHER = tl.constexpr(SLOTS_TOGETHER)
-# Sources whose loads go first: with them a program has as much on its way as keeps the memory of its
-# multiprocessor busy, and their values still fit its registers.
+# Sources whose loads go first. They keep the memory of the program's multiprocessor busy, and their values
+# still fit its registers.
 _AT_ONCE = tl.constexpr(4)
 
 
@@ -32,8 +32,8 @@ def sum_contributions(sources, contribution_ptr, elements_per_source, offsets, m
                       AVERAGE: tl.constexpr = False):  # fmt: skip
     """Sum over sources of ``contribution_ptr[source * elements_per_source + offsets]``, fp32.
 
-    The loads of some sources are on their way before the first is added: one after the other, each round
-    would take as long as memory takes to answer. Where ``mask`` is false the sum is 0.
+    Some sources are loaded before the first is added: one after the other, each round would take a full
+    memory latency. Where ``mask`` is false the sum is 0.
     """
     total = tl.zeros(offsets.shape, dtype=tl.float32)
     # Rank order, not the order of arrival: fp32 sums depend on it, and ranks must get the same bits.
@@ -54,7 +54,7 @@ def sum_contributions(sources, contribution_ptr, elements_per_source, offsets, m
 @triton.jit
 def sum_block(output_ptr, world_size, contribution_ptr, elements, block,
               AVERAGE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sum one block of ``[W, elements]`` contributions: by 16 bytes where all of it is aligned."""
+    """Sum one block of ``[W, elements]`` contributions: by 16 bytes if all of it is aligned."""
     VECTOR: tl.constexpr = 128 // output_ptr.dtype.element_ty.primitive_bitwidth
     addresses = output_ptr.to(tl.int64) | contribution_ptr.to(tl.int64)
     first = tl.cast(block, tl.int64) * BLOCK
@@ -112,12 +112,12 @@ def reduce_scatter_kernel(
         first = first_tile(start, program, programs)
         # A program that has no block of this owner need not wait for its credit.
         if first < start + blocks:
-            # Given up: nothing is stored or published, as the owner may still be reading its workspace.
+            # After a timeout nothing is stored or published: the owner may still be reading its workspace.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
                 to_ptr = data_pointer(workspace, owner, input_ptr) + workspace.rank * elements
                 slot_byte = workspace.slot_offset + (workspace.rank * blocks - start) * 8
                 # A publish waits until all stores so far have arrived, so it is not one per block. Nor one
-                # for all: an owner that waits for a late rank sums what has come meanwhile.
+                # for all: an owner that waits for a late rank sums the blocks that have arrived meanwhile.
                 for begin in range(first, start + blocks, programs * _TOGETHER):
                     end = min(begin + programs * _TOGETHER, start + blocks)
                     for number in range(begin, end, programs):
@@ -126,13 +126,13 @@ def reduce_scatter_kernel(
                         from_ptr = input_ptr + first_element + element
                         copy_elements(to_ptr + element, from_ptr, count, BLOCK)
                     publish_turn(workspace, owner, slot_byte, begin, end, programs, epoch)
-    # Waits for data begin only here: a program has sent by now all that others wait for, so no order of
-    # programs can block.
+    # Waits for data begin only here: a program has by now sent everything that others wait for, so no order
+    # of programs can block.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     own_blocks = tl.cdiv(own_elements, BLOCK).to(tl.int32)
     for block in range(program, own_blocks, programs):
         slot_byte = workspace.slot_offset + block * 8
-        # What it returns is not looked at: the sum goes into this rank's own output only, of an op that
+        # Its value is not checked: the sum goes into this rank's own output only, of an op that
         # failed.
         wait_sources(workspace, slot_byte, own_blocks, epoch)
         sum_block(output_ptr, workspace.world_size, own_ptr, own_elements, block, AVERAGE, BLOCK)
@@ -165,7 +165,7 @@ def all_reduce_kernel(
     blocks = tl.cdiv(elements, BLOCK).to(tl.int32)
     # int64 before the product: rank * elements may pass 2**31.
     region = workspace.rank * (elements + tl.zeros((), tl.int64))
-    # Given up: nothing is stored or published, as a peer may still be reading its workspace.
+    # After a timeout nothing is stored or published: a peer may still be reading its workspace.
     if wait_credits(workspace, epoch) == 0:
         for block in range(program, blocks, programs):
             # tl.cast, as a loop's variable has no .to() in the interpreter, where it is a Python number.
@@ -179,7 +179,7 @@ def all_reduce_kernel(
                 copy_elements(to_ptr + element, input_ptr + element, count, BLOCK)
             slot_byte = workspace.slot_offset + (workspace.rank * blocks + block) * 8
             publish_to_all(workspace, slot_byte, epoch)
-    # A loop of its own, after all sends: see reduce_scatter_kernel.
+    # A separate loop, after all sends: see reduce_scatter_kernel.
     own_ptr = data_pointer(workspace, workspace.rank, input_ptr)
     for block in range(program, blocks, programs):
         slot_byte = workspace.slot_offset + block * 8

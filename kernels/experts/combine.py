@@ -1,27 +1,27 @@
 """Combine: every row goes back to the rank of its token, which sums over the token's slots.
 
-Legend: rows are as a dispatch has sorted them, ``segments`` as it has found them
-(``dispatch.py``). At home a rank's rows have an order of their own: by expert of all the
-group's, then as its tokens are. So what one rank sends home, and there each segment, is contiguous.
+Legend: rows are in the order of the dispatch, and ``segments`` are its table (``dispatch.py``). At home a
+rank's rows have another order: by expert of the group, then by its tokens. So the rows that one rank sends
+home are contiguous there, and so is each segment.
 
-Rows come back one by one, and not summed over the experts that a token has on one rank: so a sum goes over
-slots, 0, 1, 2 ..., in fp32, and is rounded once. It is the same whatever rank an expert is on, and whoever
-is late. The price is bytes: a token with several experts on one rank comes back as often.
+Rows come back one by one, and are not summed over the experts that a token has on one rank. So a sum goes
+over slots, 0, 1, 2 ..., in fp32, and is rounded once. It does not depend on the ranks of the experts, nor
+on timing. The price is bytes: a token with several experts on one rank comes back as many times.
 
-Grouped matmul whose rows go home as they are computed: the second matmul of a mixture of experts.
+The second matmul of a mixture of experts is a grouped matmul whose rows return home as they are computed.
 
-Rows are by expert, then by the rank that they came from, and go back there: a *segment*, the rows of one
-expert for one rank, is contiguous here and at home (``combine.py``). The persistent matmul
-computes the rows of the next rank first and its own last, as matmul + reduce-scatter does. Each tile is
-stored into the workspace of the rank that it is for; a program signals once it has all of its tiles for a
-rank there. Then the same programs sum every token's rows by slot::
+Rows are sorted by expert, then by the rank that they came from, and return there. A *segment*, the rows of
+one expert for one rank, is contiguous here and at home. The persistent matmul computes the rows of the next
+rank first and its own last, like matmul + reduce-scatter. Each tile is stored into the workspace of its
+destination rank. A program signals once it has stored all of its tiles for a rank there. Then the same
+programs sum every token's rows by slot::
 
     rank 0 of 3  | rows of rank 1: experts a, b | rows of rank 2: a, b | own rows: a, b | sum by slot |
                                              publish              publish            publish
 
-So nothing of the product is written twice, and there is no sorting: tiles are stored where they belong.
-A program signals every rank, also one for which it has no tile: whose tile a token waits for depends on
-the routing, and to know it takes longer than to wait for all.
+So no part of the product is written twice, and nothing is sorted: tiles are stored at their final places.
+A program signals every rank, also one for which it has no tile. The tile that a token waits for depends on
+the routing, and to compute that takes longer than to wait for all.
 
 Rejected: sums over the experts of a rank before rows travel (other bits for every placement of experts),
 and atomic adds to the token (the order of arrival changes the bits).
@@ -39,7 +39,7 @@ from interlace.kernels.slots import wait_all
 from interlace.kernels.tiling import first_tile, grouped_tile
 from interlace.kernels.transfer import copy_rows, data_pointer, table_line
 
-POLLED = 128  # slots that are looked at together
+POLLED = 128  # slots that are polled together
 _SEGMENT = tl.constexpr(SEGMENT_NUMBERS)
 _POLLED = tl.constexpr(POLLED)
 
@@ -53,8 +53,8 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
     TOPK: tl.constexpr = SLOTS.TOPK
     ROWS: tl.constexpr = SLOTS.SUM_ROWS
     COLUMNS: tl.constexpr = SLOTS.BLOCK_COLUMNS
-    # All waits before the sums: a token's rows come from any rank, by any of its programs. What has not
-    # come is not looked at, as the sum would be no sum; the op has failed then.
+    # All waits before the sums: a token's rows come from any rank, by any of its programs. If rows are
+    # missing nothing is summed: the sum would be wrong, and the op has failed.
     if wait_all(workspace, workspace.slot_offset, each, epoch, _POLLED) == 0:
         tiles_n = tl.cdiv(N, COLUMNS)
         tiles = tl.cdiv(combined.own_tokens, ROWS) * tiles_n
@@ -66,14 +66,14 @@ def sum_slots(workspace, home_ptr, combined, N, each, epoch, SLOTS: tl.constexpr
             inside = (column < N)[None, :]
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             # By slot, not by arrival: fp32 sums depend on the order. Unrolled, so that the rows of several
-            # slots are on their way before the first is added.
+            # slots are loaded before the first is added.
             for slot in tl.range(TOPK, loop_unroll_factor=4):
                 row = tl.load(combined.inverse_ptr + token * TOPK + slot, mask=mask, other=-1)
                 there = (row >= 0)[:, None] & inside
                 pointers = home_ptr + row[:, None] * N + column[None, :]
                 value = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
                 if SLOTS.WEIGHTED:
-                    # Of a slot without a row the weight may be anything, not a number too.
+                    # The weight of a slot without a row may be anything, also NaN.
                     weight_ptr = combined.slot_weights_ptr + token * TOPK + slot
                     value *= tl.load(weight_ptr, mask=row >= 0, other=0.0)[:, None]
                 total += value
@@ -94,7 +94,7 @@ def combine_kernel(workspace, rows, segments_ptr, combined, sizes, N, SLOTS: tl.
     slot. A rank's workspace has room for its home rows, ``[rows, N]``, in the dtype of ``rows``.
 
     Ordering: a sender waits for the owner's credit, stores, publishes its slot, one per source and sender.
-    Waits for rows begin when all is sent, so no order of programs blocks. Sums are loaded behind the wait
+    Waits for rows begin when all is sent, so no order of programs blocks. Sums are loaded after the wait
     for all slots. The workspace may be written again after finish_kernel.
 
     Example: W = 2, E = 1, TOPK = 2, rank 0's tokens have experts (0, 1) and (1, -), rank 1 has none. Rank
@@ -112,7 +112,7 @@ def combine_kernel(workspace, rows, segments_ptr, combined, sizes, N, SLOTS: tl.
             for expert in range(sizes.experts):
                 segment = expert * world_size + peer
                 first, count, home = table_line(segments_ptr, segment, _SEGMENT)
-                # Another sender begins each segment: short ones would all be the first one's.
+                # Each segment begins with another sender; otherwise the first would get all short segments.
                 begin = (sender + expert) % sizes.senders * SLOTS.BLOCK_ROWS
                 for row in range(begin, count.to(tl.int32), sizes.senders * SLOTS.BLOCK_ROWS):
                     some = min(count - row, SLOTS.BLOCK_ROWS)
@@ -128,7 +128,7 @@ def combine_kernel(workspace, rows, segments_ptr, combined, sizes, N, SLOTS: tl.
 @triton.jit
 def _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_ptr, peer, num_experts,
                   start, N, K, TILES: tl.constexpr):  # fmt: skip
-    """Store this program's tiles of the rows of ``peer``; returns the number of the next rank's first."""
+    """Store this program's tiles of the rows of ``peer``; return the number of the next rank's first."""
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     programs = tl.num_programs(0)
     for expert in range(num_experts):
@@ -181,7 +181,7 @@ def grouped_matmul_combine_kernel(
 
     Ordering: a program waits for a rank's credit, stores its tiles there, publishes slot (source, program).
     Waits for rows begin when all tiles have been stored, so no order of programs blocks; sums are loaded
-    behind the wait for all slots. The workspace is free again when finish_kernel, next on the stream, has
+    after the wait for all slots. The workspace is free again when finish_kernel, next on the stream, has
     given this rank's credit.
 
     Example: W = 2, E = 1, one program per rank, TOPK = 2, rank 0's tokens have experts (0, 1) and (1, -).
@@ -193,12 +193,12 @@ def grouped_matmul_combine_kernel(
     epoch = current_epoch(workspace)
     programs = tl.num_programs(0)
     world_size = workspace.world_size
-    # Once per program: to make a descriptor costs a write and a fence.
+    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     start = tl.zeros((), tl.int32)
     for step in range(world_size):
         peer = (workspace.rank + 1 + step) % world_size
-        # Given up: the rank may still be reading what this op would overwrite.
+        # After a timeout the rank may still be reading memory that this op would overwrite.
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             home_ptr = data_pointer(workspace, peer, combined.output_ptr)
             start = _multiply_for(workspace, input, whole, weight, bias_ptr, home_ptr, segments_ptr,

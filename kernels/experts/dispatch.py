@@ -4,24 +4,24 @@ Legend: W ranks with E experts each; a token has ``TOPK`` slots, each with an ex
 result is a token in one of its slots. Rows are in the order (expert, source rank, row of the source), and
 those that one rank has for one expert are a *segment*.
 
-Nobody is asked for room: every source has a region in every rank's workspace, as long as the longest rank
-is. What a receiver has to know, how many tokens and rows are for it, comes with them, in device memory. So
-neither side waits for its host, and the host needs to know no count::
+No rank asks for memory: every source has a region in every rank's workspace, large enough for the rank with
+the most tokens. The receiver must know how many tokens and rows arrive; these counts come with them, in
+device memory. So neither side waits for its host, and the host needs no count::
 
     send     counts to all | tokens for rank + 1 | rank + 2 | ... | own
-    program 0               ... then waits for everybody's counts: where does each segment begin?
+    program 0               ... then waits for all ranks' counts: where does each segment begin?
     receive                 | own: sort by expert | rank - 1 | rank - 2 | ...
 
-A token that has several experts on one rank travels once, with its slots' experts and positions, and is
-copied where it is sorted: that is memory, and not a link. The two kernels follow each other on one stream;
-the end of the first makes the segments' table visible to all programs of the second.
+A token that has several experts on one rank travels once, with its slots' experts and positions. The
+receiver copies it to each sorted row, which uses memory and not a link. The two kernels follow each other
+on one stream; the end of the first makes the segments' table visible to all programs of the second.
 
-``senders`` programs send to one rank, each every so many blocks of tokens, and signal once when they are
-through: a slot per source and sender, besides one per source for the counts.
+``senders`` programs send to one rank. Each takes every ``senders``-th block of tokens, and signals once
+when it has finished: a slot per source and sender, besides one per source for the counts.
 
 Rejected: asking receivers for places first (a round trip more), one row per slot on the way (a token with 8
 experts on 8 ranks travels 5.3 times instead of 8 on average where ranks are hit by chance), and atomic
-counters that hand out places by arrival (another order of rows in every run).
+counters that assign places by arrival (another order of rows in every run).
 """
 
 import triton
@@ -42,9 +42,9 @@ _AT_ONCE = tl.constexpr(2)  # slots of a token that are looked up together
 @triton.jit
 def copy_listed_rows(to_ptr, places, from_ptr, from_rows, mask, words, BLOCK: tl.constexpr,
                      PLACES: tl.constexpr):  # fmt: skip
-    """Copy row ``from_rows[i]`` where ``mask[i]`` to each of its ``PLACES`` places; below 0 is none.
+    """Copy row ``from_rows[i]`` where ``mask[i]`` to each of its ``PLACES`` places; below 0 is no place.
 
-    ``places``: a tuple of as many tensors. A row of ``words`` is loaded once for all of them.
+    ``places``: a tuple of ``PLACES`` tensors. A row of ``words`` is loaded once for all of them.
     """
     for first in range(0, words, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def _region(workspace, peer, byte, like_ptr):
 @triton.jit
 def _send_tokens(workspace, rows, tokens_ptr, tokens, peer, sender, regions, sizes,
                  SLOTS: tl.constexpr):  # fmt: skip
-    """Every ``senders``-th block of the ``tokens`` that ``tokens_ptr`` lists, into this rank's region."""
+    """Send every ``senders``-th block of the ``tokens`` listed by ``tokens_ptr`` to this rank's region."""
     x_ptr = _region(workspace, peer, regions.x_byte, rows.x_ptr)
     facts_ptr = _region(workspace, peer, regions.facts_byte, rows.facts_ptr)
     first_row = tl.cast(workspace.rank, tl.int64) * sizes.most_tokens
@@ -90,12 +90,12 @@ def _send_tokens(workspace, rows, tokens_ptr, tokens, peer, sender, regions, siz
 
 @triton.jit
 def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl.constexpr):
-    """Wait for all ranks' counts, and write where each segment begins; False where that was given up."""
+    """Wait for all ranks' counts, and write where each segment begins; False if the wait has timed out."""
     experts = tl.arange(0, EXPERTS)
     mask = experts < sizes.experts
     columns = sizes.experts + _COUNT
     complete = wait_sources(workspace, workspace.slot_offset, 1, epoch) == 0
-    # Of counts that have not come nothing may be made: places are computed from them.
+    # Places are computed from counts, so counts that have not arrived must not be used.
     if complete:
         totals = tl.zeros((EXPERTS,), tl.int64)
         for source in range(workspace.world_size):
@@ -106,7 +106,7 @@ def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl
         for source in range(workspace.world_size):
             line_ptr = counts_ptr + source * columns
             count = tl.load(line_ptr + _COUNT + experts, mask=mask, other=0)
-            # The rows that a source has for the experts of one rank lie together, in their order.
+            # The rows that a source has for the experts of one rank are contiguous, in their order.
             home = tl.load(line_ptr + 1) + tl.cumsum(count, 0) - count
             segment_ptr = segments_ptr + (experts * workspace.world_size + source) * _SEGMENT
             tl.store(segment_ptr, begin, mask=mask)
@@ -118,7 +118,7 @@ def find_segments(workspace, counts_ptr, segments_ptr, sizes, epoch, EXPERTS: tl
 
 @triton.jit
 def send_counts(workspace, counts_ptr, counts_byte, sizes, epoch):
-    """Every rank's line of ``counts``, int64 ``[W, 2 + E]``, to it, with the own number for its slot."""
+    """Send every rank its line of ``counts``, int64 ``[W, 2 + E]``; this rank's number selects the slot."""
     columns = sizes.experts + _COUNT
     if wait_credits(workspace, epoch) == 0:
         for step in range(workspace.world_size):
@@ -133,16 +133,16 @@ def send_counts(workspace, counts_ptr, counts_byte, sizes, epoch):
 @triton.jit(do_not_specialize=["workspace", "sizes"])
 def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, regions, sizes,
                          SLOTS: tl.constexpr):  # fmt: skip
-    """Send this rank's tokens to the ranks of their experts; find out where their rows will lie here.
+    """Send this rank's tokens to the ranks of their experts; compute the places of their rows here.
 
-    Legend: ``tokens``, int64 ``[W, T]``: for every rank the tokens that go there, first those that do.
-    ``counts``, int64 ``[W, 2 + E]``: for every rank how many tokens go there, the number of rows that are
+    Legend: ``tokens``, int64 ``[W, T]``: for every rank a list of tokens, first the tokens that go there.
+    ``counts``, int64 ``[W, 2 + E]``: for every rank the number of tokens that go there, the number of rows
     for ranks before it, and the rows by its experts. ``segments``, int64 ``[E, W, 3]``, is filled.
 
-    Ordering: a sender waits for the receiver's credit, stores, publishes its slot; program 0 does so with
-    the counts first of all, and waits for those of all ranks when it has sent everything: nobody who
-    sends waits for anything but credits, so no order of programs blocks. The segments are read by the
-    next kernel on the stream. The workspace may be written again after finish_kernel.
+    Ordering: a sender waits for the receiver's credit, stores, publishes its slot. Program 0 first does so
+    with the counts, and waits for the counts of all ranks when it has sent everything. Senders wait only
+    for credits, so no order of programs blocks. The next kernel on the stream reads the segments. The
+    workspace may be written again after finish_kernel.
 
     Example: W = 2, E = 1, TOPK = 2, tokens with experts (0, 1) and (1, -): rank 0's ``counts`` are [1, 0,
     1] and [2, 1, 2], ``tokens`` [0, 1] and [0, 1]. Token 0 goes to row 0 of its region on ranks 0 and 1,
@@ -156,14 +156,14 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
     if program == 0:
         send_counts(workspace, counts_ptr, regions.counts_byte, sizes, epoch)
     for item in range(program, world_size * sizes.senders, tl.num_programs(0)):
-        # The next rank first, so that not all send to one.
+        # The next rank first, so that the ranks do not all send to one rank.
         peer = (workspace.rank + 1 + item) % world_size
         sender = item // world_size
         if wait_credit(workspace, peer, epoch) >= epoch - 1:
             listed_ptr = tokens_ptr + tl.cast(peer, tl.int64) * sizes.tokens
             tokens = tl.load(counts_ptr + peer * columns).to(tl.int32)
             _send_tokens(workspace, rows, listed_ptr, tokens, peer, sender, regions, sizes, SLOTS)
-            # Also by a sender without a token: who waits for the last block does not know whose it is.
+            # Also by a sender without a token: the receiver does not know which sender has the last block.
             slot = world_size + workspace.rank * sizes.senders + sender
             publish(peer_pointer(workspace, peer, workspace.slot_offset + slot * 8), epoch)
     if program == 0:
@@ -173,13 +173,13 @@ def dispatch_send_kernel(workspace, rows, tokens_ptr, counts_ptr, segments_ptr, 
 
 @triton.jit
 def _place(fact_ptr, mask, source, segments_ptr, workspace, sizes, TOPK: tl.constexpr):
-    """Rows of the result of tokens in the slot at ``fact_ptr``; -1 where that has no expert here."""
+    """Return the result's rows of tokens in the slot at ``fact_ptr``; -1 if its expert is not here."""
     expert = tl.load(fact_ptr, mask=mask, other=-1) - workspace.rank * sizes.experts
     position = tl.load(fact_ptr + TOPK, mask=mask, other=-1)
     here = (expert >= 0) & (expert < sizes.experts) & (position >= 0)
     segment = (expert * workspace.world_size + source) * _SEGMENT
     first = tl.load(segments_ptr + segment, mask=here, other=0)
-    # Rows are less than 2**31; those of a thread have a register for each slot.
+    # Rows are less than 2**31; a thread has a register for the rows of each slot.
     return tl.where(here, first.to(tl.int32) + position, -1)
 
 
@@ -188,8 +188,8 @@ def _sort_tokens(workspace, rows, result, number, mask, source, segments_ptr, re
                  SLOTS: tl.constexpr):  # fmt: skip
     """Copy tokens ``number`` of ``source``'s region to their rows of the result.
 
-    Where they go is looked up for some slots before they are loaded, once for all of these: most slots of
-    a token have their experts elsewhere, and slot by slot most of a program's loads would be masked out.
+    The places of several slots are looked up before the tokens are loaded, once for all of these slots.
+    Most slots of a token have their experts on other ranks: one by one, most loads would be masked out.
     """
     TOPK: tl.constexpr = SLOTS.TOPK
     PLACES: tl.constexpr = TOPK if TOPK < _AT_ONCE else _AT_ONCE
@@ -224,15 +224,15 @@ def dispatch_receive_kernel(workspace, rows, result, segments_ptr, regions, size
                             SLOTS: tl.constexpr):  # fmt: skip
     """Sort the tokens that arrive by expert: ``result[segment's first row + position] = token``.
 
-    Legend: as of ``dispatch_send_kernel``, which comes before it on the stream and has filled
-    ``segments``; of ``rows`` only sizes and types are looked at. Programs share blocks of tokens out.
+    Legend: as in ``dispatch_send_kernel``, which precedes it on the stream and has filled ``segments``; of
+    ``rows`` only sizes and types are used. Programs divide the blocks of tokens among themselves.
 
-    Ordering: a program waits for the slot of the sender whose block it takes, and loads in a branch behind
-    the wait; where that was given up it takes nothing, as the numbers of rows may be anybody's. In a void
+    Ordering: a program waits for the slot of the sender whose block it takes, and loads in a branch after
+    the wait. If the wait has timed out it takes nothing, as the numbers of rows may be wrong. In a void
     channel nothing is read. The workspace may be written again after finish_kernel.
 
-    Example: as there. On rank 1 program 0 waits for slot 2 of rank 0's only sender and copies tokens 0 and
-    1 of region 0 to rows 0 and 1: slot 1 of token 0 and slot 0 of token 1 have its expert.
+    Example: the same as above. On rank 1 program 0 waits for slot 2 of rank 0's only sender and copies
+    tokens 0 and 1 of region 0 to rows 0 and 1: slot 1 of token 0 and slot 0 of token 1 have its expert.
     """
     epoch = current_epoch(workspace)
     world_size = workspace.world_size
@@ -241,7 +241,7 @@ def dispatch_receive_kernel(workspace, rows, result, segments_ptr, regions, size
     start = tl.zeros((), tl.int32)
     for step in range(world_size):
         source = (workspace.rank + world_size - step) % world_size
-        # The first wait for each source: counts of an op that was given up are not to be counted to.
+        # The first wait for each source: after a timeout the counts are not valid.
         slot_byte = workspace.slot_offset + source * 8
         if wait(workspace, source, slot_byte, epoch) >= epoch:
             tokens = tl.load(counts_ptr + source * (sizes.experts + _COUNT)).to(tl.int32)

@@ -1,29 +1,30 @@
 """Grouped matmul of rows that are still travelling: the first matmul of a mixture of experts.
 
-Every expert has a weight of its own, and rows that all ranks send it. A rank's rows are sorted by expert,
-so what one rank sends to one expert is contiguous: a *segment*. Segments are cut into chunks of
-``chunk_rows``; each chunk is pushed to where it belongs in the receiver's workspace, and signalled. The
-consumers take their own segments first, in place, then those of rank - 1, rank - 2 ...: the order in which
-the peers, which send to rank + 1, rank + 2 ... in turn, make them arrive::
+Every expert has its own weight, and rows that all ranks send it. A rank's rows are sorted by expert, so the
+rows that one rank sends to one expert are contiguous: a *segment*. Segments are cut into chunks of
+``chunk_rows``; each chunk is pushed to its place in the receiver's workspace, and signalled. The consumers
+take their own segments first, in place, then those of rank - 1, rank - 2 ... This is the order of arrival,
+because the peers send to rank + 1, rank + 2 ... in turn::
 
     rank 0  copiers    | to 1: expert a, b | to 2: expert c, d | wait 1: tiles of a, b
             consumers  | own tiles, a, b ..... | wait 2: tiles of a, b | wait 1: tiles of a, b |
 
-Whether all ranks' rows go to all ranks (all-gather) or each row to the rank that has its expert
-(all-to-all) is a matter of the sends and the offsets. The kernel is told neither counts nor shapes that
-depend on the routing by value: it reads them in device memory, so one compilation does for all routings.
+The sends and the offsets decide whether all ranks' rows go to all ranks (all-gather) or each row to the
+rank that has its expert (all-to-all). The kernel gets no counts or shapes that depend on the routing as
+arguments. It reads them in device memory, so one compilation does for all routings.
 
 A tile never has rows of two sources, so it waits for one chunk. The price is tiles that are not full, in at
 most one row of tiles per expert and source.
 
 Slots need no table. Segment i begins at row o of the workspace, and its chunk p has slot
-``i + o // chunk_rows + p``: a segment of n rows has at most ``1 + (n - 1) // chunk_rows`` chunks, so the
-next one's slots lie behind.
+``i + o // chunk_rows + p``. A segment of n rows has at most ``1 + (n - 1) // chunk_rows`` chunks, so the
+next segment's slots are larger.
 
-Two kernels, and one consumer. Where the host knows all ranks' counts (``grouped_matmul_kernel``) rows
-arrive in the order of the output, and the segments' table comes with the launch. Where it knows none
-(``counted_grouped_matmul_kernel``) every source has a region in every rank's workspace, as long as a
-rank's rows can get, so nobody who sends asks for room; counts travel beside the rows, as in a dispatch::
+There are two kernels with the same consumer. If the host knows all ranks' counts
+(``grouped_matmul_kernel``) rows arrive in the order of the output, and the segments' table comes with the
+launch. If it does not (``counted_grouped_matmul_kernel``) every source has a region in every rank's
+workspace, large enough for the most rows of a rank, so no sender asks for memory. Counts travel beside the
+rows, as in a dispatch::
 
     copiers         rows for rank + 1 | rank + 2 | ...
     first consumer  counts to all | waits for theirs: where does each segment begin? | publishes the table
@@ -52,13 +53,13 @@ from interlace.kernels.transfer import TRANSFER_COLUMNS, push_chunks, region_poi
 
 _SEGMENT = tl.constexpr(SEGMENT_NUMBERS)
 _SEND = tl.constexpr(TRANSFER_COLUMNS)
-_POLLED = tl.constexpr(32)  # slots of counts that are looked at together
+_POLLED = tl.constexpr(32)  # slots of counts that are polled together
 
 
 @triton.jit
 def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving, epoch, N, K,
                        COPIES: tl.constexpr, TILES: tl.constexpr, REGIONS: tl.constexpr):  # fmt: skip
-    """This program's tiles of all segments, source by source; ``REGIONS``: each has a region of its own."""
+    """Compute this program's tiles, source by source; ``REGIONS``: each source has its own region."""
     program = tl.program_id(0)
     gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
     # As integers, as in all_gather_matmul.py: the two sources of rows may differ in alignment.
@@ -68,7 +69,7 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     world_size = workspace.world_size
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: to make a descriptor costs a write and a fence.
+    # Once per program: making a descriptor costs a write and a fence.
     own = rows_operand(input.ptr, input.stride, K, TILES)
     gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
     whole_c = output_operand(output_ptr, N, TILES)
@@ -85,19 +86,19 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
         segment_rows = count.to(tl.int32)
         arrived_row = segment_row
         if REGIONS:
-            # A source's rows for this rank lie together, there and here.
+            # A source's rows for this rank are contiguous, there and here.
             region = tl.cast(source, tl.int64) * arriving.region_rows
             first_row_there = tl.load(arriving.segments_ptr + source * _SEGMENT + 2)
             arrived_row = region + home_row - first_row_there
             # As in the sends' table. Before them come the slots of counts, and of the segments' table.
             segment = world_size + 1 + source * num_experts + expert
-        # Computed, not looked up: the module says why no two chunks get the same slot.
+        # Computed, not looked up: the module explains why no two chunks get the same slot.
         first_slot = segment + arrived_row.to(tl.int32) // chunk_rows
-        # Of the input or of the workspace; one number, as registers are few.
+        # A row of the input or of the workspace; one number, as registers are few.
         operand_row = tl.where(source == workspace.rank, home_row, arrived_row)
         b_ptr = weight.ptr + expert.to(tl.int64) * weight.stride_e
-        # Rows of the last source come when this rank has sent its own last: copiers have part in these.
-        # Those that take part count from 0: a tile number must not fall on a program that takes none.
+        # Copiers join for the last source: its rows come when this rank has sent its own last rows.
+        # Programs that join count from 0: each tile number must belong to a program that joins.
         absent = tl.where(index < (world_size - 1) * num_experts, COPIES.COPIERS, 0)
         programs = tl.num_programs(0) - absent
         of_expert = Epilogue(bias_ptr + expert * N, None, None)
@@ -113,8 +114,8 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
                 stride = input.stride + tl.zeros((), tl.int64)
                 whole = own
                 if source != workspace.rank:
-                    # One wait per chunk. What it returns is not looked at: tiles go into this rank's
-                    # own output.
+                    # One wait per chunk. Its value is not checked: tiles go into this rank's own
+                    # output.
                     slot = first_slot + first_row // chunk_rows
                     slot_byte = workspace.slot_offset + slot * 8
                     wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
@@ -143,7 +144,7 @@ def _multiply_arriving(workspace, input, weight, bias_ptr, output_ptr, arriving,
                     acc = multiply_tile(a, stride, rows, weight, b, N, K, tile_m, tile_n, TILES,
                                         a_row, a_ptr, b_ptr)  # fmt: skip
                     emit_tile(c, acc, of_expert, tile_m, tile_n, rows, N, TILES, False, c_row)
-            # Also by a program without a tile of this chunk: all must count the same tiles.
+            # Also in a program without a tile of this chunk: all must count the same tiles.
             start = end
 
 
@@ -165,19 +166,19 @@ def grouped_matmul_kernel(
 ):
     """``output[rows of e] = activation(arrived[rows of e] @ weight[e] (+ bias[e]))`` for every expert e.
 
-    Legend: ``input`` is what this rank has, ``[T, K]``; ``weight`` ``[E, K, N]``; ``bias`` ``[E, N]``
+    Legend: ``input``, ``[T, K]``, has this rank's rows; ``weight`` ``[E, K, N]``; ``bias`` ``[E, N]``
     and ``output`` ``[R, N]`` are contiguous. Output rows are in the order (expert, source rank, row of
-    the source). ``segments``, int64 ``[E, W, 3]``, of every expert and source: the output row where the
-    segment begins, its rows, and the first of them at its source. What arrives lies in the workspace in
-    output order, with holes where own rows would be. ``sends``: see ``kernels/transfer.py``. Tiles are
-    numbered through in the order of consumption; program p of the P that take part takes tiles t with
-    ``t % P == p``: all programs in rows of the last source, consumers alone in those before.
+    the source). ``segments``, int64 ``[E, W, 3]``, has for every expert and source the output row where the
+    segment begins, its rows, and the first of them at its source. Rows arrive in the workspace in
+    output order, with holes for this rank's rows. ``sends``: see ``kernels/transfer.py``. Tiles are
+    numbered in the order of consumption. Of the P programs that take part program p takes tiles t with
+    ``t % P == p``: all programs in rows of the last source, only consumers before.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
     after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
-    the lowest program ids, and wait for chunks only when they have sent all of theirs, so the grid makes
-    progress where the copiers of every rank are resident together, with one consumer each.
+    the lowest program ids, and wait for chunks only when they have sent all of theirs. So the grid makes
+    progress if the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, E = 2 experts on rank 0, which has 3 and 1 rows for them; rank 1 has 2 and 4. Chunks
     and tiles have 4 rows, N is one tile wide, COPIERS = 1, grid 3. On rank 0 ``segments`` is [[0, 3, 0],
@@ -218,20 +219,20 @@ def counted_grouped_matmul_kernel(
     TILES: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """As ``grouped_matmul_kernel``, and the segments' table is made here, from counts that ranks send.
+    """Compute ``grouped_matmul_kernel``, and make the segments' table here, from counts that ranks send.
 
-    Legend: as there. ``counts.lines``: as ``counts`` of ``dispatch_send_kernel``; ``counts.segments``,
-    int64 ``[E, W, 3]``, is filled. ``sizes.most_tokens``: rows of a region, as many as a rank may have.
-    ``sends`` has ``count`` lines or fewer: how many is the number behind them. They are for regions: row o
-    of what source s sends to a rank is row ``s * most_tokens + o`` there; segments count by source, then by
-    expert; and their slots begin behind those of the W counts and of the table.
+    Legend: as above. ``counts.lines``: as ``counts`` of ``dispatch_send_kernel``; ``counts.segments``,
+    int64 ``[E, W, 3]``, is filled. ``sizes.most_tokens``: rows of a region, the most rows of a rank.
+    ``sends`` has at most ``count`` lines; the number of lines follows them. Lines are for regions: row o
+    that source s sends to a rank is row ``s * most_tokens + o`` there. Segments are numbered by source,
+    then by expert; their slots come after the slots of the W counts and of the table.
 
     Ordering: the first consumer waits for the receivers' credits, stores its counts there and publishes
-    them, before anything else; then it waits for everybody's, writes the table, and publishes it to its own
-    rank. Who sends waits for credits only. All programs wait for all counts, so that who has not come is
-    named, and for the table; the rest is as there. Where counts were given up no tile is computed.
+    them, before anything else. Then it waits for all ranks' counts, writes the table, and publishes it to
+    its own rank. Senders wait for credits only. All programs wait for all counts, so that errors name the
+    missing rank, and for the table; the rest is as above. If counts have timed out no tile is computed.
 
-    Example: that of ``grouped_matmul_kernel``, a rank having 6 rows at most: rank 1's 2 and 4 rows arrive
+    Example: as for ``grouped_matmul_kernel``, with at most 6 rows per rank: rank 1's 2 and 4 rows arrive
     at rows 6-11, expert 0's chunk with slot 3 + 2 + 6 // 4 = 6, expert 1's with slot 3 + 3 + 8 // 4 = 8.
     """
     epoch = current_epoch(workspace)
@@ -240,7 +241,7 @@ def counted_grouped_matmul_kernel(
     table_byte = workspace.slot_offset + world_size * 8
     if COPIES.COPIERS > 0:
         if program < COPIES.COPIERS:
-            # How many lines there are the host does not know: the number is behind the last one.
+            # The host does not know the number of lines: it follows the last line.
             lines = tl.load(sends.ptr + sends.count * _SEND).to(tl.int32)
             push_chunks(workspace, input, Table(sends.ptr, lines), K, epoch, COPIES)
     if program == COPIES.COPIERS:
@@ -253,7 +254,7 @@ def counted_grouped_matmul_kernel(
         return
     if wait(workspace, workspace.rank, table_byte, epoch) < epoch:
         return
-    # As there: also own rows are loaded behind these waits, which guard none of their loads.
+    # As there: own rows, too, are loaded after these waits, which guard none of their loads.
     fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS != "")
     arriving = ArrivingRows(
         counts.segments_ptr,

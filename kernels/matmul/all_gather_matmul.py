@@ -1,25 +1,25 @@
 """Fused all-gather + matmul: ``C = concat(A_0 .. A_{W-1}) @ B`` while the shards travel.
 
-Every rank pushes chunks of its shard into the workspaces of its peers and signals each one; a
-persistent matmul takes its own shard first, in place, then chunks in the order in which the peers'
-send order makes them arrive. It waits once per chunk, not per tile::
+Every rank pushes chunks of its shard into the workspaces of its peers and signals each one. A persistent
+matmul takes its own shard first, in place, then chunks in the order in which they arrive by the peers'
+send order. It waits once per chunk, not per tile::
 
     rank 0  copiers    | chunk 0 -> 1 | chunk 0 -> 2 | chunk 1 -> 1 | chunk 1 -> 2 | wait 1:1, tiles
             consumers  | own tiles ........ | wait 2:0, tiles | wait 1:0, tiles | wait 2:1, tiles ...
 
-The launch chooses what copies. With ``COPIERS > 0`` the first programs of this kernel do, and take tiles of
-the last chunks when they have sent everything; with 0 the copy engine does, on its own stream, and this
-kernel only consumes. Several weights share one gather: the kernel of the first weight carries the copiers.
-``MULTICAST`` copiers send a chunk once, to all ranks, where a switch can do that
+The launch chooses how chunks are copied. With ``COPIERS > 0`` the first programs of this kernel copy, and
+take tiles of the last chunks when they have sent everything. With 0 the copy engine does, on its own
+stream, and this kernel only consumes. Several weights share one gather: the kernel of the first weight has
+the copiers. ``MULTICAST`` copiers send a chunk once, to all ranks, if a switch can do that
 (``kernels/collectives/multimem.py``).
 
-What the consumers do between two waits is a plain persistent matmul, so the compiler may overlap the end
-of a tile with the beginning of the next (``FLATTEN``), and the tiles may leave by TMA (``OUT_DESCRIPTOR``),
-for nobody publishes them. The own shard is one chunk, as there is nothing to wait for between its tiles.
+Between two waits the consumers run a plain persistent matmul. So the compiler may overlap the end of a tile
+with the beginning of the next (``FLATTEN``), and tiles may be stored by TMA (``OUT_DESCRIPTOR``), because
+they are not published. This rank's shard is one chunk, as there is nothing to wait for between its tiles.
 
 Why push and not pull: a pushed chunk needs no copy on the sender's side and no "ready" signal before it.
-It needs the receiver's workspace to be free instead. The credit of the previous op says so, and has nearly
-always been there for long.
+The receiver's workspace must be free instead. The credit of the previous op shows this, and has nearly
+always arrived long before.
 """
 
 import triton
@@ -57,18 +57,18 @@ def all_gather_matmul_kernel(
 
     Legend: ``input`` is this rank's shard ``[M_r, K]``, the ``output`` is contiguous. ``sends``: see
     ``kernels/transfer.py``. ``chunks``: one line per chunk in the order of consumption: source, first
-    row in the shard, rows, first row in the output, slot, number of the first tile. Tiles are numbered
-    through; program p of the P that take part in a chunk takes tiles t with ``t % P == p``: all programs
-    in the last COPIERS chunks, consumers alone in those before. ``SCALES`` "tensor": the scales are one
-    number each, that of the rows the same on all ranks. "row": ``row_scale`` is ``[M_r]`` and is
-    gathered with the rows, into the workspace from byte ``scale_offset`` on; ``column_scale`` is
-    ``[N]``. ``multicast``: the address that stands for all ranks' buffers.
+    row in the shard, rows, first row in the output, slot, number of the first tile. Tiles are numbered over
+    all chunks; program p of the P that take part in a chunk takes tiles t with ``t % P == p``: all programs
+    in the last COPIERS chunks, only consumers before. ``SCALES`` "tensor": the scales are one number each;
+    the rows' scale is the same on all ranks. "row": ``row_scale`` is ``[M_r]`` and is gathered with the
+    rows, into the workspace from byte ``scale_offset`` on; ``column_scale`` is ``[N]``. ``multicast``: the
+    address that stands for all ranks' buffers.
 
     Ordering: copiers wait for the receiver's credit, store, publish the chunk's slot. Consumers wait
     for the slot and load the chunk in a loop nested below the wait. The workspace may be rewritten
     after finish_kernel, which follows this kernel on the stream, has given the credit. Copiers have
-    the lowest program ids, and wait for chunks only when they have sent all of theirs, so the grid makes
-    progress where the copiers of every rank are resident together, with one consumer each.
+    the lowest program ids, and wait for chunks only when they have sent all of theirs. So the grid makes
+    progress if the copiers of every rank are resident together, with one consumer each.
 
     Example: W = 2, one chunk of 64 rows per rank, N = 128, 64 x 64 tiles, COPIERS = 1, grid 3. Program
     0 of rank 0 copies its rows to rank 1 and publishes slot 0 there. Programs 1 and 2 compute tiles 0
@@ -79,8 +79,8 @@ def all_gather_matmul_kernel(
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
     first_chunk = tl.zeros((), tl.int32)
-    # The last chunks, as many as a rank sends at a time, come when it has sent its own last. The first,
-    # which is the own shard, is nothing to wait with until then.
+    # The last chunks, as many as a rank sends at a time, arrive when this rank has sent its own last. The
+    # first is this rank's shard, which keeps consumers busy until then.
     shared_chunk = tl.maximum(chunks.count - COPIES.COPIERS, 1).to(tl.int32)
     # Copiers come first: whatever is resident, the programs that others wait for have begun.
     if COPIES.COPIERS > 0:
@@ -98,14 +98,14 @@ def all_gather_matmul_kernel(
             fence_descriptor_loads(TILES.COMPILED and TILES.DESCRIPTORS != "")
             first_chunk = shared_chunk
     gathered_address = tl.load(workspace.peers_ptr + workspace.rank) + workspace.data_offset
-    # The own shard and what was gathered become one pointer below: as integers, so that what the
-    # compiler knows of the alignment of one is not taken for that of both.
+    # This rank's shard and the gathered rows become one pointer below: as integers, so that the alignment
+    # that the compiler knows of one does not apply to both.
     input_address = input.ptr.to(tl.int64)
     element_bytes = input.ptr.dtype.element_ty.primitive_bitwidth // 8
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     VECTOR: tl.constexpr = 128 // input.ptr.dtype.element_ty.primitive_bitwidth
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: to make a descriptor costs a write and a fence.
+    # Once per program: making a descriptor costs a write and a fence.
     own = rows_operand(input.ptr, input.stride, K, TILES)
     gathered = rows_operand(gathered_address.to(input.ptr.dtype), K, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
@@ -117,10 +117,10 @@ def all_gather_matmul_kernel(
         rows = tl.load(line + 2).to(tl.int32)
         output_row = tl.load(line + 3)
         slot = tl.load(line + 4)
-        # Tiles are numbered through all chunks, so programs that one chunk leaves over begin with the
+        # Tiles are numbered over all chunks, so programs without a tile of one chunk begin with the
         # next.
         start = tl.load(line + 5).to(tl.int32)
-        # Those that take part count from 0: a tile number must not fall on a program that takes none.
+        # Programs that take part count from 0: each tile number must belong to one of them.
         absent = tl.where(chunk < shared_chunk, COPIES.COPIERS, 0)
         programs = tl.num_programs(0) - absent
         tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
@@ -138,8 +138,8 @@ def all_gather_matmul_kernel(
             whole = own
             whole_row = first_row
             if source != workspace.rank:
-                # Once per chunk, outside the tile loop. What it returns is not looked at: tiles go into
-                # this rank's own output, of an op that failed.
+                # Once per chunk, outside the tile loop. Its value is not checked: tiles go into this rank's
+                # own output, of an op that failed.
                 slot_byte = workspace.slot_offset + slot * 8
                 wait(workspace, source, slot_byte, epoch, COMPILED_STORES)
                 if TILES.DESCRIPTORS != "":

@@ -1,16 +1,16 @@
-"""Fused all-gather + matmul for 9.0 in Gluon: warps with roles, none of which drains at a chunk.
+"""Fused all-gather + matmul for 9.0 in Gluon: warps with roles, so no pipeline drains at a chunk.
 
 In ``all_gather_matmul.py`` all warps load, multiply and store, so at every chunk they drain the pipeline,
-wait together, and fill it anew. Here one warp waits and loads, one stores, and the others multiply
+wait together, and fill it again. Here one warp waits and loads, one stores, and the others multiply
 tile after tile (``warp_roles.py``)::
 
     loads     | chunk 0: tile | wait 2:0 | tile | tile | wait 1:0 | tile |
     products        | tile      | tile     | tile       | tile   |
     stores                      | tile     | tile       | tile   |
 
-Arguments, tables and slots are those of ``all_gather_matmul_kernel``, which stays the reference: this one
-runs where it is asked for (``Configuration.warp_roles``), never interpreted, and has not run on a GPU.
-Without bias and scales, for which those who multiply would need to know where a tile is.
+Arguments, tables and slots are the same as in ``all_gather_matmul_kernel``, which stays the reference. This
+kernel runs only on request (``Configuration.warp_roles``), is never interpreted, and has not run on a GPU.
+It has no bias and scales: for them the multiplying warps would need to know where a tile is.
 """
 
 import triton.language as tl
@@ -35,13 +35,13 @@ _CHUNK = tl.constexpr(CHUNK_COLUMNS)
 
 @jit
 def _load(ring, workspace, input, weight, chunks, extents, N, K, TILES: gl.constexpr):
-    """The warp that loads."""
+    """Run the warp that loads."""
     epoch = current_epoch(workspace)
     LAYOUT: gl.constexpr = ring.a.type.layout
     BLOCK: gl.constexpr = [TILES.BLOCK_M, TILES.BLOCK_K]
     b = weight_operand(ring, weight, N, K, TILES)
-    # Of whole buffers, once: one in its place for the next chunk would have to wait until all loads by this
-    # one are over.
+    # Of whole buffers, once: a new descriptor for the next chunk would have to wait until all loads by this
+    # one have finished.
     rows = extents.own_rows
     own = tma.make_tensor_descriptor(input.ptr, [rows, K], [input.stride, 1], BLOCK, LAYOUT)
     gathered_ptr, rows = data_pointer(workspace, workspace.rank, input.ptr), extents.all_rows
@@ -70,13 +70,13 @@ def _load(ring, workspace, input, weight, chunks, extents, N, K, TILES: gl.const
 
 @jit
 def _multiply(ring, output, tiles, K, TILES: gl.constexpr):
-    """The warps that multiply. A call, as lines of another file would be taken for lines of this one."""
+    """Run the warps that multiply. A call: lines of another file would be taken for lines of this one."""
     multiply(ring, output, tiles, K, TILES)
 
 
 @jit
 def _store(output, output_ptr, chunks, N, TILES: gl.constexpr):
-    """The warp that stores."""
+    """Run the warp that stores."""
     place = 0
     phase = 0
     for chunk in range(chunks.count):
@@ -104,12 +104,12 @@ def all_gather_matmul_roles_kernel(
 ):
     """``output[M, N] = activation(gathered[M, K] @ weight[K, N])``.
 
-    Legend: that of ``all_gather_matmul_kernel`` with no COPIERS. ``extents``: see ``arguments.py``.
+    Legend: as in ``all_gather_matmul_kernel`` without COPIERS. ``extents``: see ``arguments.py``.
 
-    Ordering: the warp that loads waits for a chunk's slot, fences, and loads by TMA; the other roles see of
-    a chunk only what mbarriers hand on. Only that wait is for others than this program, and it ends by
-    itself, so mbarriers need no bound. Given up, the rest of the chunks are loaded as they are: tiles
-    go into this rank's own output, of an op that failed.
+    Ordering: the warp that loads waits for a chunk's slot, fences, and loads by TMA. The other roles see a
+    chunk only through mbarriers. Only that wait depends on other programs, and it is bounded, so mbarriers
+    need no bound. After a timeout the rest of the chunks are loaded as they are: tiles go into this rank's
+    own output, of an op that failed.
 
     Example: W = 2, one chunk of 128 rows per rank, N = 512, 128 x 256 tiles, grid 2. Program 0 computes
     tiles 0, of the own shard, and 2. When the loads of tile 0 are under way it waits for slot 1 (source

@@ -1,9 +1,9 @@
 """Fused matmul + reduce-scatter: partial tiles leave for their owners as they are computed.
 
 Every rank holds a slice of K, so its product is a partial sum of all rows. Rows belong to owners. The
-persistent matmul produces the next rank's rows first and its own last; each tile is stored into the
-owner's workspace, region [source rank], and signalled once its program has done all it has for that
-owner. Then the same programs sum the own rows::
+persistent matmul produces the next rank's rows first and its own last. Each tile is stored into the owner's
+workspace, region [source rank], and signalled once its program has stored all its tiles of that owner. Then
+the same programs sum the own rows::
 
     rank 0 of 3   | tiles of rank 1 | tiles of rank 2 | own tiles | sum own tiles over sources 0,1,2 |
                                  publish           publish     publish
@@ -12,15 +12,15 @@ The rotation makes rank r+1's contributions from r arrive first everywhere, so t
 target of all ranks at once. Summing in the same kernel needs no further stream, and since producing
 never waits for a sum of this op, no order of programs can block.
 
-Why not a signal after every tile: a publish has a barrier, and a loop with a barrier in it is not pipelined
+Why not a signal after every tile? A publish has a barrier, and a loop with a barrier in it is not pipelined
 across tiles. And it has a fence, which waits until all stores have arrived at the owner. So a program's
-tiles of an owner are published together, by one of each. An owner waits for a tile only after it has
-produced its own rows, which come last; by then all others have been publishing for the time that one part
-takes.
+tiles of an owner are published together, with one barrier and one fence. An owner waits for a tile only
+after it has produced its own rows, which come last. By then all others have been publishing for the time of
+one part.
 
 Rejected: atomic adds into the owner's output (order of arrival would change the bits, and bf16
 atomics round at every step), and a second reduce kernel (it cannot start on the first finished tile; for
-9.0 there is one, behind products that gain more: ``matmul_reduce_scatter_roles.py``).
+9.0 there is one, after products that gain more: ``matmul_reduce_scatter_roles.py``).
 
 Fused matmul + all-reduce, one-shot: every partial tile goes to every rank, every rank sums all.
 
@@ -65,14 +65,14 @@ def reduce_tiles(workspace, own_ptr, epoch, bias_ptr, output_ptr, tiles_m, rows,
     SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, TILES.GROUP_M)
-        # Before the slices: a load in the loop below cannot be moved above the wait. What it returns is not
-        # looked at: the sum goes into this rank's own output only, of an op that failed.
+        # Before the slices: a load in the loop below cannot be moved above the wait. Its value is not
+        # checked: the sum goes into this rank's own output only, of an op that failed.
         wait_sources(workspace, workspace.slot_offset + tile * 8, tiles, epoch)
         # int64 before the product with N: the contributions of one source may pass 2**31 elements.
         elements_per_source = (rows + tl.zeros((), tl.int64)) * N
         offs_n = tile_offsets(tile_n, BLOCK_N)
         for part in range(SLICES):
-            # In units of slices, so that rows beyond the edge are masked as those of a tile are.
+            # In units of slices, so that rows beyond the edge are masked as in a tile.
             slice_m = tile_m * SLICES + part
             offs_m = tile_offsets(slice_m, SLICE)
             total = sum_contributions(
@@ -118,7 +118,7 @@ def produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, row
         acc = multiply_tile(a, input.stride, count, weight, b, N, K, tile_m, tile_n, TILES,
                             a_row, a_ptr, weight.ptr)  # fmt: skip
         emit_tile(c, acc, of_part, tile_m, tile_n, rows, N, TILES, PARTIAL)
-    # A release does not order what TMA has under way: the caller may publish after this only.
+    # A release does not order TMA stores under way: the caller may publish only after this.
     COMPILED_STORES: tl.constexpr = TILES.OUT_DESCRIPTOR and TILES.COMPILED
     complete_descriptor_stores(COMPILED_STORES)
 
@@ -131,7 +131,7 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
     programs = tl.num_programs(0)
     rank = workspace.rank
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
-    # Once per program: to make a descriptor costs a write and a fence.
+    # Once per program: making a descriptor costs a write and a fence.
     whole = rows_operand(input.ptr, input.stride, K, TILES)
     b = columns_operand(weight.ptr, weight, N, K, TILES)
     for line in range(workspace.world_size):
@@ -142,14 +142,15 @@ def produce_for_owners(workspace, input, weight, epilogue, output_ptr, segments_
         first = first_tile(start, program, programs)
         # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < start + tiles:
-            # Given up: the owner may still be reading what this op would overwrite.
+            # After a timeout the owner may still be reading memory that this op would overwrite.
             if wait_credit(workspace, owner, epoch) >= epoch - 1:
-                # Region [rank] of the owner: every source has its own, so none overwrites another.
+                # Region [rank] of the owner: every source has its own, so sources do not overwrite each
+                # other.
                 to_ptr = data_pointer(workspace, owner, output_ptr) + rank * rows * N
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
-                # Behind the products: a publish begins with a barrier, which would end the pipeline.
+                # After the products: a publish begins with a barrier, which would end the pipeline.
                 slot_byte = workspace.slot_offset + (rank * tiles - start) * 8
                 publish_turn(workspace, owner, slot_byte, first, start + tiles, programs, epoch)
 
@@ -200,11 +201,11 @@ def sum_tiles_kernel(workspace, epilogue, output_ptr, own_rows, N, AVERAGE: tl.c
                      TILES: tl.constexpr):  # fmt: skip
     """``output[own_rows, N] = activation(sum over ranks of their contributions (+ bias))``.
 
-    The sums of ``matmul_reduce_scatter_kernel`` by themselves, behind a kernel that only has products
-    (``matmul_reduce_scatter_roles.py``). Legend: as there.
+    These are the sums of ``matmul_reduce_scatter_kernel``, after a kernel that only has products
+    (``matmul_reduce_scatter_roles.py``). Legend: as in that kernel.
 
-    Ordering: it waits for a tile's slots of all sources, then loads. All that others wait for is in the
-    kernel before it on the stream, so no order of ranks blocks. The workspace is free again as there.
+    Ordering: it waits for a tile's slots of all sources, then loads. Everything that others wait for is in
+    the kernel before it on the stream, so no order of ranks blocks. The workspace is free again as there.
 
     Example: W = 2, 64 own rows, N = 64, 64 x 64 tiles: the program waits for slots 0 (source 0) and 1
     (source 1), adds regions 0 and 1 of the own workspace and stores 64 rows of the output.
@@ -238,9 +239,9 @@ def produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES:
         for step in range(workspace.world_size):
             peer = (rank + 1 + step) % workspace.world_size
             to_ptr = data_pointer(workspace, peer, output_ptr) + rank * rows * N
-            # If the wait was given up, a tile of 0 rows: the mask lets nothing through. Not an `if` around
-            # the store: compiling for 10.0, Triton 3.6 corrupts its own memory when a branch reads an
-            # accumulator from outside.
+            # After a timeout, a tile of 0 rows: the mask stops every store. Not an `if` around the store:
+            # compiling for 10.0, Triton 3.6 corrupts its own memory when a branch reads an accumulator
+            # from outside.
             emit_tile(to_ptr, acc, partial, tile_m, tile_n, tl.where(free, rows, 0), N, TILES, True)
         if free:
             slot_byte = workspace.slot_offset + (rank * tiles + tile) * 8
@@ -274,7 +275,7 @@ def matmul_all_reduce_kernel(
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
-    # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
+    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     tiles_m = tl.cdiv(M, TILES.BLOCK_M)

@@ -1,17 +1,17 @@
-"""Fused matmul + reduce-scatter for 9.0 in Gluon: warps with roles, none of which drains at an owner.
+"""Fused matmul + reduce-scatter for 9.0 in Gluon: warps with roles, so no pipeline drains at an owner.
 
 In ``matmul_reduce_scatter.py`` all warps stop after the tiles of an owner: they drain the pipeline, wait
-until their stores have arrived, publish, wait for the next owner's credit, and fill the pipeline anew.
+until their stores have arrived, publish, wait for the next owner's credit, and fill the pipeline again.
 Here one warp stores, waits and publishes, while others load and multiply (``warp_roles.py``)::
 
     loads     | tiles of rank 1 | tiles of rank 2 | own tiles |
     products     | tiles of rank 1 | tiles of rank 2 | own tiles |
     stores    | credit | tiles of rank 1 | publish | credit | tiles of rank 2 | publish | ...
 
-Arguments, tables and slots are those of ``matmul_reduce_scatter_kernel``, which stays the reference: this
-one runs where it is asked for (``Configuration.warp_roles``), never interpreted, and has not run on a
-GPU. The sums leave their layouts to the compiler, which Gluon does not, so they are the next kernel on the
-stream (``sum_tiles_kernel``).
+Arguments, tables and slots are the same as in ``matmul_reduce_scatter_kernel``, which stays the reference.
+This kernel runs only on request (``Configuration.warp_roles``), is never interpreted, and has not run on a
+GPU. The sums leave their layouts to the compiler, which Gluon does not allow. So they are the next kernel
+on the stream (``sum_tiles_kernel``).
 """
 
 import triton.language as tl
@@ -44,7 +44,7 @@ _TOGETHER = tl.constexpr(SLOTS_TOGETHER)
 
 @jit
 def _load(ring, world_size, input, weight, segments_ptr, extents, N, K, TILES: gl.constexpr):
-    """The warp that loads. It waits for nobody: all operands are this rank's own."""
+    """Run the warp that loads. It does not wait: all operands are this rank's own."""
     LAYOUT: gl.constexpr = ring.a.type.layout
     BLOCK: gl.constexpr = [TILES.BLOCK_M, TILES.BLOCK_K]
     b = weight_operand(ring, weight, N, K, TILES)
@@ -62,13 +62,13 @@ def _load(ring, world_size, input, weight, segments_ptr, extents, N, K, TILES: g
 
 @jit
 def _multiply(ring, output, tiles, K, TILES: gl.constexpr):
-    """The warps that multiply. A call, as lines of another file would be taken for lines of this one."""
+    """Run the warps that multiply. A call: lines of another file would be taken for lines of this one."""
     multiply(ring, output, tiles, K, TILES)
 
 
 @jit
 def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
-    """The warp that stores, and all that peers see of this kernel."""
+    """Run the warp that stores, and all accesses of this kernel that peers see."""
     epoch = current_epoch(workspace)
     rank = workspace.rank
     programs = gl.num_programs(0)
@@ -85,12 +85,12 @@ def _store(output, workspace, output_ptr, segments_ptr, N, TILES: gl.constexpr):
         tiles_m, tiles_n, first, end = share(start, rows, N, TILES)
         # A program without a tile of this owner waits for no credit and publishes nothing.
         if first < end:
-            # Given up: the owner may still be reading what this op would overwrite.
+            # After a timeout the owner may still be reading memory that this op would overwrite.
             free = wait_credit(workspace, owner, epoch) >= epoch - 1
-            # Region [rank] of the owner: every source has its own, so none overwrites another.
+            # Region [rank] of the owner: every source has its own, so sources do not overwrite each other.
             to_ptr = data_pointer(workspace, owner, output_ptr) + gl.load(segment + 2) * rank * N
             place, phase = store_part(output, to_ptr, start, rows, N, place, phase, free, TILES)
-            # A release does not order what TMA has under way.
+            # A release does not order TMA stores under way.
             complete_descriptor_stores(TILES.COMPILED)
             if free:
                 for begin in range(first, end, programs * _TOGETHER):
@@ -115,13 +115,13 @@ def matmul_reduce_scatter_roles_kernel(
 ):
     """``region [rank] of every owner = input[the owner's rows] @ weight``.
 
-    Legend: that of ``matmul_reduce_scatter_kernel``, without scales; ``TILES`` is without what is done to a
-    sum, and ``output`` is looked at for its dtype. ``extents``: see ``arguments.py``.
+    Legend: as in ``matmul_reduce_scatter_kernel``, without scales; ``TILES`` is without the operations on a
+    sum, and ``output`` only has the dtype. ``extents``: see ``arguments.py``.
 
-    Ordering: that of ``matmul_reduce_scatter_kernel``, by the warp that stores. It waits for the owner's
-    credit, stores by TMA what mbarriers hand on to it, waits until that has arrived, and publishes. Where
-    the wait was given up it drops the owner's tiles, so that the other roles come to an end. Only that
-    wait is for others than this program, and it ends by itself, so mbarriers need no bound.
+    Ordering: as in ``matmul_reduce_scatter_kernel``, by the warp that stores. It waits for the owner's
+    credit, stores tiles by TMA when mbarriers hand them over, waits until they have arrived, and publishes.
+    After a timeout it drops the owner's tiles, so that the other roles end. Only that wait depends on other
+    programs, and it is bounded, so mbarriers need no bound.
 
     Example: W = 2, M = 256, N = 512, 128 x 256 tiles, grid 2. Program 0 of rank 0 computes tile 0, of rank
     1's rows, and tile 2, of its own. While it multiplies tile 2, tile 0 is stored into region 0 of rank 1

@@ -1,27 +1,27 @@
 """Fused matmul + reduce-scatter between nodes: partial sums of a node leave it while the matmul runs.
 
-Every rank holds a slice of K, so its product is a partial sum of all rows. What a node's ranks have for an
-owner on another node is summed within the node first, and travels once. Two kernels run side by side: one
-multiplies and one puts. A kernel that puts is linked with NVSHMEM's code, which needs registers and stack
-that a matmul must not pay for::
+Every rank holds a slice of K, so its product is a partial sum of all rows. The contributions of a node's
+ranks for an owner on another node are summed within the node first, and travel once. Two kernels run side
+by side: one multiplies and one puts. A kernel that puts is linked with NVSHMEM's code, which needs
+registers and stack that a matmul must not spend::
 
     matmul, most SMs   | tiles of node 1's owners | ... own node's | own | add own tiles, all nodes |
-                           publish to who sums ^    publish to owners
+                     publish to the summing rank ^  publish to owners
     sums, a few SMs      wait, sum the node's tiles, put to the owner ... wait for puts, publish here |
 
-Tiles of other nodes' owners come first (``order.scatter_order``): they have the longest way. Each goes
-straight to the rank of this node that sums for the owner, over the fast link. That rank adds the members'
-tiles in fp32 and puts the sum, one put with its signal per tile, as soon as the tile is there from all
-members. What lands is published again by the rank itself, so that the matmul, which is not linked with
-NVSHMEM, waits for it as for everything else; then it adds, per tile, the nodes in order: of its own node
-the members' tiles, of the others their sums. So results depend on no timing, and are rounded once after
-the contributions, bias and activation included.
+Tiles of other nodes' owners come first (``order.scatter_order``): they have the longest way. Each tile goes
+directly to the rank of this node that sums for the owner, over the fast link. That rank adds the members'
+tiles in fp32. It puts the sum as soon as the tile has arrived from all members: one put with its signal per
+tile. The receiving rank publishes an arrived sum again by itself. So the matmul, which is not linked with
+NVSHMEM, waits for it like for everything else. Then it adds, per tile, the nodes in order: the members'
+tiles of its own node, and the sums of the others. So results do not depend on timing. They are rounded once
+after the contributions, bias and activation included.
 
-Partial sums lie tile by tile, ``BLOCK_M * BLOCK_N`` numbers each, also those at an edge: a put is one
-contiguous piece. With 128 x 128 tiles it has 64 KiB.
+Partial sums lie tile by tile, ``BLOCK_M * BLOCK_N`` numbers each, also at an edge: a put is one contiguous
+piece. With 128 x 128 tiles it has 64 KiB.
 
-Rejected: summing and putting in the matmul kernel (see above), and a put for a band of tile rows (nobody
-could begin before the whole band has come from all members).
+Rejected: summing and putting in the matmul kernel (see above), and a put for a band of tile rows (no put
+could begin before the whole band has arrived from all members).
 """
 
 import triton
@@ -67,21 +67,20 @@ def matmul_node_reduce_scatter_kernel(
     """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
     Legend: as matmul_reduce_scatter_kernel. ``segments``: a line per owner in ``order.scatter_order``: the
-    rank of this node that takes its tiles, first row, rows, number of the first tile, and in which of the
-    taker's regions they are. A region has a contribution of ``region_stride`` elements and ``slots_each``
-    slots per member of the node. Region 0 is that of the taker's own rows. Of every other node n the
-    sums of the own tiles are at ``landing_offset``, from tile ``n * slots_each`` on, and their slots at
-    ``landed_slot``.
+    rank of this node that takes its tiles, first row, rows, number of the first tile, and the taker's
+    region for them. A region has a contribution of ``region_stride`` elements and ``slots_each`` slots per
+    member of the node. Region 0 is for the taker's own rows. The sums of the own tiles from every other
+    node n are at ``landing_offset``, from tile ``n * slots_each`` on, and their slots at ``landed_slot``.
 
     Ordering: a producer waits for the taker's credit, stores its tiles and publishes the slot (member,
     tile) of each. Producing waits for no sum of this op. The owner waits for the members' slots and for
-    those of what has landed, which node_sums_kernel, beside this one, publishes here; then it loads. The
+    the slots of landed sums, which node_sums_kernel, beside this one, publishes here; then it loads. The
     workspace is free again once put_credits_kernel and finish_kernel have given this rank's credit.
 
     Example: nodes [0, 0, 1, 1], 64 rows each, N = 64, 64 x 64 tiles. Rank 0 computes rows 192-255 for
     rank 3 and stores them in region 1 of rank 1, which sums for rank 3; rows 128-191 for rank 2 into its
     own region 1; rows 64-127 into region 0 of rank 1, rows 0-63 into its own. Then it adds the two
-    contributions of its region 0, and what node 1 has put: sum_0 + sum_1.
+    contributions of its region 0, and the sum that node 1 has put: sum_0 + sum_1.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
@@ -108,7 +107,7 @@ def matmul_node_reduce_scatter_kernel(
                 turn = Turn(first, start, programs)
                 produce_part(input, whole, b, weight, epilogue, to_ptr, turn, first_row, rows, N, K,
                              TILES)  # fmt: skip
-                # Behind the products: a publish begins with a barrier, which would end the pipeline.
+                # After the products: a publish begins with a barrier, which would end the pipeline.
                 slot_byte = workspace.slot_offset + (part * slots_each - start) * 8
                 publish_turn(workspace, taker, slot_byte, first, start + tiles, programs, epoch)
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
@@ -119,7 +118,7 @@ def matmul_node_reduce_scatter_kernel(
     SLICES: tl.constexpr = TILES.BLOCK_M // SLICE
     for tile in range(program, own_tiles_m * tiles_n, programs):
         tile_m, tile_n = grouped_tile(tile, own_tiles_m, tiles_n, TILES.GROUP_M)
-        # All waits before the first load: what they guard is loaded slice by slice, below them all.
+        # All waits before the first load: the loads that they guard are below them all, slice by slice.
         wait_node(workspace, node, workspace.slot_offset + tile * 8, slots_each, epoch)
         for first_node in range(0, node.num_nodes, _TOGETHER):
             other = first_node + tl.arange(0, _TOGETHER)
@@ -136,7 +135,7 @@ def matmul_node_reduce_scatter_kernel(
             places = offs_m[:, None] * N + offs_n[None, :]
             within = slice_offsets(part, SLICE, BLOCK_N)
             total = tl.zeros((SLICE, BLOCK_N), tl.float32)
-            # Node by node, and within this one rank by rank: the same bits whoever came first.
+            # Node by node, and within this one rank by rank: bits do not depend on arrival.
             for other in range(node.num_nodes):
                 if other == node.own_node:
                     total += sum_contributions(node.num_members, own_ptr, stride, places, mask)
@@ -156,13 +155,13 @@ def matmul_node_reduce_scatter_kernel(
 
 @triton.jit
 def tile_element(number, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first element of tile ``number`` among partial sums."""
+    """Return the first element of tile ``number`` among partial sums."""
     return tl.cast(number, tl.int64) * (BLOCK_M * BLOCK_N)
 
 
 @triton.jit
 def slice_offsets(part, SLICE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of rows ``part * SLICE`` and on within a tile of partial sums."""
+    """Return offsets of rows ``part * SLICE`` and on within a tile of partial sums."""
     rows = part * SLICE + tl.arange(0, SLICE)
     return rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
@@ -183,10 +182,10 @@ def node_sums_kernel(
     GROUP_M: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum this node's tiles of other nodes' owners and put them; publish what other nodes have put here.
+    """Sum this node's tiles of other nodes' owners and put them; publish the sums that arrive here.
 
-    Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. Of ``contribution_ptr`` only the
-    dtype is used, that of the contributions. ``duties``: a line per owner for whom this rank sums: owner,
+    Legend: as matmul_node_reduce_scatter_kernel, beside which it runs. ``contribution_ptr`` only has the
+    dtype of the contributions. ``duties``: a line per owner for whom this rank sums: owner,
     region, rows, number of the first tile.
     Partial sums of duty d are at ``partial_offset`` from tile ``d * slots_each`` on; a put of tile t lands
     at ``landing_offset``, tile ``node * slots_each + t``, and sets that slot from ``landing_slot`` on.
@@ -195,11 +194,11 @@ def node_sums_kernel(
     Ordering: a program takes its tiles of all duties first: it waits for the owner's credit and for all
     members' slots, stores the sum, and puts it; that waits for no sum. Then its own tiles of every other
     node: it waits until they have landed and publishes the slot that the matmul waits for. Nothing is put
-    or published where a wait was given up.
+    or published after a wait that has timed out.
 
-    Example: as there. Rank 1 adds the contributions of ranks 0 and 1 to rank 3 in its region 1, and puts
-    the sum to landing tile 0 of rank 3. Then it waits for what rank 3 has put to its own landing tile 1,
-    and publishes own landed slot 1.
+    Example: as above. Rank 1 adds the contributions of ranks 0 and 1 to rank 3 in its region 1, and puts
+    the sum to landing tile 0 of rank 3. Then it waits for the sum that rank 3 has put to its own landing
+    tile 1, and publishes own landed slot 1.
     """
     epoch = current_epoch(workspace)
     program = tl.program_id(0)
@@ -252,7 +251,7 @@ def node_sums_kernel(
                 put(workspace, owner, span, landing_byte, epoch, PUT, BLOCK)
     own_tiles = tl.cdiv(own_rows, BLOCK_M) * tiles_n
     for tile in range(program, own_tiles, programs):
-        # One program per landed tile, as `land` copies where puts are late; nobody else may publish it.
+        # One program per landed tile, as `land` copies if puts are late; no other program may publish it.
         for other in range(node.num_nodes):
             if other != node.own_node:
                 source = tl.load(node.sums_ptr + 2 * other)
@@ -265,7 +264,7 @@ def node_sums_kernel(
                 )
                 landing_byte = workspace.slot_offset + (slots.landing_slot + landing) * 8
                 seen = land(workspace, source, span, landing_byte, epoch, PUT, BLOCK)
-                # Given up: then the matmul's wait for this slot is given up, too.
+                # After a timeout the matmul's wait for this slot times out, too.
                 if seen >= epoch:
                     slot_byte = workspace.slot_offset + (slots.landed_slot + landing) * 8
                     publish(peer_pointer(workspace, workspace.rank, slot_byte), epoch)

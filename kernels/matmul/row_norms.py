@@ -1,12 +1,12 @@
 """The tail of a reduction whose rows are normed: sum them, add a residual, norm them, and send them on.
 
-Contributions to ``rows x N`` lie in the owner's workspace, tile by tile, as ``matmul_reduce_scatter.py``
-has them. A norm needs whole rows. So a program takes a slice of a few rows, waits for the tiles of all
-columns from every source, and goes over the columns two or three times (``kernels/matmul/row_norms.py``).
+Contributions to ``rows x N`` lie in the owner's workspace, tile by tile, in the layout of
+``matmul_reduce_scatter.py``. A norm needs whole rows. So a program takes a slice of a few rows, waits for
+the tiles of all columns from every source, and passes over the columns two or three times.
 
-With ``GATHER`` the normed rows go to all ranks: as they are made they are stored into the own output and
-into the workspaces of the others, and signalled once per slice. Nobody stores them for himself first, and
-nobody reads them again to send them. Programs then collect the rows of the others::
+With ``GATHER`` the normed rows go to all ranks. As soon as they are computed they are stored into this
+rank's output and into the workspaces of the others, and signalled once per slice. So no rank reads its rows
+again to send them. Programs then collect the rows of the others::
 
     own program | products for rank 1, 2, own | sum and norm own slices, push | collect others' slices |
 
@@ -16,45 +16,46 @@ programs blocks.
 Rejected: a sum per tile and a second kernel for the norms (stores the sum in fp32, or rounds it twice), and
 statistics exchanged between programs (a second wait for every tile).
 
-Norms of whole rows: what is done to a sum over ranks before anybody sees it.
+The norm of whole rows:
 
-Legend: ``rows x N``, dense; a slice is ``ROWS`` rows, looked at ``COLUMNS`` columns at a time. For a row s
+Legend: ``rows x N``, dense; a slice is ``ROWS`` rows, processed ``COLUMNS`` columns at a time. For a row s
 of the sum, with its bias and activation, all in fp32::
 
     x = s + residual         rounded to the output's dtype, stored: the new residual
     y = (x - mean) * r * weight + bias    r = 1 / sqrt(variance + EPS); "rms" has no mean and no bias
-    scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row; else q = y,
-                           which may be fp8, too, by a scale that the weight has: the cast saturates.
+    scale = max |y| / 448, q = y / scale  with QUANTIZE: float8_e4m3fn, one scale per row; otherwise q = y,
+                           which may be fp8, too, by a scale within the weight: the cast saturates.
                            With VALUES a packed row, see ``block_scales.py``: a scale for each block
 
-The statistics are those of x as it is stored, so whoever has the new residual can compute y again: a
-backward, or the next layer. A first pass over the columns adds up and stores x, a second one reads it
-again, out of the cache; with QUANTIZE there is one more between them, for the largest of y. A row is one
-program's, and its columns are taken in order, so bits do not depend on who computes it.
+The statistics are computed from x as it is stored. So a backward, or the next layer, can compute y again
+from the new residual. A first pass over the columns adds up and stores x, a second one reads it again, out
+of the cache. With QUANTIZE a pass between them finds the largest y. One program does a row, and takes its
+columns in order, so bits do not depend on the program.
 
-The variance of "layer" is put together block by block: the squares of each are taken from its own mean, and
-corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would cancel.
+The variance of "layer" is combined block by block. The squares of each block are taken from its own mean,
+and corrected for the distance of the means (Chan, Golub and LeVeque, 1979). Squares of x alone would
+cancel.
 
-Reduction + norm of rows that are there already: ``row_norms.py`` without the matmul.
+Reduction + norm of existing rows, without a matmul: ``reduce_norm_kernel``.
 
-The contributions are rows of the input, pushed whole; ``row_norms.py`` does the rest. Who owns what is in a
-table, so one kernel is an all-reduce in one shot, where every rank owns all rows; one in two shots, where
-each owns a part and all gather; and a reduce-scatter, with or without a gather behind it.
+The contributions are rows of the input, pushed whole. A table lists the owners, so one kernel is a one-shot
+all-reduce, where every rank owns all rows; a two-shot all-reduce, where each rank owns a part and all
+gather; and a reduce-scatter, with or without a gather after it.
 
-Fused matmul + reduction + norm: ``row_norms.py`` is the tail of both reductions of a product.
+Fused matmul + reduction + norm: this tail follows both reductions of a product.
 
 ``matmul_reduce_scatter_norm_kernel``  rows have owners, who norm them; with ``GATHER`` all ranks get them:
                                        the chain reduce-scatter, norm, all-gather of a sequence-parallel
                                        block, and an all-reduce of many rows
 ``matmul_all_reduce_norm_kernel``      one-shot: every rank sums and norms all rows, for few of them
 
-Products are made and sent as by the kernels without a norm, whose device functions these are.
+The device functions of the kernels without a norm compute and send the products.
 
-All-reduce + norm of a few kilobytes, whose words carry their flags: what decoding a token wants.
+All-reduce + norm of a few kilobytes, whose words carry their flags, for decoding single tokens:
 
 The protocol is that of ``kernels/collectives/low_latency.py``, block by block. A norm needs whole rows, so
 program r does all blocks of row r: first it sends them all, then it sums them one after another. So many
-words are on their way while the first is waited for, and a row's statistics are one program's.
+words travel while the program waits for the first, and one program has all statistics of a row.
 """
 
 import triton
@@ -87,19 +88,20 @@ from interlace.kernels.transfer import (
 
 _LARGEST = tl.constexpr(448.0)  # of float8_e4m3fn
 _INNER = tl.constexpr(INNER)
-_SMALLEST_SCALE = tl.constexpr(1e-12)  # a row of zeros has one that can be divided by
+_SMALLEST_SCALE = tl.constexpr(1e-12)  # so that a row of zeros has a scale to divide by
 
 
 @triton.jit
 def no_statistics(TAIL: tl.constexpr):
-    """(mean, sum of squares) of rows of which no column has been seen."""
+    """Return (mean, sum of squares) of rows before any column."""
     ROWS: tl.constexpr = TAIL.ROWS
     return tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
 
 
 @triton.jit
 def with_block(mean, squares, x, mask, first, N, TAIL: tl.constexpr):
-    """The statistics with the columns of ``x`` from ``first`` on; ``x`` is 0 where ``mask`` is false."""
+    """Return the statistics with ``x``, the columns from ``first`` on; ``x`` is 0 where ``mask`` is
+    false."""
     if TAIL.KIND == "rms":
         squares += tl.sum(x * x, axis=1)
     else:
@@ -116,14 +118,14 @@ def with_block(mean, squares, x, mask, first, N, TAIL: tl.constexpr):
 
 @triton.jit
 def reciprocal_deviation(squares, N, TAIL: tl.constexpr):
-    """1 / sqrt(variance + EPS); of "rms" the mean of the squares is the variance."""
+    """Return 1 / sqrt(variance + EPS); for "rms" the mean of the squares is the variance."""
     return tl.rsqrt(squares / tl.cast(N, tl.float32) + TAIL.EPS)
 
 
 @triton.jit
 def load_residual(norm, offsets, mask, TAIL: tl.constexpr):
-    """The residual, if there is one: loaded before the sum, so that both are on their way at once."""
-    residual = mask  # which nobody looks at
+    """Load the residual, if there is one: before the sum, so that both load at once."""
+    residual = mask  # never used
     if TAIL.RESIDUAL:
         residual = tl.load(norm.residual_ptr + offsets, mask=mask, other=0.0)
     return residual
@@ -131,7 +133,7 @@ def load_residual(norm, offsets, mask, TAIL: tl.constexpr):
 
 @triton.jit
 def store_sum(total, residual, output_ptr, offsets, mask, TAIL: tl.constexpr):
-    """Add the residual, round, store; the rounded numbers in fp32, 0 where ``mask`` is false."""
+    """Add the residual, round, store; return the rounded numbers in fp32, 0 where ``mask`` is false."""
     if TAIL.RESIDUAL:
         total += residual.to(tl.float32)
     rounded = total.to(output_ptr.dtype.element_ty)
@@ -141,7 +143,7 @@ def store_sum(total, residual, output_ptr, offsets, mask, TAIL: tl.constexpr):
 
 @triton.jit
 def _load_vectors(norm, offs_n, mask, N, TAIL: tl.constexpr):
-    weight, bias = mask, mask  # which nobody looks at
+    weight, bias = mask, mask  # never used
     if TAIL.NORM_WEIGHT:
         weight = tl.load(norm.norm_weight_ptr + offs_n, mask=offs_n < N, other=0.0)
     if TAIL.NORM_BIAS:
@@ -151,10 +153,10 @@ def _load_vectors(norm, offs_n, mask, N, TAIL: tl.constexpr):
 
 @triton.jit
 def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
-    """Two blocks of columns from ``first`` on, of whole rows at ``x_ptr``: what ``normed`` takes of each.
+    """Load two blocks of columns from ``first`` on, of whole rows at ``x_ptr``: the inputs of ``normed``.
 
-    All are loaded before one is used, or stored: a load does not go ahead of a store, which may be of the
-    same memory. A block is (columns, mask, x, weight, bias); these mean nothing where there are none.
+    All are loaded before one is used, or stored. A load cannot move before a store, which may be to the
+    same memory. A block is (columns, mask, x, weight, bias); unused ones have no meaning.
     """
     offs_n = first + tl.arange(0, TAIL.COLUMNS)
     after_n = offs_n + TAIL.COLUMNS
@@ -171,7 +173,7 @@ def load_blocks(x_ptr, norm, offs_m, first, rows, N, TAIL: tl.constexpr):
 
 @triton.jit
 def normed(block, mean, deviation, TAIL: tl.constexpr):
-    """y of one of ``load_blocks``, in fp32."""
+    """Return y of one block of ``load_blocks``, in fp32."""
     _, _, x, weight, bias = block
     y = (x.to(tl.float32) - mean[:, None]) * deviation[:, None]
     if TAIL.NORM_WEIGHT:
@@ -188,7 +190,7 @@ def _sizes(block, mean, deviation, TAIL: tl.constexpr):
 
 @triton.jit
 def scale_of_rows(output_ptr, mean, deviation, norm, offs_m, rows, N, TAIL: tl.constexpr):
-    """The scale of each row: what its largest number is divided by to be the largest of float8_e4m3fn."""
+    """Return the scale of each row: its largest number divided by the largest of float8_e4m3fn."""
     ROWS: tl.constexpr = TAIL.ROWS
     largest = tl.zeros((ROWS,), tl.float32)
     for first in range(0, N, 2 * TAIL.COLUMNS):
@@ -200,16 +202,16 @@ def scale_of_rows(output_ptr, mean, deviation, norm, offs_m, rows, N, TAIL: tl.c
 
 
 _SEGMENT = tl.constexpr(SEGMENT_COLUMNS)
-_SLOTS = tl.constexpr(128)  # that are looked at at once
-IN_FLIGHT = 32 << 10  # bytes that a program has on their way: it has a multiprocessor to itself
+_SLOTS = tl.constexpr(128)  # slots that are polled together
+IN_FLIGHT = 32 << 10  # bytes that a program loads ahead: it has a multiprocessor to itself
 _IN_FLIGHT = tl.constexpr(IN_FLIGHT)
 
 
 @triton.jit
 def wait_rows(workspace, tile_m, tiles_m, tiles_n, epoch, TILES: tl.constexpr):
-    """Wait until the tiles of all columns have come from every source, for rows of ``tile_m``.
+    """Wait until the tiles of all columns have arrived from every source, for rows of ``tile_m``.
 
-    0 if all have come; else how many have not, as it was given up.
+    Return 0, or the number of missing tiles after a timeout.
     """
     missing = tl.zeros((), tl.int32)
     for first in range(0, workspace.world_size * tiles_n, _SLOTS):
@@ -225,7 +227,7 @@ def wait_rows(workspace, tile_m, tiles_m, tiles_n, epoch, TILES: tl.constexpr):
 @triton.jit
 def sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
              AVERAGE: tl.constexpr, TAIL: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Sum a slice over sources, add bias, activation and residual, store it; (mean, sum of squares)."""
+    """Sum a slice over sources, add bias, activation and residual, store it; return (mean, squares)."""
     # int64 before the product with N: the contributions of one source may pass 2**31 elements.
     elements_per_source = (rows + tl.zeros((), tl.int64)) * N
     offs_m = tile_offsets(slice_m, TAIL.ROWS)
@@ -259,7 +261,7 @@ def _send(workspace, byte, like_ptr, offsets, tile, mask):
 
 @triton.jit
 def _store_tile(workspace, gathered, to_ptr, first, offsets, tile, mask, free, TAIL: tl.constexpr):
-    """Store a tile of normed rows here, and at peers, where the own rows begin at element ``first``."""
+    """Store a tile of normed rows here, and at peers, where this rank's rows begin at element ``first``."""
     tl.store(to_ptr + offsets, tile, mask=mask)
     if TAIL.GATHER != "":
         _send(workspace, gathered.normed_byte, to_ptr, first + offsets, tile, mask & free)
@@ -291,7 +293,7 @@ def _store_packed(workspace, norm, gathered, first_row, offs_m, mask_m, y, first
 
 @triton.jit
 def _store_ends(workspace, norm, gathered, first_row, offs_m, mask_m, N, free, TAIL: tl.constexpr):
-    """What packed rows have after their scales: that of the whole tensor, 1, and padding."""
+    """Store what follows the scales of packed rows: the whole tensor's scale, 1, and padding."""
     WHOLE: tl.constexpr = 4 if TAIL.SCALE == "e4m3" else 0
     length, end = packed_length(N, TAIL), packed_end(N, TAIL) - WHOLE
     offs_n = tl.arange(0, 32)
@@ -310,7 +312,7 @@ def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_
                  free, scale, TAIL: tl.constexpr):  # fmt: skip
     """Store ``y``, the norm of one of ``load_blocks``, here, and at peers if they are ``free``."""
     offs_n, mask, x, _, _ = block
-    # Stored as it was loaded, 8 numbers a thread: of fp8 it would be 16, by way of shared memory.
+    # Stored like it was loaded, 8 numbers a thread: 16 numbers of fp8 would pass through shared memory.
     offsets = tl.max_contiguous(offs_m[:, None] * N + offs_n[None, :], [1, 8])
     if TAIL.VALUES != "":
         y = tl.where(mask, y, 0.0)
@@ -330,7 +332,7 @@ def _store_block(workspace, norm, gathered, output_ptr, first_row, offs_m, mask_
 @triton.jit
 def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows, N, free,
                  mean, deviation, TAIL: tl.constexpr):  # fmt: skip
-    """Norm a slice that lies at ``output_ptr``; store it here, and at all peers if they are ``free``."""
+    """Norm the slice at ``output_ptr``; store it here, and at all peers if they are ``free``."""
     offs_m = tile_offsets(slice_m, TAIL.ROWS)
     mask_m = offs_m < rows
     ROWS: tl.constexpr = TAIL.ROWS
@@ -357,14 +359,14 @@ def store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows
 
 @triton.jit
 def publish_slice(workspace, gathered, slice_m, epoch):
-    """Tell all peers that a slice of this rank's rows is in their workspaces."""
+    """Signal to all peers that a slice of this rank's rows is in their workspaces."""
     own = workspace.rank * gathered.slices + slice_m
     publish_to_all(workspace, workspace.slot_offset + gathered.slots_byte + own * 8, epoch)
 
 
 @triton.jit
 def _copy_out(workspace, byte, to_ptr, row, rows, N, TAIL: tl.constexpr):
-    """Copy ``rows`` of N elements from ``row`` on out of the own workspace, IN_FLIGHT bytes at a time."""
+    """Copy ``rows`` of N elements from ``row`` on out of this workspace, IN_FLIGHT bytes at a time."""
     BITS: tl.constexpr = to_ptr.dtype.element_ty.primitive_bitwidth
     ROWS: tl.constexpr = _IN_FLIGHT * 8 // (TAIL.COLUMNS * BITS)
     byte = workspace.data_offset + byte
@@ -374,7 +376,7 @@ def _copy_out(workspace, byte, to_ptr, row, rows, N, TAIL: tl.constexpr):
 
 @triton.jit
 def collect_rows(workspace, norm, gathered, segments_ptr, N, epoch, TAIL: tl.constexpr):
-    """Copy the rows of all other ranks out of the own workspace, some slices at a time, as they come."""
+    """Copy the rows of all other ranks out of this workspace, some slices at a time, as they arrive."""
     BITS: tl.constexpr = norm.normed_ptr.dtype.element_ty.primitive_bitwidth
     SLICES: tl.constexpr = _IN_FLIGHT * 8 // (TAIL.ROWS * TAIL.COLUMNS * BITS)
     # The last line is this rank's own.
@@ -412,15 +414,15 @@ def norm_rows(workspace, own_ptr, bias_ptr, norm, gathered, output_ptr, first_ro
     slices = tl.cdiv(rows, TAIL.ROWS).to(tl.int32)
     SLICES_EACH: tl.constexpr = TILES.BLOCK_M // TAIL.ROWS
     for number in range(tl.program_id(0), slices, tl.num_programs(0)):
-        # A tensor in the interpreter too, where a loop's variable is a Python number.
+        # Also a tensor in the interpreter, where a loop's variable is a Python number.
         slice_m = number + tl.zeros((), tl.int32)
         missing = wait_rows(workspace, slice_m // SLICES_EACH, tiles_m, tiles_n, epoch, TILES)
-        # No credit is asked for: a rank that has sent tiles of this op has ended the one before it, and so
-        # has read what this op overwrites. Given up, nothing goes to peers, which may still be reading.
+        # No credit is needed: a rank that has sent tiles of this op has ended the op before, and so has
+        # read the memory that this op overwrites. After a timeout peers may still be reading.
         free = missing == 0
         mean, squares = sum_rows(workspace, own_ptr, bias_ptr, norm, output_ptr, slice_m, rows, N,
                                  AVERAGE, TAIL, TILES)  # fmt: skip
-        # What one thread has stored another one loads.
+        # A thread loads here what another thread has stored.
         tl.debug_barrier()
         deviation = reciprocal_deviation(squares, N, TAIL)
         store_normed(workspace, norm, gathered, output_ptr, first_row, slice_m, rows, N, free,
@@ -451,8 +453,8 @@ def reduce_norm_kernel(
     first row, rows, number of the first tile; a tile is ``BLOCK_M`` whole rows, ``BLOCK_N`` at least N.
 
     Ordering: a program waits for the owner's credit, stores its tiles of the owner's rows there, publishes
-    the slot (source, tile) of each; then as matmul_reduce_scatter_norm_kernel. Sending waits for no sum of
-    this op, so no order of programs blocks.
+    the slot (source, tile) of each; then like matmul_reduce_scatter_norm_kernel. Sending waits for no sum
+    of this op, so no order of programs blocks.
 
     Example: W = 2, M = 8, tiles of 4 rows, every rank the owner of all, one program per rank. Rank 0
     stores rows 0-3 and 4-7 at rank 1 and publishes slots 0 and 1 there, then the same for itself; then it
@@ -511,16 +513,16 @@ def matmul_reduce_scatter_norm_kernel(
 ):
     """``output[own] = residual + activation(sum over ranks of (input_r @ weight_r)[own] + bias)``, normed.
 
-    Legend: as matmul_reduce_scatter_kernel; ``norm``: the residual of the own rows, weight and bias of the
-    norm ``[N]``, where the normed own rows go, of the dtype of the output or float8_e4m3fn, and their
-    scales. ``gathered``: whole results, with ``GATHER``: of the rows of owner r from the first row of its
-    segment on.
+    Legend: as matmul_reduce_scatter_kernel. ``norm``: the residual of the own rows, weight and bias of the
+    norm ``[N]``, the place of the normed own rows, in the dtype of the output or float8_e4m3fn, and their
+    scales. ``gathered``: whole results, with ``GATHER``; the rows of owner r begin at the first row of its
+    segment.
 
-    Ordering: products as there. Then a program waits for all tiles of its slices' rows from all sources;
-    with ``GATHER`` it stores the rows at every peer, which has ended the op before this one as its tiles
-    have come, and publishes the slot (source, slice) there; last it waits for the slots of all other
-    sources and copies their rows out. No phase waits for a later one, so no order of programs blocks.
-    finish_kernel gives the credit for reuse.
+    Ordering: products as in that kernel. Then a program waits for all tiles of its slices' rows from all
+    sources. With ``GATHER`` it stores the rows at every peer and publishes the slot (source, slice) there.
+    A peer has ended the op before this one, as its tiles have arrived. Last the program waits for the slots
+    of all other sources and copies their rows out. No phase waits for a later one, so no order of programs
+    blocks. finish_kernel gives the credit for reuse.
 
     Example: W = 2, M = 32, N = 64, 16 x 16 tiles, slices of 4 rows, ``GATHER`` "normed", one program per
     rank. Rank 0 sends tiles 0-3 of rows 16-31 to rank 1, makes its own, waits for slots 0-3 (source 0) and
@@ -568,7 +570,7 @@ def matmul_all_reduce_norm_kernel(
     """
     epoch = current_epoch(workspace)
     produce_for_all(workspace, input, weight, output_ptr, M, N, K, epoch, TILES)
-    # A loop of its own, after all stores: producing waits for no sum, so no order of programs blocks.
+    # A separate loop, after all stores: producing waits for no sum, so no order of programs blocks.
     own_ptr = data_pointer(workspace, workspace.rank, output_ptr)
     rows = M + tl.zeros((), tl.int64)
     norm_rows(workspace, own_ptr, bias_ptr, norm, None, output_ptr, 0, rows, N, epoch, AVERAGE, TAIL,
@@ -578,7 +580,8 @@ def matmul_all_reduce_norm_kernel(
 @triton.jit
 def _sum_of_block(peers, lot, own, valid, AVERAGE: tl.constexpr, HALF: tl.constexpr,
                   WORDS: tl.constexpr, COMPILED: tl.constexpr):  # fmt: skip
-    """The sum over ranks of a block's numbers in fp32, ``[1, numbers]``; how many words are missing."""
+    """Sum a block's numbers over ranks in fp32, ``[1, numbers]``; also return how many words are
+    missing."""
     low = tl.zeros((WORDS,), tl.float32)
     high = tl.zeros((WORDS,), tl.float32)
     missing = tl.zeros((), tl.int32)
@@ -621,11 +624,11 @@ def low_latency_norm_kernel(
     """``output[M, N] = residual + sum over ranks of input_r + bias``, and its norm, everywhere.
 
     Legend: ``input`` is ``[M, N]``, dense, seen as integers of ``UNIT`` bytes; ``norm`` as for
-    matmul_all_reduce_norm_kernel. The grid is M. A row is ``ceil(words / WORDS)`` blocks, row r's are those
-    from r times as many on; ``COLUMNS`` of ``TAIL`` is the numbers of a block, ``ROWS`` 1.
+    matmul_all_reduce_norm_kernel. The grid is M. A row is ``n = ceil(words / WORDS)`` blocks; the blocks of
+    row r begin with ``r * n``. ``COLUMNS`` of ``TAIL`` is the numbers of a block, ``ROWS`` is 1.
 
     Ordering: the protocol's, for every block. A program has sent all blocks of its row before it waits for
-    the first, and of two programs none waits for the other.
+    the first, and no program waits for another of its rank.
 
     Example: W = 2, M = 1, N = 512 bf16 numbers, WORDS = 128: two blocks. Rank 0 sends 128 words of block 0
     and 128 of block 1 to rank 1; then it polls the words of block 0 from rank 1, adds both ranks' numbers
@@ -640,7 +643,7 @@ def low_latency_norm_kernel(
     for number in range(blocks):
         block = row * blocks + number
         epoch_ptr, epoch = block_epoch(peers, epochs_offset, block)
-        # A block that was given up before is not sent again: its words may not have been read.
+        # A block that has timed out before is not sent again: its words may not have been read.
         if epoch > 0:
             index = number * WORDS + tl.arange(0, WORDS)
             own = load_units(row_ptr, index, units, UNIT)
@@ -663,7 +666,7 @@ def low_latency_norm_kernel(
             if BIAS:
                 bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
                 total += bias.to(tl.float32)[None, :]
-            # A sum without a rank is no sum: the output stays as it was.
+            # A sum must include all ranks: otherwise the output stays as it was.
             mask = (offs_n < N)[None, :] & (missing == 0)
             offsets = offs_m[:, None] * N + offs_n[None, :]
             residual = load_residual(norm, offsets, mask, TAIL)
@@ -674,7 +677,7 @@ def low_latency_norm_kernel(
         else:
             lost += 1
     if lost == 0:
-        # What one thread has stored another one loads.
+        # A thread loads here what another thread has stored.
         tl.debug_barrier()
         deviation = reciprocal_deviation(squares, N, TAIL)
         store_normed(peers, norm, None, output_ptr, 0, row, row + 1, N, True, mean, deviation, TAIL)

@@ -1,10 +1,10 @@
-"""Warps with roles for 9.0, in Gluon: what the kernels have in common whose name ends with "roles".
+"""Warps with roles for 9.0, in Gluon: the common parts of the kernels whose names end with "roles".
 
-One warp loads, one stores, and the others multiply tile after tile; they do not know which chunk or owner
-a tile is of, so nothing drains where that changes. The roles meet in *rings* of shared memory, at two
-mbarriers per place: ``full`` (written, may be read) and ``empty`` (read, may be written). Whoever goes
-round a ring keeps its place and ``phase``, the parity of the round; a new barrier passes as empty, so who
-writes begins with the other parity.
+One warp loads, one stores, and the others multiply tile after tile. They do not know the chunk or owner of
+a tile, so the pipeline does not drain when that changes. The roles meet in *rings* of shared memory, at two
+mbarriers per place: ``full`` (written, may be read) and ``empty`` (read, may be written). A role that uses
+a ring keeps its place and ``phase``, the parity of the round. A new barrier passes as empty, so the role
+that writes begins with the other parity.
 
 A *part* is ``rows`` of the product, whose tiles are numbered from ``start`` on among those of all parts.
 Program p of P takes the tiles t of all parts with ``t % P == p``.
@@ -24,7 +24,7 @@ from interlace.kernels.tiling import first_tile, grouped_tile
 
 OUTPUT_PLACES = 2
 _OUTPUT = tl.constexpr(OUTPUT_PLACES)
-# Interpreted, this is looked at only, for its arguments; Gluon's own cannot even be hashed there.
+# Interpreted, only its arguments are looked at; Gluon's own function cannot even be hashed there.
 jit = triton.jit if triton.knobs.runtime.interpret else gluon.jit
 # Triton 3.8 renames these, and 3.9 has not the old names.
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -56,7 +56,7 @@ def _barriers(COUNT: gl.constexpr):
 
 @jit
 def rings(input_ptr, output_ptr, STAGES: gl.constexpr, TILES: gl.constexpr):
-    """The ring of operands, and that of what is stored."""
+    """Make the ring of operands, and the ring of tiles to store."""
     DTYPE: gl.constexpr = input_ptr.dtype.element_ty
     if TILES.DESCRIPTORS == "nk":
         b = _places(STAGES, TILES.BLOCK_N, TILES.BLOCK_K, DTYPE)
@@ -81,14 +81,14 @@ def _next(place, phase, PLACES: gl.constexpr):
 
 @jit
 def _before(place, PLACES):
-    # Not a second name that a loop carries: where that has the value that `place` had at the start of the
+    # Not a second name that a loop carries: if that has the value that `place` had at the start of the
     # body, Triton takes it for a name that the loop does not change.
     return gl.where(place == 0, PLACES, place) - 1
 
 
 @jit
 def share(start, rows, N, TILES: gl.constexpr):
-    """A part's tiles: how many along M and N, this program's first, and the end."""
+    """Return a part's tiles: how many along M and N, this program's first, and the end."""
     tiles_m = tl.cdiv(rows, TILES.BLOCK_M)
     tiles_n = tl.cdiv(N, TILES.BLOCK_N)
     first = first_tile(start, gl.program_id(0), gl.num_programs(0))
@@ -97,7 +97,7 @@ def share(start, rows, N, TILES: gl.constexpr):
 
 @jit
 def weight_operand(ring, weight, N, K, TILES: gl.constexpr):
-    """A descriptor of the weight."""
+    """Make a descriptor of the weight."""
     LAYOUT: gl.constexpr = ring.b.type.layout
     NK: gl.constexpr = [TILES.BLOCK_N, TILES.BLOCK_K]
     KN: gl.constexpr = [TILES.BLOCK_K, TILES.BLOCK_N]
@@ -110,10 +110,10 @@ def weight_operand(ring, weight, N, K, TILES: gl.constexpr):
 
 @jit
 def load_part(ring, a, b, start, rows, first_row, N, K, place, phase, TILES: gl.constexpr):
-    """Load what the program's tiles of a part take, which is in ``a`` from ``first_row`` on.
+    """Load the operands of the program's tiles of a part, which is in ``a`` from ``first_row`` on.
 
-    Returns where the ring goes on. Rows past the part's, of a tile at its edge, may not have come: nobody
-    stores what they become.
+    Return the ring's next place and phase. In a tile at the part's edge, rows past the part may not have
+    arrived: their results are not stored.
     """
     BLOCK_K: gl.constexpr = TILES.BLOCK_K
     BITS: gl.constexpr = ring.a.dtype.primitive_bitwidth
@@ -145,7 +145,7 @@ def _halves(acc):
 
 @jit
 def multiply(ring, output, tiles, K, TILES: gl.constexpr):
-    """The warps that multiply. One wgmma stays in flight from step to step."""
+    """Run the warps that multiply. One wgmma stays in flight from step to step."""
     BLOCK_M: gl.constexpr = TILES.BLOCK_M
     BLOCK_N: gl.constexpr = TILES.BLOCK_N
     PARTS: gl.constexpr = TILES.SUBTILE
@@ -156,7 +156,7 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
     phase = 0
     output_place = 0
     output_phase = 0
-    # Not cleared for each tile: what its first product adds to is not looked at.
+    # Not cleared for each tile: the first product of a tile overwrites it.
     acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, ACC)
     for _ in range(tiles):
         for k in range(0, K, TILES.BLOCK_K):
@@ -165,7 +165,7 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
             if TILES.DESCRIPTORS == "nk":
                 b = b.permute((1, 0))
             acc = hopper.warpgroup_mma(ring.a.index(place), b, acc, use_acc=k > 0, is_async=True)
-            # The step before this one is through, so its place may be written again.
+            # The step before this one has finished, so its place may be written again.
             acc = hopper.warpgroup_mma_wait(1, deps=[acc])
             before = _before(place, ring.full.shape[0])
             mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
@@ -183,7 +183,7 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
             part = activate(parts[number], TILES).to(output.a.dtype)
             mbarrier.wait(output.empty.index(output_place), output_phase ^ 1)
             output.a.index(output_place).store(part)
-            # Written by ordinary stores, read by TMA: each thread orders its own; arrive meets them all.
+            # Written by ordinary stores, read by TMA: each thread orders its own; arrive joins them all.
             hopper.fence_async_shared()
             mbarrier.arrive(output.full.index(output_place), count=1)
             output_place, output_phase = _next(output_place, output_phase, _OUTPUT)
@@ -191,15 +191,15 @@ def multiply(ring, output, tiles, K, TILES: gl.constexpr):
 
 @jit
 def store_part(output, c_ptr, start, rows, N, place, phase, free, TILES: gl.constexpr):
-    """Store the program's tiles of a part, dense from ``c_ptr`` on; returns where the ring goes on.
+    """Store the program's tiles of a part, dense from ``c_ptr`` on; return the ring's next place and phase.
 
-    Not ``free``: nothing may be written there, and the tiles are dropped. The stores have read what they
-    store, but need not have arrived.
+    If it is not ``free``, nothing may be written there, and the tiles are dropped. At return the stores
+    have read the tiles, but need not have arrived.
     """
     PARTS: gl.constexpr = TILES.SUBTILE
     COLUMNS: gl.constexpr = TILES.BLOCK_N // PARTS
     BLOCK: gl.constexpr = [TILES.BLOCK_M, COLUMNS]
-    # The part's rows only: what is beyond the edge of its last tile is the next part's.
+    # The part's rows only: rows beyond the edge of its last tile belong to the next part.
     c = tma.make_tensor_descriptor(c_ptr, [rows, N], [N, 1], BLOCK, output.a.type.layout)
     tiles_m, tiles_n, first, end = share(start, rows, N, TILES)
     for tile in range(first, end, gl.num_programs(0)):
@@ -210,7 +210,7 @@ def store_part(output, c_ptr, start, rows, N, place, phase, free, TILES: gl.cons
                 column = tile_n * TILES.BLOCK_N + number * COLUMNS
                 row = tile_m * TILES.BLOCK_M
                 _store_tile(c, [row, column], output.a.index(place))
-                # Until it is read; by then the descriptor may be made anew, too.
+                # Wait until it is read; by then the descriptor may be made again, too.
                 tma.store_wait(0)
             mbarrier.arrive(output.empty.index(place), count=1)
             place, phase = _next(place, phase, _OUTPUT)

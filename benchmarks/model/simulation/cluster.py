@@ -62,7 +62,7 @@ class Cluster:
         self.machine, self.world_size, self.nodes = machine, world_size, nodes
         self.per_node = world_size // nodes
         self.everyone = everyone or machine.virtual_ranks
-        self.log = log  # of spans, see kernels.py; None: nobody wants it
+        self.log = log  # of spans, see kernels.py; None: not logged
         self.simulation = Simulation()
         self.ranks = range(world_size) if self.everyone else range(1)
         self._flags: dict[Hashable, Signal] = {}
@@ -91,7 +91,7 @@ class Cluster:
         return Gpu(cores, *wires)
 
     def gpu(self, rank: int) -> Gpu:
-        """Of ``rank``, or of the one that stands for it."""
+        """Return the GPU of ``rank``, or of the rank that stands for it."""
         return self._gpus[rank if self.everyone else 0]
 
     def program_limit(self) -> int:
@@ -112,7 +112,7 @@ class Cluster:
         )
 
     def flag(self, source: int, receiver: int, key: Hashable) -> Signal:
-        """What ``source`` publishes to ``receiver`` under ``key``."""
+        """Return the flag that ``source`` publishes to ``receiver`` under ``key``."""
         at = receiver if self.everyone else 0
         name = (at, self.distance(source, receiver), key)
         if name not in self._flags:

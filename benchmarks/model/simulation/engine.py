@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator
 
 Process = Generator["float | Signal", None, None]
 PACKET = 128 << 10  # bytes: fine enough for transfers to share a link, coarse enough to be quick
-MOST_PACKETS = 24  # of a transfer
+MOST_PACKETS = 24  # in a transfer
 _LITTLE = 1e-7  # microseconds; what sums of floats may be off by
 
 

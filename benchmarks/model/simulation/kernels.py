@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass
 class Prediction:
-    """What the model says of one algorithm at one shape; nothing of it is measured."""
+    """The model's prediction of one algorithm at one shape; nothing of it is measured."""
 
     shape: Shape
     machine: str
@@ -90,8 +90,8 @@ class Span:
     program: int
     kind: str  # wait, tiles, store, sum, copy
     peer: int
-    index: int  # of the chunk or tile
-    count: int = 1  # of tiles
+    index: int  # number of the chunk or tile
+    count: int = 1  # tiles
 
 
 class Logged:
@@ -107,7 +107,7 @@ class Logged:
         self._begin = self._simulation.now
 
     def end(self, kind: str, peer: int, index: int, count: int = 1) -> None:
-        """It is over."""
+        """Log the end of the span."""
         if self._log is not None:
             where = self._rank, self._program, kind, peer, index, count
             self._log.append(Span(self._begin, self._simulation.now, *where))
@@ -186,7 +186,7 @@ def persistent(
 def library_matmul(cluster: Cluster, rank: int, rows: int, n: int, k: int) -> Process:
     """One launch of ``torch.mm``; its tiles take SMs as they get free, also those of another launch.
 
-    It is over no sooner than its traffic has passed the memory, which launches share.
+    It ends no sooner than its traffic has passed the memory, which launches share.
     """
     machine, gpu = cluster.machine, cluster.gpu(rank)
     if not rows or not n:

@@ -75,7 +75,7 @@ class ModelMachine:
         return min(self.sms, self.sms * self.power_tflops / self.clock_tflops)
 
     def full_clock_us(self, flops: float) -> float:
-        """What one SM at full clock takes for ``flops``."""
+        """Return the time of one SM at full clock for ``flops``."""
         return flops / (self.clock_tflops * 1e6 / self.sms)
 
     def with_values(self, source: str, **values: float) -> ModelMachine:

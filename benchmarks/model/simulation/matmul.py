@@ -14,7 +14,7 @@ from functools import lru_cache
 from interlace.kernels.launch_formulas import ceil_div
 from model.simulation.machines import ModelMachine
 
-BYTES = 2  # of an element: bf16
+BYTES = 2  # per element: bf16
 _FULL = 128 * 256 / (128 + 256)  # a tile of this form keeps the tensor cores busy
 _HALF = 128 * 128 / (128 + 128)
 
@@ -41,7 +41,7 @@ def _form_rate(block_m: int, block_n: int, half: float) -> float:
 
 
 def library_tilings(machine: ModelMachine) -> tuple[Tiling, ...]:
-    """What cuBLAS has to choose from, as far as the model goes: Hopper's tiles in steps of 16 columns."""
+    """Return the tilings that cuBLAS may choose in the model: Hopper's, in steps of 16 columns."""
     return tuple(
         Tiling(
             block_m,
@@ -72,7 +72,7 @@ def traffic_bytes(machine: ModelMachine, tiling: Tiling, rows: int, n: int, k: i
 
 
 def cached_bytes(machine: ModelMachine) -> float:
-    """What the L2 is counted on to hold of a weight."""
+    """Return the bytes of a weight that the L2 holds in the model."""
     return machine.l2_mb * 1e6 / 2
 
 

@@ -5,8 +5,8 @@ of the node (or copier programs do), a network card each put; what has landed is
 The consumer takes chunks in ``node_order.gather_order``: own, own node's, then other nodes'.
 
 Matmul + reduce-scatter: tiles are produced in ``node_order.scatter_order``. A tile for another node goes to
-the rank of this node that is at the owner's place; that one sums the node's tiles and puts the sum, in
-fp32, to the owner; the owner sums nodes. Who sums is the open question of the design, so both are here:
+the rank of this node at the owner's place. That rank sums the node's tiles and puts the sum, in fp32, to
+the owner, which sums nodes. The design leaves open which programs sum, so both ways are here:
 
 ``summers`` 0   the same programs, once all their tiles are produced: nothing leaves the node before
 ``summers`` n   n programs do nothing else, from the start

@@ -34,9 +34,9 @@ class Variant:
     group_m: int = 4
     splits: int = 1
     local_copy: bool = False
-    barriers: int = 2  # of torch or own kernels
+    barriers: int = 2  # by torch or own kernels
     nvshmem_barriers: int = 0
-    whole: bool = False  # of ``producing``
+    whole: bool = False  # whether ``producing`` covers all parts
     ungrouped_below: int = 0  # a shard of fewer tile rows is not walked in groups
 
 
@@ -51,7 +51,7 @@ TRITON_DISTRIBUTED_SCATTER = Variant(group_m=8, barriers=0, nvshmem_barriers=2)
 
 @dataclass(frozen=True)
 class HostOps:
-    """What the host issues: driver calls per rank, and torch operators per peer and besides."""
+    """The host's work: driver calls per rank, and torch operators per peer and besides."""
 
     operators: int
     driver_per_rank: int = 0
@@ -196,7 +196,7 @@ def producing(
     left = [0] * len(owners)
 
     def places(part: int, tile_m: int) -> range:
-        """Whose rows a tile holds."""
+        """Return the ranks whose rows a tile holds."""
         if not whole:
             return range(part, part + 1)
         first = tile_m * tiling.block_m
@@ -260,8 +260,8 @@ def node_gather(cluster: Cluster, rank: int, shape: Shape) -> Process:
 
 
 def node_scatter(cluster: Cluster, rank: int, shape: Shape) -> Process:
-    """Triton-distributed on nodes: per node, the next first, a scatter within this node, a barrier, a sum,
-    a put to the owner; own node last; then a barrier and the sum over nodes.
+    """Triton-distributed on nodes. Per node, the next first, own node last: a scatter within this node, a
+    barrier, a sum, a put to the owner. Then a barrier and the sum over nodes.
     """
     machine, nodes, per_node = cluster.machine, cluster.nodes, cluster.per_node
     nbytes = shape.rows[0] * shape.n * BYTES

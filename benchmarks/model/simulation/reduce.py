@@ -1,8 +1,8 @@
 """Matmul + reduce-scatter and matmul + all-reduce as interlace does them.
 
 Segments, tiles and slots are ``launch_formulas``' and ``tiling``'s. A program of the fused kernel computes
-a tile, stores it to its owner and publishes it before it takes the next: the store is not overlapped by
-the program's own arithmetic, only by that of others that the power limit then lets go faster::
+a tile, stores it to its owner and publishes it before it takes the next. The store is not overlapped by the
+program's own arithmetic, only by other programs' arithmetic, which the power limit then slows down less::
 
     program   | multiply | store, publish | multiply | store, publish | ... | wait for all sources, sum |
 """

@@ -1,4 +1,4 @@
-"""The measurements of ``python -m interlace bench``; :class:`Kernel` is for kernels of one's own."""
+"""The measurements of ``python -m interlace bench``; :class:`Kernel` describes a user's own kernel."""
 
 import sys
 

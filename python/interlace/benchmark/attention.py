@@ -1,12 +1,12 @@
 """Attention over a sequence that is spread over ranks, against torch's; and decoding with a spread cache.
 
-M are all ranks' tokens, N the heads of queries, K their size. Tokens are shared out as zigzag has it, so
-there are 2 W chunks of them.
+M is the number of all ranks' tokens, N of the heads of queries, K their size. Tokens are distributed as by
+zigzag, in 2 W chunks.
 
-Through torch.distributed it is torch's own ring, that of its ``context_parallel``, where that runs without
-a GPU: under a causal mask, with as many heads of keys as of queries. It takes an op that returns output and
-logarithms, so here it gets the one that torch has for CPUs, which interlace's "pipelined" calls, too.
-Elsewhere keys and values are gathered, and then it is torch's attention.
+The baseline through torch.distributed is the ring of torch's ``context_parallel``, if that runs without a
+GPU: under a causal mask, with as many heads of keys as of queries. The ring takes an op that returns output
+and logarithms. Here that is torch's op for CPUs, which interlace's "pipelined" also calls. Otherwise keys
+and values are gathered, followed by torch's attention.
 """
 
 import functools
@@ -30,7 +30,7 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.tuning.tuning import Problem
 
 QUERY, KEY, VALUE, GRAD = range(4)
-LARGEST = 2.0  # of a payload
+LARGEST = 2.0  # in a payload
 _aten: Any = torch.ops.aten
 
 
@@ -45,7 +45,7 @@ def _ring_backward(*, grad_out: Any, query: Any, key: Any, value: Any, **rest: A
 
 
 class _HeadTensors(ByRows):
-    """Tensors are ``[batch, tokens, heads, size]``; those of all ranks are parts of one whole."""
+    """Tensors ``[batch, tokens, heads, size]``; all ranks' tensors are parts of one whole."""
 
     without = "has tokens (--m), heads (--n) and their size (--k)"
     defaults: ClassVar = {"n": "8", "k": "64"}
@@ -85,7 +85,7 @@ class _HeadTensors(ByRows):
         return 4 * batch * super().memory(dtype, *sizes)
 
     def tokens(self, what: int, places: torch.Tensor, heads: int, call: int) -> torch.Tensor:
-        """The tokens at these places of the whole."""
+        """Return the tokens at these places of the whole."""
         first = torch.arange(self.batch, device=self.device) * self.m
         rows = (first[:, None] + places).view(-1)
         flat = protocol.some_rows(rows, heads * self.head_dim, what, call, self.dtype)
@@ -99,13 +99,13 @@ class _HeadTensors(ByRows):
         return AttentionReference(query, key, value, mask, 1 / math.sqrt(self.head_dim))
 
     def rounded(self, value: torch.Tensor, bound: torch.Tensor) -> Expected:
-        """torch rounds each rank's result before it is merged."""
+        """Widen the bound: torch rounds each rank's result before it is merged."""
         merged = bound + 2 * LARGEST * reference.unit_roundoff(self.dtype)
         return value, bound, merged
 
 
 class AttentionRows(_HeadTensors):
-    """Algorithms are those of the op, after a method where that makes a difference."""
+    """Attention with the op's algorithms, after a method if the method makes a difference."""
 
     op = "context_parallel_attention"
     settings = (*_HeadTensors.settings, "mask")
@@ -156,7 +156,7 @@ class AttentionRows(_HeadTensors):
         return run
 
     def ring(self) -> Any:
-        """torch's module of its ring, None where that cannot be called."""
+        """Return torch's module of its ring, None if it cannot be called."""
         known = self.device.type == "cpu" and self.collectives is TORCH
         if not known or not self.causal or self.key_heads != self.n:
             return None
@@ -179,18 +179,18 @@ class AttentionRows(_HeadTensors):
     def _all_keys(self, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
         both = torch.stack([key, value])
         every = both.new_empty(self.world_size, *both.shape)
-        self.collectives.all_gather(every.flatten(0, 1), both)  # gloo takes no stack
+        self.collectives.all_gather(every.flatten(0, 1), both)  # gloo does not stack
         return list(every.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0))
 
     def _attended(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Of the own queries, and of all keys as they are gathered."""
+        """Attend from this rank's queries to all keys in gathered order."""
         query, key, value = (each.transpose(1, 2) for each in tensors)
         mask, shares = self._mask, self.key_heads != self.n
         made = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=shares)
         return made.transpose(1, 2)
 
     def _reference(self, places: torch.Tensor, *tensors: torch.Tensor) -> AttentionReference:
-        """Of queries at these places of the whole, and of all keys in their order."""
+        """Return a reference for queries at these places of the whole, and all keys in their order."""
         heads = [each.transpose(1, 2) for each in tensors]
         mask = places[:, None] >= torch.arange(self.m, device=self.device)
         mask = mask if self.causal else torch.ones_like(mask)
@@ -207,7 +207,7 @@ class AttentionRows(_HeadTensors):
 
 
 class AttentionBackwardRows(AttentionRows):
-    """Forward and backward, as a step of a training has them; results are gradients, all are compared."""
+    """Forward and backward, as in a step of training; results are gradients, and all are compared."""
 
     op = "context_parallel_attention_backward"
     passes = 7.0  # two forward, five backward
@@ -247,7 +247,7 @@ class AttentionBackwardRows(AttentionRows):
             return [each.transpose(1, 2) for each in made[:3]]
 
     def _gathered(self, grad: torch.Tensor, query: torch.Tensor, *keys: torch.Tensor) -> Any:
-        """By torch's attention to gathered keys; contributions to their gradients are reduced."""
+        """Run torch's attention to gathered keys; contributions to their gradients are reduced."""
         leaves = [each.detach().requires_grad_() for each in (query, *self._all_keys(*keys))]
         of_query, *of_keys = torch.autograd.grad(self._attended(*leaves), leaves, grad)
         parts = torch.unflatten(torch.stack(of_keys), 2, (self.world_size, -1))
@@ -257,7 +257,7 @@ class AttentionBackwardRows(AttentionRows):
         return of_query, *own.unbind(0)
 
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
-        """Of one head of keys, another in each call, with the heads of queries that see it."""
+        """Check one head of keys, another in each call, with the heads of queries that see it."""
         head, groups = call % self.key_heads, self.n // self.key_heads
         queries = slice(head * groups, (head + 1) * groups)
         if call not in self._known:
@@ -273,7 +273,7 @@ class AttentionBackwardRows(AttentionRows):
             result, self._known[call], (queries, *[slice(head, head + 1)] * 2), strict=True
         ):
             if rounds_often:
-                # scores are rounded already, for half of the bound: so is each partial sum
+                # scores are rounded already, for half of the bound, and so is each partial sum
                 bound = bound * (1 + (self.world_size + 1) / 2)
             mine = made[:, :, heads].transpose(1, 2)
             worst = max(worst, reference.worst_ratio(mine, value, bound))
@@ -281,7 +281,7 @@ class AttentionBackwardRows(AttentionRows):
 
 
 class DecodeRows(_HeadTensors):
-    """Torch's way: attention to the own keys, whose results and logarithms are gathered and merged."""
+    """Decoding. torch attends to this rank's keys; results and logarithms are gathered and merged."""
 
     op = "distributed_decode"
     varied = ({"block_n": 32}, {"block_n": 64}, {"block_n": 128})
@@ -289,7 +289,7 @@ class DecodeRows(_HeadTensors):
     def __init__(
         self, place: Place, dtype: torch.dtype, *sizes: int, paged: bool = False, **settings: Any
     ) -> None:
-        """``paged``: interlace's keys lie in pages, in no order of theirs."""
+        """``paged``: interlace's keys are in pages in random order."""
         super().__init__(place, dtype, *sizes, **settings)
         self.paged = paged
         read = self.batch * self.rows * self.head_dim
@@ -301,7 +301,7 @@ class DecodeRows(_HeadTensors):
     def problem(
         cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int, **settings: Any
     ) -> Problem:
-        """Ranks do not know how long each other's caches are: of one token."""
+        """Return the problem of one token: ranks do not know the lengths of each other's caches."""
         return Problem(cls.op, dtype, 1, sizes[1], sizes[2], world_size)
 
     def _query(self, call: int) -> torch.Tensor:
@@ -327,7 +327,7 @@ class DecodeRows(_HeadTensors):
         return run
 
     def _partial(self, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[batch, key heads, queries, size + 1]``: the result, behind it the logarithm."""
+        """Return fp32 ``[batch, key heads, queries, size + 1]``: the result, then the logarithm."""
         groups = query.view(self.batch, self.key_heads, -1, self.head_dim)
         heads = [groups, *(each.transpose(1, 2) for each in keys)]
         if self.device.type == "cpu":

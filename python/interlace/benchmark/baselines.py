@@ -4,14 +4,15 @@
 gloo       torch.distributed over gloo, after or before ``torch.mm``; on a CPU, one process per rank
 nccl       the same over NCCL; one process per GPU
 symm_mem   torch's symmetric memory: its fused ops, its collectives; one process per GPU
-torch      torch operators on one rank alone: the same copies, sums and ``torch.mm`` on what all
-           ranks bring, in its own memory, and nobody waits for anybody. With virtual ranks on one GPU
-           that is the unfused sequence, for there the peers' memory is the same; elsewhere it says
-           what is left if links and waiting cost nothing
+torch      torch operators on one rank alone: the same copies, sums and ``torch.mm`` on all ranks' inputs,
+           in its own memory, without waiting for other ranks. With virtual ranks on one GPU
+           that is the unfused sequence, because peers' memory is the same there. Elsewhere it is the
+           time that remains if links and waiting cost nothing
 =========  ===========================================================================================
 
-For "torch" what the other ranks would send is computed before. Of an op of rows all ranks are played as far
-as their first collective, whose inputs are then known, with what it brings as far as the second, and so on.
+For "torch" the data that other ranks would send is computed before. For an op of rows, the code of all
+ranks is run up to their first collective, whose inputs are then known. With its results the code is run up
+to the second, and so on.
 """
 
 import copy
@@ -30,11 +31,11 @@ from interlace.runtime.compat.launchers import local_rank
 
 NAMES = ("torch", "nccl", "gloo", "symm_mem")
 ONE_SHOT_BYTES = 256 << 10  # beyond it torch's symmetric memory reduces in two shots here
-SYMMETRIC_SETS = 8  # each is a rendezvous
+SYMMETRIC_SETS = 8  # each needs a rendezvous
 
 
 def default(place: str, device: str, *, virtual: bool) -> tuple[str, ...]:
-    """The baselines to compare with if nobody says any."""
+    """Return the baselines to compare with if no one is named."""
     if place == "sim":
         return ()
     if virtual:
@@ -43,7 +44,7 @@ def default(place: str, device: str, *, virtual: bool) -> tuple[str, ...]:
 
 
 def refuse(name: str, place: str, device: str, *, virtual: bool) -> None:
-    """Raise ValueError if ``name`` is no baseline, or none there, saying why and what to do."""
+    """Raise ValueError if ``name`` is unknown or not available here; say why and what to do."""
     if name not in NAMES:
         raise ValueError(f"--baseline {name}: known are {', '.join(NAMES)}, and none")
     where = f"--baseline {name}"
@@ -65,7 +66,7 @@ def refuse(name: str, place: str, device: str, *, virtual: bool) -> None:
 
 
 def torch_backend(names: Sequence[str]) -> str | None:
-    """The backend of torch.distributed that these baselines use."""
+    """Return the backend of torch.distributed that these baselines use."""
     if "nccl" in names or "symm_mem" in names:
         return "cpu:gloo,cuda:nccl"
     return "gloo" if "gloo" in names else None
@@ -73,7 +74,7 @@ def torch_backend(names: Sequence[str]) -> str | None:
 
 @contextmanager
 def joined(backend: str | None, store: str | None, rank: int, world_size: int) -> Iterator[None]:
-    """torch.distributed's default group, if it is not there: by the file ``store``, or by torchrun."""
+    """Initialize torch.distributed's default group if needed: by the file ``store``, or by torchrun."""
     if backend is None or dist.is_initialized():
         yield
         return
@@ -86,19 +87,19 @@ def joined(backend: str | None, store: str | None, rank: int, world_size: int) -
     dist.init_process_group(backend, timeout=timedelta(seconds=300), **where)
     try:
         yield
-    finally:  # no barrier: measuring ends with one, and after an error nobody may come
+    finally:  # no barrier: measuring ends with one, and after an error other ranks may not come
         dist.destroy_process_group()
 
 
 def group_name() -> str:
-    """The name of torch's default group, for torch's symmetric memory."""
+    """Return the name of torch's default group, for torch's symmetric memory."""
     world = dist.group.WORLD
     assert world is not None
     return str(world.group_name)
 
 
 def symmetric_collective(op: Plain) -> BenchCandidate:
-    """A plain collective through torch's symmetric memory, where its inputs are made: collectively."""
+    """Return a plain collective through torch's symmetric memory, with inputs there. Collective."""
     import torch.distributed._symmetric_memory as symm_mem
 
     name, ops, group = op.op, torch.ops.symm_mem, group_name()
@@ -140,7 +141,7 @@ def symmetric_collective(op: Plain) -> BenchCandidate:
 
 
 def symmetric_product(op: str) -> Callable[..., Any]:
-    """torch's own fused op, over symmetric memory. Raises ValueError where torch has none."""
+    """Return torch's own fused op, over symmetric memory. Raise ValueError if torch has none."""
     ops, group = torch.ops.symm_mem, group_name()
     if op == "all_gather_matmul":
         fused = ops.fused_all_gather_matmul
@@ -152,7 +153,7 @@ def symmetric_product(op: str) -> Callable[..., Any]:
 
 
 class TorchCollectives:
-    """Those of torch.distributed's default group; they return what they fill."""
+    """Collectives of torch.distributed's default group; they return the tensor that they fill."""
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         torchs(AllGather)(output, input)
@@ -175,11 +176,11 @@ TORCH = TorchCollectives()
 
 
 class _NotArrivedError(Exception):
-    """A collective of which nothing has arrived yet: its name and its input."""
+    """A collective whose data has not arrived yet: its name and its input."""
 
 
 class LoneCollectives(TorchCollectives):
-    """One rank's; ``arrived`` has what each of them brings, in their order."""
+    """Collectives of a lone rank; ``arrived`` has the data that each receives, in their order."""
 
     def __init__(self, rank: int, arrived: Sequence[Any]) -> None:
         self._rank, self._arrived = rank, iter(arrived)
@@ -201,7 +202,7 @@ class LoneCollectives(TorchCollectives):
         return output
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The own part is summed here, the other sums are copied."""
+        """Sum the own part here, and copy the other sums."""
         parts, sums = self._brought("all_reduce", tensor)
         output = torch.empty_like(tensor).copy_(sums)
         self._sum(parts, tensor, output.view(parts.shape)[self._rank])
@@ -212,7 +213,7 @@ class LoneCollectives(TorchCollectives):
 
 
 def _arriving(name: str, inputs: Sequence[torch.Tensor], rank: int) -> Any:
-    """What a collective brings to ``rank``, of all ranks' inputs."""
+    """Return the data that ``rank`` receives in a collective, from all ranks' inputs."""
     if name == "all_gather":
         return torch.cat(list(inputs))
     if name == "all_to_all":
@@ -228,18 +229,18 @@ class Alone:
         self._op, self._sizes, self._settings = copy.copy(op), sizes, settings
 
     def _of(self, rank: int) -> Any:
-        """The op of another rank."""
+        """Return the op of another rank."""
         op = self._op
         place = SimpleNamespace(rank=rank, world_size=op.world_size, device=op.device)
         return type(op)(place, op.dtype, *self._sizes, **self._settings)
 
     def alone_inputs(self, call: int) -> Tensors:
-        """Those of the op, and what its collectives bring."""
+        """Return the op's inputs, and the data that its collectives receive."""
         ranks = [self._of(rank) for rank in range(self._op.world_size)]
         arrived: list[list[Any]] = [[] for _ in ranks]
 
         def stopped(rank: int) -> tuple[Any, ...]:
-            """The collective for which something is missing, and its input; () if there is none."""
+            """Return the next collective without data, and its input; () if all have data."""
             op = ranks[rank]
             op.collectives = LoneCollectives(rank, arrived[rank])
             try:

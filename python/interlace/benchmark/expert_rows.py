@@ -1,8 +1,8 @@
 """Dispatch, combine, and the grouped matmuls, at one size.
 
-Every rank has one expert and as many tokens as the others; a token goes to ``TOPK`` ranks, to all equally
-often. So a rank gets as many rows as it sends, by expert and by source alike, and torch's way is an
-all-to-all of equal parts, with an index before or behind.
+Every rank has one expert and as many tokens as the others. A token goes to ``TOPK`` ranks, to all equally
+often. So a rank gets as many rows as it sends, by expert and by source alike. The baseline in torch is an
+all-to-all of equal parts, with an index before or after it.
 """
 
 from abc import abstractmethod
@@ -32,14 +32,14 @@ TOPK = 2
 
 
 def evenly(tokens: int, world_size: int, device: torch.device) -> Assignment:
-    """The experts of ``tokens``, which ``world_size`` divides: token t goes to t, t + 1, ..."""
+    """Return the experts of ``tokens``, which ``world_size`` divides: token t goes to t, t + 1, ..."""
     token = torch.arange(tokens, device=device).unsqueeze(1)
     slot = torch.arange(min(TOPK, world_size), device=device)
     return Assignment((token + slot) % world_size, world_size, world_size)
 
 
 class _RowsOfTokens(ByRows):
-    """M are the rows that a rank sends: its tokens, for each of their experts."""
+    """Rows of tokens. M is the number of rows that a rank sends: a row per token and expert."""
 
     def __init__(
         self, place: Place, dtype: torch.dtype, m: int, *sizes: int, **settings: Any
@@ -60,7 +60,7 @@ class _RowsOfTokens(ByRows):
             )
 
     def sums(self, home: torch.Tensor) -> torch.Tensor:
-        """By token, of rows that have come home."""
+        """Return the sums by token of rows that have come home."""
         return home[self.chosen.inverse].sum(1)
 
 
@@ -90,7 +90,7 @@ class _MovedRows(_RowsOfTokens):
 
     @abstractmethod
     def right(self, call: int) -> torch.Tensor:
-        """What the op gives; sums of so few payloads are exact in every dtype."""
+        """Return the right result; sums of so few payloads are exact in every dtype."""
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
         value = self.right(call)[rows]
@@ -114,9 +114,9 @@ class DispatchRows(_MovedRows):
         use_fp8: bool = False,
         format: str = "",
     ) -> None:
-        """``use_fp8``: interlace's rows travel so, with their scales; torch's do not.
+        """``use_fp8``: interlace's rows travel in fp8 with their scales; torch's do not.
 
-        ``format``: tokens are block-scaled, and travel so with both.
+        ``format``: tokens are block-scaled, and travel in that format with both.
         """
         super().__init__(place, dtype, m, n)
         self._use_fp8, self._format = use_fp8, FORMATS.get(format)
@@ -190,7 +190,7 @@ class CombineRows(_MovedRows):
         return self.sums(self.exchanged(arguments[0]))
 
     def _home(self, call: int) -> torch.Tensor:
-        """This rank's rows as they come back: those of its tokens lie together on every rank."""
+        """Return this rank's rows as they come back; a token's rows are contiguous on every rank."""
         each = len(self.slots) // self.world_size
         rows = self.rank * each + torch.arange(each, device=self.device)
         parts = [
@@ -204,18 +204,18 @@ class CombineRows(_MovedRows):
 
 
 class _Exchanged(Fused):
-    """M are the rows that a rank's expert multiplies, as many as it sends."""
+    """Rows that a rank's expert multiplies. M is their number, as many as the rank sends."""
 
     shards = False
     communication = AllToAll
 
     def _arrived(self, call: int) -> torch.Tensor:
-        """The rows of this rank's expert, those of one source after another, before they are quantised."""
+        """Return the rows of this rank's expert, source by source, before they are quantised."""
         rows = self.own + torch.arange(self.rows, device=self.device)
         return torch.cat([self.raw_rows_of(rank, rows, call) for rank in range(self.world_size)])
 
     def of_expert(self, weight: Any) -> Any:
-        """``(1, k, n)``: the weight of one expert as the op takes it."""
+        """Return ``(1, k, n)``: the weight of one expert as the op takes it."""
         if self.format is None:
             return weight.unsqueeze(0)
         return unpacked_rows(packed_rows(weight).mT.unsqueeze(0), self.format, self.k).t()
@@ -259,7 +259,7 @@ class AllGatherGroupedRows(AllGatherMatmul):
             )
 
     def _stacked(self, call: int) -> torch.Tensor:
-        """``(experts, n, k)``, before they are quantised."""
+        """Return ``(experts, n, k)``, before they are quantised."""
         ranks = [self.rank * TOPK + expert for expert in range(TOPK)]
         return torch.stack([self.matrix(WEIGHT, self.n, self.k, rank, call) for rank in ranks])
 
@@ -274,7 +274,7 @@ class AllGatherGroupedRows(AllGatherMatmul):
         return lambda input, weight, buffer: op(input, weight, splits, **how)[0]
 
     def _products(self, input: Any, weight: Any) -> torch.Tensor:
-        """Of every expert, as baselines multiply."""
+        """Multiply for every expert, as baselines do."""
         if self.format is None:
             return torch.bmm(input, weight)
         by_expert = zip(input, packed_rows(weight), strict=True)

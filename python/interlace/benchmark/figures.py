@@ -2,10 +2,10 @@
 
 Sizes: ``64K``, ``4K,1M,64M``, ``1K:1G:x4``, ``1M:4M:+1M``; K, M and G are 2**10, 2**20 and 2**30.
 
-Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md and the ``GetBw`` of each of its tests)::
+Bandwidths are defined like in nccl-tests (its doc/PERFORMANCE.md and ``GetBw`` in each of its tests)::
 
     algbw = S / t        S: bytes of the op's largest buffer on a rank, t: time of one call
-    busbw = algbw * f    what each rank's link carries at least, whatever the algorithm
+    busbw = algbw * f    the least that each rank's link carries, whatever the algorithm
 
     op, of W ranks                                           S                           f
     all_reduce, matmul_all_reduce                            the tensor                  2 (W - 1) / W
@@ -26,7 +26,7 @@ _WHOLE = ("broadcast", "reduce", "send_recv")
 
 
 def bus_factor(op: str, world_size: int) -> float:
-    """``f`` of the table."""
+    """Return ``f`` of the table."""
     if op == "barrier":
         raise ValueError(f"{op} moves no data that a bandwidth could be taken of")
     if op in _WHOLE:
@@ -35,7 +35,7 @@ def bus_factor(op: str, world_size: int) -> float:
 
 
 def overlap(matmul: float, communication: float, fused: float) -> float | None:
-    """``(T_mm + T_comm - T_fused) / min(T_mm, T_comm)``: 1 if the shorter part is hidden entirely.
+    """Return ``(T_mm + T_comm - T_fused) / min(T_mm, T_comm)``: 1 if the shorter part is hidden entirely.
 
     0 if they run one after another, less if fusing costs more than it hides. None if a part takes no time.
 
@@ -48,7 +48,7 @@ def overlap(matmul: float, communication: float, fused: float) -> float | None:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median of blocks, and how far apart they lie; microseconds per call."""
+    """The median of blocks, and their spread; microseconds per call."""
 
     median: float
     low: float
@@ -63,7 +63,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Median, quartiles, extremes."""
+        """Return median, quartiles and extremes."""
         if len(values) < 2:
             low = high = values[0]
         else:
@@ -79,7 +79,7 @@ _NUMBER = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 def parse_size(text: str, where: str = "size") -> int:
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{where}: {text!r} is no size; write 100, 64K, 1M or 1G")
+        raise ValueError(f"{where}: {text!r} is not a size; write 100, 64K, 1M or 1G")
     size = int(found[1]) * UNITS[found[2].upper()]
     if size < 1:
         raise ValueError(f"{where}: must be positive, got {text!r}")
@@ -87,9 +87,9 @@ def parse_size(text: str, where: str = "size") -> int:
 
 
 def parse_sizes(text: str, where: str = "--sizes") -> list[int]:
-    """All sizes of a list whose entries are sizes or ranges; a range includes both ends if it meets them.
+    """Return all sizes of a list of sizes or ranges; a range includes its last size if the steps reach it.
 
-    Raises ValueError that quotes the part that is wrong.
+    Raises ValueError that quotes the wrong part.
 
     >>> parse_sizes("1K:20K:x4")
     [1024, 4096, 16384]
@@ -132,7 +132,7 @@ def _range(entry: str, parts: list[str], where: str) -> list[int]:
 
 
 def format_size(nbytes: int) -> str:
-    """The shortest exact way to write it.
+    """Return the shortest exact text for a size.
 
     >>> format_size(65536), format_size(1536), format_size(1000)
     ('64 KiB', '1.5 KiB', '1000 B')

@@ -1,16 +1,16 @@
 """Ops whose results are rows, and the fused matmuls: through interlace, and as torch's sequence.
 
-Of the matmuls M, N, K are those of the product that every rank does: M are all rows, gathered or not yet
-scattered; N are the columns of this rank's weight; K is what this rank contracts. Weights lie as
-``nn.Linear`` keeps them. Of the projections around an attention over heads, matmul + all-to-all and
-all-to-all + matmul, M are the rows of one rank, and all ranks have the weight; rank r has the r-th part of
-the N columns of all rows, or of K.
+For matmuls M, N, K are the sizes of the product on every rank. M is the number of all rows, gathered or not
+yet scattered, N of the columns of this rank's weight, K of the numbers that this rank contracts. Weights
+have the layout of ``nn.Linear``. For the projections around an attention over heads, M is the number of
+rows of one rank, and all ranks have the weight. Rank r has the r-th part of the N columns of all rows, or
+of K.
 
-With a block-scaled format (``--format``) both operands are quantised before, and the dtype is that of the
-result. Baselines move the rows as interlace does, values and scales together, and multiply as "unfused".
+With a block-scaled format (``--format``) both operands are quantised before, and the dtype is the result's.
+Baselines move the rows like interlace, values and scales together, and multiply like "unfused".
 
-Results are compared with float64 in 1 row of 16, others in every call, all columns: a tile has at least
-16 rows, so none is left out; up to 512 rows all are.
+Results are compared with float64 in 1 row of 16, other rows in every call, all columns. A tile has at least
+16 rows, so every tile is compared. Up to 512 rows, all rows are compared.
 """
 
 import math
@@ -52,15 +52,15 @@ Expected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # value, bound, loos
 
 
 class ByRows(MeasuredOp):
-    """One op of a rank. ``m`` are all rows.
+    """One op of a rank. ``m`` is the number of all rows.
 
-    ``collectives``: those of :meth:`theirs`, which others replace (``baselines.py``).
+    ``collectives``: the collectives of :meth:`theirs`, which others replace (``baselines.py``).
     """
 
     sizes: tuple[str, ...] = ("m", "n", "k")
     without = "has a shape; it takes --m, --n and --k"
     collectives: TorchCollectives = TORCH
-    shards = False  # whether the rows of a tuned problem are those of one rank
+    shards = False  # whether a tuned problem has the rows of one rank
     varied: tuple[dict[str, int], ...] = ()  # values that tune tries with the kernels
     parted = ""  # "n" or "k", if ranks have equal parts of it, and not of the rows
     scatters = False  # whether a result has this rank's rows only
@@ -100,7 +100,7 @@ class ByRows(MeasuredOp):
     def problem(
         cls, dtype: torch.dtype, sizes: Sequence[int], world_size: int, *, format: str = ""
     ) -> Problem:
-        """What ``tune`` keeps of the op at these sizes, as the op itself asks for it."""
+        """Return the key under which ``tune`` keeps the op at these sizes; the op uses the same."""
         m, n, k = (*sizes, 1)[:3]
         kind = FORMATS.get(format)
         if kind is not None:
@@ -110,10 +110,10 @@ class ByRows(MeasuredOp):
 
     @abstractmethod
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        """Right values and bounds for these rows of the result of ``call``."""
+        """Return right values and bounds for these rows of the result of ``call``."""
 
     def compared(self, call: int) -> torch.Tensor:
-        """The rows of a result that are compared in ``call``."""
+        """Return the rows of a result that are compared in ``call``."""
         count = self.result_rows[1]
         step = 1 if count <= ALL_ROWS else ROW_STEP
         return torch.arange(call % step, count, step, device=self.device)
@@ -128,14 +128,14 @@ class ByRows(MeasuredOp):
         return reference.worst_ratio(result[rows], value, looser if rounds_often else bound)
 
     def matrix(self, what: int, rows: int, columns: int, rank: int, call: int) -> torch.Tensor:
-        """The payload of ``rank``, of which ``what`` tells the inputs of a call apart."""
+        """Return the payload of ``rank``; ``what`` is the number of the input in a call."""
         number = 2 * call + what
         flat = protocol.vector(0, rows * columns, rank, number, self.dtype, self.device)
         return flat.view(rows, columns)
 
 
 def refuse_odd(format: str, name: str, size: int) -> None:
-    """Raise ValueError if rows of that size do not have the format."""
+    """Raise ValueError if the format does not allow rows of that size."""
     if format and size % format_named(format).packed:
         raise ValueError(f"--{name} {size}: {format} has two numbers in a byte; give an even size")
 
@@ -143,7 +143,7 @@ def refuse_odd(format: str, name: str, size: int) -> None:
 class Fused(ByRows):
     """One fused op of a rank. ``communication`` is the collective in it, ``communicated`` its columns.
 
-    ``format``: of the operands, if they are block-scaled; the gathered rows then are bytes.
+    ``format``: the operands', if they are block-scaled; then the gathered rows are bytes.
     """
 
     communication: type[Plain]
@@ -181,46 +181,46 @@ class Fused(ByRows):
         return (m + n) * row + m * n * dtype.itemsize
 
     def operand(self, numbers: torch.Tensor) -> Any:
-        """``[..., rows, k]`` as an operand."""
+        """Return ``[..., rows, k]`` as an operand."""
         if self.format is None:
             return numbers
         return unpacked_rows(self.format.packed_rows(numbers), self.format, self.k)
 
     def exact(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The numbers that :meth:`operand` has."""
+        """Return the numbers that :meth:`operand` has."""
         return numbers if self.format is None else self.operand(numbers).dequantize()
 
     def rows_to_move(self, operand: Any) -> torch.Tensor:
-        """The input as baselines move it."""
+        """Return the input as baselines move it."""
         return operand if self.format is None else packed_rows(operand)
 
     def empty_rows(self, count: int) -> torch.Tensor:
-        """Memory for so many of those rows."""
+        """Allocate memory for ``count`` of those rows."""
         rows = torch.empty(count, self.row, dtype=self.row_dtype, device=self.device)
         return protocol.poison(rows)
 
     def product(self, input: Any, weight: Any) -> torch.Tensor:
-        """As baselines multiply."""
+        """Multiply like baselines."""
         if self.format is None:
             return torch.mm(input, weight)
         rows = packed_rows(input) if isinstance(input, Scaled) else input
         return multiply_packed(rows, packed_rows(weight), self.format).to(self.dtype)
 
     def weight(self, rank: int, call: int) -> torch.Tensor:
-        """``[k, n]``, a transposed view; the numbers."""
+        """Return the numbers ``[k, n]``, a transposed view."""
         return self.exact(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
 
     def weight_operand(self, rank: int, call: int) -> Any:
-        """The weight as the op takes it."""
+        """Return the weight as the op takes it."""
         return self.operand(self.matrix(WEIGHT, self.n, self.k, rank, call)).t()
 
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        """Called with input, weight, and a buffer of the communicated size, which is torch's."""
+        """Return the op, called with input, weight, and torch's buffer of the communicated size."""
         op, how = getattr(interlace, self.op), self.options(algorithm)
         return lambda input, weight, buffer: op(input, weight, **how)
 
     def options(self, algorithm: str) -> dict[str, Any]:
-        """Those of interlace's op."""
+        """Return the options of interlace's op."""
         how: dict[str, Any] = {"algorithm": algorithm}
         return how if self.format is None else how | {"out_dtype": self.dtype}
 
@@ -229,21 +229,21 @@ class Fused(ByRows):
         return input, self.weight_operand(self.rank, call)
 
     def raw_rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
-        """These rows of the input of ``rank``, before they are quantised."""
+        """Return these rows of the input of ``rank``, before they are quantised."""
         return protocol.some_rows(rows, self.k, rank, 2 * call + INPUT, self.dtype)
 
     def rows_of(self, rank: int, rows: torch.Tensor, call: int) -> torch.Tensor:
-        """The numbers of these rows of the input of ``rank``."""
+        """Return the numbers of these rows of the input of ``rank``."""
         return self.exact(self.raw_rows_of(rank, rows, call))
 
     def rows_by_owner(self, rows: torch.Tensor, each: int, call: int) -> list[torch.Tensor]:
-        """These rows of what all ranks' inputs are, ``each`` of a rank, one below the other."""
+        """Return these rows of all ranks' inputs, stacked; each rank has ``each``."""
         owners, index = rows // each, rows % each
         ranks = range(self.world_size)
         return [self.rows_of(rank, index[owners == rank], call) for rank in ranks]
 
     def expected(self, rows: torch.Tensor, call: int) -> Expected:
-        """Here: of a sum over ranks."""
+        """Return right values and bounds of a sum over ranks."""
         rows = rows + self.result_rows[0]
         inputs = [self.rows_of(rank, rows, call) for rank in range(self.world_size)]
         weights = [self.weight(rank, call) for rank in range(self.world_size)]
@@ -296,7 +296,7 @@ class MatmulAllReduce(Fused):
 
 
 class _HeadExchange(Fused):
-    """What is ``communicated`` has the extent of which ranks have parts."""
+    """An exchange of heads. ``communicated`` is the extent of which ranks have parts."""
 
     communication = AllToAll
     settings = ()

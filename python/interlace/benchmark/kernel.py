@@ -1,13 +1,13 @@
-"""The subject of a measurement on one rank, and a kernel of the user's own that may be one.
+"""The subject of a measurement on one rank, and a user's own kernel as a subject.
 
-A function named in ``bench FILE.py::FUNCTION`` is called on every rank, once per size, with those of the
-arguments ``nbytes``, ``dtype``, ``m``, ``n``, ``k`` that it takes. It may return
+A function named in ``bench FILE.py::FUNCTION`` is called on every rank, once per size. It may take any of
+the arguments ``nbytes``, ``dtype``, ``m``, ``n``, ``k``. It may return
 
 ===============  =====================================================================================
-:class:`Kernel`  everything: what to run on which inputs, how to check, what it amounts to
-a callable       what to time; it is called without arguments
+:class:`Kernel`  everything: the function, its inputs, its check, its bytes and operations
+a callable       the function to time; it is called without arguments
 anything else    then the function itself is timed, as a whole, and is right if it raises nothing:
-                 the functions that ``python -m interlace verify`` takes
+                 like the functions that ``python -m interlace verify`` takes
 ===============  =====================================================================================
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-LONGEST = 500  # characters that are kept of what a check says
+LONGEST = 500  # characters of a check's message that are kept
 ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
 
 
@@ -27,20 +27,19 @@ ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
 class Kernel:
     """One kernel at one size, on one rank.
 
-    Parameters
-    ----------
-    run : called as ``run(*inputs(number))``; its result goes to ``check``. Collective.
-    inputs : the arguments of set ``number``, made anew in each call. Not collective, and not timed. As
-        many sets are used in turn as it takes to get past the cache.
-    check : ``check(result, number)``: None or True if the result is right, False or AssertionError if it
-        is wrong, or its largest error as a multiple of what is allowed: one number, wrong if it is
-        negative or nan. Tensors and NumPy arrays without dimensions count as what is in them; anything
-        else is a TypeError. Not collective.
+    Parameters ---------- run : called as ``run(*inputs(number))``; its result goes to ``check``.
+    Collective. inputs : the arguments of set ``number``, made anew in each call. Not collective, and not
+    timed. Sets are
+        used in turn, as many as do not fit the cache together.
+    check : ``check(result, number)``: None or True if the result is right, False or AssertionError if it is
+        wrong. Or its largest error as a multiple of the allowed one: one number, wrong if it is negative or
+        nan. Tensors and NumPy arrays without dimensions count as their element; anything else is a
+        TypeError. Not collective.
     nbytes : for algbw, bytes of the largest buffer of a rank; 0 prints none.
     bus_factor : busbw = ``bus_factor`` * algbw; see ``figures.py``. None prints none.
     flops : for TFLOP/s, floating-point operations of a rank; 0 prints none.
-    matmul, communication : the two parts alone, called as ``run`` is; with both, overlap is printed.
-    baselines : what to compare with, by name, called as ``run`` is and checked alike. For the names "gloo"
+    matmul, communication : the two parts alone, called like ``run``; with both, overlap is printed.
+    baselines : functions to compare with, by name, called and checked like ``run``. For the names "gloo"
         and "nccl" ``torch.distributed`` is initialized with that backend before the first call.
 
     >>> double = Kernel(run=lambda x: 2 * x, inputs=lambda number: (torch.full((4,), float(number)),),
@@ -63,7 +62,7 @@ class Kernel:
 def arguments_for(
     function: Callable[..., Any], target: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """The values among ``given`` that the function takes; an error if it needs another."""
+    """Return the values among ``given`` that the function takes; raise if it needs another."""
     arguments = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -81,7 +80,7 @@ def arguments_for(
 
 
 def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple[float, str]:
-    """(largest error as a multiple of what is allowed, what ``check`` said if it raised or was wrong)."""
+    """Return (largest error as a multiple of the allowed one, the check's message if it is wrong)."""
     try:
         found = check(result, number)
     except AssertionError as error:
@@ -95,7 +94,7 @@ def verdict(check: Callable[[Any, int], Any], result: Any, number: int) -> tuple
     if isinstance(said, (int, float)):
         if said >= 0:
             return float(said), ""
-        return float("inf"), f"the check returned {said}, which is no error"
+        return float("inf"), f"the check returned {said}, which is not a valid error"
     name = getattr(check, "__name__", type(check).__name__)
     raise TypeError(
         f"check {name} returned {type(found).__name__}, {str(found)[:100]}; it must return None, a bool, "
@@ -111,10 +110,10 @@ class BenchCandidate:
     """One way to do it.
 
     ``run(*inputs(number))`` is a call, whose result ``check(result, number)`` judges as in
-    :class:`interlace.benchmark.Kernel`; None is not checked. ``timed_inputs`` are the sets of inputs that
-    are used in turn while time is taken, at most ``most_sets``; ``inputs`` if None. ``copied``: further
-    sets are copies of the first, which is quicker than making them. ``role``: "algorithm" for what the
-    measurement is about, "baseline", "part" for the matmul or the communication alone.
+    :class:`interlace.benchmark.Kernel`; None is not checked. While time is taken, ``timed_inputs``
+    (``inputs`` if None) gives the sets, which are used in turn, at most ``most_sets``. ``copied``: further
+    sets are copies of the first, which is quicker than making them. ``role``: "algorithm" for the subject
+    of the measurement, "baseline", "part" for the matmul or the communication alone.
     """
 
     name: str
@@ -131,7 +130,7 @@ class BenchCandidate:
 class Facts:
     """``nbytes``, ``bus_factor``, ``flops`` as in :class:`interlace.benchmark.Kernel`.
 
-    ``shape``: what tells sizes of one op apart, for tables. ``matmul`` and ``communication`` are names of
+    ``shape``: distinguishes sizes of one op, for tables. ``matmul`` and ``communication`` are names of
     candidates, for the overlap.
     """
 

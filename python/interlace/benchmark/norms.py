@@ -1,11 +1,11 @@
 """Ops with a norm in their tail, against torch's sequence: a sum over ranks, addition, norm.
 
-The sum is that of products, as in ``fused.py``, or of rows that are there already. Every rank has the
-residual of its rows and the norm's vectors, which stay the same in all calls. The sum is compared with
-float64; the normed rows with the float64 norm of that sum.
+The sum is over products, as in ``fused.py``, or over existing rows. Every rank has the residual of its rows
+and the norm's vectors, which stay the same in all calls. The sum is compared with float64; the normed rows
+with the float64 norm of that sum.
 
-``check`` also asks for LayerNorm (``norm="layer"``), and for fp8 and block-scaled formats (``quantize``),
-which torch's way has not.
+``check`` also uses LayerNorm (``norm="layer"``), and fp8 and block-scaled formats (``quantize``), which
+the baseline in torch does not have.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +31,11 @@ from interlace.runtime.core.place import Place
 from interlace.runtime.numerics.norms import LARGEST, SMALLEST_SCALE, RowNorm
 
 EPS = 1e-6
-RESIDUAL, NORM, BIAS = -2, -1, -3  # calls that are never made
+RESIDUAL, NORM, BIAS = -2, -1, -3  # numbers that no call has
 
 
 class _WithNorm(ByRows):
-    """Of a class of sums the same with a norm; results are (normed rows, sum)."""
+    """A sum with a norm, from a class of sums; results are (normed rows, sum)."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _WithNorm(ByRows):
         self._norm, self._quantize = RowNorm(norm, EPS, self._weight, bias), quantize
 
     def _how(self, algorithm: str) -> dict[str, Any]:
-        """Arguments of interlace's ops."""
+        """Return arguments of interlace's ops."""
         how = {"algorithm": algorithm, "residual": self._residual, "norm": self._norm}
         return how | {"quantize": self._quantize}
 
@@ -77,7 +77,7 @@ class _WithNorm(ByRows):
         return max(worst, self._error_of_norm(normed, total, rounds_often))
 
     def _error_of_norm(self, normed: Any, total: torch.Tensor, often: bool) -> float:
-        """Of ``normed``, if it is of these sums exactly; quantised, a pair with scales or a ``Scaled``."""
+        """Return the error of ``normed`` for exactly these sums; quantised: with scales or ``Scaled``."""
         value, bound = reference.norm(total, self._norm, self.dtype)
         if isinstance(normed, Scaled):
             whole = None if normed.whole is None else normed.whole.new_ones(())
@@ -115,7 +115,7 @@ class MatmulAllReduceNorm(_ProductWithNorm, MatmulAllReduce):
 
 
 class _Sums(ByRows):
-    """Rows that are there already, summed over ranks; the tensors are those of the collective."""
+    """Existing rows, summed over ranks; the tensors are the collective's."""
 
     sizes = ("m", "n")
     without = "has rows and columns; it takes --m and --n"
@@ -172,7 +172,7 @@ class ReduceScatterNorm(_SumsWithNorm):
 
 
 class GatherNormed(ReduceScatterNorm):
-    """All ranks get all normed rows: behind torch's norm there is an all-gather."""
+    """All ranks get all normed rows: torch's norm is followed by an all-gather."""
 
     op = GATHERED_ROWS.name
     more: ClassVar = GATHERED_ROWS.options
@@ -182,7 +182,7 @@ class GatherNormed(ReduceScatterNorm):
         return self.collectives.all_gather(normed.new_empty(self.m, self.n), normed), total
 
     def _totals(self, call: int) -> torch.Tensor:
-        """The sums of all rows, rounded once: those of a few payloads are exact in fp32."""
+        """Return the sums of all rows, rounded once; sums of a few payloads are exact in fp32."""
         parts = [self.collective.of(rank, call).double() for rank in range(self.world_size)]
         total = torch.stack(parts).sum(0).view(self.m, self.n) + self._residuals
         return total.to(self.dtype)
@@ -194,7 +194,7 @@ class GatherNormed(ReduceScatterNorm):
         own = normed[self.own : self.own + self.rows]
         worst = super().check((own, total), call, rounds_often)
         totals = self._totals(call)
-        if rounds_often:  # others' sums may be off by roundings, and their norms by as much
+        if rounds_often:  # the baselines' sums may be off by roundings, and their norms by as much
             value, bound = reference.norm(totals, RowNorm("rms", EPS, self._weight), self.dtype)
             parts = [self.collective.of(rank, call) for rank in range(self.world_size)]
             off = protocol.often_rounded(parts, self.dtype).view_as(totals)

@@ -1,9 +1,9 @@
 """A plain collective at one size: through interlace, through torch.distributed, and on one rank alone.
 
-The size is that of ``figures.py``, rounded down to whole elements for every rank. Results land in
-poisoned memory. Where a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
-would overflow. "Alone" is the baseline ``torch``: copies and sums of what all ranks bring, from the rank's
-own memory, without a rank waiting for another.
+``figures.py`` defines the size, which is rounded down to whole elements for every rank. Results are stored
+in poisoned memory. If a result replaces the input, inputs of timed calls are zeros: a sum of sums of sums
+would overflow. "Alone" is the baseline ``torch``: copies and sums of all ranks' inputs, from the rank's own
+memory, without waiting for another rank.
 """
 
 import functools
@@ -24,14 +24,14 @@ Tensors = tuple[Any, ...]
 
 
 class MeasuredOp(ABC):
-    """One op of a rank at one size, through interlace and as torch has it; algorithms are its record's."""
+    """One op of a rank at one size, through interlace and torch; algorithms are its record's."""
 
     op: str
     algorithms: tuple[str, ...] = ("auto",)
     sizes: tuple[str, ...]
-    without: str  # of other sizes
-    defaults: ClassVar[dict[str, str]] = {}  # of sizes
-    settings: tuple[str, ...] = ()  # what it has besides sizes
+    without: str  # for an error about other sizes
+    defaults: ClassVar[dict[str, str]] = {}  # by size
+    settings: tuple[str, ...] = ()  # options other than sizes
     shape: dict[str, int]
     nbytes: int
     bus_factor: float | None
@@ -49,16 +49,16 @@ class MeasuredOp(ABC):
     @classmethod
     @abstractmethod
     def refuse(cls, world_size: int, sizes: Sequence[int], dtype: str, **settings: Any) -> None:
-        """Raise ValueError if the op cannot be so."""
+        """Raise ValueError if the op does not accept these sizes and settings."""
 
     @classmethod
     @abstractmethod
     def memory(cls, dtype: torch.dtype, *sizes: int, **settings: Any) -> int:
-        """Bytes of a rank's tensors, or more: whether there is memory for them is asked before."""
+        """Return an upper bound of the bytes of a rank's tensors, to check for memory before."""
 
     @property
     def message_bytes(self) -> int:
-        """Bytes that a rank sends to each other one, at once."""
+        """Return the bytes that a rank sends to each other rank, at once."""
         return self.nbytes
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -67,29 +67,29 @@ class MeasuredOp(ABC):
 
     @abstractmethod
     def inputs(self, call: int) -> Tensors:
-        """Arguments of :meth:`ours` and :meth:`theirs`."""
+        """Return arguments of :meth:`ours` and :meth:`theirs`."""
 
     def timed_inputs(self, call: int) -> Tensors:
         return self.inputs(call)
 
     @abstractmethod
     def ours(self, algorithm: str) -> Callable[..., Any]:
-        """The op of interlace."""
+        """Return the op of interlace."""
 
     @abstractmethod
     def theirs(self, *tensors: Any) -> Any:
-        """torch's operators, and collectives of torch.distributed's default group."""
+        """Run torch's operators, and collectives of torch.distributed's default group."""
 
     @abstractmethod
     def check(self, result: Any, call: int, rounds_often: bool = False) -> float:
-        """The largest error as a multiple of its bound; ``rounds_often``: as others may round."""
+        """Return the largest error as a multiple of its bound; ``rounds_often``: as baselines may round."""
 
 
 class Plain(MeasuredOp):
-    """One collective of a rank. ``whole`` elements are the size, ``part`` those of one rank."""
+    """One collective of a rank. The size is ``whole`` elements; one rank has ``part`` of them."""
 
-    torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, where it has others
-    reduces = True  # where an algorithm depends on it
+    torch_names: tuple[str, ...] = ()  # in torch.distributed, by release, if they differ
+    reduces = True  # if an algorithm depends on it
     sizes: tuple[str, ...] = ("nbytes",)
     without = "has no matmul; it takes --sizes"
     defaults: ClassVar = {"nbytes": "64K:16M:x16"}
@@ -117,16 +117,16 @@ class Plain(MeasuredOp):
         return sum(sizes)
 
     def of(self, rank: int, call: int, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """The input of ``rank`` in ``call``: all elements, or ``count`` of them."""
+        """Return the input of ``rank`` in ``call``: all elements, or ``count`` of them."""
         count = self.whole if count is None else count
         return protocol.vector(first, count, rank, call, self.dtype, self.device)
 
     def inputs(self, call: int) -> Tensors:
-        """The result first."""
+        """Return arguments, the result first."""
         return self.empty(self.whole), self.of(self.rank, call)
 
     def call(self, library: Any, *arguments: Any, **how: Any) -> Any:
-        """The collective of ``library``, interlace or torch.distributed: their names are the same."""
+        """Call the collective of ``library``, interlace or torch.distributed, which use the same names."""
         getattr(library, self.op)(*arguments, **how)
         return arguments[0]
 
@@ -142,15 +142,15 @@ class Plain(MeasuredOp):
 
     @abstractmethod
     def alone_inputs(self, call: int) -> Tensors:
-        """Arguments of :meth:`alone`."""
+        """Return arguments of :meth:`alone`."""
 
     @abstractmethod
     def alone(self, output: Any, source: Any) -> Any:
-        """On one rank, from its own memory."""
+        """Run on one rank, from its own memory."""
 
 
 def torchs(kind: type[Plain]) -> Callable[..., Any]:
-    """The function of torch.distributed, where its name is another."""
+    """Return the function of torch.distributed, whose name may differ."""
     found: Callable[..., Any] = next(
         getattr(dist, name) for name in kind.torch_names if hasattr(dist, name)
     )
@@ -158,13 +158,13 @@ def torchs(kind: type[Plain]) -> Callable[..., Any]:
 
 
 class _Copying(Plain):
-    """A collective whose results are elements of what ranks bring."""
+    """A collective whose results are elements of the ranks' inputs."""
 
     reduces = False
 
     @abstractmethod
     def pieces(self) -> list[tuple[int, int, int]]:
-        """(rank, first element, count) of what a result consists of; none where there is no result."""
+        """Return (rank, first element, count) of each piece of a result; none if there is no result."""
 
     def _parts_of_all(self) -> list[tuple[int, int, int]]:
         return [(rank, 0, self.part) for rank in range(self.world_size)]
@@ -190,7 +190,7 @@ class _Sum(Plain):
     """A collective whose results are sums over ranks."""
 
     def summed(self) -> tuple[int, int]:
-        """First element of a result, and how many; none where there is no result."""
+        """Return first element and count of a result; none if there is no result."""
         return 0, self.whole
 
     def alone_inputs(self, call: int) -> Tensors:
@@ -218,7 +218,7 @@ class AllReduce(_Sum):
         return (self.empty(self.whole).zero_(),)
 
     def alone_inputs(self, call: int) -> Tensors:
-        """Where results go; the own parts of all ranks, and the sums that others would send."""
+        """Return places of results, the own parts of all ranks, and the sums that others would send."""
         sums = self.of(0, call)
         for rank in range(1, self.world_size):
             sums += self.of(rank, call)
@@ -344,7 +344,7 @@ class Scatter(_Copying):
 
 
 class SendRecv(_Copying):
-    """To the next rank, from the one before."""
+    """Send to the next rank, receive from the one before."""
 
     op = "send_recv"
     least_ranks = 2

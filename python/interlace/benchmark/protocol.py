@@ -1,25 +1,25 @@
-"""The protocol by which time is taken, on all ranks of a group::
+"""The protocol of time measurements, on all ranks of a group::
 
     repetition 1     candidate A: barrier, block of calls    candidate B: barrier, block    ...
     repetition 2     candidate A ...
 
-- Candidates alternate block by block, so that noise of the machine meets all of them alike.
-- A block is as many calls as fill 20 ms (at least one), one after another without a barrier; it takes as
-  long as its slowest rank, from leaving the barrier until its device has finished.
+- Candidates alternate block by block, so that noise of the machine affects all of them alike.
+- A block is as many calls as fill 20 ms (at least one), one after another without a barrier. Its time is
+  its slowest rank's, from the end of the barrier until the device has finished.
 - Results are medians over blocks, and ratios are of medians of the same run.
-- What is called first may allocate and compile: calls that calibrate the length of a block do not count.
+- The first calls may allocate and compile: calls that calibrate the length of a block do not count.
 
 On a GPU the host waits for the device at the end of a block only, so calls are launched while earlier ones
-run, as in nccl-tests. With virtual ranks, which take turns on the host, a rank waits for its device after
+run, like in nccl-tests. With virtual ranks, which take turns on the host, a rank waits for its device after
 all ranks have launched.
 
-Inputs are rotated past the last cache before memory: as many sets of them as do not fit in it.
+Inputs are rotated past the last cache before memory: the sets of inputs together do not fit in it.
 
-Payloads that every rank can compute for every rank, and the error of a result that was made of them.
+The file also has payloads that every rank can compute for every rank, and the errors of their results.
 
-Element i of rank r in call c is one of 128 values that float16, bfloat16 and all wider dtypes hold exactly:
-whole numbers from -64 to 63 for integers, these over 32 for floats. Large results are compared a piece at
-a time, so that a check needs little memory besides.
+Element i of rank r in call c is one of 128 values that float16, bfloat16 and all wider dtypes hold exactly.
+They are whole numbers from -64 to 63 for integers, and these divided by 32 for floats. Large results are
+compared a piece at a time, so that a check needs little additional memory.
 """
 
 import functools
@@ -54,21 +54,21 @@ class Timing:
 
 
 def everyones(mine: Any) -> list[Any]:
-    """The values of all ranks, by rank; small and picklable. Collective, on the host only.
+    """Return the values of all ranks, by rank; small and picklable. Collective, on the host only.
 
-    Not by ``Communicator.agree``, for which a place may answer from what it has agreed on before.
+    It does not use ``Communicator.agree``, where a place may answer from an earlier agreement.
     """
     messages = groups.default_group().place.exchange(plain.dumps(mine), "a benchmark")
     return [plain.loads(message) for message in messages]
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks' values. Collective."""
+    """Return the largest of all ranks' values. Collective."""
     return float(max(everyones(value)))
 
 
 def finish(*, virtual: bool = False) -> None:
-    """Return when what this rank has launched has ended. Collective for virtual ranks."""
+    """Return when all work that this rank has launched has ended. Collective for virtual ranks."""
     if virtual:  # a rank that blocked here at once would keep the others from launching
         everyones(None)
     if interlace.device().type == "cuda":
@@ -76,7 +76,7 @@ def finish(*, virtual: bool = False) -> None:
 
 
 def block(function: Callable[[], object], calls: int, *, virtual: bool = False) -> float:
-    """Seconds per call of the slowest rank. Collective."""
+    """Return seconds per call of the slowest rank. Collective."""
     interlace.barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -86,7 +86,7 @@ def block(function: Callable[[], object], calls: int, *, virtual: bool = False) 
 
 
 def calls_per_block(function: Callable[[], object], *, virtual: bool = False) -> int:
-    """The number of calls that fill a block; the same on every rank. Collective.
+    """Return the number of calls that fill a block; the same on every rank. Collective.
 
     The first call does not count: it may allocate, compile and start threads.
     """
@@ -107,8 +107,8 @@ def alternate(
 ) -> dict[str, Timing]:
     """Time all ``functions`` in turn. Collective, and the same on every rank.
 
-    ``calls``: in every block, or None for as many as fill it. ``warm_up``: blocks of each that do not
-    count. ``tick`` is called after every block that does.
+    ``calls``: in every block, or None for as many as fill it. ``warm_up``: the number of blocks of each
+    function that do not count. ``tick`` is called after every block that counts.
     """
     timings = {}
     for name, function in functions.items():
@@ -124,25 +124,25 @@ def alternate(
 
 
 class Rotation:
-    """Sets of inputs, one after another. Candidates share it, so none finds what another has just used."""
+    """Sets of inputs, one after another. Candidates share it, so none finds inputs in the cache."""
 
     def __init__(self, sets: Sequence[tuple[Any, ...]]) -> None:
         self._sets = itertools.cycle(sets)
 
     def calling(self, run: Callable[..., Any]) -> Callable[[], Any]:
-        """A function without arguments that calls ``run`` with the next set."""
+        """Return a function without arguments that calls ``run`` with the next set."""
         return lambda: run(*next(self._sets))
 
 
 def total_bytes(value: Any) -> int:
-    """Bytes of the storages of all tensors in nested tuples and lists, and of matrices that are packed."""
+    """Return the bytes of the storages of all tensors in nested tuples and lists, and packed matrices."""
     return sum(storage.nbytes() for storage in _storages(value).values())
 
 
 def copies_of(value: Any, count: int) -> list[Any]:
-    """A list of ``count`` copies of the tensors, each in one allocation: thousands are made in no time.
+    """Return ``count`` copies of the tensors, each tensor in one allocation: thousands are made quickly.
 
-    A block-scaled matrix that is packed is one, too.
+    A packed block-scaled matrix counts as a tensor.
     """
     copies: dict[int, tuple[torch.Tensor, int]] = {}
     for address, storage in _storages(value).items():
@@ -168,7 +168,7 @@ def copies_of(value: Any, count: int) -> list[Any]:
 
 
 def _storages(value: Any) -> dict[int, Any]:
-    """By address."""
+    """Return storages by address."""
     leaves = (
         packed_rows(each) if isinstance(each, Scaled) else each for each in tree_leaves(value)
     )
@@ -177,21 +177,21 @@ def _storages(value: Any) -> dict[int, Any]:
 
 
 FALLBACK_BYTES = 32 << 20
-PAST = 2  # times the cache: what is used again was replaced meanwhile
+PAST = 2  # times the cache: before a set is used again, the others have replaced it
 MOST_SETS = 4096
 MOST_BYTES = 2 << 30
 _CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the largest cache: a GPU's L2, a CPU's last level; 32 MiB where the system does not say."""
+    """Return the bytes of the largest cache: a GPU's L2, a CPU's last level; 32 MiB if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size or FALLBACK_BYTES
     return last_level(_CPU) or FALLBACK_BYTES
 
 
 def last_level(folder: Path) -> int:
-    """Bytes of the largest cache level that Linux lists in ``folder``; 0 if it lists none."""
+    """Return the bytes of the largest cache level that Linux lists in ``folder``; 0 if it lists none."""
     found = (0, 0)
     for index in folder.glob("index*"):
         try:
@@ -205,7 +205,7 @@ def last_level(folder: Path) -> int:
 
 
 def sets_needed(set_bytes: int, cache: int) -> int:
-    """The number of sets to use in turn, so that ``cache`` holds no part of one when it comes again."""
+    """Return the number of sets to use in turn, so that ``cache`` holds no part of one at its next use."""
     if not set_bytes:
         return 1
     wanted = math.ceil(PAST * cache / set_bytes)
@@ -219,7 +219,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def values(index: torch.Tensor, rank: int, call: int, dtype: torch.dtype) -> torch.Tensor:
-    """The values of the elements ``index`` (int64, any shape) of a vector of ``rank`` in ``call``."""
+    """Return the elements ``index`` (int64, any shape) of a vector of ``rank`` in ``call``."""
     mixed = (index + (rank + 1) * 1_000_003 + (call + 1) * 7_368_787_331) * _MIX
     mixed = (mixed ^ (mixed >> 29)) * _MIX_AGAIN
     small = ((mixed >> 33) & 127) - 64
@@ -229,7 +229,7 @@ def values(index: torch.Tensor, rank: int, call: int, dtype: torch.dtype) -> tor
 def vector(
     first: int, count: int, rank: int, call: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Elements ``first`` to ``first + count``."""
+    """Return elements ``first`` to ``first + count``."""
     output = torch.empty(count, dtype=dtype, device=device)
     for begin in range(0, count, PIECE):
         end = min(count, begin + PIECE)
@@ -241,18 +241,18 @@ def vector(
 def some_rows(
     rows: torch.Tensor, columns: int, rank: int, call: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """These rows of a matrix that has the elements of a vector, row by row."""
+    """Return these rows of a matrix that has the elements of a vector, row by row."""
     index = rows[:, None] * columns + torch.arange(columns, device=rows.device)
     return values(index, rank, call, dtype)
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no right result has: nan, or a number beyond the payload. In place."""
+    """Fill with values that no right result has: nan, or a number beyond the payload. In place."""
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 99)
 
 
 def error_of_copy(result: torch.Tensor, first: int, rank: int, call: int) -> float:
-    """0 if ``result`` is the payload of ``rank`` from element ``first`` on, else inf."""
+    """Return 0 if ``result`` is the payload of ``rank`` from element ``first`` on, otherwise inf."""
     flat = result.reshape(-1)
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]
@@ -265,7 +265,7 @@ def error_of_copy(result: torch.Tensor, first: int, rank: int, call: int) -> flo
 def error_of_sum(
     result: torch.Tensor, first: int, world_size: int, call: int, *, rounds_often: bool
 ) -> float:
-    """The largest error of a sum over ranks, in bounds; ``rounds_often``: partial sums are rounded, too."""
+    """Return the largest error of a sum, in bounds; ``rounds_often``: partial sums are rounded."""
     flat, worst = result.reshape(-1), 0.0
     for begin in range(0, flat.numel(), PIECE):
         piece = flat[begin : begin + PIECE]
@@ -285,6 +285,6 @@ def error_of_sum(
 
 
 def often_rounded(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A bound on a sum's error from rounding each partial sum of ``parts`` to ``dtype``."""
+    """Return a bound on a sum's error from rounding each partial sum of ``parts`` to ``dtype``."""
     magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
     return reference.gamma(len(parts) + 1, reference.unit_roundoff(dtype)) * magnitude

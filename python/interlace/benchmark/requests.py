@@ -1,7 +1,7 @@
-"""The ops of ``bench``; a request, the candidates for it, what is measured of them on one rank.
+"""The ops of ``bench``; a request, its candidates, and the measurement on one rank.
 
-Candidates are those of an op, or of a kernel of the user's own. Every one is checked, timed, and checked
-again; then there are rows for a table and for JSON.
+Candidates belong to an op, or to a user's own kernel. Every candidate is checked, timed, and checked again.
+The results are rows for a table and for JSON.
 """
 
 import functools
@@ -50,9 +50,9 @@ _BY_ROWS: tuple[type[ByRows], ...] = (
     attention.AttentionRows, attention.AttentionBackwardRows, attention.DecodeRows,
 )  # fmt: skip
 FUSED: dict[str, type[Fused]] = {kind.op: kind for kind in _FUSED}
-"""Those that ``tune`` measures if none is named."""
+"""The ops that ``tune`` measures if none is named."""
 TUNED: dict[str, type[ByRows]] = {kind.op: kind for kind in (*_FUSED, *_BY_ROWS)}
-"""Those that it knows."""
+"""The ops that ``tune`` knows."""
 _ALL: tuple[type[MeasuredOp], ...] = (*_PLAIN, *_FUSED, *_BY_ROWS)
 OPS: dict[str, type[MeasuredOp]] = {kind.op: kind for kind in _ALL}
 
@@ -68,9 +68,9 @@ WIDE = ("auto", "unfused", "copy")
 class BenchRequest:
     """One size of one run.
 
-    ``target``: an op or "file.py::function". ``algorithms``: names, ("all",), or () for a kernel of one's
-    own. ``chosen``: baselines, or None for the default ones. ``store``: a file through which ranks of
-    torch.distributed meet, None under ``torchrun``. ``settings``: what an op has besides sizes.
+    ``target``: an op or "file.py::function". ``algorithms``: names, ("all",), or () for a user's own
+    kernel. ``chosen``: baselines, or None for the default ones. ``store``: a file through which ranks of
+    torch.distributed meet, None under ``torchrun``. ``settings``: the op's options other than sizes.
     ``virtual``: ranks share one GPU.
     """
 
@@ -89,18 +89,18 @@ class BenchRequest:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments that a function of the user's own may take."""
+        """Return the arguments that a user's function may take."""
         sizes = {"nbytes": self.nbytes, "m": self.m, "n": self.n, "k": self.k}
         return {**sizes, "dtype": DTYPES[self.dtype]}
 
     @property
     def sizes(self) -> list[int]:
-        """Those that the op has."""
+        """Return the op's sizes."""
         return [getattr(self, name) for name in OPS[self.target].sizes]
 
     @property
     def own(self) -> bool:
-        """Whether it is about a kernel of the user's own."""
+        """Whether the target is a user's own kernel."""
         return "::" in self.target
 
 
@@ -108,9 +108,9 @@ Source = tuple[str | None, list[str], Callable[[], Subject]]
 
 
 def source(request: BenchRequest, place: Place) -> Source:
-    """A backend of torch.distributed, what is left out of "all" and why, and what makes the subject then.
+    """Return a backend of torch.distributed, exclusions from "all" with reasons, and a subject's maker.
 
-    On the calling rank. Collective for a kernel of one's own.
+    On the calling rank. Collective for a user's own kernel.
     """
     if request.own:
         return _own_kernel(request, place)
@@ -131,19 +131,19 @@ def source(request: BenchRequest, place: Place) -> Source:
     names, left_out = list(request.algorithms), []
     if request.algorithms == ("all",):
         reasons = {name: _why_not(name, op, place) for name in kind.algorithms}
-        # of a fused op "auto" is one of the others; of a collective it may be an engine of its own
+        # "auto" of a fused op equals another algorithm; "auto" of a collective may be a separate engine
         if isinstance(op, ByRows):
             reasons.pop("auto")
         names = [name for name, reason in reasons.items() if not reason]
         left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    # of plain collectives the op itself knows the way on one rank
+    # plain collectives have their own code for one rank
     lone = baselines.Alone(op, sizes, settings) if isinstance(op, ByRows) else op
     make = functools.partial(_op, op, lone, names, chosen)
     return baselines.torch_backend(chosen), left_out, make
 
 
 def _why_not(name: str, op: MeasuredOp, place: Place) -> str:
-    """Why "all" does not stand for the algorithm, empty if it does. The same on all ranks."""
+    """Return why "all" excludes the algorithm, or "" if it does not. The same on all ranks."""
     if name.split()[-1] in TRITON and place.interpreted and not place.simulated:
         return "interpreted on a CPU"
     small = name == "low_latency"
@@ -159,7 +159,7 @@ def _why_not(name: str, op: MeasuredOp, place: Place) -> str:
 
 
 def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) -> Subject:
-    """interlace's algorithms, then the baselines, then the parts of a fused op."""
+    """Return interlace's algorithms, then the baselines, then the parts of a fused op."""
     timed = op.timed_inputs
     check: Any = op.check if op.nbytes else None
     loose: Any = functools.partial(op.check, rounds_often=True) if op.nbytes else None
@@ -190,7 +190,7 @@ def _op(op: MeasuredOp, lone: Any, names: list[str], chosen: tuple[str, ...]) ->
 
 @functools.cache
 def loaded(target: str) -> Callable[..., Any]:
-    """The function that a kernel of one's own is named by. Raises ValueError or OSError."""
+    """Return the function that names a user's own kernel. Raises ValueError or OSError."""
     from interlace.tools.user_files import load_function
 
     return load_function(target)
@@ -200,7 +200,7 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
     target, maker = request.target, loaded(request.target)
     arguments = kernel.arguments_for(maker, target, request.arguments)
     found = maker(**arguments)
-    if not isinstance(found, kernel.Kernel):  # a callable to time, or the function itself is that
+    if not isinstance(found, kernel.Kernel):  # a callable to time, or the function itself is one
         whole = kernel.Kernel(lambda: maker(**arguments), check=lambda result, number: None)
         found = kernel.Kernel(found) if callable(found) else whole
     names = _own_baselines(request, found, place)
@@ -226,7 +226,7 @@ def _own_kernel(request: BenchRequest, place: Place) -> Source:
 
 
 def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) -> list[str]:
-    """The baselines that were asked for, or all that this place has."""
+    """Return the baselines that were requested, or all that this place has."""
     names = []
     for name in found.baselines if request.chosen is None else request.chosen:
         if name not in found.baselines:
@@ -244,11 +244,11 @@ def _own_baselines(request: BenchRequest, found: kernel.Kernel, place: Place) ->
 
 @dataclass
 class BenchRow:
-    """One candidate at one size. Figures are None where they mean nothing.
+    """One candidate at one size. Figures without a meaning are None.
 
     ``microseconds``: per call, of ``calls`` in a block. ``error``: the largest of all ranks, as a multiple
-    of what is allowed; None where nothing was checked. ``said``: what a check raised. ``algbw``, ``busbw``:
-    10**9 bytes/s. ``tflops``: of one rank. ``speedup``: by baseline, how many times as fast.
+    of the allowed one; None if nothing was checked. ``said``: the message of a failed check. ``algbw``,
+    ``busbw``: 10**9 bytes/s. ``tflops``: of one rank. ``speedup``: by baseline, how many times as fast.
     """
 
     name: str
@@ -267,11 +267,11 @@ class BenchRow:
 
     @property
     def right(self) -> bool | None:
-        """None where nothing was checked."""
+        """Whether the result is right; None if nothing was checked."""
         return None if self.error is None else self.error <= 1
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity."""
+        """Return data for JSON, which has no infinity."""
         finite = self.error is not None and math.isfinite(self.error)
         error = self.error if finite else None
         return {**asdict(self), "error": error, "right": self.right}
@@ -279,7 +279,7 @@ class BenchRow:
 
 @dataclass(kw_only=True)
 class MeasuredSize(Facts):
-    """All of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
+    """All results of one size; ``cache_bytes``: of the cache that inputs are rotated past."""
 
     place: str
     device: str
@@ -309,7 +309,7 @@ class MeasuredSize(Facts):
 
 @dataclass
 class SizeResult:
-    """One size: what was measured; or, with ``failed``, how a run of it ended wrong."""
+    """One size: the results; or, with ``failed``, how its run failed."""
 
     sizes: MeasuredSize | None
     failed: str = ""
@@ -406,7 +406,7 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
             rotations[make], rotated_bytes[make] = protocol.Rotation(sets), count * set_bytes
         functions[each.name] = rotations[make].calling(each.run)
     timings = protocol.alternate(functions, request.repetitions, virtual=request.virtual, tick=step)
-    functions.clear()  # which have the inputs
+    functions.clear()  # they hold the inputs
     rotations.clear()
     check_all(1)
     return [
@@ -424,15 +424,15 @@ def _measure(subject: Subject, request: BenchRequest, place: Place, tick: Tick) 
 
 
 def sets_of(first: tuple[Any, ...], place: Place) -> tuple[int, int]:
-    """The number of sets of inputs like ``first`` that get past the cache, and one's bytes. Collective."""
-    # the largest, for it has to be the same number on every rank: making inputs may be collective
+    """Return the number of sets of inputs that get past the cache, and the bytes of one. Collective."""
+    # the largest: the number must be equal on every rank, because making inputs may be collective
     set_bytes = int(protocol.slowest(protocol.total_bytes(first)))
     count = 1 if place.simulated else sets_needed(set_bytes, cache_bytes(place.device))
     return count, set_bytes
 
 
 def _checked(each: BenchCandidate, number: int, *, virtual: bool) -> tuple[float | None, str]:
-    """Run once, and compare on all ranks: (largest error, what a check said). Collective."""
+    """Run once, and compare on all ranks: (largest error, message of the check). Collective."""
     result = each.run(*each.inputs(number))
     protocol.finish(virtual=virtual)
     if each.check is None:

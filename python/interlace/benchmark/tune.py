@@ -4,19 +4,19 @@
     2  the best third, and the best tiles with the best sends: two blocks
     3  the best three and the default: blocks in turn, of which medians count
 
-As ``bench`` does (``protocol.py``): blocks of the slowest rank, inputs rotated past the cache. All
-ranks see the same times, so all go on with the same candidates. What the budget does not allow is not
-tried. The candidates, the default first:
+Times are taken like in ``bench`` (``protocol.py``): blocks of the slowest rank, inputs rotated past the
+cache. All ranks see the same times, so all continue with the same candidates. Candidates beyond the budget
+are not tried. The candidates, the default first:
 
-    sim   the fused kernel with other blocks and more or fewer programs: what the interpreter takes
+    sim   the fused kernel with other blocks and more or fewer programs, which matter to the interpreter
     shm   the algorithms "unfused" and "pipelined"; the fused kernel is interpreted there, and never faster
-    cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and with shards sent otherwise
+    cuda  "unfused"; "pipelined" in several chunks; "fused" with other tiles, and other sends of shards
 
-Of an op that is no matmul: every algorithm and method that the place runs, beside what "auto" does; of the
-first kernel some other values.
+An op that is not a matmul has these candidates: every algorithm and method that the place runs, besides the
+choice of "auto"; and for the first kernel some other values.
 
-Candidates that the chip cannot run are left out by arithmetic (``tuning/configuration.py``), and of
-the rest those that the cost model thinks least of. Of unknown chips it ranks by another's figures.
+Candidates that the chip cannot run are left out by arithmetic (``tuning/configuration.py``), and of the
+rest those that the cost model ranks last. For unknown chips it uses another chip's figures.
 """
 
 import itertools
@@ -54,7 +54,7 @@ Values = tuple[tuple[str, int | bool], ...]
 
 @dataclass(frozen=True)
 class TuneCandidate:
-    """``algorithm`` with a configuration; no values where it has none. ``default`` is what runs untuned."""
+    """``algorithm`` with a configuration, or without values. ``default`` is the untuned choice."""
 
     algorithm: str
     values: Values = ()
@@ -65,7 +65,7 @@ class TuneCandidate:
         return dict(self.values)
 
     def describe(self) -> str:
-        """The algorithm, and of the configuration what is most telling."""
+        """Return the algorithm and the main values of the configuration."""
         v = self.configuration
         if not v:
             return self.algorithm
@@ -83,7 +83,7 @@ def made(algorithm: str, configuration: Configuration, *, default: bool = False)
 
 
 def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
-    """Candidates for an op that no cost model knows: its algorithms, the kernels' with other values.
+    """Return candidates for an op without a cost model: its algorithms, the kernels' with other values.
 
     The default is what "auto" runs.
     """
@@ -95,7 +95,7 @@ def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
     elif place == "sim":
         names = kernels
     fused = [name for name in kernels if name in names and name.endswith("fused")]
-    # a method is chosen with its default tiles first; those of the others are not tried
+    # a method is chosen with its default tiles first; other methods' tiles are not tried
     varied = [(name, values) for name in fused[:1] for values in kind.varied]
     return [
         TuneCandidate("auto", (), True),
@@ -105,7 +105,7 @@ def by_name(place: str, kind: type[ByRows]) -> list[TuneCandidate]:
 
 
 def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, tuning.Choice]:
-    """The choice of "auto" without a cache: the algorithm, and the configuration with its source."""
+    """Return the choice of "auto" without a cache: the algorithm, and the configuration with its source."""
     choice = tuning.decide(capability, problem, None)
     kind: Any = SimpleNamespace(simulated=place == "sim", direct_access=place == "shm", mapped=True)
     rows, size = problem.rows * problem.whole, problem.world_size
@@ -120,7 +120,7 @@ def untuned(place: str, capability: int | None, problem: Problem) -> tuple[str, 
 def candidates(
     place: str, capability: int | None, problem: Problem, *, one_shot: bool = True
 ) -> list[TuneCandidate]:
-    """All to be tried. ``one_shot``: whether an all-reduce is small enough for its own kernel."""
+    """Return all candidates. ``one_shot``: the all-reduce is small enough for its own kernel."""
     algorithm, choice = untuned(place, capability, problem)
     base = choice.configuration
     if place == "shm":
@@ -143,7 +143,7 @@ def candidates(
         return list(dict.fromkeys([*found, made("fused", base)]))
     itemsize = problem.dtype.itemsize
     every_tile = tile_candidates(base, capability, itemsize)
-    if problem.format:  # of which tensor cores, or registers, take so many numbers at once
+    if problem.format:  # tensor cores, or registers, take this many numbers of it at once
         every_tile = (replace(each, block_k=base.block_k) for each in every_tile)
     tiles = _ranked(problem, capability, every_tile, MOST_TILES)
     groups = [replace(base, group_m=group) for group in (4, 16)]
@@ -156,7 +156,7 @@ def candidates(
 
 
 def combined(tile: TuneCandidate, sending: TuneCandidate) -> TuneCandidate:
-    """The tiles of one with the sends of the other."""
+    """Return the tiles of one with the sends of the other."""
     values = {**tile.configuration, **{name: sending.configuration[name] for name in SENDING}}
     return TuneCandidate("fused", tuple(sorted(values.items())))
 
@@ -171,7 +171,7 @@ def _ranked(
 
 
 def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:
-    """Few large tiles first: the interpreter pays per block, not per number."""
+    """Return few large tiles first: the interpreter's time is per block, not per number."""
     sizes = itertools.product(
         {base.block_m, max(16, base.block_m // 2)},
         {base.block_n, max(16, base.block_n // 2), min(256, base.block_n * 2)},
@@ -192,14 +192,14 @@ def _interpreted(problem: Problem, base: Configuration) -> list[Configuration]:
 
 FINAL_BLOCKS = 7
 LEAST_BLOCKS = 3
-AUTO = "auto"  # stands for what runs untuned, where that has no other name here
+AUTO = "auto"  # stands for the untuned choice, if that has no other name here
 FINALISTS = 3
-EARLY = 0.6  # of the budget, for the first round
-WORTH_IT = 0.98  # of the default's time; what is nearer than that is noise
+EARLY = 0.6  # share of the budget for the first round
+WORTH_IT = 0.98  # share of the default's time; smaller gains are noise
 
 
 class CandidateError(Exception):
-    """Candidate ``index`` cannot be run: ``reason``. Ends the run, which is then tried without it."""
+    """Candidate ``index`` cannot be run: ``reason``. Ends the run, which is then repeated without it."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(index, reason)
@@ -211,7 +211,7 @@ class CandidateError(Exception):
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """One op at one shape: its sizes, of which the first are all rows. ``settings``: as of ``bench``."""
+    """One op at one shape: its sizes, of which the first is all rows. ``settings``: as for ``bench``."""
 
     op: str
     dtype: torch.dtype
@@ -224,7 +224,7 @@ class TuneRequest:
 
 @dataclass
 class Timed:
-    """``microseconds`` of each block; [] if time was up. ``error``: as a multiple of what is allowed."""
+    """``microseconds`` of each block; [] if time was up. ``error``: as a multiple of the allowed one."""
 
     candidate: TuneCandidate
     microseconds: list[float] = field(default_factory=list)
@@ -241,7 +241,7 @@ class Timed:
 
 
 def on_rank(request: TuneRequest, tick: Tick) -> list[Timed]:
-    """The times of every candidate, the same list on every rank. Collective. Raises CandidateError."""
+    """Return the times of every candidate, equal on every rank. Collective. Raises CandidateError."""
     return _Search(request, rank_0(tick)).run()
 
 
@@ -259,7 +259,7 @@ class _Search:
         self._calls = 1
 
     def _left(self) -> float:
-        """Seconds of the budget; of the slowest rank. Collective."""
+        """Return the seconds left of the budget, on the slowest rank. Collective."""
         return self._request.seconds - protocol.slowest(time.perf_counter() - self._start)
 
     def _function(self, candidate: TuneCandidate) -> Callable[..., Any]:
@@ -323,7 +323,7 @@ class _Search:
         return sorted(ran, key=lambda each: each.median)[:count]
 
     def _combinations(self, best: Sequence[Timed]) -> list[Timed]:
-        """The fastest tiles with the fastest sends, if no candidate is that already."""
+        """Combine the fastest tiles with the fastest sends, if no candidate is that already."""
         base = self._request.candidates[0]
         if base.algorithm != "fused" or self._request.op != "all_gather_matmul":
             return []
@@ -358,7 +358,7 @@ class Tuned:
 
     @property
     def best(self) -> Timed:
-        """The fastest that is right, if by more than noise; else the default."""
+        """The fastest right one, if it is faster by more than noise; otherwise the default."""
         right = [each for each in self.timed if each.final and each.right]
         fastest = min(right, key=lambda each: each.median, default=self.default)
         if self.default.right and fastest.median > WORTH_IT * self.default.median:
@@ -372,7 +372,7 @@ class Tuned:
 
     @property
     def by_algorithm(self) -> dict[str, Timed]:
-        """The fastest of each that is right, by its last blocks."""
+        """The fastest right one of each algorithm, by its last blocks."""
         found: dict[str, Timed] = {}
         ran = [each for each in self.timed if each.microseconds and each.right]
         for each in sorted(ran, key=lambda each: each.median):
@@ -383,7 +383,7 @@ class Tuned:
 
 
 def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> Tuned:
-    """``run`` it, again and again without a candidate that cannot be run. Raises if the default cannot."""
+    """Call ``run``, repeatedly without candidates that cannot be run. Raise if the default cannot."""
     skipped: list[tuple[TuneCandidate, str]] = []
     left = list(request.candidates)
     while True:
@@ -391,11 +391,11 @@ def search(request: TuneRequest, run: Callable[[TuneRequest], list[Timed]]) -> T
         try:
             return Tuned(run(tried), skipped)
         except CandidateError as error:
-            found: Any = getattr(error, "original", error)  # of a rank
+            found: Any = getattr(error, "original", error)  # the error of a rank
             if found.index == 0:
                 raise ValueError(
                     f"{request.op}: the default, {left[0].describe()}, cannot be run: {found.reason}"
                 ) from error
-            if found.index >= len(left):  # a combination of two that can
+            if found.index >= len(left):  # a combination of two candidates that can be run
                 raise
             skipped.append((left.pop(found.index), found.reason))

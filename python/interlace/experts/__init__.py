@@ -1,6 +1,6 @@
-"""Mixtures of experts: tokens to their experts and back, as DeepEP's users know it.
+"""Mixtures of experts: send tokens to their experts and back, with calls like DeepEP's.
 
-``dispatch`` and ``combine``, their low-latency forms, and what goes with them. The fused ops for whole
+``dispatch`` and ``combine``, their low-latency forms, and their helpers. The fused ops for whole
 layers are :func:`interlace.all_to_all_grouped_matmul` and :func:`interlace.grouped_matmul_combine`. See
 docs/how-to/train/experts.md.
 

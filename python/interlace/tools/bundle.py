@@ -6,10 +6,10 @@
     load.py                                the loader, which needs no interlace
     <kernel>.sm_<arch>.cubin, .ptx         per kernel and architecture
 
-A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Nothing in it is
-written by hand where it could drift: arguments, sizes and resources are those of this compilation
-(``compiler/worker.py``), contracts are the paragraphs of the kernels' docstrings. What launches compute
-is in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
+A manifest has data alone; the loader computes with it (``kernels/bundle_formulas.py``). Values that could
+become wrong are not written by hand: arguments, sizes and resources come from this compilation
+(``compiler/worker.py``), contracts from the paragraphs of the kernels' docstrings. The computations of
+launches are in ``kernels/bundle_formulas.py``, by the names of ``OPS``.
 """
 
 import ast
@@ -63,7 +63,7 @@ from interlace.tools.catalogue.catalogue import (
 )
 from interlace.tools.catalogue.catalogue_attention import HeadsVariant
 
-# Not of one build: which path is an option, and how many programs is said at the launch.
+# Not options of one build: the path has its own option, and the launch says how many programs.
 _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 
 
@@ -71,16 +71,16 @@ _NOT_OVERRIDDEN = ("descriptors", "programs", "warp_roles")
 class KernelOptions:
     """Options that specialise the kernels of a bundle. The world size does not.
 
-    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "",
-    "n" or "m", ``path`` "auto", "tma" or "pointers", ``norm`` "rms" or "layer", of rows that get a residual
-    and, with ``quantize``, "fp8" or "fp8_static", are made fp8, or, with the name of a block-scaled format,
-    packed rows of that, which are not gathered; ``gather`` "none", or which of them all
-    ranks get, "normed" or "both" with the sums. ``format`` is of block-scaled operands, with packed rows
-    (``kernels/block_scales.py``): ``inner`` are numbers then, K of a launch is the bytes of a row, and
-    ``dtype`` the output's. ``head_dim`` is of an attention, ``value_dim`` of its
-    values, 0 for the same; ``topk`` are slots of a token, ``experts`` those of a rank. For ``rows`` per
-    rank, ``columns`` and ``inner`` the tiles are chosen; where the last two are multiples of 16, so they
-    must be at every launch. ``overrides`` are values of the configuration.
+    ``dtype`` by Triton's name. ``weight`` is "kn" (contiguous along N) or "nk" (along K), ``bias`` "", "n"
+    or "m", ``path`` "auto", "tma" or "pointers". ``norm`` is "rms" or "layer", for rows that get a
+    residual. ``quantize`` "fp8" or "fp8_static" makes the normed rows fp8. With the name of a block-scaled
+    format it makes packed rows, which are not gathered. ``gather``: "none", or the rows that all ranks get,
+    "normed" or "both" with the sums. ``format`` is the block-scaled operands', with packed rows
+    (``kernels/block_scales.py``). Then ``inner`` counts numbers, K of a launch is the bytes of a row, and
+    ``dtype`` the output's. ``head_dim`` is an attention's, ``value_dim`` its values' (0: the same);
+    ``topk`` are a token's slots, ``experts`` a rank's. The tiles are chosen for ``rows`` per rank,
+    ``columns`` and ``inner``. If the last two are multiples of 16, they must be at every launch.
+    ``overrides`` are values of the configuration.
     """
 
     dtype: str = "bf16"
@@ -106,7 +106,7 @@ class KernelOptions:
         return DTYPES[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
-        """The default one of ``arch`` with the overrides."""
+        """Return the default configuration of ``arch`` with the overrides."""
         default = gpu_default(arch, self.torch_dtype, self.rows, self.columns, self.inner)
         return replace(default, **self.overrides)  # type: ignore[arg-type]
 
@@ -151,11 +151,11 @@ Make = Callable[[int, KernelOptions], list[Entry]]
 class BundleOp:
     """One op of a bundle: ``entries`` are its kernels, in the order of their launches.
 
-    finish_kernel follows on the stream, but where the memory is that of ``words`` that carry their flags.
-    Those of ``apart`` wait for nothing, and without a ``workspace`` none does. ``tables`` name the quantity
-    that an argument points to; ``options`` are those that apply. ``names``: of a kernel's arguments those
-    that mean something else there than in the others, and what they are called. ``constants`` are the
-    same for all builds. ``bias_by_column``: it has none by row.
+    finish_kernel follows on the stream, except for memory of ``words`` that carry their flags. Kernels in
+    ``apart`` wait for nothing, and without a ``workspace`` no kernel waits. ``tables`` name the quantity
+    that an argument points to; ``options`` are those that apply. ``names``: for a kernel, arguments with
+    another meaning than in the other kernels, and their names. ``constants`` are the same for all builds.
+    ``bias_by_column``: it has no bias by row.
     """
 
     entries: Make
@@ -171,7 +171,7 @@ class BundleOp:
 
     @property
     def sends_input(self) -> bool:
-        """Whether rows of the input move, and not what is made of them."""
+        """Whether rows of the input are sent, and not results made from them."""
         return "sends_ptr" in self.tables
 
     @property
@@ -180,11 +180,11 @@ class BundleOp:
         return self.workspace and not self.words
 
     def checked(self, name: str, options: KernelOptions) -> None:
-        """Raises ValueError for an option that ``name`` does not have, or that has no such value."""
+        """Raise ValueError for an option that ``name`` does not have, or for a wrong value."""
         for one in fields(KernelOptions):
             changed = getattr(options, one.name) != getattr(KernelOptions(), one.name)
             if changed and one.name not in (*self.options, "dtype", "rows", "overrides"):
-                raise ValueError(f"{one.name} is no option of {name}")
+                raise ValueError(f"{one.name} is not an option of {name}")
         if options.bias == "m" and self.bias_by_column:
             raise ValueError("bias is 'm': this op has a bias per column only")
         known = {f.name for f in fields(Configuration)} - set(_NOT_OVERRIDDEN)
@@ -249,7 +249,7 @@ RANKS = (f"0 < world_size <= {MAX_WORLD_SIZE}", "0 <= rank < world_size")
 _ROWS = (*RANKS, "len(rows) == world_size", "min(rows) >= 0", "max(rows) > 0")
 _SPLITS = (*RANKS, "num_experts > 0", "min(splits) >= 0", "max(splits) > 0")
 _SENT = (*RANKS, "senders > 0", "most_tokens > 0", "experts <= EXPERTS")
-# Without columns nobody would wait for what arrives, and it would hit the next op.
+# Without columns no program would wait for rows that arrive, and they would hit the next op.
 _WAITED = ("N > 0", "resident > COPIERS")
 _BLOCKS = f"0 < blocks <= {MOST_PROGRAMS}"
 _FUSED = ("weight", "bias", "path", "columns", "inner")
@@ -260,7 +260,7 @@ _HEAD = ("head_dim", "value_dim")
 _SEGMENTS = {"segments_ptr": "segments"}
 _KEYS = {"parts_ptr": "parts", "spans_ptr": "spans"}
 _WORDS = {"epochs_offset": EPOCHS_OFFSET, "words_offset": WORDS_OFFSET}
-# Of all ops, for ``bundle_formulas.py``.
+# Constants of all ops, for ``bundle_formulas.py``.
 CONSTANTS = {
     "WORD": WORD,
     "HEADER_WORDS": HEADER_WORDS,
@@ -374,10 +374,10 @@ OPS = {
         conditions=(*RANKS, _BLOCKS),
         apart=("decode_attention_kernel", "merge_attention_kernel"),
         words=True,
-        # between the last two: what is merged is exchanged
+        # between the last two kernels, merged results are exchanged
         names={
             "merge_attention_kernel": {"output_ptr": "input_ptr"},
-            # a cache in one piece has none
+            # a cache in one piece has no pages
             "decode_attention_kernel": {"pages_ptr": "lengths_ptr"},
         },
         constants={"per_key": 1, "first_head": 0, "pages_stride": 0, "pages_size": 0, **_WORDS},
@@ -401,7 +401,7 @@ OPS = {
 
 
 def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
-    """Conditions that descriptors (TMA) put on the operands, besides multiples of 16."""
+    """Return conditions of descriptors (TMA) on the operands, besides multiples of 16."""
     rows_of_weight = {"kn": "weight_stride_k >= N", "nk": "weight_stride_n >= K"}
     path = entry.fixed.get("DESCRIPTORS")
     if path in rows_of_weight:
@@ -410,7 +410,7 @@ def descriptor_conditions(entry: Entry) -> tuple[str, ...]:
 
 
 def kernels(op: str) -> tuple[str, ...]:
-    """Names of the kernels of an op itself, in the order of their launches."""
+    """Return names of the kernels of an op itself, in the order of their launches."""
     return tuple(name for name in bundle_formulas.OPS[op] if name.endswith("_kernel"))
 
 
@@ -441,7 +441,7 @@ class BundleTarget:
     out: pathlib.Path
 
     def entries(self) -> list[Entry]:
-        """Everything to compile. Raises ValueError naming the op, or an option."""
+        """Return everything to compile. Raises ValueError naming the op, or an option."""
         if self.op not in OPS:
             raise ValueError(f"op is {self.op!r}; there are {', '.join(OPS)}")
         OPS[self.op].checked(self.op, self.options)
@@ -453,9 +453,9 @@ def build_bundles(
     *,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile ``targets`` together and write their bundles; a report per kernel.
+    """Compile ``targets`` together and write their bundles; return a report per kernel.
 
-    If a report has problems, nothing but directories is made. Raises ValueError naming an option, OSError
+    If a report has problems, only directories are made. Raises ValueError naming an option, OSError
     if a directory cannot be written.
     """
     entries = [target.entries() for target in targets]
@@ -479,7 +479,7 @@ def build_bundles(
 
 
 def loader() -> str:
-    """The loader as one file: ``aot.py``, and before it all that it calls of interlace."""
+    """Return the loader as one file: ``aot.py``, preceded by all code of interlace that it calls."""
     called = [inspect.getsource(each) for each in (send_order, arrival_order, owner_order)]
     head, body = _less_imports(aot)
     modules = [_less_imports(each)[1] for each in (launch_formulas, bundle_formulas)]
@@ -487,7 +487,7 @@ def loader() -> str:
 
 
 def _less_imports(module: types.ModuleType) -> tuple[str, str]:
-    """The docstring, and the text below it but for imports of interlace."""
+    """Return the docstring, and the text below it without imports of interlace."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)
     docstring, *nodes = ast.parse(source).body
@@ -498,7 +498,7 @@ def _less_imports(module: types.ModuleType) -> tuple[str, str]:
 
 
 def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -> None:
-    """Move what was compiled into ``out``, and write ``texts``; the manifest, last, is replaced whole."""
+    """Move compiled files into ``out``, and write ``texts``; the manifest, last, is replaced whole."""
     for path in sorted(staging.iterdir()):
         if path.suffix != ".json":
             os.replace(path, out / path.name)
@@ -508,17 +508,17 @@ def _place(out: pathlib.Path, staging: pathlib.Path, texts: Mapping[str, str]) -
 
 
 def _mains(target: BundleTarget, arch: int) -> list[Entry]:
-    """The kernels of the op itself."""
+    """Return the kernels of the op itself."""
     made = OPS[target.op].entries(arch, target.options)
     if any(each.fixed.get("COPIERS") == 0 for each in made):
         raise ValueError("copiers is 0: a bundle has no kernels for the copy engine to send")
-    # chosen by hand, it may spill
+    # a configuration chosen by hand may spill
     by_hand = bool(target.options.overrides)
     return [replace(each, default=each.default and not by_hand) for each in made]
 
 
 def _sequence(target: BundleTarget, arch: int) -> list[Entry]:
-    """The kernels of one launch of the op, in order."""
+    """Return the kernels of one launch of the op, in order."""
     last = [each for each in signals(arch) if each.kernel == _LAST]
     return [*_mains(target, arch), *(last if OPS[target.op].finished else ())]
 
@@ -549,7 +549,7 @@ def _manifest(target: BundleTarget, staging: pathlib.Path) -> dict[str, Any]:
             "layout": list(layout[2:] if op.words else layout),
             "alignment": DATA_ALIGNMENT,
             "slot_bytes": WORD,
-            # index of every int64 word of the header that a host has to do with; credits: of rank 0's
+            # index of every int64 word of the header that a host uses; credits: rank 0's
             "header_words": {
                 "epoch": signal.EPOCH_WORD,
                 "abort": signal.ABORT_WORD,
@@ -577,7 +577,7 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
         "NORMED_ITEMSIZE": 1 if options.quantize else options.torch_dtype.itemsize,
         "GATHERS": ("none", "normed", "both").index(options.gather),
     }
-    for entry in mains:  # in one that is first it is meant
+    for entry in mains:  # if it is in the first kernel, that one is meant
         there = {name: value for name, value in entry.fixed.items() if value is not None}
         baked = {**there, **baked}
     baked |= {**CONSTANTS, **op.constants}
@@ -592,7 +592,7 @@ def _arch(target: BundleTarget, arch: int, staging: pathlib.Path) -> dict[str, A
 def _kernel(
     target: BundleTarget, entry: Entry, staging: pathlib.Path, conditions: Sequence[str]
 ) -> dict[str, Any]:
-    """``staging`` has the artifacts of ``entry``."""
+    """Return the manifest's entry of a kernel; ``staging`` has the artifacts of ``entry``."""
     stem, op = _stem(entry), OPS[target.op]
     facts: dict[str, Any] = json.loads((staging / f"{stem}.json").read_text())
     for argument in facts["arguments"]:
@@ -610,7 +610,7 @@ def _kernel(
 
 
 def _names(functions: Iterable[types.CodeType]) -> set[str]:
-    """All names in functions, and in those within them."""
+    """Return all names in functions, and in functions within them."""
     found = set[str]()
     for code in functions:
         within = (each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -619,7 +619,7 @@ def _names(functions: Iterable[types.CodeType]) -> set[str]:
 
 
 def contract(module: str, kernel: str) -> dict[str, str]:
-    """The paragraphs of the docstring: "computes" is the first, the others are named in it."""
+    """Return the paragraphs of the docstring: "computes" is the first, the others have names in it."""
     function = getattr(importlib.import_module(module), kernel)
     paragraphs = inspect.cleandoc(function.fn.__doc__).split("\n\n")
     first, *others = (" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -632,7 +632,7 @@ def contract(module: str, kernel: str) -> dict[str, str]:
 
 
 def contracts(entries: list[Entry], known: list[Entry]) -> dict[str, dict[str, str]]:
-    """Of ``entries``, and of those among ``known`` that their texts refer to, by kernel."""
+    """Return contracts, by kernel, of ``entries`` and of ``known`` ones that their texts refer to."""
     modules = {entry.kernel: entry.module for entry in known}
     found: dict[str, dict[str, str]] = {}
     missing = [entry.kernel for entry in entries]

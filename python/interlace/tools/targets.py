@@ -1,12 +1,12 @@
 """Targets of ``interlace verify``: every op with every algorithm, and the kernels that streams use.
 
-Ops whose name begins with "nodes." are those of ranks on several nodes, two to a node, with puts that
-store at once or as late as may be.
+Ops whose name begins with "nodes." run on several nodes, two ranks to a node, with puts that store at once
+or as late as possible.
 
-A target is an SPMD function that has a few calls of an op in flight, so that workspaces and slots are used
-again while some rank may be far behind, with small tiles, so that a few elements make several tiles,
-programs and chunks. Arguments are the op's examples, algorithms those of its record, and ``Op.reference``
-is what is right. ``CALLS_OF`` says what is otherwise; an op that is not there has a target all the same.
+A target is an SPMD function that has a few calls of an op in flight. So workspaces and slots are used again
+while some rank may be far behind. Tiles are small, so that a few elements make several tiles, programs and
+chunks. Arguments are the op's examples, algorithms are its record's, and ``Op.reference`` returns the right
+results. ``CALLS_OF`` lists exceptions; an op without an entry has a target all the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +43,13 @@ SMALL_TILES: dict[str, int | bool] = {
 INNER = 8
 WIDE = 160  # numbers along k of block-scaled operands: more than the 128 of one step
 MANY = 300  # more words than a program of kernels/collectives/low_latency.py takes
-ROUNDINGS = 2.0**-16  # of the largest number: more than fp32 needs, and between whole numbers none
+ROUNDINGS = 2.0**-16  # times the largest number: more than fp32 roundings, less than whole numbers
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class VerifyTarget:
-    """``variants`` by algorithm, ``quick`` (None: all) those of a quick check; ``kernels`` to lint."""
+    """``variants`` by algorithm, ``quick`` (None: all) for a quick check; ``kernels`` to lint."""
 
     variants: dict[str, Callable[[], Any]]
     kernels: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ RowCounts = Callable[[int, int], Sequence[int]]
 Finish = Callable[[], Sequence[Tensor]]
 """Waits for the results of an op."""
 Begin = Callable[[Op, Communicator, Any, str], Finish]
-"""Starts an op, with the record of its arguments, and the algorithm where that is no argument."""
+"""Starts an op, with the record of its arguments, and the algorithm if that is not an argument."""
 
 
 def _begin(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
@@ -77,12 +77,12 @@ def _begin(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
 class TargetCalls:
     """How a target calls an op.
 
-    ``rows``: of each rank, by the number of ranks and that of the call. ``width``: of matrices, by the
-    number of ranks. ``examples``: arguments that are others than the op's own. ``tiles``: values of the
-    configuration, by the same two numbers. ``stand_in``: the op that is called, if it is another.
-    ``algorithms``: those to be run, if not just those of the op. ``otherwise``: by algorithm, what is
-    otherwise; ``second``: what is so in every second call; ``asks_for``: the algorithm behind a name that
-    is none. ``kernels``: more than those of the op.
+    ``rows``: each rank's, by the number of ranks and the number of the call. ``width``: of matrices, by the
+    number of ranks. ``examples``: arguments that differ from the op's own. ``tiles``: values of the
+    configuration, by the same two numbers. ``stand_in``: the op to call, if it is another. ``algorithms``:
+    the ones to run, if they differ from the op's. ``otherwise``: differing arguments, by algorithm;
+    ``second``: arguments of every second call; ``asks_for``: the algorithm for a name that is not one.
+    ``kernels``: additional kernels.
     """
 
     rows: RowCounts = lambda size, call: [17] * size
@@ -99,7 +99,7 @@ class TargetCalls:
     quick: tuple[str, ...] | None = None
 
     def start(self, op: Op, group: Communicator, number: int, algorithm: str) -> Callable[[], bool]:
-        """Start a call; what is returned waits for it, and says whether its results are right."""
+        """Start a call; return a function that waits for it, and returns whether its results are right."""
         op = BY_NAME[self.stand_in] if self.stand_in else op
         op = replace(op, examples={**op.examples, **self.examples})
         rank, size = group.rank, group.world_size
@@ -114,7 +114,7 @@ class TargetCalls:
 
 
 def _same(made: Tensor, right: Tensor) -> bool:
-    """Whether numbers are equal but for roundings, of which whole ones have none."""
+    """Return whether numbers are equal except for roundings, which whole numbers do not have."""
     share = max(ROUNDINGS, torch.finfo(made.dtype).eps) if made.is_floating_point() else 0.0
     made, right = made.double(), right.double()
     most = right.nan_to_num(neginf=0.0).abs().max() if right.numel() else 0.0
@@ -124,12 +124,12 @@ def _same(made: Tensor, right: Tensor) -> bool:
 
 
 def _in_flight(group: Communicator, op: Op, calls: TargetCalls, count: int, algorithm: str) -> None:
-    """``count`` calls of an op in flight."""
+    """Run ``count`` calls of an op in flight."""
     calls, started = replace(calls, **calls.otherwise.get(algorithm, {})), []
     for number in range(count):
         own = replace(calls, **calls.second) if number % 2 else calls
         started.append(own.start(op, group, number, algorithm))
-        # An op in which only rank 0 waits for data: nobody else learns how far the others are.
+        # In some ops only rank 0 waits for data: the other ranks do not learn how far the others are.
         one = torch.ones(1, 4), torch.ones(4, 1)
         interlace.matmul_reduce_scatter(*one, group=group, algorithm="fused", async_op=True)
     for number, is_right in enumerate(started):
@@ -138,7 +138,7 @@ def _in_flight(group: Communicator, op: Op, calls: TargetCalls, count: int, algo
 
 
 def _algorithms(op: Op, calls: TargetCalls) -> dict[str, Callable[[], Any]]:
-    """Variants of a target, one for each algorithm."""
+    """Return the variants of a target, one for each algorithm."""
 
     def variant(algorithm: str) -> Callable[[], Any]:
         def on_rank() -> None:
@@ -151,7 +151,7 @@ def _algorithms(op: Op, calls: TargetCalls) -> dict[str, Callable[[], Any]]:
 
 
 def _over_nodes(op: Op, calls: TargetCalls, algorithm: str) -> dict[str, Callable[[], Any]]:
-    """Variants of a target as if every two ranks were a node; puts store at once, or late."""
+    """Return the variants of a target with two ranks to a node; puts store at once, or late."""
 
     def variant(put: str) -> Callable[[], Any]:
         def on_rank() -> None:
@@ -172,7 +172,7 @@ def _over_nodes(op: Op, calls: TargetCalls, algorithm: str) -> dict[str, Callabl
 
 
 def _begin_eager(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    """A plain collective, whose algorithm only eager calls choose."""
+    """Start a plain collective, whose algorithm only eager calls choose."""
     output = given.input.clone() if op.name in IN_PLACE else op.outputs(given, group.world_size)
     tensors = [output] if op.name in IN_PLACE else [output, given.input]
     root = {"src": given.src} if "src" in op.kinds else {}
@@ -187,13 +187,13 @@ def _begin_eager(op: Op, group: Communicator, given: Any, algorithm: str) -> Fin
 
 
 def _begin_unbounded(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    """A dispatch without a bound has ended when its op has started, but not its form of eager calls."""
+    """Start a dispatch without a bound in its eager form; as an op it would have ended at its start."""
     work: Any = dispatch_rows(group, (given, None), async_op=True)
     return work.wait  # type: ignore[no-any-return]
 
 
 def _begin_counted(op: Op, group: Communicator, given: Any, algorithm: str) -> Finish:
-    """Grouped matmul with a bound of rows, and counts that stay on the device."""
+    """Start a grouped matmul with a bound of rows, whose counts stay on the device."""
     work: Any = interlace.all_to_all_grouped_matmul(
         given.input,
         given.weight,
@@ -212,11 +212,11 @@ def _begin_decode(op: Op, group: Communicator, given: Any, algorithm: str) -> Fi
     return work.wait  # type: ignore[no-any-return]
 
 
-# -- what is otherwise than :class:`TargetCalls` has it ---------------------------------------------
+# -- exceptions from :class:`TargetCalls` -----------------------------------------------------------
 
 
 def _whole(rows: int) -> RowCounts:
-    """All ranks have the same ones."""
+    """Return the same rows for all ranks."""
     return lambda size, call: [rows] + [0] * (size - 1)
 
 
@@ -225,7 +225,7 @@ def _two_sequences(setting: Setting) -> torch.Tensor:
 
 
 def _counts(setting: Setting) -> list[list[int]]:
-    """Rows by rank and expert, of two experts on every rank: some rank has none for one of them."""
+    """Return rows by rank and expert, of two experts on every rank: a rank has none for one of them."""
     experts, ranks = range(2 * setting.size), range(setting.size)
     return [[(7 * e + 9 * rank + setting.call) % 20 for e in experts] for rank in ranks]
 
@@ -240,7 +240,7 @@ def _quantized(setting: Setting) -> str:
 
 
 def _packed(setting: Setting, rows: int) -> torch.Tensor:
-    """Packed rows of whole numbers; neighbours of a block have other scales, along k, rows and ranks."""
+    """Return packed rows of whole numbers; neighbour blocks differ in scale, along k, rows and ranks."""
     kind = FORMATS["mxfp8"]
     block = torch.arange(WIDE) // kind.block
     factor = 2.0 ** ((torch.arange(rows)[:, None] + block + setting.rank) % 3)
@@ -252,7 +252,7 @@ def _packed_weight(setting: Setting) -> torch.Tensor:
 
 
 def _of_methods(quick: int) -> dict[str, Any]:
-    """Of attention: the first ``quick`` algorithms are those of a quick check."""
+    """Return options of attention: the first ``quick`` algorithms are for a quick check."""
     names = tuple(BY_NAME["context_parallel_attention"].algorithms)
     return {"algorithms": (*names[:-1], "auto unfused", "ulysses unfused"), "quick": names[:quick]}
 
@@ -329,7 +329,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     ),
     "context_parallel_attention": TargetCalls(**_of_methods(2)),
     "context_parallel_attention_backward": TargetCalls(
-        # others than those of the forward: to make these takes long
+        # other arguments than the forward's, which take long to make
         examples={
             "output": example_queries,
             "lse": lambda setting: torch.zeros(1, HEADS, setting.own),
@@ -353,7 +353,7 @@ CALLS_OF: dict[str, TargetCalls] = {
     "reduce_scatter": _PLAIN,
     "all_to_all": replace(_PLAIN, begin=_begin),
     "all_reduce": replace(_PLAIN, rows=_whole(1)),
-    # one root, which is ahead of everybody
+    # one root, which is ahead of the other ranks
     "broadcast": replace(_PLAIN, rows=_whole(1), width=lambda size: MANY),
 }
 NAMES = {
@@ -361,18 +361,18 @@ NAMES = {
     "context_parallel_attention_backward": "attention_backward",
     "distributed_decode": "decode",
 }
-"""Of targets, where an op is called otherwise."""
+"""Targets with exceptions."""
 STANDS_FOR = {
     "all_gather_scaled_matmul": "all_gather_matmul",
     "scaled_matmul_reduce_scatter": "matmul_reduce_scatter",
     "routed_matmul_combine": "grouped_matmul_combine",
 }
 """The target with an op's kernels, where the op has no other."""
-_LATE = ("late puts",)  # finds more than those that store at once
+_LATE = ("late puts",)  # finds more than puts that store at once
 _OVER_NODES: dict[str, tuple[str, tuple[str, ...]]] = {
     "all_gather": ("auto", ("move_kernel", "quiet_kernel")),
     "reduce_scatter": ("auto", ("node_reduce_scatter_kernel", "put_credits_kernel")),
-    "all_to_all": ("auto", ()),  # the moves are those of nodes.all_gather
+    "all_to_all": ("auto", ()),  # the moves are the same as in nodes.all_gather
     "dispatch": ("auto", ()),
     "combine": ("auto", ()),
     "grouped_matmul_combine": ("auto", ()),
@@ -382,7 +382,7 @@ _OVER_NODES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def _signals() -> None:
-    """The four kernels that streams on a GPU use, around torch copies into peers' memory."""
+    """Run the four kernels that streams on a GPU use, around torch copies into peers' memory."""
     place = default_group().place
     rank, world_size = place.rank, place.world_size
     words = signal.HEADER_WORDS + world_size
@@ -420,7 +420,7 @@ def _node_target(op: str) -> VerifyTarget:
 
 
 def targets(ops: Mapping[str, Op]) -> dict[str, VerifyTarget]:
-    """By name: one of each op that has algorithms, and those that are no op's."""
+    """Return targets by name: one for each op with algorithms, and those without an op."""
     kernels = "publish_kernel", "wait_kernel", "wait_credits_kernel", "finish_kernel"
     own = {name: op for name, op in ops.items() if op.algorithms and name not in STANDS_FOR}
     return {

@@ -77,13 +77,13 @@ def test_sizes(text: str, expected: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "--sizes: '' is no size"),
-        ("4T", "'4T' is no size; write 100, 64K, 1M or 1G"),
-        ("-4", "'-4' is no size"),
+        ("", "--sizes: '' is not a size"),
+        ("4T", "'4T' is not a size; write 100, 64K, 1M or 1G"),
+        ("-4", "'-4' is not a size"),
         ("0", "must be positive, got '0'"),
         ("1K:4K", "'1K:4K' must be a size or first:last:step"),
         ("1K:4K:4", "the step of '1K:4K:4' must be like x4 or [+]1M, got '4'"),
-        ("1K:4K:x", "'' is no size"),
+        ("1K:4K:x", "'' is not a size"),
         ("4K:1K:x2", "'4K:1K:x2' begins with 4096, which is more than 1024"),
         ("1:1M:+1", "has more than 1000 sizes"),
     ],

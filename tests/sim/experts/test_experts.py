@@ -526,7 +526,7 @@ def test_all_ranks_are_told_of_a_handle_that_is_none(name: str) -> None:
     handle, rank = experts.dispatch(x, idx, None, 2)[1], interlace.get_rank()
     more = [idx, None] if name == "low_latency_combine" else []
     for wrong_ranks in ([0], [0, 1]):
-        said = "handle must be that of a dispatch, got NoneType"
+        said = "handle must be the handle of a dispatch, got NoneType"
         with pytest.raises(TypeError, match=said) as error:
             combined(torch.ones(4, 2), *more, None if rank in wrong_ranks else handle)
         assert f"rank {rank if rank in wrong_ranks else 0}" in str(error.value)

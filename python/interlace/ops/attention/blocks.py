@@ -1,9 +1,9 @@
 """Partial results over the keys of one source, merged, and their gradients: by torch, or by Triton kernels.
 
-By torch any dtype will do. On a CPU the products are those of torch's own flash attention, which takes a
-causal mask and masks as tensors, and one size of heads: where values have another than keys, the smaller is
-filled up with zeros. Where a mask is causal only, keys are seen wholly, not at all, or as a triangle, so
-nobody makes a mask. Operands of 16 bits are widened first: partial results are fp32.
+torch takes any dtype. On a CPU the products are those of torch's own flash attention, which takes a causal
+mask and masks as tensors, and one size of heads. If the head sizes of values and keys differ, the smaller
+one is filled up with zeros. If a mask is only causal, all keys are seen, or none, or a triangle, so no mask
+is made. Operands of 16 bits are widened first: partial results are fp32.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ WHOLE, TRIANGLE, MASKED = "whole", "triangle", "masked"
 
 
 class TorchBlocks:
-    """The queries of one call, and what was made of them so far, by torch; see :class:`KernelBlocks`."""
+    """The queries of one call, and their results so far, by torch; see :class:`KernelBlocks`."""
 
     def __init__(self, problem: AttentionProblem, shape: Sequence[int]) -> None:
         self._problem, self._sources = problem, problem.sources()
@@ -47,7 +47,7 @@ class TorchBlocks:
         self._heads, self._rows = shape[2], slice(0, shape[0])
         mask = problem.mask
         simple = problem.documents is None and mask.window == (NO_LIMIT, NO_LIMIT)
-        self._simple = simple and problem.scale > 0  # torch scales what it has filled with -inf
+        self._simple = simple and problem.scale > 0  # torch fills with -inf, then scales
         self._partials: dict[int, list[tuple[slice, Tensor, Tensor]]] = {}
 
     def begin(self, query: Tensor) -> None:
@@ -55,22 +55,22 @@ class TorchBlocks:
 
     @functools.cached_property
     def _query(self) -> Tensor:
-        """``[b, h, tokens, size]``, widened, dense; on the stream: the query may not be there before."""
+        """``[b, h, tokens, size]``, widened, dense; on the stream: the query may not exist before."""
         return self._given.permute(1, 2, 0, 3).to(self._wide).contiguous()
 
     def _call(self, function: Any, label: str) -> None:
         self._problem.communicator.compute.call(function, label)
 
     def _mask(self, source: int) -> Tensor:
-        """``[queries, keys]``: what a query sees of the keys of ``source``."""
+        """Return ``[queries, keys]``: which keys of ``source`` a query sees."""
         positions = self._problem.shards.places([source], self._spans.device)
         return (self._spans[:, :1] <= positions) & (positions < self._spans[:, 1:])
 
     def _pairs(self, source: int) -> list[tuple[slice, int, str]]:
-        """Rows of queries, and the first so many keys of ``source`` of which they see something.
+        """Return rows of queries, how many first keys of ``source`` they see, and the kind of mask.
 
-        No row is in two pairs: keys of a rank are in the order of their positions, so what a run of
-        queries sees of another's is the keys of its first runs.
+        No row is in two pairs: keys of a rank are in the order of their positions, so a run of queries sees
+        the keys of another rank's first runs.
         """
         problem, shards = self._problem, self._problem.shards
         keys = shards.lengths[source]
@@ -95,7 +95,7 @@ class TorchBlocks:
         return found
 
     def _heads_first(self, packed: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[b, h, tokens, size]``, widened, rows dense: products are of these."""
+        """Return keys and values, ``[b, h, tokens, size]``, widened, rows dense, for products."""
         key, value = (self._groups(self._dense(each)) for each in packed)
         return key, value
 
@@ -106,7 +106,7 @@ class TorchBlocks:
         return key
 
     def _groups(self, key: Tensor) -> Tensor:
-        """A head of keys for every head of queries, where these are no equal groups of all of them."""
+        """Repeat keys for every head of queries, unless heads form equal groups."""
         heads, key_heads = self._heads, key.shape[1]
         problem = self._problem
         if heads == key_heads * problem.per_key and not problem.first_head:
@@ -120,7 +120,7 @@ class TorchBlocks:
     def _seen(
         self, source: int, packed: Tensor
     ) -> Iterator[tuple[slice, Tensor | None, bool, Tensor, Tensor]]:
-        """(rows of queries, mask, whether it is causal, the keys, the values) that meet."""
+        """Yield (rows of queries, mask, whether it is causal, the keys, the values) of each product."""
         pairs = self._pairs(source)
         if pairs:
             most = max(count for _, count, _ in pairs)
@@ -162,7 +162,7 @@ class TorchBlocks:
 
     @contextlib.contextmanager
     def _given_to(self, output: Tensor) -> Iterator[Tensor]:
-        """``[b, h, tokens, size]``, wide, for what ``output`` gets, and that itself if it is wide."""
+        """Yield a wide ``[b, h, tokens, size]`` for the result of ``output``; itself if it is wide."""
         wide = output if output.dtype == self._wide else torch.empty_like(output, dtype=self._wide)
         yield wide.permute(1, 2, 0, 3)
         if wide is not output:
@@ -179,7 +179,7 @@ class TorchBlocks:
             )
             nothing = result.lse == float("-inf")
             self._lse = torch.where(nothing, float("inf"), result.lse).to(self._wide)
-            # the grad of the sums' logarithms is in there, which torch's own kernel does not know
+            # it includes the gradient of the sums' logarithms, which torch's own kernel does not know
             self._delta = None if result.lse_grad is None else result.delta().to(self._wide)
 
         self._call(prepare, "sums of rows")
@@ -209,7 +209,7 @@ class TorchBlocks:
         self._call(run, f"gradients of keys of rank {source}")
 
     def _of_key_heads(self, grad: Tensor, key_heads: int) -> Tensor:
-        """Sums over the query heads of each key head, in their order."""
+        """Sum over the query heads of each key head, in their order."""
         if grad.shape[1] == key_heads:
             return grad
         batches, _, rows, size = grad.shape
@@ -233,13 +233,13 @@ class TorchBlocks:
 def attended(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``[b, h, m, v]``: the output, and the natural logarithm of the sums, -inf for what sees nothing."""
+    """Return the output, ``[b, h, m, v]``, and the log of the sums, -inf for queries that see nothing."""
     if query.is_cpu:
         added = None if mask is None else _added(mask, query.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_of_one_size(query, key, value), 0.0, causal, attn_mask=added, scale=scale
         )
-        if mask is not None:  # it says 0 where nothing is seen
+        if mask is not None:  # torch returns 0 for queries that see nothing
             lse = lse.masked_fill(~mask.any(-1), float("-inf"))
         return out[..., : value.shape[-1]], lse
     score = _scores(query, key, mask, causal, scale)
@@ -258,10 +258,10 @@ def differentiated(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, the latter two by query head or by key head.
+    """Return gradients of query, key and value, the latter two by query head or by key head.
 
-    ``of``: the output's gradient, the output, and the logarithm of the sums, inf for what sees nothing.
-    ``delta``: the sum of their products, per row, where it is not just that.
+    ``of``: the output's gradient, the output, and the log of the sums, inf for queries that see nothing.
+    ``delta``: the sum of their products, per row, if it is more than that.
     """
     grad, out, lse = of
     if query.is_cpu and delta is None:
@@ -283,7 +283,7 @@ def differentiated(
 
 
 def _of_one_size(*tensors: Tensor) -> list[Tensor]:
-    """With zeros behind the heads that are smaller than others: torch's kernel knows one size."""
+    """Fill smaller heads with zeros at the end: torch's kernel takes one size only."""
     size = max(each.shape[-1] for each in tensors)
     return [
         each if each.shape[-1] == size else F.pad(each, (0, size - each.shape[-1]))
@@ -300,7 +300,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    """A head of keys for every head of queries."""
+    """Repeat keys for every head of queries."""
     times = query.shape[1] // key.shape[1]
     return key if times == 1 else key.repeat_interleave(times, 1)
 
@@ -310,13 +310,13 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RowTotal:
-    """Sums of rows ``[b, h, rows, size]``: what is first is stored, so that ``total`` need not be zeros."""
+    """Sums of rows ``[b, h, rows, size]``. First values are stored: ``total`` need not be zeros."""
 
     def __init__(self, total: Tensor) -> None:
-        self._total, self._end = total, 0  # every row before this one has something
+        self._total, self._end = total, 0  # every row before this one has a value
 
     def add(self, rows: slice, part: Tensor, weight: Tensor | None = None) -> None:
-        """``weight``: of each row, ``[b, h, rows, 1]``."""
+        """Add ``part`` to ``rows``. ``weight``: of each row, ``[b, h, rows, 1]``."""
         self._zero(rows.start)
         old = min(self._end, rows.stop) - rows.start
         known, new = torch.split(self._total[:, :, rows], [old, part.shape[2] - old], 2)
@@ -334,12 +334,12 @@ class RowTotal:
             self._end = begin
 
     def end(self) -> None:
-        """There is no more."""
+        """Fill the rest with zeros."""
         self._zero(self._total.shape[2])
 
 
 def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> Tensor:
-    """``total``, and the logarithm that is returned, of several for rows of it, in their order."""
+    """Merge ``parts``, each for some rows, into ``total`` in order; return the log of the sums."""
     largest = total.new_full(total.shape[:3], float("-inf"))
     for rows, _, lse in parts:
         largest[:, :, rows] = torch.maximum(largest[:, :, rows], lse)
@@ -354,14 +354,14 @@ def merged(parts: Sequence[tuple[slice, Tensor, Tensor]], total: Tensor) -> Tens
     return base + torch.log(sums)
 
 
-MERGED = 4096  # elements of a tile that a program merges: what its registers hold
+MERGED = 4096  # elements of a tile that a program merges, which fit its registers
 
 
 class KernelBlocks:
-    """The queries of one call, and what was made of them so far; launches go to the compute stream.
+    """The queries of one call, and their results so far; launches go to the compute stream.
 
-    ``shape`` is that of the query, which may be of more tokens than this rank's, and of a part of the
-    heads; ``begin`` says where it is. ``source`` is None of packed keys of all ranks, one by one.
+    ``shape`` is the query's, which may have more tokens than this rank's, and a part of the heads.
+    ``begin`` passes the query. ``source`` None stands for packed keys of all ranks, one by one.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class KernelBlocks:
         self.heads = Heads(batches, heads, key_heads, problem.per_key, problem.first_head)
         self.spans, self.scale = Spans(problem.spans(), 0), problem.scale * LOG2E
         shards, begins = problem.shards, [0, *accumulate(problem.shards.lengths)]
-        # of each source alone, then of all where one's keys follow another's
+        # the parts of each source alone, then of all, if keys of all are contiguous
         self._parts = problem.communicator.table(
             ("attention parts", shards, tuple(self.sources)),
             lambda: [
@@ -398,7 +398,7 @@ class KernelBlocks:
 
     @functools.cached_property
     def partials(self) -> Partials:
-        """Of the output."""
+        """The partial results of the output."""
         return self._partials(self.tiles.VALUE_DIM)
 
     @property
@@ -411,14 +411,14 @@ class KernelBlocks:
         self._problem.communicator.compute.launch(launch)
 
     def _keys(self, packed: Tensor, source: int | None) -> tuple[dict[str, object], int]:
-        """Arguments, and how many parts there are."""
+        """Return arguments, and how many parts there are."""
         every = len(self.sources)
         part = (every, every) if source is None else (self.sources.index(source), 1)
         parts = TablePart(self._parts, *part)
         return {"keys": Rows(packed, packed.stride(0)), "parts": parts}, parts.count
 
     def attend(self, source: int | None, packed: Tensor) -> None:
-        """The partial result over the keys of ``source``, or those of all, each apart."""
+        """Compute the partial result over the keys of ``source``, or of each source if None."""
         keys, count = self._keys(packed, source)
         if not self.query_tiles * count:
             return
@@ -434,7 +434,7 @@ class KernelBlocks:
         self._launch(forward.attention_kernel, (self.query_tiles, count), arguments)
 
     def merge(self, output: Tensor, lse: Tensor) -> None:
-        """``output``, ``[tokens, b, h, v]``, and the logarithm of the sums, ``[b, h, tokens]``."""
+        """Merge into ``output``, ``[tokens, b, h, v]``, and the log of the sums, ``[b, h, tokens]``."""
         if not self.query_tiles:
             return
         tiles = self.tiles._replace(BLOCK_M=max(16, MERGED // self.tiles.BLOCK_V))
@@ -456,7 +456,7 @@ class KernelBlocks:
         reach, delta = (lse.new_empty(lse.shape, dtype=torch.float32) for _ in range(2))
 
         def prepare() -> None:
-            # what sees no key has weights of 0, not of 2 ** inf
+            # queries that see no key have weights of 0, not of 2 ** inf
             reach.copy_(torch.where(lse == float("-inf"), float("inf"), lse * LOG2E))
             delta.copy_(result.delta())
 
@@ -465,7 +465,7 @@ class KernelBlocks:
         self._of_query = self._partials(self.tiles.HEAD_DIM)
 
     def differentiate(self, source: int | None, packed: Tensor, contribution: Tensor) -> None:
-        """A partial gradient of the query; ``contribution``, fp32, to that of the keys of ``source``."""
+        """Compute a partial gradient of the query, and ``contribution``, fp32, to ``source``'s keys."""
         keys, count = self._keys(packed, source)
         arguments = {
             **keys,
@@ -482,7 +482,7 @@ class KernelBlocks:
             kernel = backward.attention_queries_backward_kernel
             self._launch(kernel, (self.query_tiles, count), own)
         longest = packed.shape[0] if source is not None else max(self._problem.shards.lengths)
-        # as many keys stay as queries do there, and as many queries come by as keys
+        # here a program keeps keys and loops over queries, so the two tile sizes are exchanged
         turned = self.tiles._replace(BLOCK_M=self.tiles.BLOCK_N, BLOCK_N=self.tiles.BLOCK_M)
         tiles = formulas.ceil_div(longest, turned.BLOCK_N)
         of_heads = self.heads.batches * self.heads.key_heads
@@ -492,7 +492,7 @@ class KernelBlocks:
             self._launch(kernel, (tiles, of_heads, count), {**arguments, **more})
 
     def query_gradient(self, output: Tensor) -> None:
-        """``output`` = the sum of the partial gradients, in the order of the ranks."""
+        """Sum the partial gradients into ``output``, in the order of the ranks."""
         parts, scale = self._of_query.ptr[: len(self.sources)], self._problem.scale
 
         def add_up() -> None:
@@ -512,9 +512,9 @@ def blocks_of(
     configuration: Configuration | None,
     shape: Sequence[int] | None = None,
 ) -> Blocks:
-    """Computed by kernels with a ``configuration``, else by torch.
+    """Return blocks computed by kernels with a ``configuration``, otherwise by torch.
 
-    ``shape``: of the query, if it is not here yet; ``begin`` then says where it is.
+    ``shape``: the query's, if it has not arrived; ``begin`` passes it later.
     """
     of = problem.query.shape if shape is None else shape
     made: Blocks = (
@@ -535,7 +535,7 @@ def differentiate_all(
     of_query: Tensor,
     of_keys: Tensor,
 ) -> None:
-    """``of_query`` and ``of_keys``, fp32 or wider: the gradients of the queries and of all ``packed``."""
+    """Compute gradients of queries and of all ``packed`` in ``of_query``, ``of_keys``, fp32 or wider."""
     blocks.begin_backward(result)
     parts = torch.split(of_keys, list(problem.shards.lengths))
     for source in set(range(len(parts))) - set(problem.sources()):
@@ -545,7 +545,7 @@ def differentiate_all(
 
 
 def _gathered(problem: AttentionProblem) -> Tensor:
-    """All ranks' packed keys, one's after another's, through the plain collective."""
+    """Gather all ranks' packed keys, in rank order, with the plain collective."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = problem.packed()
     if problem.shards.world_size == 1:
@@ -567,7 +567,7 @@ def attention_to_all(
     *,
     gather: bool,
 ) -> Event:
-    """Attention to keys that are all there, or that a plain collective is to ``gather``."""
+    """Attend to keys that are all here, or that a plain collective must ``gather``."""
     packed = _gathered(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
     problem.after_the_caller()
@@ -584,7 +584,7 @@ def attention_to_all_backward(
     *,
     gather: bool,
 ) -> Event:
-    """``gather``: the gradients of gathered keys go back by a plain collective, too."""
+    """Compute gradients. ``gather``: the gradients of gathered keys return by a plain collective, too."""
     communicator, lengths = problem.communicator, problem.shards.lengths
     packed = _gathered(problem) if gather else problem.packed()
     blocks = blocks_of(problem, configuration)
@@ -593,7 +593,7 @@ def attention_to_all_backward(
     differentiate_all(problem, blocks, packed, result, grads[0], of_keys)
     if gather and problem.shards.world_size > 1:
         total = problem.empty_total()
-        # an engine begins with what the caller has issued, which the contributions are then among
+        # an engine waits for the work that the caller has issued; now contributions are part of it
         event = communicator.compute.record()
         communicator.place.hold_current(event, f"the gradients of {problem.op}")
         terms = (("rows", lengths), ("row", problem.row_elements), ("dtype", problem.wide))

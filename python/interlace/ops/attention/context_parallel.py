@@ -1,13 +1,13 @@
 """Attention over a sharded sequence, and its backward: two ops.
 
-A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
-of tokens along; a mismatch raises on every rank before any data moves), and handed to one of the algorithms
-in this folder.
+A call is checked, compared with the other ranks, and passed to one of the algorithms in this folder. The
+comparison is one small host message, which also carries every rank's number of tokens. A mismatch raises on
+every rank before any data moves.
 
 The results are the output, of the query's shape but with the size of the values' heads, and the logarithm
 of every row's sum of exponentials, ``[batch, heads, tokens]``, fp32 or wider; both have gradients. The
-backward is an op of its own, which computes scores once more: keys travel again, and what the ranks'
-queries give to the gradients of a rank's keys comes back to it.
+backward is a separate op, which computes scores again. Keys travel again, and the contributions of all
+ranks' queries to the gradients of a rank's keys return to that rank.
 """
 
 import math
@@ -46,7 +46,7 @@ from interlace.runtime.tuning.tuning import FUSED_DTYPES
 FORWARD, BACKWARD = "context_parallel_attention", "context_parallel_attention_backward"
 METHODS = ("auto", *configurations.METHODS)
 HEADS = "heads"
-"""In place of a method: a rank has all ranks' tokens already, of its heads."""
+"""In place of a method: a rank already has all ranks' tokens, for its heads."""
 LAYOUTS = ("bshd", "sbhd")
 BACKWARD_KERNELS = ("attention_queries_backward_kernel", "attention_keys_backward_kernel")
 RING_BYTES = threshold("ring_attention_bytes")
@@ -56,9 +56,9 @@ _ops: Any = Ops()
 
 @dataclass
 class AttentionOptions:
-    """The arguments that are no tensors; see ``nn.functional.context_parallel_attention``.
+    """The arguments that are not tensors; see ``nn.functional.context_parallel_attention``.
 
-    ``length``: with ``HEADS``, how many of the tokens are this rank's, by default as many as everybody's.
+    ``length``: with ``HEADS``, how many of the tokens are this rank's; by default all ranks have as many.
     """
 
     method: str = "auto"
@@ -98,7 +98,7 @@ class AttentionArguments(AttentionOptions, _AttentionTensors):
 
 @dataclass
 class AttentionBackwardArguments(AttentionOptions, _AttentionBackwardTensors):
-    """The arguments of the backward: its tensors, then its options, which are those of the op."""
+    """The arguments of the backward: its tensors, then the options of the op."""
 
 
 class CheckedAttention(NamedTuple):
@@ -115,24 +115,24 @@ class CheckedAttention(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the largest heads, of keys or of values."""
+        """The size of the largest heads, of keys or of values."""
         return max(self.query.shape[3], self.value.shape[3])
 
 
 def tokens_first(tensor: Tensor, layout: str) -> Tensor:
-    """``[tokens, batches, heads, size]``, of either layout, and back."""
+    """Convert either layout to ``[tokens, batches, heads, size]``, or back."""
     return tensor.transpose(0, 1) if layout == "bshd" else tensor
 
 
 def checked_options(options: AttentionOptions) -> tuple[str, str, str, AttentionMask]:
-    """Layout, method, algorithm and mask, if all options are what their names say, whatever the tensors."""
+    """Check the options, whatever the tensors, and return layout, method, algorithm and mask."""
     layout = checks.one_of("layout", options.layout, LAYOUTS)
     checks.one_of("balance", options.balance, BALANCES)
     method = options.method
     if method != HEADS:
         method = checks.one_of("method", method, METHODS)
     algorithm = checks.one_of("algorithm", options.algorithm, checks.ALGORITHMS)
-    if not isinstance(options.causal, int):  # as a bool is
+    if not isinstance(options.causal, int):  # a bool is an int
         raise TypeError(f"causal must be a bool, got {options.causal!r}")
     scale_of(options.scale, 1)
     return layout, method, algorithm, AttentionMask(bool(options.causal), _window(options.window))
@@ -147,7 +147,7 @@ def _require_heads(name: str, tensor: Tensor, layout: str) -> None:
 def checked(
     communicator: Communicator, given: AttentionArguments | AttentionBackwardArguments
 ) -> CheckedAttention:
-    """The arguments, if they fit together on this rank."""
+    """Return the arguments if they fit together on this rank."""
     checked_options(given)
     named = (("q", given.query), ("k", given.key), ("v", given.value))
     query, key, value = (checks.tensor(name, each, communicator) for name, each in named)
@@ -161,7 +161,7 @@ def checked(
 def fitting(
     given: AttentionArguments | AttentionBackwardArguments, world_size: int
 ) -> CheckedAttention:
-    """The arguments, whose tensors are where they should be, if they fit together."""
+    """Return the arguments if they fit together; their tensors are on the right device."""
     layout, method, algorithm, mask = checked_options(given)
     query, key, value = given.query, given.key, given.value
     for name, each in (("q", query), ("k", key), ("v", value)):
@@ -216,7 +216,7 @@ def fitting(
 
 
 def scale_of(value: Any, size: int) -> float:
-    """Of the scores: what is given, or that of scaled dot products of ``size``."""
+    """Return ``value`` if it is a scale, or ``1 / sqrt(size)`` for None."""
     if value is None:
         return 1 / math.sqrt(size)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -240,11 +240,11 @@ def _window(value: Any) -> tuple[int, int]:
 def _agreed(
     communicator: Communicator, op: str, call: CheckedAttention, options: AttentionOptions
 ) -> AttentionProblem:
-    """The problem, with everybody's tokens; raises alike on all ranks."""
+    """Return the problem, with every rank's tokens; raise the same error on all ranks."""
     rows, batches, heads, size = call.query.shape
     documents: Any = None
     if call.documents is not None:
-        # numbers on a GPU are not waited for
+        # the host does not wait for numbers on a GPU
         on_cpu = call.documents.is_cpu
         documents = tuple(call.documents.tolist()) if on_cpu else call.documents.shape[0]
     terms = (
@@ -281,7 +281,7 @@ def _agreed(
 def _shards(
     op: str, lengths: Sequence[int], balance: str, totals: Sequence[int], documents: Any
 ) -> TokenShards:
-    """Of so many tokens by rank, if ``totals``, what ranks have already, and ``documents`` fit to them."""
+    """Return the shards for ``lengths``, if ``totals`` (tokens that ranks have) and ``documents`` fit."""
     shards = TokenShards(tuple(lengths), balance)
     known = f"the ranks have {shards.total}"
     for rank, total in enumerate(totals):
@@ -303,7 +303,7 @@ def _name(method: str, algorithm: str) -> str:
 def _chosen(
     problem: AttentionProblem, call: CheckedAttention, *, backward: bool = False
 ) -> tuple[str, str, Configuration | None]:
-    """Method, algorithm, and how its kernels are launched if it has any: from what all ranks know alike."""
+    """Return method, algorithm, and the launch configuration of kernels, from facts that ranks share."""
     place, shards = problem.communicator.place, problem.shards
     size, dtype = call.size, call.query.dtype
     algorithm = call.algorithm
@@ -322,7 +322,7 @@ def _chosen(
         heads, key_heads, world = call.query.shape[2], call.key.shape[2], shards.world_size
         row = problem.row_elements * dtype.itemsize
         if not place.direct_access:
-            # of a token: what comes to a rank by gathering keys and values, and by exchanging heads
+            # per token, what a rank receives if it gathers keys and values, or exchanges heads
             gathered, exchanged = 2 * key_heads, 2 * (heads + key_heads) / world
             if not (heads % world or key_heads % world) and exchanged < gathered:
                 method = "ulysses"
@@ -348,7 +348,7 @@ def _chosen(
 def _faster(
     call: CheckedAttention, found: str, method: str, algorithm: str, world_size: int
 ) -> tuple[str, str]:
-    """Method and algorithm of the way that was ``found`` to be fastest, where it does for this call."""
+    """Return the method and algorithm ``found`` to be fastest, if they support and fit this call."""
     if not found:
         return method, algorithm
     *named, by = found.split()
@@ -363,7 +363,7 @@ def _faster(
 def prepared(
     communicator: Communicator, given: AttentionArguments, output: Tensor, lse: Tensor
 ) -> PreparedCall:
-    """Checked on this rank; ``output`` and ``lse`` get the results."""
+    """Check the arguments on this rank; ``output`` and ``lse`` get the results."""
     call = checked(communicator, given)
 
     def start() -> Outcome:
@@ -377,7 +377,7 @@ def _forward(
     problem: AttentionProblem, call: CheckedAttention, output: Tensor, lse: Tensor
 ) -> Event | None:
     if not problem.shards.total * math.prod(call.query.shape[1:]):
-        return None  # no rank has anything
+        return None  # no rank has any data
     method, algorithm, tiles = _chosen(problem, call)
     if method == "ulysses":
         by_engine = algorithm == "unfused"
@@ -395,7 +395,7 @@ attention = internal_form(FORWARD, prepared)
 def prepared_backward(
     communicator: Communicator, given: AttentionBackwardArguments, grads: Sequence[Tensor]
 ) -> PreparedCall:
-    """``grads``, of query, key and value, get the results."""
+    """Check the arguments on this rank; ``grads``, of query, key and value, get the results."""
     call = checked(communicator, given)
 
     def start() -> Outcome:
@@ -403,7 +403,7 @@ def prepared_backward(
         if not problem.shards.total * math.prod(call.query.shape[1:]):
             return Outcome(None, None)
         method, algorithm, tiles = _chosen(problem, call, backward=True)
-        # the engine may record what a backward does, but not what is done on streams
+        # autograd may record the operators of a backward, but not the work on streams
         of_output = tokens_first(given.grad.detach(), given.layout)
         output = unit_rows(tokens_first(given.output.detach(), given.layout))
         of_lse = None if given.lse_grad is None else given.lse_grad.detach()
@@ -427,7 +427,7 @@ attention_backward = internal_form(BACKWARD, prepared_backward)
 
 
 def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
-    """The output and the logarithms of the sums, empty."""
+    """Return empty tensors for the output and the logarithms of the sums."""
     query, value = given.query, given.value
     _require_heads("q", query, given.layout)
     _require_heads("v", value, given.layout)
@@ -437,7 +437,7 @@ def outputs(given: AttentionArguments, size: Any) -> list[Tensor]:
 
 
 def backward_outputs(given: AttentionBackwardArguments, size: Any) -> list[Tensor]:
-    """The gradients of query, key and value, empty."""
+    """Return empty tensors for the gradients of query, key and value."""
     return [each.new_empty(each.shape) for each in (given.query, given.key, given.value)]
 
 
@@ -455,9 +455,9 @@ def _start_backward(communicator: Communicator, given: AttentionBackwardArgument
 def _started(
     communicator: Communicator, form: Callable[..., Any], arguments: Any, made: list[Tensor]
 ) -> Started:
-    """Asynchronous, but on a CPU, whose cores have nothing else to do meanwhile.
+    """Start asynchronously, except on a CPU, whose cores have nothing else to do meanwhile.
 
-    A rank without tokens has nothing that anybody would wait for: it waits here for its part to end.
+    On a rank without tokens nobody waits for a result, so this rank waits here for its part to end.
     """
     if communicator.place.direct_access:
         form(communicator, arguments)
@@ -494,7 +494,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 class _Sequence(NamedTuple):
-    """Tokens of ``ranks``, one rank's after another's: ``[batch, heads, tokens, size]``, in fp32 or wider.
+    """Tokens of ``ranks``, in rank order: ``[batch, heads, tokens, size]``, in fp32 or wider.
 
     ``mask``: ``[tokens, tokens]``, what a query sees.
     """
@@ -511,7 +511,7 @@ class _Sequence(NamedTuple):
         return _heads_first([tokens_first(getattr(e, name), e.layout) for e in self.ranks])
 
     def give(self, number: int, whole: Tensor) -> None:
-        """Each rank's tokens of ``whole`` to its result of this ``number``."""
+        """Copy each rank's tokens of ``whole`` to its result ``number``."""
         rows = whole.permute(2, 0, 1, 3)
         to = [
             tokens_first(made[number], each.layout)
@@ -529,7 +529,7 @@ def _heads_first(parts: Sequence[Tensor]) -> Tensor:
 def _sequences(
     op: str, ranks: Sequence[Any], results: list[list[Tensor]], size: int
 ) -> list[_Sequence]:
-    """Of all ranks together, or with ``HEADS`` of each; none without tokens."""
+    """Return one sequence of all ranks, or with ``HEADS`` one per rank; skip those without tokens."""
     calls = [fitting(each, size) for each in ranks]
     first, tokens = calls[0], [each.query.shape[0] for each in calls]
     for name in ("query", "key", "value"):
@@ -582,21 +582,21 @@ def backward_reference(
         found = blocks.differentiated(*tensors, of, delta, each.mask, False, each.scale)
         for number, whole in enumerate(found):
             batches, _, tokens, dim = whole.shape
-            # by the head of queries, or of keys already
+            # by the head of queries, or already by the head of keys
             by_head = whole.reshape(batches, tensors[number].shape[1], -1, tokens, dim)
             each.give(number, by_head.sum(2))
     return made
 
 
 def _algorithms(gathered: Sequence[str], others: Sequence[str]) -> dict[str, Sequence[str]]:
-    """After a method; the kernels of one that gathers keys in them, and those of the others."""
+    """Map each method's algorithms to kernels: ``gathered`` for "all_gather fused", else ``others``."""
     fused = {f"{method} fused": others for method in METHODS[1:]}
     pipelined = {f"{method} pipelined": () for method in METHODS[1:]}
     return {**fused, "all_gather fused": gathered, **pipelined, "unfused": ()}
 
 
 def _example_results(setting: Setting) -> list[Tensor]:
-    """The results of the op that an example is of the backward of."""
+    """Return the results of the op for an example of its backward."""
     return reference(OPS[0].example_records(setting), setting.size)[setting.rank]
 
 

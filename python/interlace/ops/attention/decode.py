@@ -1,12 +1,13 @@
 """Decoding: a few queries, the same on all ranks, and caches of keys and values that are spread over ranks.
 
-``fused``    Triton kernels over the own keys; ranks' results by one exchange of words with flags, of many
+``fused``    Triton kernels over this rank's keys. Ranks exchange results as words with flags; for many
              queries by a plain all-gather
-``unfused``  torch, and a plain all-gather; any dtype. Where the host knows lengths, sequences that have the
-             same together: no more of a cache is read than that, and nothing is copied to be masked
+``unfused``  torch, and a plain all-gather; any dtype. If the host knows lengths, sequences of equal length
+             are computed together. Then no more of a cache is read than needed, and nothing is copied to
+             be masked
 
-Caches are read where they are: ``[batches, tokens, heads, size]``, any strides but the last; or, with a
-table of pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may be of another size.
+Caches are read in place: ``[batches, tokens, heads, size]``, any strides but the last; or, with a table of
+pages, ``[pages, tokens of a page, heads, size]``. Values, and so results, may have another size.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ ALGORITHMS = ("auto", "fused", "unfused")
 
 @dataclass
 class DecodeArguments:
-    """``key`` and ``value``: the tensors of ``kv_cache``; all else as for :func:`distributed_decode`."""
+    """``key`` and ``value``: the tensors of ``kv_cache``; the others as for :func:`distributed_decode`."""
 
     q: Tensor
     key: Tensor
@@ -72,9 +73,9 @@ class DecodeArguments:
 
 @dataclass
 class DecodeProblem:
-    """``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches, tokens]``, how many own
-    keys each sees; ``pages``: int32 or int64 ``[batches, n]``, or None; ``counts``: ``lengths``, where the
-    host knows them."""
+    """A checked call. ``query`` ``[batches, tokens, heads, size]``; ``lengths``: int64 ``[batches,
+    tokens]``, the number of this rank's keys that each token sees; ``pages``: int32 or int64 ``[batches,
+    n]``, or None; ``counts``: ``lengths``, if the host knows them."""
 
     communicator: Communicator
     query: Tensor
@@ -91,17 +92,18 @@ class DecodeProblem:
 
     @property
     def most(self) -> int:
-        """How many own keys a sequence may have."""
+        """The most keys that a sequence may have on this rank."""
         return self.key.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
     def row_lengths(self) -> Tensor:
-        """``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
+        """Return ``lengths`` of the rows of :meth:`by_key_head`: ``[batches, rows]``."""
         return self.lengths.repeat_interleave(self.query.shape[2] // self.key_heads, 1)
 
     def alike(self) -> Iterator[tuple[slice, int, bool]]:
-        """Neighbouring sequences with the same lengths, the longest of these, whether others are shorter.
+        """Yield neighbouring sequences of equal lengths, their longest length, and whether others are
+        shorter.
 
-        All sequences, what a cache has room for, and True, where the host knows no lengths.
+        If the host does not know lengths: all sequences, the capacity of a cache, and True.
         """
         if self.counts is None:
             yield slice(None), self.most, True
@@ -112,23 +114,24 @@ class DecodeProblem:
             yield sequences, max(lengths), min(lengths) < max(lengths)
 
     def first(self, cache: Tensor, sequences: slice, tokens: int) -> Tensor:
-        """``[sequences, tokens, heads, size]``: a copy only of pages, or if the last stride is not 1."""
+        """Return ``[sequences, tokens, heads, size]``; copy only pages or an uncontiguous last
+        dimension."""
         if self.pages is None:
             return unit_rows(cache[sequences, :tokens])
         used = self.pages[sequences, : formulas.ceil_div(tokens, cache.shape[1])]
-        # behind what is there a table may have anything
+        # entries of a table beyond the sequence's length may be anything
         valid = used.clamp(0, cache.shape[0] - 1).to(torch.int64)
         return unit_rows(cache[valid].flatten(1, 2)[:, :tokens])
 
     def by_key_head(self) -> Tensor:
-        """Queries that see the same head of keys together: ``[batches, key heads, rows, size]``."""
+        """Group queries that see the same head of keys: ``[batches, key heads, rows, size]``."""
         batches, tokens, heads, size = self.query.shape
         groups = self.query.view(batches, tokens, self.key_heads, heads // self.key_heads, size)
         together = groups.permute(0, 2, 1, 3, 4).contiguous()
         return together.flatten(2, 3)
 
     def from_key_heads(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]`` again."""
+        """Return to ``[batches, tokens, heads, size]`` and ``[batches, heads, tokens]``."""
         (batches, tokens, heads, _), size = self.query.shape, output.shape[-1]
         shape = batches, self.key_heads, tokens, heads // self.key_heads
         output = output.view(*shape, size).permute(0, 2, 1, 3, 4)
@@ -149,7 +152,7 @@ def _merge(
     count: int,
     configuration: Configuration,
 ) -> KernelLaunch:
-    """``output`` and ``lse``, ``[batches, key heads, rows(, size)]``, of ``count`` partial results."""
+    """Merge ``count`` partial results into ``output``, ``lse``: ``[batches, key heads, rows(, size)]``."""
     batches, heads, rows, _ = output.shape
     tiles = _tiles(problem, configuration)._replace(BLOCK_M=16)
     arguments = {
@@ -167,7 +170,7 @@ def _merge(
 def own_part(
     problem: DecodeProblem, configuration: Configuration
 ) -> tuple[list[KernelLaunch], Tensor, Tensor]:
-    """Launches that give the result over the own keys, and that: fp32, and natural logarithms."""
+    """Return launches for the result over this rank's keys, the result (fp32) and natural logarithms."""
     query = problem.by_key_head()
     batches, heads, rows, _ = query.shape
     key, value = unit_rows(problem.key), unit_rows(problem.value)
@@ -207,7 +210,7 @@ def own_part(
 def decode_fused(
     problem: DecodeProblem, output: Tensor, lse: Tensor, configuration: Configuration
 ) -> Event:
-    """``output``, ``lse``: as of the queries by key head."""
+    """Decode with kernels. ``output`` and ``lse`` are grouped by key head."""
     communicator, compute = problem.communicator, problem.communicator.compute
     launches, mine, sums = own_part(problem, configuration)
     with communicator.place.launching():
@@ -229,7 +232,7 @@ def decode_fused(
             "WIDTH": width,
         }
         return run_words(communicator, OP, kernels.decode_exchange_kernel, programs, own)
-    # an engine begins with what the caller has issued, which this is then behind
+    # an engine waits for the work that the caller has issued; now this is part of it
     communicator.place.hold_current(compute.record(), f"the own part of {OP}")
     every, logs = _gathered(problem, mine, "results"), _gathered(problem, sums, "sums")
     compute.call(lambda: logs.mul_(LOG2E), "sums to base 2")
@@ -239,7 +242,7 @@ def decode_fused(
 
 
 def _gathered(problem: DecodeProblem, mine: Tensor, what: str) -> Tensor:
-    """All ranks' ``mine``, by rank."""
+    """Gather all ranks' ``mine``, by rank."""
     communicator = problem.communicator
     every = mine.new_empty(communicator.world_size, *mine.shape)
     if communicator.world_size == 1:
@@ -254,7 +257,7 @@ def _gathered(problem: DecodeProblem, mine: Tensor, what: str) -> Tensor:
 
 
 def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event:
-    """By torch, whose partial results are gathered."""
+    """Decode with torch, and gather the partial results."""
     communicator = problem.communicator
     wide, query = wide_dtype(problem.query.dtype), problem.by_key_head()
     mine = query.new_zeros(*query.shape[:-1], problem.value.shape[3], dtype=wide)
@@ -266,7 +269,7 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
         key, value = (problem.first(each, some, tokens) for each in (problem.key, problem.value))
         there = torch.arange(tokens, device=query.device) < rows[some] if masked else None
         if there is not None and problem.counts is None:
-            # what is not there may be no numbers, and 0 times that is none
+            # an unwritten value may be NaN, and 0 times NaN is NaN
             value = value.masked_fill(~there.any(1)[:, :, None, None], 0)
         key, value = (each.transpose(1, 2).to(wide) for each in (key, value))
         mask = None if there is None else there[:, None]
@@ -287,7 +290,7 @@ def decode_unfused(problem: DecodeProblem, output: Tensor, lse: Tensor) -> Event
 
 
 def prepared_decode(communicator: Communicator, given: DecodeArguments) -> PreparedCall:
-    """Checked on this rank; the result is the output, and the logarithms of the sums."""
+    """Check the arguments on this rank. The results are the output and the logarithms of the sums."""
     algorithm = checks.one_of("algorithm", given.algorithm, ALGORITHMS)
     query = checks.tensor("q", given.q, communicator)
     checks.float_dtype("q", query.dtype)
@@ -338,7 +341,7 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
     most = key.shape[1] * (1 if pages is None else pages.shape[1])
     seen = _lengths(communicator, given.lengths, query, most)
     counts = [[most] * query.shape[1]] * batches if given.lengths is None else None
-    if seen.is_cpu:  # numbers on a GPU are not waited for
+    if seen.is_cpu:  # the host does not wait for numbers on a GPU
         counts = seen.tolist()
     if pages is not None:
         _check_pages(pages, seen, key.shape[0], key.shape[1])
@@ -378,7 +381,7 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
             else:
                 event = decode_unfused(problem, made, lse)
         if event is not None and query.shape[1] > 1:
-            place.hold_current(event, f"the end of {OP}")  # what follows is the caller's
+            place.hold_current(event, f"the end of {OP}")  # the caller's next work comes after it
         output, sums = problem.from_key_heads(made, lse)
         return Outcome((output.squeeze(1), sums.squeeze(2)) if single else (output, sums), event)
 
@@ -386,7 +389,7 @@ def prepared_decode(communicator: Communicator, given: DecodeArguments) -> Prepa
 
 
 def _lengths(communicator: Communicator, lengths: Any, query: Tensor, most: int) -> Tensor:
-    """int64 ``[batches, tokens]``: how many of this rank's keys a token sees, at most ``most``."""
+    """Return int64 ``[batches, tokens]``: how many of this rank's keys a token sees, at most ``most``."""
     batches, tokens = query.shape[:2]
     if lengths is None:
         return torch.full((batches, tokens), most, dtype=torch.int64, device=query.device)
@@ -418,7 +421,7 @@ def _pages(communicator: Communicator, table: Any, batches: int) -> Tensor:
 
 
 def _check_pages(table: Tensor, lengths: Tensor, pages: int, size: int) -> None:
-    """Raise for a page that is none and would be read; numbers on a GPU are not waited for."""
+    """Raise for a used page that does not exist. The host does not wait for numbers on a GPU."""
     if not (table.is_cpu and lengths.numel()):
         return
     used = torch.arange(table.shape[1]) * size < lengths.amax(1, keepdim=True)
@@ -432,7 +435,7 @@ decode = internal_form(OP, prepared_decode)
 
 
 def _outputs(given: DecodeArguments, size: Any) -> list[Tensor]:
-    """The output and the logarithms of the sums, empty."""
+    """Return empty tensors for the output and the logarithms of the sums."""
     query = given.q
     batches, *tokens, heads, _ = query.shape
     output = query.new_empty([*query.shape[:-1], given.value.shape[-1]])
@@ -440,16 +443,16 @@ def _outputs(given: DecodeArguments, size: Any) -> list[Tensor]:
 
 
 def _start(communicator: Communicator, given: DecodeArguments) -> Started:
-    """Done, or ordered before what the caller does next, when it returns: tokens wait for each other."""
+    """Run the op; it is done, or ordered before the caller's next work: tokens wait for each other."""
     made: Any = decode(communicator, (given,))
     return Started([each.contiguous() for each in made], None)
 
 
 def _own_keys(given: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``[batches, heads, keys, size]`` of a rank, and which each of so many tokens sees."""
+    """Return a rank's ``[batches, heads, keys, size]``, and which keys each of ``tokens`` tokens sees."""
     key, value, lengths = given.key, given.value, given.lengths
     if given.block_table is not None:
-        # behind what is there a table may have anything
+        # entries of a table beyond the sequence's length may be anything
         pages = given.block_table.clamp(0, key.shape[0] - 1).to(torch.int64)
         key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
     batches, most = given.q.shape[0], key.shape[1]
@@ -457,7 +460,7 @@ def _own_keys(given: DecodeArguments, tokens: int) -> tuple[Tensor, Tensor, Tens
         lengths = torch.full((batches,), most, device=key.device)
     of_tokens = lengths.view(batches, -1, 1).expand(batches, tokens, 1)
     seen = torch.arange(most, device=key.device) < of_tokens
-    # what is not there may be no numbers, and 0 times that is none
+    # an unwritten key or value may be NaN, and 0 times NaN is NaN
     unseen = ~seen.any(1)[:, :, None, None]
     key, value = (each.masked_fill(unseen, 0).transpose(1, 2) for each in (key, value))
     return key, value, seen
@@ -509,33 +512,33 @@ def distributed_decode(
     algorithm: ScaledAlgorithm = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new tokens, the same on all ranks, to keys and values of which each rank has a part.
+    """Attend from new tokens, the same on all ranks, to keys and values that are spread over the ranks.
 
     Parameters
     ----------
-    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` of several tokens (that were
-        guessed, for instance). The same on all ranks.
+    q : queries, ``[batch, heads, size]``, or ``[batch, tokens, heads, size]`` for several tokens (guessed
+        tokens, for instance). The same on all ranks.
     kv_cache : keys and values of this rank's part of the sequences, each ``[batch, tokens, heads, size]``,
-        read in place; where torch computes, 16 bits are widened and pages put together, as far as
-        ``lengths`` say. Tokens may differ between ranks; heads divide those of ``q``. Heads of keys have
-        the size of those of ``q``, heads of values any size. With ``block_table`` each ``[pages, tokens of
-        a page, heads, size]``.
+        read in place. Algorithms on torch widen 16 bits and copy pages together, as far as ``lengths`` say.
+        Tokens may differ between ranks; the number of heads divides the number of ``q``. Heads of keys have
+        the size of the heads of ``q``, heads of values any size. With ``block_table`` each is ``[pages,
+        tokens of a page, heads, size]``.
     lengths : int32 or int64 ``[batch]``, or ``[batch, tokens]``, for every token of ``q``: how many of this
-        rank's keys are seen; by default all. What is behind the most that a token of a sequence sees is not
-        read (by torch on a GPU it is, without an effect). None at all is fine. Of n new tokens
-        whose keys are the last of this rank's L, the i-th sees ``L - n + 1 + i``.
+        rank's keys it sees; by default all. 0 is allowed. Keys beyond the longest length of a sequence are
+        not read (torch on a GPU reads them, without an effect). If n new tokens have the last of this
+        rank's L keys, pass ``L - n + 1 + i`` for the i-th.
     block_table : int32 or int64 ``[batch, n]``: the pages of this rank that have a sequence's keys, in its
-        order, as vLLM and FlashInfer have them. What is behind ``lengths`` may have any number.
-    scale : of the scores, by default ``1 / sqrt(size)``.
-    algorithm : "fused" (Triton kernels over the own keys, and one low-latency exchange of partial results
-        and their logarithms; of more than 64 KiB a plain all-gather), "unfused" (torch), "auto".
+        order, like in vLLM and FlashInfer. Entries beyond ``lengths`` may have any number.
+    scale : the factor of the scores, by default ``1 / sqrt(size)``.
+    algorithm : "fused" (Triton kernels over this rank's keys, and one low-latency exchange of partial
+        results and their logarithms; above 64 KiB a plain all-gather), "unfused" (torch), "auto".
     return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads]`` or
         ``[batch, heads, tokens]``.
 
     Returns
     -------
     The output, of the shape of ``q`` with the head size of the values, on all ranks with the same bits:
-    results are merged in the order of the ranks, in fp32. 0 where no rank has a key. No gradients: a
+    results are merged in the order of the ranks, in fp32. It is 0 if no rank has a key. No gradients: a
     backward raises RuntimeError.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
@@ -562,7 +565,7 @@ def distributed_decode(
         return decode(communicator, (given,), (), async_op)
 
     if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in tensors):
-        # whose backward says that there is none
+        # its backward raises: there are no gradients
         output, lse = run_recorded(DISTRIBUTED_DECODE, communicator, given, run, _both, False)
     else:
         output, lse = run(given)

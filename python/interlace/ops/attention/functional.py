@@ -1,6 +1,7 @@
-"""Attention as functions, of which a graph has one op each: over a sequence, decoding, exchange of heads.
+"""Attention as functions; a graph has one op for each: over a sequence, decoding, exchange of heads.
 
-Those over a sequence are in ``interlace.nn.functional``, the others in ``interlace.functional``.
+Attention over a sequence is in ``interlace.nn.functional``, the other functions in
+``interlace.functional``.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def distributed_decode(
     tag: str = "",
     algorithm: ScaledAlgorithm = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens to ranks' parts of caches: :func:`interlace.distributed_decode`.
+    """Attend from new tokens to the caches of all ranks, like :func:`interlace.distributed_decode`.
 
-    ``q``, ``kv_cache``, ``lengths``, ``block_table``, ``scale`` and ``algorithm`` as there. Returns the
-    output, of the shape of ``q`` with the head size of the values, and the natural logarithms of the sums
-    of exponentials, ``[batch, heads]`` or ``[batch, heads, tokens]``. A graph has one op for it. No
-    gradients: a backward raises RuntimeError.
+    ``q``, ``kv_cache``, ``lengths``, ``block_table``, ``scale`` and ``algorithm`` as for that function.
+    Returns the output, of the shape of ``q`` with the head size of the values, and the natural logarithms
+    of the sums of exponentials, ``[batch, heads]`` or ``[batch, heads, tokens]``. A graph has one op for
+    it. It has no gradients: a backward raises RuntimeError.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.nn.functional.scaled_dot_product_attention`` of the whole cache.
@@ -91,26 +92,27 @@ def matmul_all_to_all(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
 ) -> Tensor:
-    """All ranks' rows of ``input @ weight + bias``, and of its columns this rank's part.
+    """Compute ``input @ weight + bias`` for all ranks' rows and return this rank's part of the columns.
 
-    The projection before an attention over heads: a rank has some tokens, and gets some heads of all.
+    This is the projection before an attention over heads. A rank has some tokens of all heads, and gets all
+    tokens of some heads.
 
     Parameters
     ----------
-    input : this rank's rows, ``[m, ..., k]``; of unequal ``m``, also 0, ``length`` says the sum.
-    weight : ``(k, n)``, the same on all ranks, whose number divides ``n``; any strides. Rank r gets the
-        columns from ``r * n / W`` on.
-    bias : ``(n,)``, the same on all ranks.
-    length : of the result along dimension 0, by default ``W * m``.
-    algorithm : "fused" (one Triton kernel stores each tile where it is needed), "pipelined" (torch, a
+    input : this rank's rows, ``[m, ..., k]``. If ranks have different ``m``, also 0, pass ``length``.
+    weight : ``(k, n)``, the same on all ranks; any strides. The number of ranks W divides ``n``. Rank r
+        gets the columns from ``r * n / W`` on. bias : ``(n,)``, the same on all ranks. length : the length
+    of the result along dimension 0, which is the sum of all ``m``; by default ``W * m``. algorithm :
+    "fused" (one Triton kernel stores each tile where it is needed), "pipelined" (torch, a
         product per receiver), "unfused" (torch, then a plain all-to-all), "auto".
 
     Returns ``[length, ..., n / W]``, by rank. Differentiable: the gradient of the input is
-    :func:`all_to_all_matmul` with the transposed weight; those of weight and bias are of this rank's rows.
+    :func:`all_to_all_matmul` with the transposed weight. The gradients of weight and bias are sums over
+    this rank's rows.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
-    data moves. Semantics: a matmul, then ``torch.distributed.all_to_all_single`` of its columns; what
-    :func:`all_gather_matmul` gives with this rank's columns of the weight, but products travel.
+    data moves. Semantics: a matmul, then ``torch.distributed.all_to_all_single`` of its columns. The result
+    equals :func:`all_gather_matmul` with this rank's columns of the weight, but products travel.
     Triton-distributed has it as "Ulysses SP GEMM + all-to-all".
 
     >>> def projected():
@@ -134,27 +136,28 @@ def all_to_all_matmul(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
 ) -> Tensor:
-    """This rank's rows of all ranks' columns, times ``weight``, plus ``bias``.
+    """Exchange all ranks' columns for this rank's rows, then multiply by ``weight`` and add ``bias``.
 
-    The projection behind an attention over heads: a rank has some heads of all tokens, gets some tokens.
+    This is the projection after an attention over heads. A rank has all tokens of some heads, and gets some
+    tokens of all heads.
 
     Parameters
     ----------
     input : all rows, by rank, of this rank's columns: ``[m, ..., k / W]``.
-    weight : ``(k, n)``, the same on all ranks; any strides. Rank r's columns meet its rows from
-        ``r * k / W`` on.
+    weight : ``(k, n)``, the same on all ranks; any strides. Rank r's columns are multiplied by its rows
+        from ``r * k / W`` on.
     bias : ``(n,)``, the same on all ranks, added once.
     length : this rank's part of dimension 0, by default ``m / W``; the sum over ranks is ``m``.
-    algorithm : "fused" (one Triton kernel multiplies each rank's columns when they are there), "pipelined"
-        (torch, behind pushes), "unfused" (a plain all-to-all, then torch), "auto".
+    algorithm : "fused" (one Triton kernel multiplies each rank's columns when they have arrived),
+        "pipelined" (torch, after pushes), "unfused" (a plain all-to-all, then torch), "auto".
 
-    Returns ``[length, ..., n]``. Of "fused" the sum over ranks is in fp32 in their order: the same bits in
-    every run. Differentiable: the gradient of the input is :func:`matmul_all_to_all` with the transposed
-    weight; those of weight and bias are of this rank's rows.
+    Returns ``[length, ..., n]``. "fused" sums over ranks in fp32 in their order, so the bits are the same
+    in every run. Differentiable: the gradient of the input is :func:`matmul_all_to_all` with the transposed
+    weight. The gradients of weight and bias are sums over this rank's rows.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
-    data moves. Semantics: ``torch.distributed.all_to_all_single``, then a matmul; what
-    :func:`matmul_reduce_scatter` gives with this rank's rows of the weight, but its inputs travel.
+    data moves. Semantics: ``torch.distributed.all_to_all_single``, then a matmul. The result equals
+    :func:`matmul_reduce_scatter` with this rank's rows of the weight, but its inputs travel.
     Triton-distributed has it as "Ulysses SP all-to-all + GEMM".
 
     >>> def projected():
@@ -194,29 +197,30 @@ def context_parallel_attention(
     algorithm: FusedAlgorithm = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of this rank's queries to the keys of all ranks, computed as keys arrive.
+    """Compute softmax attention of this rank's queries to the keys of all ranks, while keys arrive.
 
     Parameters
     ----------
     q : this rank's queries, ``[batch, tokens, heads, size]`` ("bshd") or ``[tokens, batch, heads, size]``
-        ("sbhd"). Any strides. Ranks may have different numbers of tokens, also none.
-    k, v : keys and values of the same tokens; their heads divide those of ``q`` (grouped queries). Heads
-        of ``k`` have the size of those of ``q``, heads of ``v`` any size, the same on all ranks.
-    method : how keys meet queries. "all_gather": keys of all ranks come to each. "ring": from rank to rank,
-        with room for two ranks' keys. "ulysses": an all-to-all gives each rank all tokens of some heads.
-        "auto" takes that which moves least.
-    causal : a token sees itself and those before it in the sequence.
-    scale : of the scores, by default ``1 / sqrt(size)``.
+        ("sbhd"). Any strides. Ranks may have different numbers of tokens, also 0.
+    k, v : keys and values of the same tokens. Their number of heads divides the number of ``q`` (grouped
+        queries). Heads of ``k`` have the size of the heads of ``q``; heads of ``v`` have any size, the same
+        on all ranks.
+    method : how keys reach queries. "all_gather": each rank gets the keys of all ranks. "ring": keys go
+        from rank to rank, with memory for two ranks' keys. "ulysses": an all-to-all gives each rank all
+        tokens of some heads. "auto" uses the method that moves the least data.
+    causal : a token sees itself and the tokens before it in the sequence.
+    scale : the factor of the scores, by default ``1 / sqrt(size)``.
     window : ``(before, after)``: how many tokens before and after itself a token sees, -1 for all.
     cu_seqlens : int32 or int64 ``[n + 1]``, the same on all ranks: where n packed sequences begin in the
-        whole sequence, and the end of the last. None sees tokens of another; what comes behind the end sees
-        nothing, and its output is 0.
-    balance : which tokens a rank has. "contiguous": the first rank's, the second's ... "zigzag": of 2 W
-        chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a causal mask; a
-        rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
-    algorithm : "fused" (Triton kernels, heads of at most 256, those of ``v`` too), "pipelined" (torch, on
-        the keys of a rank as soon as they are there), "unfused" (torch, after a plain all-gather, whatever
-        the method), "auto".
+        whole sequence, and the end of the last. A token sees only tokens of its own sequence. Tokens after
+        the end see nothing, and their output is 0.
+    balance : which tokens a rank has. "contiguous": rank 0 has the first tokens, rank 1 the next ...
+        "zigzag": of 2 W chunks rank r has r and 2 W - 1 - r, which gives all ranks the same work under a
+        causal mask; a rank's first chunk is the longer half of its tokens. See :func:`shard_sequence`.
+    algorithm : "fused" (Triton kernels, heads of ``q`` and ``v`` of at most 256), "pipelined" (torch, on
+        the keys of a rank as soon as they arrive), "unfused" (torch, after a plain all-gather, for every
+        method), "auto".
     return_lse : also return the natural logarithms of the sums of exponentials, ``[batch, heads, tokens]``.
 
     Returns
@@ -224,20 +228,20 @@ def context_parallel_attention(
     The output of this rank's tokens, of the shape of ``q`` with the head size of ``v``, or
     ``(output, lse)``.
 
-    What is computed over the keys of each rank is kept apart in fp32 and merged in the order of the ranks:
-    a result has the same bits in every run and schedule, and with every method of "fused". Differentiable;
-    gradients of keys are summed in fp32, each method in an order of its own: by ranks, with "ring" from the
-    own one on, and with "ulysses" over all queries at once.
+    The results for the keys of each rank are kept apart in fp32 and merged in the order of the ranks. So a
+    result has the same bits in every run and schedule, and with every method of "fused". Differentiable.
+    Gradients of keys are summed in fp32. Each method has its own order of the sum: by ranks; with "ring"
+    from this rank on; with "ulysses" over all queries at once.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks, before any
     data moves.
 
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence. Unlike
-    ``torch.distributed.tensor.experimental.context_parallel`` it is a function and patches nothing, takes
-    uneven and packed sequences and windows, and runs on CPUs. Megatron-core and TransformerEngine know the
-    methods as ``cp_comm_type`` "all_gather", "p2p" and "a2a"; their packed sequences are cut each into
-    2 W chunks, here the whole is. Of Triton-distributed's kernels (all-gather attention, Ulysses) the first
-    has an in-kernel wait per chunk, as here; they have no backward.
+    ``torch.distributed.tensor.experimental.context_parallel`` it is a function and patches nothing. It
+    takes uneven and packed sequences and windows, and runs on CPUs. Megatron-core and TransformerEngine
+    name the methods as ``cp_comm_type`` "all_gather", "p2p" and "a2a". They cut each packed sequence into 2
+    W chunks; here the whole is cut. Triton-distributed has kernels for all-gather attention and Ulysses
+    without a backward; its all-gather attention waits in the kernel for each chunk, as here.
 
     >>> def attended():
     ...     rank = interlace.get_rank()
@@ -257,14 +261,14 @@ def context_parallel_attention(
 
 
 def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
-    """The output and the logarithms of the sums; refuses what a schema would take for something else."""
+    """Return the output and the logarithms of the sums. Refuse values that torch's schema would convert."""
     given = AttentionArguments(**arguments)
     lengths = {} if given.length is None else {"length": given.length}
     check(FORWARD, group, tag, lengths, q=given.query, k=given.key, v=given.value)
     if given.window is not None:
         given.window = ints(FORWARD, group, tag, "window", given.window)
     number(FORWARD, group, tag, "scale", given.scale)
-    if not isinstance(given.causal, int):  # as a bool is
+    if not isinstance(given.causal, int):  # a bool is an int
         error = TypeError(f"causal must be a bool, got {given.causal!r}")
         refuse(FORWARD, group, tag, error)
     given.causal = bool(given.causal)
@@ -272,7 +276,7 @@ def _run(group: FunctionalGroup, tag: str, **arguments: Any) -> list[Tensor]:
 
 
 def check_options(layer: str, group: Communicator, *options: Any) -> None:
-    """Refuse, on all ranks of ``group``, those of :class:`AttentionOptions` that no call would take."""
+    """Refuse, on all ranks of ``group``, the :class:`AttentionOptions` that no call accepts."""
     with group.accepting(layer):
         checked_options(AttentionOptions(*options))
 
@@ -293,24 +297,24 @@ def attention_of_heads(
     balance: Balance = "zigzag",
     algorithm: FusedAlgorithm = "auto",
 ) -> Tensor:
-    """Softmax attention of all ranks' tokens, of the heads that this rank has; no tokens travel.
+    """Compute softmax attention over all ranks' tokens for the heads of this rank; no tokens travel.
 
-    What stands between :func:`interlace.functional.matmul_all_to_all`, which brings a rank its heads of all
-    tokens, and :func:`interlace.functional.all_to_all_matmul`. Rotary embeddings go in front of it.
+    Use it between :func:`interlace.functional.matmul_all_to_all`, which brings all tokens of this rank's
+    heads, and :func:`interlace.functional.all_to_all_matmul`. Apply rotary embeddings before it.
 
     Parameters
     ----------
-    q, k, v : as for :func:`context_parallel_attention`, of all ranks' tokens, one rank's after another, and
-        of this rank's heads, as many as every rank's.
-    length : how many of the tokens are this rank's, by default as many as everybody's.
-    cu_seqlens : where packed sequences begin, ``[n + 1]``, as there.
+    q, k, v : as for :func:`context_parallel_attention`, with all ranks' tokens in the order of the ranks
+        and the heads of this rank. Every rank has equally many heads.
+    length : how many of the tokens are this rank's; by default all ranks have equally many.
+    cu_seqlens : where packed sequences begin, ``[n + 1]``, as for :func:`context_parallel_attention`.
     other parameters : as for :func:`context_parallel_attention`; ``balance`` says which tokens of the
-        sequence a rank's are.
+        sequence a rank has.
 
     Returns the output, of the shape of ``q`` with the head size of ``v``. Differentiable. Raises ValueError
     or TypeError naming the argument, both values and the rank, on all ranks.
 
-    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, put in its order.
+    Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of the whole sequence, in its order.
 
     >>> def attended():
     ...     q, v = torch.zeros(1, 4, 1, 4), torch.arange(4.0).view(1, 4, 1, 1).expand(1, 4, 1, 4)
@@ -325,10 +329,10 @@ def attention_of_heads(
 
 
 def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -> Tensor:
-    """int64: the places in the sequence of all ranks' tokens, one rank's after another.
+    """Return the positions (int64) in the sequence of all ranks' tokens, in the order of the ranks.
 
-    ``lengths``: of the ranks; ``balance`` as for :func:`context_parallel_attention`. No communication.
-    Raises ValueError for a ``balance`` or a length that is none.
+    ``lengths``: the number of tokens of each rank; ``balance`` as for :func:`context_parallel_attention`.
+    No communication. Raises ValueError for an unknown ``balance`` or a negative length.
 
     >>> nn.functional.positions_of_ranks([2, 2]).tolist()
     [0, 3, 1, 2]
@@ -343,15 +347,15 @@ def positions_of_ranks(lengths: Sequence[int], *, balance: Balance = "zigzag") -
 def shard_sequence(
     tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
 ) -> Tensor:
-    """This rank's part of the tokens of a whole sequence, as :func:`context_parallel_attention` takes it.
+    """Return this rank's part of the tokens of a whole sequence, for :func:`context_parallel_attention`.
 
     Parameters
     ----------
-    tensor : the whole, the same on all ranks; positions, targets and masks need the same cut.
+    tensor : the whole, the same on all ranks. Cut positions, targets and masks in the same way.
     dim : its dimension of tokens. Of n tokens the first ``n % W`` ranks get one more than the others.
 
-    A copy; its gradient is that of the part alone. Raises ValueError for a ``balance`` or a ``dim`` that is
-    none, TypeError for no tensor. Nothing is communicated.
+    Returns a copy; the gradient of ``tensor`` is 0 outside this rank's part. Raises ValueError for an
+    unknown ``balance`` or a wrong ``dim``, TypeError if ``tensor`` is not a tensor. No communication.
 
     >>> def part():
     ...     return nn.functional.shard_sequence(torch.arange(8), 0).tolist()
@@ -371,10 +375,10 @@ def shard_sequence(
 def unshard_sequence(
     tensor: Tensor, dim: int = 1, *, group: Group = None, balance: Balance = "zigzag"
 ) -> Tensor:
-    """The whole of which :func:`shard_sequence` gave each rank its part, on all ranks.
+    """Return, on all ranks, the whole sequence from the parts that :func:`shard_sequence` made.
 
-    ``tensor``: this rank's part, as long as ``shard_sequence`` makes it for the total; ``dim`` as there.
-    Not differentiable. Raises ValueError or TypeError, on all ranks.
+    ``tensor``: this rank's part, with the length that ``shard_sequence`` gives this rank; ``dim`` as for
+    that function. Not differentiable. Raises ValueError or TypeError, on all ranks.
 
     >>> def whole():
     ...     part = nn.functional.shard_sequence(torch.arange(5), 0)

@@ -1,20 +1,21 @@
 """The fused ops around an attention over heads: matmul + all-to-all, and all-to-all + matmul.
 
-A call is validated, agreed on with the other ranks (one small host message, which brings everybody's number
-of rows along; a mismatch raises on every rank before any data moves), and handed to an algorithm.
+A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
+host message, which also carries every rank's number of rows. A mismatch raises on every rank before any
+data moves.
 
 ``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls: a product per receiver, on its way at once; or one behind pushes
+``pipelined``  torch matmuls: a product per receiver, sent at once; or one after pushes
 ``unfused``    matmul and the collective, one after the other; any dtype
 
 Matrices are 2-D there: ``input`` has contiguous columns, weights are ``[K, N]`` with any strides and the
 same on all ranks, results are contiguous. ``rows`` lists the rows of every rank. Rank r has the r-th of W
 equal parts of the columns of a product, or of the weight's rows. ``received``: ``[W, own rows, own K]``,
-what came to this rank, if it is asked for.
+the rows that came to this rank, if they are requested.
 
-The two have each other for gradients: of the input of matmul + all-to-all it is all-to-all + matmul with
-the transposed weight, and the other way round. What came with that, or in the forward, gives the weight's
-gradient, a torch matmul.
+Each op is the gradient of the other: the input's gradient of matmul + all-to-all is all-to-all + matmul
+with the transposed weight, and the other way round. The rows received in that, or in the forward, give the
+weight's gradient, by a torch matmul.
 """
 
 import math
@@ -60,7 +61,7 @@ _ops: Any = Ops()
 
 @dataclass
 class ToHeadsArguments:
-    """Those of matmul + all-to-all. ``length``: of dimension 0 of the result; None: equal parts."""
+    """Arguments of matmul + all-to-all. ``length``: the result's dimension 0; None: equal parts."""
 
     input: Tensor
     weight: Tensor
@@ -68,12 +69,12 @@ class ToHeadsArguments:
     length: torch.SymInt | None
     algorithm: str
     op: ClassVar = TO_HEADS
-    out_dtype: ClassVar = None  # for the checks that are other ops', too
+    out_dtype: ClassVar = None  # for checks shared with other ops
 
 
 @dataclass
 class FromHeadsArguments:
-    """Those of all-to-all + matmul. ``length``: of dimension 0 of the result; None: equal parts."""
+    """Arguments of all-to-all + matmul. ``length``: the result's dimension 0; None: equal parts."""
 
     input: Tensor
     weight: Tensor
@@ -98,7 +99,7 @@ class CheckedExchange(NamedTuple):
 def checked(
     communicator: Communicator, given: ToHeadsArguments | FromHeadsArguments
 ) -> CheckedExchange:
-    """The arguments, if they fit together on this rank."""
+    """Return the arguments if they fit together on this rank."""
     size, length = communicator.world_size, given.length
     input = checks.tensor("input", given.input, communicator)
     algorithm, _ = checks.algorithm_and_dtype(input, given)
@@ -133,7 +134,7 @@ def prepared(
     output: Tensor,
     received: Tensor | None = None,
 ) -> PreparedCall:
-    """Either op. ``output``, and ``received`` if there is one, get the results."""
+    """Prepare either op. ``output``, and ``received`` if there is one, get the results."""
     call = checked(communicator, given)
 
     def start() -> Outcome:
@@ -154,7 +155,7 @@ def prepared(
 
 
 def _lengths(op: str, parts: Sequence[tuple[int, int]]) -> list[int]:
-    """The ranks' parts of dimension 0, from those and the whole that each has it for."""
+    """Return the ranks' parts of dimension 0; each rank says its part, and the whole it expects."""
     lengths = [own for own, _ in parts]
     for rank, (_, total) in enumerate(parts):
         if total != sum(lengths):
@@ -174,7 +175,7 @@ def _launched(
     output: Tensor,
     received: Tensor | None,
 ) -> Event | None:
-    """Choose the algorithm, from what all ranks know alike, and start it."""
+    """Choose the algorithm, from facts that ranks share, and start it."""
     place, input = communicator.place, rows_of(call.input, 0)
     each, inner = math.prod(call.input.shape[1:-1]), call.input.shape[-1]
     rows, columns = [length * each for length in lengths], output.shape[-1]
@@ -205,7 +206,7 @@ FORMS = {op: internal_form(op, prepared) for op in (TO_HEADS, FROM_HEADS)}
 
 
 def part_of(linear: Linear, rank: int, world_size: int) -> Linear:
-    """The weight's columns of ``rank``."""
+    """Return the weight's columns of ``rank``."""
     columns = linear.weight.shape[1] // world_size
     own = slice(rank * columns, (rank + 1) * columns)
     bias = None if linear.bias is None else linear.bias[own]
@@ -225,10 +226,10 @@ class HeadExchangeCall:
     def by_engine(
         self, op: str, columns: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
-        """The plain collective, behind what is on the compute stream, which then goes on behind it."""
+        """Run the plain collective, ordered with the compute stream before and after."""
         communicator = self.communicator
         dtype = outputs[0].dtype
-        # an engine begins with what the caller has issued
+        # an engine waits for the work that the caller has issued
         communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
         call = agreed_call(communicator, op, (f"parts of {op}", tuple(self.rows), columns, dtype))
         event = communicator.engine.all_to_all(call, outputs, inputs)
@@ -271,7 +272,7 @@ class ToHeads(HeadExchangeCall):
         return enqueue_kernel(communicator, TO_HEADS, layout, *launch)
 
     def pipelined(self) -> Event:
-        """A torch matmul per receiver, straight into its workspace."""
+        """Run a torch matmul per receiver, directly into its workspace."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         rank, world_size = communicator.rank, communicator.world_size
         shape, dtype = linear.output.shape, linear.output.dtype
@@ -321,7 +322,7 @@ class FromHeads(HeadExchangeCall):
     """All-to-all, then matmul."""
 
     def fused(self, configuration: Configuration) -> Event:
-        """The first programs of the kernel send, or the copy engine does."""
+        """Run the kernel; its first programs send, or the copy engine does."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -357,7 +358,7 @@ class FromHeads(HeadExchangeCall):
                     workspace.kernel_launch(kernel, grid, arguments, **options)
                 )
             else:
-                # No tile, so no program has waited; but what arrives late would hit the next op.
+                # No tile, so no program has waited; but rows that arrive late would hit the next op.
                 for source in others(communicator):
                     for chunk in range(formulas.ceil_div(rows[rank], size)):
                         communicator.compute.wait(workspace, source, source * chunks + chunk)
@@ -368,7 +369,7 @@ class FromHeads(HeadExchangeCall):
         return communicator.enqueue(FROM_HEADS, layout, body)
 
     def _keep(self, received: Tensor, arrived: Tensor) -> None:
-        """What has come from each rank, and the own rows, for the caller."""
+        """Copy the rows from each rank, and the own rows, for the caller."""
         communicator, input, rows = self.communicator, self.input, self.rows
         rank, first = communicator.rank, sum(rows[: communicator.rank])
         for source in range(communicator.world_size):
@@ -377,7 +378,7 @@ class FromHeads(HeadExchangeCall):
             communicator.compute.copy(received[source], part, f"received from rank {source}")
 
     def pipelined(self) -> Event:
-        """Rows are pushed to where they are columns of the owner's matrix; one torch matmul per chunk."""
+        """Push rows to their columns of the owner's matrix; run one torch matmul per chunk."""
         communicator, input, linear, rows = self.communicator, self.input, self.linear, self.rows
         received = self.received
         rank, world_size, inner = communicator.rank, communicator.world_size, input.shape[1]
@@ -428,7 +429,7 @@ class FromHeads(HeadExchangeCall):
 
 
 def _parts(given: ToHeadsArguments | FromHeadsArguments) -> Any:
-    """The input's shape between its rows and its columns, if the arguments have the shapes of the op."""
+    """Return the input's shape between rows and columns, if the arguments have the shapes of the op."""
     input, weight, length = given.input, given.weight, given.length
     if input.dim() < 2 or weight.dim() != 2:
         raise ValueError(
@@ -441,7 +442,7 @@ def _parts(given: ToHeadsArguments | FromHeadsArguments) -> Any:
 
 
 def _save_needs(ctx: Any, given: ToHeadsArguments | FromHeadsArguments) -> None:
-    """What gradients are needed, and how the other op is called for them."""
+    """Save which gradients are needed, and how the other op is called for them."""
     ctx.algorithm = given.algorithm
     ctx.shared, ctx.weighed = given.input.requires_grad, given.weight.requires_grad
     ctx.biased = given.bias is not None and given.bias.requires_grad
@@ -472,7 +473,7 @@ def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
     )
     found = {}
     if kept:
-        # by rank, as columns of the weight are
+        # by rank, like the columns of the weight
         parts = wait(received[0])
         if ctx.weighed:
             of_weight = input.flatten(0, -2).t() @ parts
@@ -483,7 +484,7 @@ def _to_heads_gradients(ctx: Any, grad: Tensor) -> dict[str, Tensor]:
 
 
 def from_heads_outputs(given: FromHeadsArguments, size: Any) -> list[Tensor]:
-    """The output; what came from each rank, ``[ranks, own rows, k]``, if it is asked for."""
+    """Allocate the output and, if requested, the rows from each rank, ``[ranks, own rows, k]``."""
     between, input = _parts(given), given.input
     rows = input.shape[0] // size if given.length is None else given.length
     made = [input.new_empty([rows, *between, given.weight.shape[1]])]
@@ -538,7 +539,7 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _alike(ranks: Sequence[ToHeadsArguments | FromHeadsArguments]) -> list[Tensor | None]:
-    """The biases of ranks, whose tensors fit together."""
+    """Return the biases of ranks, after a check that their tensors fit together."""
     op, first = ranks[0].op, ranks[0]
     checks.algorithm_and_dtype(first.input, first)
     by_rank.alike(op, "input", by_rank.inputs(ranks), but=0)
@@ -548,7 +549,7 @@ def _alike(ranks: Sequence[ToHeadsArguments | FromHeadsArguments]) -> list[Tenso
 
 
 def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[list[Tensor]]:
-    """Every rank's product, cut into the columns of each receiver."""
+    """Return every rank's product, cut into the columns of each receiver."""
     outputs, biases = [to_heads_output(each, size) for each in ranks], _alike(ranks)
     shapes.divided(ranks[0].weight.shape[1], size, "dimension 1 of weight")
     wholes = [len(each) for each in outputs]
@@ -564,7 +565,7 @@ def _to_heads_reference(ranks: Sequence[ToHeadsArguments], size: int) -> list[li
 
 
 def _from_heads_reference(ranks: Sequence[FromHeadsArguments], size: int) -> list[list[Tensor]]:
-    """What comes from the ranks side by side, times the weight."""
+    """Multiply the ranks' parts, side by side, by the weight."""
     outputs, biases = [from_heads_outputs(each, size) for each in ranks], _alike(ranks)
     own = [len(each[0]) for each in outputs]
     wholes = [len(each.input) for each in ranks]

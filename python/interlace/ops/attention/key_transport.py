@@ -3,18 +3,19 @@
 ``fused``      Triton kernels on the keys of one rank after another, or one that gathers all of them
 ``pipelined``  torch on the keys of one rank after another; if "unfused" nothing travels (``blocks.py``)
 
-Ways of keys; the compute stream works on what is there while the copy stream brings what is next. On a CPU,
-where streams run their items at once and a peer's memory is as good as the own, staged keys are not copied.
+Ways of keys: the compute stream works on arrived keys while the copy stream fetches the next ones. On a
+CPU, where streams run their items at once and a peer's memory is as fast as the own, staged keys are not
+copied.
 
-``StagedKeys``  all ranks stage theirs in their own workspace, readers take them from there
-``RingKeys``    from rank to rank: each sends on what it has from the one before, and has room for two
+``StagedKeys``  all ranks stage their keys in their own workspace, and readers take them from there
+``RingKeys``    from rank to rank: each passes on the keys from the rank before, and has memory for two
 
-Ways back of what ranks make for the gradients of others' keys, fp32 or wider. It is read where it lies.
+Ways back of the contributions to the gradients of others' keys, fp32 or wider. They are read in place.
 
-``StagedSums``  all that a rank makes stays in its workspace; each rank adds up what all have made for it,
-                in the order of the ranks
-``RingSums``    room for two ranks' keys: a rank has what it made in a step taken before the step after the
-                next. Keys of rank r go round from r to r - 1, and in this order sums are made
+``StagedSums``  the contributions of a rank stay in its workspace; each rank adds up all contributions for
+                it, in the order of the ranks
+``RingSums``    memory for two ranks' keys: the contribution of a step is taken before the step after the
+                next. Keys of rank r go round from r to r - 1, and in this order they are summed
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ Tensor = torch.Tensor
 
 
 class StagedKeys:
-    """See the module. ``layout``, the op's, gets what is needed, here and in the classes below."""
+    """See the module. ``layout``, the op's, gets the needed regions, here and in the classes below."""
 
     def __init__(self, problem: AttentionProblem, layout: Layout) -> None:
         self._problem = problem
@@ -55,9 +56,9 @@ class StagedKeys:
         return self._problem.packed_in(workspace, source, self._offset, rows)
 
     def travel(self, workspace: Workspace) -> Iterator[tuple[int, Tensor | None]]:
-        """(source, its packed keys) in the order of arrival; they stay until the next is asked for.
+        """Yield (source, its packed keys) in the order of arrival; keys stay until the next iteration.
 
-        Around a ring also the sources whose keys only pass, without them.
+        Around a ring, also yield the sources whose keys only pass, without keys.
         """
         problem, communicator = self._problem, self._problem.communicator
         compute, copying, rank = communicator.compute, communicator.copying, problem.rank
@@ -83,10 +84,10 @@ class StagedKeys:
 
 
 class RingKeys:
-    """See the module. In step s a rank has the keys of rank - s: its own, then what came to buffer s % 2.
+    """See the module. In step s a rank has the keys of rank - s: its own, then those in buffer s % 2.
 
     Slots: "arrived" of every step, set by the rank before; "free" of every step, set by the next rank when
-    it has computed with what came in that step, and has sent it on, so its buffer may be filled again::
+    it has computed with that step's keys, and has sent them on, so its buffer may be filled again::
 
         rank 1  copies   own -> 2 | of 0 -> 2     | free 1? of 3 -> 2 |
                 compute  own      | of 0          | of 3              | of 2
@@ -145,17 +146,17 @@ class StagedSums:
         return workspace.data(maker, self._offset + begin, shape, problem.wide)
 
     def room(self, workspace: Workspace, source: int) -> Tensor:
-        """Where this rank makes what it gives to the keys of ``source``, free when the stream is there."""
+        """Return memory for the contribution to ``source``'s keys, free when the stream reaches it."""
         return self._of(workspace, self._problem.rank, source)
 
     def publish(self, workspace: Workspace, source: int, made: bool) -> None:
-        """It is ``made``; called behind every step of keys, also if there is nothing to make."""
+        """Publish it if it is ``made``; called after every step of keys, also without a contribution."""
         rank = self._problem.rank
         if made and source != rank:
             self._problem.communicator.compute.publish(workspace, source, self._slots + rank)
 
     def total(self, workspace: Workspace) -> Tensor:
-        """The gradients of the own keys, packed."""
+        """Return the gradients of the own keys, packed."""
         problem, compute = self._problem, self._problem.communicator.compute
         rank = problem.rank
         makers = sorted([*problem.readers(), *({rank} & set(problem.sources()))])
@@ -176,10 +177,10 @@ class StagedSums:
 
 
 class RingSums:
-    """See the module. In step s a rank makes what it gives to rank - s, in buffer s % 2.
+    """See the module. In step s a rank makes its contribution to rank - s, in buffer s % 2.
 
     Slots: "made" of every step, set by rank + s; "taken" of every step, set by rank - s when it has added
-    that up, behind the next step, so that nobody waits for somebody who is in the same step::
+    that up, after the next step, so that no rank waits for a rank in the same step::
 
         rank 1  for 1 | for 0      | taken 1? for 3 | taken 0? for 2 |
                       | + own      | + of 2         | + of 3         | + of 0
@@ -192,7 +193,7 @@ class RingSums:
         self._buffers = [layout.add_data(nbytes) for _ in range(2)]
         layout.pulled = True
         self._total = problem.empty_total()
-        self._used: dict[int, int] = {}  # of a buffer, in which step
+        self._used: dict[int, int] = {}  # by buffer, the step of its last use
 
     def _of(self, workspace: Workspace, maker: int, step: int) -> Tensor:
         problem = self._problem
@@ -273,14 +274,14 @@ def attention_backward(
     grads: tuple[Tensor, Tensor, Tensor],
     configuration: Configuration | None,
 ) -> Event:
-    """``grads``, of query, key and value, as the problem has these; keys come by ``method`` once more."""
+    """Compute ``grads`` of query, key and value, in the problem's layout; ``method`` moves keys again."""
     problem = replace(problem, heads_first=configuration is None)
     layout, blocks = Layout(), blocks_of(problem, configuration)
     keys = WAYS[method](problem, layout)
     sums = BACK[method](problem, layout)
 
     def body(workspace: Workspace) -> None:
-        # the last op here may still be read by others
+        # peers may still read the last op's data here
         problem.communicator.compute.wait_credits(workspace)
         blocks.begin_backward(result)
         for source, packed in keys.travel(workspace):
@@ -299,7 +300,7 @@ def attention_backward(
 def all_gather_attention_fused(
     problem: AttentionProblem, output: Tensor, lse: Tensor, configuration: Configuration
 ) -> Event:
-    """It gathers all ranks' keys, waits and computes; the copy engine sends, or its first programs."""
+    """Gather all ranks' keys, wait and compute in one kernel; its programs or the copy engine send."""
     communicator, shards, rank = problem.communicator, problem.shards, problem.rank
     packed, place, lengths = problem.packed(), communicator.place, shards.lengths
     blocks = KernelBlocks(problem, problem.query.shape, configuration)
@@ -310,7 +311,7 @@ def all_gather_attention_fused(
     lines = [line for line in every if line[0] in readers]
 
     def slots_of(source: int) -> tuple[int, int]:
-        """The first slot of the chunks of ``source``, and how many there are."""
+        """Return the first slot of the chunks of ``source``, and how many there are."""
         first = formulas.chunk_slots(lengths[:source], size)
         return first, formulas.ceil_div(lengths[source], size)
 
@@ -353,7 +354,7 @@ def all_gather_attention_fused(
             options = operands.launch_options(configuration)
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
         else:
-            # No tile, so no program has waited; but what arrives late would hit the next op.
+            # No tile, so no program has waited; but keys that arrive late would hit the next op.
             for source in [each for each in arrivals if each != rank]:
                 first, count = slots_of(source)
                 for slot in range(first, first + count):

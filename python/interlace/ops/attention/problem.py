@@ -1,27 +1,28 @@
-"""One attention: the tokens of each rank, the keys that a query sees, and tensors as algorithms take them.
+"""One attention: the tokens of each rank, the keys that a query sees, and the layout of tensors.
 
 Tensors are ``[tokens, batches, heads, head size]`` here, whatever the caller's layout, with any strides but
 the last; values, results and their gradients may have another head size than queries and keys. Keys and
-values of a rank travel together, *packed*: ``[tokens, elements]``, of a token all keys and then all values.
+values of a rank travel together, *packed*: ``[tokens, elements]``, for each token all keys, then all
+values.
 
-Balance, of a sequence over W ranks, whose lengths may differ::
+Balance of a sequence over W ranks, whose lengths may differ::
 
     contiguous   rank 0's tokens, then rank 1's ...
     zigzag       2 W chunks: rank r has chunk r and chunk 2 W - 1 - r, the longer first half of its tokens
                  and the rest. Under a causal mask every rank then has the same work.
 
-A *run* is a stretch of a rank's tokens that follow each other in the sequence, too: one, or two.
+A *run* is a stretch of a rank's tokens that is contiguous in the sequence, too. A rank has one or two.
 
-float64 references of attention and its gradients, and how far correct results may be from them.
+The file also has float64 references of attention and its gradients, and bounds for correct results.
 
-As ``reference.py``, which has the sources of bounds. Beside sums and roundings there is the
-exponential: of a score that is off by e the weight is off by ``exp(e) - 1``, relative, once as such and
-once in the sum that it is divided by, and an exponential errs by 2 units and by one per unit of its
-argument. Weights are rounded to the dtype of the values before they are multiplied, and so are the
-gradients of scores. Near zero a rounding errs by half of the smallest number of the dtype, whatever the
-value: once for every key that a query sees, times what the weight is multiplied with. In the output weights
-are rounded before the division by their sum, while the largest is 1; in the gradients behind it. Bounds are
-per element, to first order, all terms added up.
+``reference.py`` names the sources of the bounds. To the errors of sums and roundings attention adds the
+exponential. If a score is off by e, the weight is off by ``exp(e) - 1``, relative. This counts twice: for
+the weight and for the sum by which it is divided. An exponential errs by 2 units and by one per unit of its
+argument. Weights and the gradients of scores are rounded to the dtype of the values before they are
+multiplied. Near zero a rounding errs by half of the smallest number of the dtype, whatever the value. This
+counts once for every key that a query sees, times the factor of the weight. In the output, weights are
+rounded before the division by their sum, when the largest is 1; in the gradients, after it. Bounds are per
+element, to first order, with all terms added up.
 """
 
 import math
@@ -48,7 +49,7 @@ POINTER_KEYS = 64
 
 
 class Run(NamedTuple):
-    """``rows`` tokens of a shard from ``first`` on: those of the sequence from ``position`` on."""
+    """``rows`` tokens of a shard from ``first`` on; they begin at ``position`` in the sequence."""
 
     first: int
     rows: int
@@ -57,14 +58,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """``window``: how many keys before and after its own position a query sees, -1 for all, as flash
-    attention has it."""
+    """``window``: how many keys before and after its own position a query sees, -1 for all, like in flash
+    attention."""
 
     causal: bool
     window: tuple[int, int] = (NO_LIMIT, NO_LIMIT)
 
     def span(self, position: int, total: int) -> tuple[int, int]:
-        """The positions that the query at ``position`` of ``total`` sees: from, to below."""
+        """Return the range (begin, end) of positions that the query at ``position`` of ``total`` sees."""
         before, after = self.window
         low = 0 if before == NO_LIMIT else max(0, position - before)
         high = total if after == NO_LIMIT else min(total, position + after + 1)
@@ -87,7 +88,7 @@ class TokenShards:
         return len(self.lengths)
 
     def runs(self, rank: int) -> list[Run]:
-        """The runs of a rank, none of them empty, in the order of its tokens."""
+        """Return the non-empty runs of a rank, in the order of its tokens."""
         length = self.lengths[rank]
         if self.balance == "contiguous":
             found = [Run(0, length, sum(self.lengths[:rank]))]
@@ -96,13 +97,13 @@ class TokenShards:
         return [run for run in found if run.rows]
 
     def places(self, ranks: Sequence[int], device: torch.device | None) -> torch.Tensor:
-        """int64 ``[tokens of ranks]``: the place in the sequence of each."""
+        """Return int64 ``[tokens of ranks]``: the position of each in the sequence."""
         runs = [run for rank in ranks for run in self.runs(rank)]
         at = [torch.arange(run.position, run.position + run.rows, device=device) for run in runs]
         return torch.cat(at) if at else torch.empty(0, dtype=torch.int64, device=device)
 
     def sees(self, rank: int, source: int, mask: AttentionMask) -> bool:
-        """Whether some query of ``rank`` sees some key of ``source``; packed sequences may say no later."""
+        """Return whether a query of ``rank`` sees a key of ``source``; packed sequences may rule it out."""
         for run in self.runs(rank):
             low, _ = mask.span(run.position, self.total)
             _, high = mask.span(run.position + run.rows - 1, self.total)
@@ -111,15 +112,15 @@ class TokenShards:
         return False
 
     def sources(self, rank: int, mask: AttentionMask) -> list[int]:
-        """The ranks whose keys ``rank`` needs, in the order of the ranks."""
+        """Return the ranks whose keys ``rank`` needs, in rank order."""
         return [s for s in range(self.world_size) if self.sees(rank, s, mask)]
 
     def spans(
         self, ranks: Sequence[int], mask: AttentionMask, documents: torch.Tensor | None
     ) -> torch.Tensor:
-        """int64 ``[tokens of ranks, 2]``: what each of their queries sees.
+        """Return int64 ``[tokens of ranks, 2]``: the range of keys that each query sees.
 
-        ``documents``: where packed sequences begin, and the end of the last; beyond it nothing is seen.
+        ``documents``: where packed sequences begin, and the end of the last; tokens beyond see nothing.
         """
         before, after = mask.window
         position = self.places(ranks, None if documents is None else documents.device)
@@ -131,7 +132,7 @@ class TokenShards:
             high = torch.minimum(high, position + 1)
         if documents is not None:
             ends = documents.to(torch.int64)
-            # the last of those that begin at or before: an empty sequence has no token
+            # the last sequence that begins at or before the token: an empty one has no token
             number = torch.searchsorted(ends, position, right=True)
             inside = number < len(ends)
             low = torch.maximum(low, ends[(number - 1).clamp(min=0)])
@@ -142,17 +143,17 @@ class TokenShards:
     def part_line(
         self, source: int, number: int, row: int, slots: tuple[int, int] = (0, 0)
     ) -> formulas.Line:
-        """A line of the kernels' table of parts; ``row``: where the source's keys begin."""
+        """Return a line of the kernels' table of parts; ``row``: where the source's keys begin."""
         runs = [*self.runs(source), Run(0, 0, 0), Run(0, 0, 0)][:2]
         line: formulas.Line = formulas.key_part_line(source, number, row, runs, slots)
         return line
 
 
 class AttentionResult(NamedTuple):
-    """What a forward has made, with gradients: all that a backward needs beside the problem.
+    """The results of a forward, with gradients: all that a backward needs besides the problem.
 
-    ``output`` and its ``grad`` are ``[tokens, b, h, v]``, the gradient contiguous along the last; ``lse``,
-    the natural logarithm of the sums of exponentials, and its gradient, if it has one, ``[b, h, tokens]``.
+    ``output`` and its ``grad`` are ``[tokens, b, h, v]``, the gradient contiguous along the last. ``lse``,
+    the natural logarithm of the sums of exponentials, and its gradient, if any, are ``[b, h, tokens]``.
     """
 
     grad: torch.Tensor
@@ -161,7 +162,7 @@ class AttentionResult(NamedTuple):
     lse_grad: torch.Tensor | None = None
 
     def delta(self) -> torch.Tensor:
-        """fp32 or wider ``[b, h, tokens]``: what gradients of scores are taken relative to."""
+        """Return fp32 or wider ``[b, h, tokens]``, which is subtracted in the gradients of scores."""
         wide = wide_dtype(self.grad.dtype)
         made = (self.grad.to(wide) * self.output.to(wide)).sum(-1).permute(1, 2, 0)
         return (made if self.lse_grad is None else made - self.lse_grad).contiguous()
@@ -169,11 +170,11 @@ class AttentionResult(NamedTuple):
 
 @dataclass
 class AttentionProblem:
-    """What every method works on. ``first_head``: see ``kernels/arguments.py``; ``per_key``, too.
+    """The input of every method. ``first_head``, ``per_key``: see ``kernels/arguments.py``.
 
-    ``ranks``: whose tokens all tensors have, one after another; None: the query this rank's, and so the key
-    until it travels. ``heads_first``: packed keys lie in memory as torch's products read them, all keys
-    ``[b, h, tokens, d]`` and then all values.
+    ``ranks``: the ranks whose tokens all tensors have, one after another. None: the query has this rank's
+    tokens, and so does the key until it travels. ``heads_first``: packed keys lie in memory as torch's
+    products read them, all keys ``[b, h, tokens, d]`` and then all values.
     """
 
     communicator: Communicator
@@ -197,7 +198,7 @@ class AttentionProblem:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of partial results."""
+        """The dtype of partial results."""
         return wide_dtype(self.query.dtype)
 
     @property
@@ -206,22 +207,22 @@ class AttentionProblem:
 
     @property
     def row_elements(self) -> int:
-        """Of a packed row."""
+        """The number of elements of a packed row."""
         return sum(math.prod(each.shape[1:]) for each in (self.key, self.value))
 
     def packed(self) -> torch.Tensor:
-        """Keys and values of this rank, as they travel."""
+        """Pack keys and values of this rank, as they travel."""
         made = self.key.new_empty(self.key.shape[0], self.row_elements)
         for to, each in zip(self.keys_and_values(made), (self.key, self.value), strict=True):
             to.copy_(each)
         return made
 
     def packed_in(self, workspace: Workspace, owner: int, offset: int, rows: int) -> torch.Tensor:
-        """So many packed keys in the workspace of ``owner``."""
+        """Return ``rows`` packed keys in the workspace of ``owner``."""
         return workspace.data(owner, offset, (rows, self.row_elements), self.key.dtype)
 
     def keys_and_values(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and the values of what travels: ``[tokens, batches, heads, size]`` each."""
+        """Return the packed keys and values: ``[tokens, batches, heads, size]`` each."""
         if not self.heads_first:
             return self.parts_of_rows(packed)
         shapes = [(*each.shape[1:3], len(packed), each.shape[3]) for each in (self.key, self.value)]
@@ -229,21 +230,21 @@ class AttentionProblem:
         return key.view(shapes[0]).permute(2, 0, 1, 3), value.view(shapes[1]).permute(2, 0, 1, 3)
 
     def parts_of_rows(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`keys_and_values`, of packed rows whatever ``heads_first`` says: so gradients lie."""
+        """Split packed rows like :meth:`keys_and_values`, without ``heads_first``: for gradients."""
         shapes = [each.shape[1:] for each in (self.key, self.value)]
         key, value = torch.split(packed, [math.prod(shape) for shape in shapes], 1)
         return key.view(len(packed), *shapes[0]), value.view(len(packed), *shapes[1])
 
     def sources(self) -> list[int]:
-        """The ranks whose keys are seen, in their order."""
+        """Return the ranks whose keys are seen, in rank order."""
         return sorted({s for rank in self.whose for s in self.shards.sources(rank, self.mask)})
 
     def after_the_caller(self) -> None:
-        """The compute stream goes on behind what the caller has issued until now."""
+        """Make the compute stream wait for the work that the caller has issued until now."""
         self.communicator.compute.wait_event(self.communicator.place.record_current())
 
     def give(self, total: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
-        """``grads`` of keys and of values = packed sums, on the compute stream."""
+        """Copy packed sums to ``grads`` of keys and of values, on the compute stream."""
 
         def copied() -> None:
             for grad, part in zip(grads, self.parts_of_rows(total), strict=True):
@@ -252,12 +253,12 @@ class AttentionProblem:
         self.communicator.compute.call(copied, "gradients of the own keys")
 
     def empty_total(self) -> torch.Tensor:
-        """For the gradients of the own keys, packed."""
+        """Return an empty tensor for the packed gradients of this rank's keys."""
         shape = self.shards.lengths[self.rank], self.row_elements
         return self.key.new_empty(shape, dtype=self.wide)
 
     def spans(self) -> torch.Tensor:
-        """What each query sees."""
+        """Return the range of keys that each query sees."""
         who = self.whose
         if self.documents is not None:
             return self.shards.spans(who, self.mask, self.documents)
@@ -268,13 +269,13 @@ class AttentionProblem:
         return table.view(-1, 2) if table.numel() > 1 else table.new_empty(0, 2)
 
     def arrivals(self) -> list[int]:
-        """The sources in the order in which their keys come: the own first, then as peers send."""
+        """Return the sources in the order in which keys arrive: this rank first, then as peers send."""
         world, needed = self.shards.world_size, set(self.sources())
         order = [(self.rank - step) % world for step in range(world)]
         return [source for source in order if source in needed]
 
     def readers(self) -> list[int]:
-        """The other ranks that need this one's keys, the next one first."""
+        """Return the other ranks that need this rank's keys, the next rank first."""
         world = self.shards.world_size
         order = [(self.rank + step) % world for step in range(1, world)]
         return [r for r in order if self.shards.sees(r, self.rank, self.mask)]
@@ -285,7 +286,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_argument(tensor: torch.Tensor) -> Queries:
-    """``[tokens, batches, heads, size]`` as a kernel takes it."""
+    """Return ``[tokens, batches, heads, size]`` as an argument of a kernel."""
     return Queries(tensor, *tensor.stride()[:3])
 
 
@@ -298,7 +299,7 @@ def attention_tiles(
     *,
     packed: bool = True,
 ) -> AttentionTiles:
-    """``head_dim``: of queries and keys; ``value_dim``: of values and results; ``packed``: so keys lie."""
+    """``head_dim``: queries and keys; ``value_dim``: values and results; ``packed``: the keys' layout."""
     sizes, place = (head_dim, value_dim), communicator.place
     aligned = all(size * dtype.itemsize % DESCRIPTOR_ALIGNMENT == 0 for size in sizes)
     descriptors = packed and aligned and configuration.descriptors and place.descriptors
@@ -309,7 +310,7 @@ def attention_tiles(
 
 
 def unit_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its last dimension contiguous; a copy only if it is not."""
+    """Return ``tensor`` with its last dimension contiguous; a copy only if it is not."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
@@ -353,7 +354,7 @@ def visible(
     window: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """``[tokens, tokens]``: whether a query sees a key, both by their place in the sequence."""
+    """Return ``[tokens, tokens]``: whether a query sees a key, both by their position in the sequence."""
     query, key = torch.arange(tokens).unsqueeze(1), torch.arange(tokens)
     mask = torch.ones(tokens, tokens, dtype=torch.bool)
     if causal:
@@ -370,7 +371,7 @@ def visible(
 
 
 class AttentionReference:
-    """Of ``[batch, heads, tokens, size]``; keys may have fewer heads. All that it gives is float64."""
+    """A reference for ``[batch, heads, tokens, size]``; keys may have fewer heads. Results are float64."""
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
@@ -392,7 +393,7 @@ class AttentionReference:
         of_score = gamma(size + 6, self._unit) * (self._query.abs() @ self._key.abs().mT) * factor
         of_score = torch.where(mask, of_score + self._unit * (score.abs() + reach + 3), 0)
         self._score_error = of_score.nan_to_num(posinf=0).amax(-1, keepdim=True)
-        # of the weight, and of the sum, relative; then what is rounded
+        # relative errors of the weight and of the sum, then the roundings
         self._relative = 2 * torch.expm1(self._score_error) + gamma(
             self._count + MERGES, self._unit
         )
@@ -402,18 +403,18 @@ class AttentionReference:
 
     def output(self) -> Bounded:
         error = self._rounded_weight * (self.weight @ self._value.abs()) * 2
-        largest = self.weight.amax(-1, keepdim=True)  # which is 1 when it is rounded
+        largest = self.weight.amax(-1, keepdim=True)  # it is 1 when it is rounded
         error = error + largest * (self._near_zero @ self._value.abs())
         return self._exact, rounded(error, self._exact, self.dtype)
 
     def sums(self) -> Bounded:
-        """The logarithms of the sums of exponentials."""
+        """Return the logarithms of the sums of exponentials."""
         error = self._score_error.squeeze(-1) + self._relative.squeeze(-1)
         unit = self._unit * (self.lse.abs().nan_to_num(posinf=0) + MERGES)
         return self.lse, error + unit
 
     def gradients(self, grad: Tensor) -> tuple[Bounded, Bounded, Bounded]:
-        """Of query, key and value, for ``grad`` of the output."""
+        """Return the gradients of query, key and value, for ``grad`` of the output."""
         grad = grad.double()
         size = grad.shape[-1]
         of_value = self.weight.mT @ grad
@@ -442,7 +443,7 @@ class AttentionReference:
         )
 
     def _of_keys(self, value: Tensor, error: Tensor) -> Bounded:
-        """Sums over the heads of queries that see a head of keys."""
+        """Sum over the heads of queries that see one head of keys."""
         batch, heads, tokens, size = value.shape
         shape = batch, heads // self.groups, self.groups, tokens, size
         value, error = value.view(shape).sum(2), error.view(shape).sum(2)

@@ -1,20 +1,21 @@
-"""Attention with heads in place of tokens: an all-to-all before it gives each rank all tokens of some
-heads, one behind it the own tokens of all heads (DeepSpeed's Ulysses).
+"""Attention with heads in place of tokens (DeepSpeed's Ulysses): an all-to-all before it gives each rank
+all tokens of some heads, and one after it gives back this rank's tokens of all heads.
 
-Rank r has query heads ``[r * H / W, (r + 1) * H / W)``, rounded down, and the key heads that they see; of
-few key heads several ranks may have the same one. Its queries, those keys and values come from every rank,
-which pushes them where they belong; results go back the same way::
+Rank r has query heads ``[r * H / W, (r + 1) * H / W)``, rounded down, and the key heads that they see. With
+few key heads several ranks may have the same one. Every rank pushes the queries, keys and values for those
+heads to rank r; results go back the same way::
 
     rank 1  copies   q, k, v of heads 0 -> 0 | of heads 2 -> 2 |              | results -> 0 | -> 2
             compute  own tokens' keys | keys of 0 | keys of 2 | merge, all tokens of heads 1
 
-Partial results are those over the keys of one rank each, as in the other methods, and so have their bits.
+Like in the other methods, a partial result covers the keys of one rank, and so the bits are the same.
 ``fused`` computes by Triton kernels, ``pipelined`` by torch, ``unfused`` by torch, between plain
 collectives.
 
-Backward: with queries go the results and their gradients; back come the gradients of queries, and those of
-keys in fp32, of which there are several where ranks share a head of keys; they are added up in the order of
-the ranks. What all queries give to a key is one sum here, elsewhere one of sums by rank: other bits.
+Backward: the results and their gradients travel with the queries. The gradients of queries come back, and
+the gradients of keys in fp32. If ranks share a head of keys there are several of these, which are added up
+in the order of the ranks. Here one sum holds the contributions of all queries to a key; the other methods
+add up sums by rank, which gives other bits.
 
 Tensors that travel have tokens first and heads last but one.
 """
@@ -43,9 +44,9 @@ Tensor = torch.Tensor
 
 
 class HeadShards:
-    """Which heads are whose: ``queries[r]`` and ``keys[r]`` are slices of all heads.
+    """The heads of each rank: ``queries[r]`` and ``keys[r]`` are slices of all heads.
 
-    ``copies[r]``: of the heads of keys of all ranks, one after another, where some are there several times.
+    ``copies[r]``: a slice of all ranks' key heads, one rank's after another; some heads occur repeatedly.
     """
 
     def __init__(self, world_size: int, heads: int, per_key: int) -> None:
@@ -67,8 +68,8 @@ def _count(heads: slice) -> int:
 
 
 class Piece(NamedTuple):
-    """Tensors that travel as packed rows, one behind another in each: ``[tokens, batches, heads, size]``
-    for each of ``sizes``; ``heads``: those of each rank."""
+    """Tensors that travel as packed rows, one after another in each: ``[tokens, batches, heads, size]``
+    for each of ``sizes``; ``heads``: the heads of each rank."""
 
     batches: int
     sizes: tuple[int, ...]
@@ -79,14 +80,14 @@ class Piece(NamedTuple):
         return self.batches, self.heads[-1].stop if rank is None else _count(self.heads[rank])
 
     def shape(self, rows: int, rank: int | None = None) -> tuple[int, int]:
-        """Of the packed rows, with the heads of ``rank``, or all."""
+        """Return the shape of the packed rows, with the heads of ``rank``, or all."""
         return rows, math.prod(self._lines(rank)) * sum(self.sizes)
 
     def nbytes(self, rows: int, rank: int | None = None) -> int:
         return math.prod(self.shape(rows, rank)) * self.dtype.itemsize
 
     def tensors(self, packed: Tensor, rank: int | None = None) -> list[Tensor]:
-        """Those in packed rows."""
+        """Return the tensors in packed rows."""
         lines = self._lines(rank)
         parts = torch.split(packed, [math.prod(lines) * size for size in self.sizes], 1)
         shapes = [(len(packed), *lines, size) for size in self.sizes]
@@ -103,7 +104,7 @@ PieceParts = Sequence[Tensor]
 
 
 def tokens_first(sums: Tensor) -> Tensor:
-    """``[batches, heads, tokens]`` as it travels."""
+    """Convert ``[batches, heads, tokens]`` to the layout in which it travels."""
     return sums.permute(2, 0, 1).unsqueeze(-1)
 
 
@@ -112,9 +113,9 @@ def heads_first(moved: Tensor) -> Tensor:
 
 
 class ByPushes:
-    """Each rank stores what it has in the workspace where it is wanted, and publishes once.
+    """Moves by pushes: each rank stores its data at its place in the readers' workspace; publishes once.
 
-    Results are there when the compute stream comes to it, here and of :class:`ByEngine`.
+    Results have arrived when the compute stream reaches them, here and in :class:`ByEngine`.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class ByPushes:
         return problem.communicator.enqueue(problem.op, self._layout, body)
 
     def to_heads(self, pieces: Sequence[PieceParts]) -> list[Tensor]:
-        """Of each, whose tokens are the own ones, packed rows: all tokens of this rank's heads."""
+        """Send own tokens; for each piece return packed rows: all tokens of this rank's heads."""
         communicator, rank = self._problem.communicator, self._problem.rank
         copying, total = communicator.copying, self._problem.shards.total
         data, own = self._workspace.data, slice(self._begins[rank], self._begins[rank + 1])
@@ -158,7 +159,7 @@ class ByPushes:
         return [data(rank, room, each.shape(total, rank), each.dtype) for each, room in self._there]
 
     def to_tokens(self, pieces: Sequence[PieceParts]) -> list[list[Tensor]]:
-        """Of each, which has all tokens of this rank's heads, the own tokens of all heads."""
+        """Send all tokens of this rank's heads; for each piece return own tokens of all heads."""
         communicator, rank = self._problem.communicator, self._problem.rank
         compute, lengths = communicator.compute, self._problem.shards.lengths
         data = self._workspace.data
@@ -180,7 +181,7 @@ class ByPushes:
 
 
 class ByEngine:
-    """Plain collectives."""
+    """Moves by plain collectives."""
 
     def __init__(
         self, problem: AttentionProblem, there: Sequence[Piece], back: Sequence[Piece]
@@ -197,7 +198,7 @@ class ByEngine:
         if communicator.world_size == 1:
             communicator.compute.copy(outputs[0], inputs[0], what)
             return
-        # an engine begins with what the caller has issued, which the parts are then among
+        # an engine waits for the work that the caller has issued; the parts are now among it
         communicator.place.hold_current(communicator.compute.record(), f"the parts of {op}")
         terms = ("rows", self._problem.shards.lengths), ("dtype", inputs[0].dtype)
         flat = [[part.view(-1) for part in parts] for parts in (outputs, inputs)]
@@ -266,7 +267,7 @@ def exchanged_attention(
     *,
     by_engine: bool,
 ) -> Event:
-    """Results come back in the dtype of the queries, logarithms of the sums in fp32 or wider."""
+    """Run the op. Results return in the dtype of the queries, log of the sums in fp32 or wider."""
     own, copy = HeadProblem(problem, configuration), problem.communicator.compute.copy
     pieces = [own.queries, own.keys], [own.results, own.sums]
     way = (ByEngine if by_engine else ByPushes)(problem, *pieces)
@@ -328,7 +329,7 @@ def exchanged_backward(
 
 
 def _added(own: HeadProblem, parts: Sequence[Tensor]) -> Tensor:
-    """The gradients of the own keys: those that have come for each head, in the order of the ranks."""
+    """Add up the gradients of the own keys, which have arrived for each head, in rank order."""
     heads, problem = own.heads, own.problem
     total = problem.empty_total()
 

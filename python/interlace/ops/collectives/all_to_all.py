@@ -4,9 +4,9 @@ Collectives of parts that differ in length along a dim: ``*_v``.
 
 A whole is one tensor, the parts of all ranks one after another along ``dim``, or a list with one tensor per
 rank. ``sizes`` are the lengths of the parts along ``dim``, by rank, the same on every rank that has the
-whole; for a list they are what the tensors say, and for one tensor None stands for equal lengths. Off
-``dim`` all parts are equal in shape. Every rank's own tensor has the length that the whole gives it, which
-is compared between ranks before any data moves.
+whole. None stands for the lengths of a list's tensors, or for equal lengths of one tensor. In the other
+dimensions all parts are equal in shape. Every rank's own tensor has the length that the whole gives it,
+which is compared between ranks before any data moves.
 """
 
 import operator
@@ -29,7 +29,7 @@ from interlace.runtime.core.work import Work
 
 
 def _pairwise(op: str, what: str, output: str, input: str) -> Callable[[Sequence[Any]], None]:
-    """Compares what each rank expects of each with what that one sends; parts are (expected, sent)."""
+    """Return a check that each rank expects what the other sends; parts are (expected, sent)."""
 
     def match(parts: Sequence[Any]) -> None:
         for receiver, (expected, _) in enumerate(parts):
@@ -56,7 +56,7 @@ def _exchanged(
         shared = any(overlap(each, output) for each in inputs for output in outputs)
 
     def start() -> Event | None:
-        # peers may fill an output while others have still to read an input that is the same memory
+        # peers may fill an output while others have not yet read an input in the same memory
         made = [
             contiguous(movable(each).clone().view(each.dtype) if shared else each)
             for each in inputs
@@ -111,7 +111,7 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Rank r gets ``input_tensor_list[r]`` of every rank, in ``output_tensor_list``, by rank. Any dtype.
+    """Send ``input_tensor_list[r]`` to rank r and receive into ``output_tensor_list`` by rank. Any dtype.
 
     Shapes may differ between pairs; rank r's output from rank s has the shape of s's input for r. Returns
     None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data
@@ -152,7 +152,7 @@ def one_length_per_rank(name: str, value: Any, count: int) -> tuple[int, ...]:
 def sizes(
     name: str, value: Any, total: int, of: str, communicator: Communicator
 ) -> tuple[int, ...]:
-    """Lengths along a dim, one per rank, that add up to ``total``; even ones if ``value`` is empty."""
+    """Return lengths along a dim, one per rank, that add up to ``total``; equal if ``value`` is empty."""
     world_size = communicator.world_size
     if _absent(value):
         if total % world_size:
@@ -223,7 +223,7 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Rank r gets part r of every rank's ``input``, in rank order, in ``output``. Any dtype.
+    """Send part r of ``input`` to rank r and receive into ``output`` in rank order. Any dtype.
 
     Parts are rows: ``input_split_sizes[r]`` rows of ``input`` go to rank r, ``output_split_sizes[s]`` rows
     of ``output`` come from rank s; None or empty stands for equal parts. Returns None, or a :class:`Work`
@@ -252,7 +252,7 @@ def split(
     dim: int,
     communicator: Communicator,
 ) -> list[torch.Tensor]:
-    """The parts of ``whole``; raises unless ``lengths`` cut it into one part per rank."""
+    """Return the parts of ``whole``; raise unless ``lengths`` cut it into one part per rank."""
     if not isinstance(whole, (torch.Tensor, list, tuple)):
         raise TypeError(
             f"{name} must be a tensor or a list of tensors, got {checks.described(whole)}"
@@ -374,7 +374,7 @@ def scatter_v(
     *,
     dim: int = 0,
 ) -> Work | None:
-    """``tensor`` becomes this rank's part, ``sizes[rank]`` long along ``dim``, of rank ``src``'s input.
+    """Overwrite ``tensor`` with this rank's part, ``sizes[rank]`` long along ``dim``, of ``src``'s input.
 
     ``input`` and ``sizes`` are None on other ranks; ``src`` is 0 by default. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
@@ -405,11 +405,12 @@ def all_to_all_v(
     *,
     dim: int = 0,
 ) -> Work | None:
-    """Rank r gets part r of every rank's ``input``, in rank order, in ``output``; parts are along ``dim``.
+    """Send part r of ``input`` to rank r and receive into ``output`` in rank order; parts are along
+    ``dim``.
 
-    ``output_split_sizes[s]`` is the length of what comes from rank s, ``input_split_sizes[r]`` of what goes
-    to rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
-    rank before any data moves. With ``dim=0`` as ``torch.distributed.all_to_all_single``.
+    ``output_split_sizes[s]`` is the length of the part from rank s, ``input_split_sizes[r]`` of the part
+    for rank r. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every
+    rank before any data moves. With ``dim=0`` like ``torch.distributed.all_to_all_single``.
 
     >>> def on_rank():
     ...     rank = interlace.get_rank()

@@ -16,15 +16,15 @@ def all_reduce(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The reduction of every rank's ``input``, on all ranks: the same bits everywhere.
+    """Return the reduction of every rank's ``input``, on all ranks, with the same bits everywhere.
 
     ``input``: any shape and strides, equal shapes and dtypes on all ranks. ``reduce_op``: "sum", "avg",
     "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp``. ``out`` gets the result, of the
     shape, dtype and device of ``input``; it may be ``input``.
 
-    Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
-    gradient is wanted, and in backward for a ``reduce_op`` on bits. Semantics: ``all_reduce`` of
-    ``torch.distributed._functional_collectives``; the gradient is that of the sum of all ranks' losses.
+    Raises ValueError or TypeError on every rank, before any data moves. Raises RuntimeError for ``out`` if
+    a gradient is required, and in backward for a ``reduce_op`` on bits. Semantics: ``all_reduce`` of
+    ``torch.distributed._functional_collectives``; gradients are those for the sum of all ranks' losses.
 
     >>> interlace.run(lambda: functional.all_reduce(torch.ones(2)).tolist(), 2)
     [[2.0, 2.0], [2.0, 2.0]]
@@ -43,10 +43,10 @@ def reduce_scatter(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
+    """Return this rank's slice, along ``scatter_dim``, of the reduction of every rank's ``input``.
 
-    ``input``: ``[.., n, ..]`` with n at ``scatter_dim``, which the size of the group must divide; the
-    result, and ``out``, is ``[.., n / size, ..]``. ``reduce_op`` and errors as for :func:`all_reduce`.
+    ``input``: ``[.., n, ..]`` with n at ``scatter_dim``. The size of the group must divide n. The result,
+    and ``out``, is ``[.., n / size, ..]``. ``reduce_op`` and errors as for :func:`all_reduce`.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed._functional_collectives.reduce_scatter_tensor``.
@@ -67,9 +67,9 @@ def reduce(
     group: FunctionalGroup = None,
     tag: str = "",
 ) -> torch.Tensor:
-    """The reduction of every rank's ``input`` on rank ``dst`` of the group; zeros on the others.
+    """Return the reduction of every rank's ``input`` on rank ``dst`` of the group, and zeros on the others.
 
-    ``input``: any shape, equal on all ranks, which is the shape of the result. ``reduce_op`` as for
+    ``input``: any shape, equal on all ranks; the result has the same shape. ``reduce_op`` as for
     :func:`all_reduce`; gradients for "sum" and "avg".
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward for
@@ -91,10 +91,10 @@ def all_gather(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every rank's ``input``, one behind the other along ``gather_dim``. Shapes must be equal.
+    """Concatenate every rank's ``input`` along ``gather_dim``, in rank order. Shapes must be equal.
 
-    The result, and ``out`` if it is given, is ``[.., size * n, ..]`` for an ``input`` of ``[.., n, ..]``;
-    0-dim tensors give a tensor of the group's size.
+    The result, and ``out`` if it is passed, is ``[.., size * n, ..]`` for an ``input`` of ``[.., n, ..]``.
+    For 0-dim tensors the result has one dimension, as long as the group.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
     gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_gather_tensor``.
@@ -115,10 +115,11 @@ def all_to_all(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rank r's part of dim 0 of every rank's ``input``, one behind the other.
+    """Send part r of ``input`` to rank r, and concatenate the received parts in rank order.
 
-    ``input``: ``[n, ...]``. Parts are of equal length, or of ``input_split_sizes[r]`` rows for rank r and
-    ``output_split_sizes[s]`` from s, which add up to the rows of the result, and of ``out``.
+    ``input``: ``[n, ...]``, cut along dim 0. Parts have equal lengths, or ``input_split_sizes[r]`` rows for
+    rank r and ``output_split_sizes[s]`` rows from rank s, whose sum is the length of the result and
+    ``out``.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError for ``out`` if a
     gradient is wanted. Semantics: ``torch.distributed._functional_collectives.all_to_all_single``.
@@ -145,7 +146,7 @@ def broadcast(
     tag: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The ``input`` of rank ``src`` of the group, whose shape and dtype the others' have too.
+    """Return the ``input`` of rank ``src`` of the group; all ranks' inputs have the same shape and dtype.
 
     ``out``, of that shape, gets the result; it may be ``input``.
 
@@ -162,7 +163,7 @@ def broadcast(
 def permute(
     input: torch.Tensor, src_dst: Sequence[int], *, group: FunctionalGroup = None, tag: str = ""
 ) -> torch.Tensor:
-    """The ``input`` of the rank r for which ``src_dst[r]`` is the caller. Shapes must be equal.
+    """Return the ``input`` of the rank r whose ``src_dst[r]`` is this rank. Shapes must be equal.
 
     ``input``: any shape. ``src_dst``: each rank of the group once.
 
@@ -185,7 +186,7 @@ def gather(
     group: FunctionalGroup = None,
     tag: str = "",
 ) -> torch.Tensor:
-    """Gather ``input`` on rank ``dst`` as :func:`all_gather` does; zeros of that shape on the others.
+    """Gather ``input`` on rank ``dst`` like :func:`all_gather`; other ranks get zeros of that shape.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.gather``, into one tensor.
@@ -205,10 +206,10 @@ def scatter(
     group: FunctionalGroup = None,
     tag: str = "",
 ) -> torch.Tensor:
-    """This rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
+    """Return this rank's slice, along ``scatter_dim``, of the ``input`` of rank ``src`` of the group.
 
-    The size of the group must divide that length. Other ranks' inputs say the shape and dtype, and are not
-    read.
+    The size of the group must divide that length. On other ranks only the shape and dtype of ``input`` are
+    used.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.scatter``, of one tensor.

@@ -14,9 +14,9 @@ All tensors here are flat and contiguous. Other reductions are ``reductions.fold
 
 The one-shot collectives whose words carry their flags: the launch side of their kernels.
 
-Their memory is a buffer of its own, which no other op touches: what lies there is words of older epochs
-and nothing else. It holds what the largest message so far has needed, and starts anew, epochs too, when it
-grows; all ranks see the same sizes, so theirs does at the same op.
+They have a separate buffer, which no other op touches: it holds only words of older epochs. It is as large
+as the largest message so far needed. When it grows, it starts again, epochs too. All ranks see the same
+sizes, so their buffers grow at the same op.
 
 All tensors here are flat and contiguous.
 """
@@ -173,7 +173,7 @@ def send_by_copy_engine(
     lines: Sequence[formulas.Line],
     tensors: Sequence[tuple[torch.Tensor, int]],
 ) -> None:
-    """Push rows of ``tensors``, by ``lines`` as of :func:`send_table`, to byte offsets of workspaces."""
+    """Push rows of ``tensors``, by ``lines`` from :func:`send_table`, to byte offsets of workspaces."""
     stream = communicator.copying
     stream.wait_credits(workspace)
     for peer, first, count, row, slot in lines:
@@ -523,7 +523,7 @@ class BySwitch:
 
 
 BLOCK_WORDS = 256  # one for each thread
-MOST_BYTES = 64 << 10  # of a message: a block for each KiB
+MOST_BYTES = 64 << 10  # per message: a block for each KiB
 MOST_PROGRAMS = MOST_BYTES // (4 * BLOCK_WORDS)
 EPOCHS_OFFSET = HEADER_WORDS * WORD
 WORDS_OFFSET = EPOCHS_OFFSET + MOST_PROGRAMS * WORD
@@ -554,7 +554,7 @@ def _words_of(communicator: Communicator, blocks: int) -> GroupWords:
         buffer = place.allocate(WORDS_OFFSET + words * WORD)
         own = buffer.view(buffer.rank, 0, (HEADER_WORDS + MOST_PROGRAMS,), torch.int64)
         own[SPIN_LIMIT_WORD] = place.poll_limit()
-        own[HEADER_WORDS:] = 0  # what is below is taken for a program that gave up
+        own[HEADER_WORDS:] = 0  # an epoch below 0 stands for a program that has timed out
         outgrown = [] if held is None else [*held.outgrown, held.buffer]
         held = communicator.arena.words = GroupWords(buffer, enough, outgrown)
     return held
@@ -663,7 +663,7 @@ def all_reduce(communicator: Communicator, tensor: torch.Tensor, *, average: boo
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, root: int) -> Event:
-    """``tensor`` = that of ``root``."""
+    """Overwrite ``tensor`` with ``root``'s."""
     (units,) = in_units(tensor)
     arguments = {"tensor_ptr": units, "root": root}
     kernel = low_latency.low_latency_broadcast_kernel

@@ -6,8 +6,8 @@ Every op is two kernels side by side, or one that sums::
     compute stream  whatever takes what has come: a kernel, copies, a fused matmul
     at the end      put_credits_kernel, then what ends every op
 
-Puts have a kernel of their own because NVSHMEM's code comes with them: it needs registers and stack, which
-a matmul must not pay for. So the kernels that consume are the same as on one node.
+Puts have a separate kernel because NVSHMEM's code comes with them: it needs registers and stack, which a
+matmul must not spend. So the kernels that consume are the same as on one node.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from interlace.runtime.core.place import Nodes
 from interlace.runtime.core.stream import Event, Stream
 from interlace.runtime.tuning.configuration import Configuration, choose
 
-ALIGNMENT = 256  # of chunks of bytes
+ALIGNMENT = 256  # bytes, for chunks
 LARGEST_PIECE = 1 << 16  # elements of a partial sum that is put at once
-PIECES = 32  # of the longest part, at least if it is long
+PIECES = 32  # for the longest part, if it is long enough
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ def reduce_scatter(
 def _sum_tables(
     communicator: Communicator, lengths: Sequence[int], piece: int
 ) -> tuple[torch.Tensor, Table, torch.Tensor]:
-    """Of ``node_reduce_scatter_kernel``: the parts, what this rank sums for others, and who sums for it."""
+    """Return tables of ``node_reduce_scatter_kernel``: parts, this rank's duties, ranks that sum for it."""
     firsts = [sum(lengths[:owner]) for owner in range(len(lengths))]
     pieces = [formulas.ceil_div(length, piece) for length in lengths]
     known = reductions_of(communicator.rank, communicator.nodes, pieces)

@@ -1,8 +1,8 @@
 """Collectives of Python objects that can be pickled. They block; ``torch.distributed`` has the same names.
 
-Objects are pickled into bytes. What is small goes along with the comparison of the ranks' calls, so it
-needs one meeting; larger bytes go as uint8 tensors afterwards. As with torch, unpickling runs code: use
-these among ranks that trust each other.
+Objects are pickled into bytes. Small ones are sent together with the comparison of the ranks' calls, which
+needs one meeting; larger ones are sent as uint8 tensors afterwards. As with torch, unpickling runs code:
+use these functions among ranks that trust each other.
 """
 
 import pickle
@@ -27,7 +27,7 @@ TAG = 1 << 30  # of messages with objects, so that they are not taken for tensor
 def _pickled(op: str, value: Any) -> bytes:
     try:
         return pickled(value)
-    except Exception as error:  # whatever a user's __reduce__ raises
+    except Exception as error:  # a user's __reduce__ may raise anything
         raise TypeError(
             f"{op}: an object of type {type(value).__name__} cannot be pickled: {error}"
         ) from error
@@ -49,7 +49,7 @@ def _loaded(data: bytes | torch.Tensor) -> Any:
 def _gathered(
     communicator: Communicator, name: str, terms: Terms, data: bytes, root: int | None = None
 ) -> list[bytes | torch.Tensor]:
-    """Every rank's ``data``, by rank; if ``root`` is given, there alone."""
+    """Return every rank's ``data``, by rank; if ``root`` is passed, only there."""
     here = root in (None, communicator.rank)
     call = Call(name, terms, part=data if len(data) <= SMALL else len(data))
     found: list[bytes | torch.Tensor] = []
@@ -73,7 +73,7 @@ def _gathered(
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    """``object_list`` becomes every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s.
+    """Fill ``object_list`` with every rank's ``obj``, by rank. Semantics: ``torch.distributed``'s.
 
     Objects are pickled. Raises ValueError if the list does not have an entry per rank.
 
@@ -105,7 +105,7 @@ def gather_object(
     group: Group = None,
     group_dst: int | None = None,
 ) -> None:
-    """On rank ``dst``, by default 0, ``object_gather_list`` becomes every rank's ``obj``, by rank.
+    """Fill ``object_gather_list`` of rank ``dst``, by default 0, with every rank's ``obj``, by rank.
 
     The list is None on other ranks. Raises ValueError or TypeError on every rank, also for an object that
     cannot be pickled. Semantics: ``torch.distributed.gather_object``.
@@ -136,7 +136,7 @@ def broadcast_object_list(
     device: torch.device | None = None,
     group_src: int | None = None,
 ) -> None:
-    """``object_list`` becomes that of rank ``src``, by default 0; equally long on every rank.
+    """Overwrite ``object_list`` with the list of rank ``src``, by default 0. Lengths must be equal.
 
     ``device`` is torch's and not needed. Raises ValueError or TypeError on every rank, also for lists of
     different lengths. Semantics: ``torch.distributed.broadcast_object_list``.
@@ -155,7 +155,7 @@ def broadcast_object_list(
         _check_list("object_list", object_list)
         data = _pickled(name, object_list) if is_root else b""
     terms = (("number of objects", len(object_list)), ("root", root))
-    everyones = _gathered(communicator, name, terms, data)  # that of the others is empty
+    everyones = _gathered(communicator, name, terms, data)  # other ranks' data is empty
     if not is_root:
         object_list[:] = _loaded(everyones[root])
 
@@ -167,7 +167,9 @@ def scatter_object_list(
     group: Group = None,
     group_src: int | None = None,
 ) -> None:
-    """The first entry of the output list becomes this rank's of the input list of rank ``src``, or 0.
+    """Overwrite entry 0 of the output list with this rank's entry of rank ``src``'s input list.
+
+    ``src`` is 0 by default.
 
     The input list is None on other ranks. Raises ValueError or TypeError on every rank. Semantics:
     ``torch.distributed.scatter_object_list``.
@@ -222,7 +224,7 @@ def send_object_list(
     """Send objects to rank ``dst``, which calls :func:`recv_object_list` with an equally long list.
 
     ``device`` and ``use_batch`` are torch's and not needed. Raises ValueError or TypeError, on this rank,
-    for no list, an object that cannot be pickled, or a ``dst`` that cannot be. Semantics:
+    if ``object_list`` is not a list, an object cannot be pickled, or ``dst`` is out of range. Semantics:
     ``torch.distributed.send_object_list``.
 
     >>> def on_rank():
@@ -253,7 +255,7 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
 ) -> int:
-    """Receive objects into ``object_list`` from rank ``src``, any rank if None; the sender's rank.
+    """Receive objects into ``object_list`` from rank ``src``, any rank if None; return the sender's rank.
 
     The rank is of the default group. Raises ValueError if the sender's list has another length.
     Semantics: ``torch.distributed.recv_object_list``.

@@ -1,17 +1,17 @@
-"""Messages between two ranks: send, recv, isend, irecv, several at once, and ``monitored_barrier`` of them.
+"""Messages between two ranks: send, recv, isend, irecv, batches of them, and ``monitored_barrier``.
 
-Messages are not collective: a misuse is raised on the rank that made it. Messages of one tag from one rank
+Messages are not collective: a misuse raises on the rank that made it. Messages with one tag from one rank
 to another arrive in the order they were sent.
 
-A message whose length or dtype is not that of its receive is an error on both ranks, with the same text,
-and the messages after it are right again. The receiver's is that of the receive. Between hosts the sender's
-is that of the send. On one host a send ends when its bytes have left the tensor, often before anybody asks
-for them: there the sender's error is that of whichever of its sends and receives of the group it waits for
-next once the refusal has come, though that message has moved.
+If length or dtype of a message and its receive differ, both ranks raise an error with the same text, and
+later messages are correct again. On the receiver the receive raises it. Between hosts the send raises it on
+the sender. On one host a send ends when its bytes have left the tensor, often before the receiver asks for
+them. There the error is raised by the sender's next wait for a send or receive of the group after the
+refusal has arrived, although that message has moved.
 
-In ``monitored_barrier`` every rank tells rank 0 that it came, and waits until rank 0 tells it that all
-have. Both ways are messages with a number of their own for every monitored barrier of the group, so a rank
-that comes late to one is not taken to have come to the next. If one has not come rank 0 tells that to those
+In ``monitored_barrier`` every rank tells rank 0 that it has arrived, and waits until rank 0 answers that
+all have. The messages of both directions have a number for each monitored barrier of the group. So a rank
+that is late for one barrier does not count for the next. If a rank has not arrived, rank 0 tells the ranks
 that have.
 """
 
@@ -104,8 +104,9 @@ def isend(
     """Begin to send ``tensor`` to rank ``dst``; never blocks. ``tensor`` must not change before it is sent.
 
     Any shape and dtype; ``dst`` may be the caller, ``group_dst`` is a rank of ``group``. Raises ValueError
-    or TypeError, on this rank, if ``dst`` or ``tag`` cannot be; in ``Work.wait()`` of this message, or of a
-    later one, if its receiver wants another length or dtype. Semantics: ``torch.distributed.isend``.
+    or TypeError, on this rank, if ``dst`` or ``tag`` is out of range. If the receiver expects another
+    length or dtype, ``Work.wait()`` of this or a later message raises. Semantics:
+    ``torch.distributed.isend``.
 
     >>> def on_rank():
     ...     mine, tensor = torch.tensor([float(interlace.get_rank())]), torch.empty(1)
@@ -128,8 +129,8 @@ def irecv(
 ) -> Work:
     """Begin to receive into ``tensor`` from rank ``src``, from any rank if None; never blocks.
 
-    ``Work.source_rank()`` is the sender's rank within the group. Raises ValueError or TypeError, here if
-    ``src`` or ``tag`` cannot be, in ``Work.wait()`` if what was sent differs in length or dtype. Semantics:
+    ``Work.source_rank()`` is the sender's rank within the group. Raises ValueError or TypeError if ``src``
+    or ``tag`` is out of range. ``Work.wait()`` raises if the message differs in length or dtype. Semantics:
     ``torch.distributed.irecv``.
 
     >>> def on_rank():
@@ -149,7 +150,7 @@ def irecv(
 def _peer(
     name: str, given: Any, group_given: Any, communicator: Communicator, *, other: bool = False
 ) -> Any:
-    """The rank of the group; None for any, if it is a source; ``other`` than the caller's if so."""
+    """Return the rank of the group; None for any source. With ``other`` refuse this rank itself."""
     if name == "src" and given is None and group_given is None:
         return None
     with communicator.accepting():
@@ -169,12 +170,12 @@ def send(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> None:
-    """Send ``tensor`` to rank ``dst``, another one than the caller; returns when ``tensor`` may be reused.
+    """Send ``tensor`` to rank ``dst``, which is not the caller; return when ``tensor`` may be reused.
 
     Any shape and dtype. Semantics: ``torch.distributed.send``.
 
-    Raises ValueError or TypeError if ``dst`` is no rank of the group, or the caller's own; here or in a
-    later message of the group if its receiver wants another length or dtype.
+    Raises ValueError or TypeError if ``dst`` is not another rank of the group. If the receiver expects
+    another length or dtype, this or a later message of the group raises.
 
     >>> def on_rank():
     ...     tensor = torch.tensor([float(interlace.get_rank())])
@@ -197,10 +198,10 @@ def recv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> int:
-    """Receive into ``tensor`` from rank ``src``, from any rank if None; the sender's rank.
+    """Receive into ``tensor`` from rank ``src``, from any rank if None; return the sender's rank.
 
-    The rank is of the default group, or, if ``group_src`` is given, of ``group``. Raises ValueError or
-    TypeError if what was sent differs in length or dtype. Semantics: ``torch.distributed.recv``.
+    The rank is of the default group, or, if ``group_src`` is passed, of ``group``. Raises ValueError or
+    TypeError if the message differs in length or dtype. Semantics: ``torch.distributed.recv``.
 
     >>> def on_rank():
     ...     tensor = torch.tensor([interlace.get_rank()])
@@ -219,11 +220,11 @@ def recv(
 
 
 class P2POp:
-    """One message of :func:`batch_isend_irecv`; as ``torch.distributed.P2POp``.
+    """One message of :func:`batch_isend_irecv`, like ``torch.distributed.P2POp``.
 
-    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch; ``tensor``, of any shape and dtype,
-    what is sent or filled. ``peer`` is a rank of the default group, ``group_peer`` one of ``group``; None
-    is any rank, for ``irecv``. Raises ValueError for another ``op``, TypeError if ``tensor`` is none.
+    ``op`` is :func:`isend` or :func:`irecv`, of interlace or of torch. ``tensor``, of any shape and dtype,
+    is sent or filled. ``peer`` is a rank of the default group, ``group_peer`` one of ``group``; None is any
+    rank, for ``irecv``. Raises ValueError for another ``op``, TypeError if ``tensor`` is not a tensor.
 
     >>> interlace.P2POp(interlace.isend, torch.ones(2), peer=1)
     P2POp(isend, peer=1, torch.float32, torch.Size([2]))
@@ -259,7 +260,7 @@ def _direction(op: Any) -> str:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence["P2POp | torch.distributed.P2POp"]) -> list[Work]:
-    """Begin all messages of a list of :class:`P2POp`, interlace's or torch's; their handles, in order.
+    """Begin all messages of a list of :class:`P2POp`, interlace's or torch's; return handles in order.
 
     No order of the list can block: order matters only between messages of one direction and peer. Raises
     ValueError or TypeError, before any is begun, if an entry is wrong. Semantics:
@@ -289,7 +290,7 @@ def batch_isend_irecv(p2p_op_list: Sequence["P2POp | torch.distributed.P2POp"]) 
 def _prepared(entry: Any) -> Callable[[], Work]:
     communicator, sends = resolve(entry.group).on(entry.tensor), _direction(entry.op) == "isend"
     group_peer = getattr(entry, "group_peer", None)
-    peer = entry.peer if group_peer is None else None  # torch's has both, and they agree
+    peer = entry.peer if group_peer is None else None  # torch's P2POp has both, which agree
     peer = _peer("dst" if sends else "src", peer, group_peer, communicator)
     with communicator.accepting():
         _check_tag(entry.tag)
@@ -303,7 +304,7 @@ def _monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """Its CollectiveTimeoutError's ``waited_for`` are ranks of the group. If one refuses, all raise."""
+    """Run the barrier. ``waited_for`` of its CollectiveTimeoutError are group ranks. All ranks raise."""
     rank = communicator.rank
     refused: Exception | None = None
     try:
@@ -338,14 +339,15 @@ def _monitored_barrier(
             ) from error
     if refused is not None:
         raise refused
-    if number := int(token.item()):  # one more than that of a rank that refused its arguments
+    if number := int(token.item()):  # 1 + the rank that refused its arguments
         raise ValueError(
-            f"monitored_barrier: rank {number - 1} cannot take part: its timeout is no number of seconds"
+            f"monitored_barrier: rank {number - 1} cannot take part: its timeout is not a number of seconds"
         )
 
 
 def _received(communicator: Communicator, token: torch.Tensor, peer: int, tag: int) -> Work:
-    """A receive whose end is early if ``peer`` cannot come, for it waits for this rank elsewhere."""
+    """Receive ``token``; fail early if ``peer`` cannot come because it waits for this rank in another
+    op."""
     work = _irecv(communicator, token, peer, tag)
     vars(work._outcome)["early"] = True
     return work
@@ -371,7 +373,7 @@ def _collect(
             work.wait(max(deadline - time.monotonic(), 1e-3))
         except InterlaceError as error:
             late[peer] = f"\n{error}" if work.exception() is not None else ""
-            if not isinstance(error, CollectiveTimeoutError):  # the group is over
+            if not isinstance(error, CollectiveTimeoutError):  # the group is aborted
                 peer = error.rank if isinstance(error, PeerDiedError) else peer
                 text = f"[Rank 0]: Rank {peer} failed to pass monitoredBarrier in {milliseconds} ms"
                 raise CollectiveTimeoutError(f"{text}\n{error}", (peer,)) from error
@@ -393,16 +395,16 @@ def _collect(
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """A barrier in which rank 0 of the group names the ranks that have not come within ``timeout``.
+    """Wait for all ranks; rank 0 of the group names the ranks that have not arrived within ``timeout``.
 
     ``timeout``: seconds or a timedelta, the group's by default; 0 always fails. ``wait_all_ranks``: name
-    every missing rank rather than the first; a rank that died is named at once, and so is one of the same
-    host that cannot come, for it waits in another op for rank 0, if nothing else is to be
-    done in their processes. Blocks. In ``sim``, which has no clock, a rank that never comes is a
-    DeadlockError, which names it too.
+    every missing rank and not only the first. A rank that died is named at once. So is a rank of the same
+    host that waits for rank 0 in another op and therefore cannot arrive, if their processes have nothing
+    else to do. Blocks. In ``sim``, which has no clock, a rank that never arrives causes a DeadlockError
+    that names it.
 
-    Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that came; ValueError on all
-    for a ``timeout`` less than 0. Semantics and messages: ``torch.distributed.monitored_barrier``.
+    Raises CollectiveTimeoutError, a RuntimeError, on rank 0, and on the ranks that arrived; ValueError on
+    all for a ``timeout`` less than 0. Semantics and messages: ``torch.distributed.monitored_barrier``.
 
     >>> interlace.run(interlace.monitored_barrier, 2, timeout=60)
     [None, None]

@@ -13,12 +13,12 @@ gather          scatter; of scatter: gather
 permute         permute, back
 ==============  ==========================================================================================
 
-What is not dim 0 goes as a list of slices, which the op itself gathers and scatters in memory.
+A part along another dimension than 0 is passed as a list of slices; the op gathers and scatters them.
 
-A reference gets the arguments of an op by rank, in the order of the group, and its size, and returns the
-outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an all_to_all.
-Shapes, rounding and the order of sums are those of the ops themselves. References of other ops are made of
-the functions here, too.
+A reference gets the arguments of an op by rank, in the order of the group, and the group's size, and
+returns the outputs, a list per rank. Plain arguments are the same on all ranks, except the sizes of an
+all_to_all. Shapes, rounding and the order of sums are the same as in the ops. The references of other ops
+use the functions here, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def _record(
     algorithms: Sequence[str] = (),
     **examples: Example,
 ) -> Op:
-    """A collective. Its arguments make its output and start to fill it; ``gradient`` is its input's.
+    """Return a collective's record. ``arguments`` allocate and fill its output; ``gradient``: of its input.
 
     Each of the ``algorithms`` but "copy" has a kernel.
     """
@@ -64,7 +64,7 @@ def _record(
     def start(communicator: Communicator, given: Any, out: Tensor | None = None) -> Started:
         try:
             check_not_quantized("input", given.input.dtype)
-            if given.input.is_conj() or given.input.is_neg():  # its memory is other numbers
+            if given.input.is_conj() or given.input.is_neg():  # its memory holds other numbers
                 given = replace(given, input=given.input.resolve_conj().resolve_neg())
             made = given.outputs(communicator.world_size)
             if out is None:
@@ -101,7 +101,7 @@ def _kernels(op: str, algorithm: str) -> tuple[str, ...]:
 
 
 def _save(ctx: Any, given: Any, output: Tensor) -> None:
-    """The arguments without the tensors, which only some reductions need."""
+    """Save the arguments, without the tensors unless the reduction's gradient needs them."""
     tensors, reduce_op = [], getattr(given, "reduce_op", "")
     if isinstance(given, (AllReduceArguments, ReduceScatterArguments)):
         tensors += [given.input] if reduce_op in ("max", "min", "product") else []
@@ -115,7 +115,7 @@ def inputs(ranks: Sequence[Any]) -> Tensors:
 
 
 def alike(op: str, name: str, tensors: Sequence[Tensor], but: int | None = None) -> None:
-    """ValueError or TypeError unless dtypes are equal, and shapes, apart from dimension ``but``."""
+    """Raise ValueError or TypeError unless dtypes and shapes, except dimension ``but``, are equal."""
     for what, kind, values in (
         ("dtype", TypeError, [tensor.dtype for tensor in tensors]),
         ("shape", ValueError, [_lengths(tensor, but) for tensor in tensors]),
@@ -138,7 +138,7 @@ def _copies(tensor: Tensor, size: int) -> Outputs:
 
 
 def _only_on(root: int, tensor: Tensor, size: int) -> Outputs:
-    """``tensor`` on ``root``, zeros elsewhere."""
+    """Return ``tensor`` for ``root``, zeros for other ranks."""
     return [[tensor if rank == root else torch.zeros_like(tensor)] for rank in range(size)]
 
 
@@ -165,7 +165,7 @@ def _gradient_of_all_reduce(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tensor]) -> Tensor:
-    """From the gradient of the whole reduced tensor, which ``whole`` makes, to that of the own input."""
+    """Return the input's gradient from the gradient of the whole reduced tensor, which ``whole`` makes."""
     size, name, reduce_op = ctx.size, ctx.name, ctx.call["reduce_op"]
     result: Tensor
     if reduce_op == "sum":
@@ -179,7 +179,7 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
         return total * mine / wait(_ops.all_reduce(mine, "sum", size, name))
     if reduce_op == "product":
         (own,) = ctx.saved_tensors
-        # the product of the others, not a quotient, which has no derivative where one is 0
+        # the product of the others, not a quotient, which has no derivative if a factor is 0
         every = wait(_ops.all_gather(own.unsqueeze(0), 0, size, name))
         ranks = torch.arange(size, device=own.device).view(size, *[1] * own.dim())
         others = torch.where(ranks == _ops.rank(own, size, name), 1, every).prod(0)
@@ -188,7 +188,7 @@ def _of_reduced(ctx: Any, op: str, total: Tensor, whole: Callable[[Tensor], Tens
 
 
 def reduced(op: str, inputs: Tensors, reduce_op: Any) -> Tensor:
-    """The reduction of all ranks' inputs, in their order."""
+    """Return the reduction of all ranks' inputs, in their order."""
     alike(op, "input", inputs)
     name, _ = checks.reduce_op(reduce_op)
     words.check_dtype(op, name, "input", inputs[0].dtype)
@@ -232,8 +232,8 @@ def _gradient_of_reduce_scatter(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def scattered(inputs: Tensors, reduce_op: str, dim: int, size: int) -> Outputs:
-    """The parts of the reduction, by rank."""
-    shapes.scattered(inputs[0], dim, size)  # which says what is wrong
+    """Return the parts of the reduction, by rank."""
+    shapes.scattered(inputs[0], dim, size)  # raises if the size does not divide
     return _slices(reduced("reduce_scatter", inputs, reduce_op), dim, size)
 
 
@@ -260,11 +260,11 @@ class ReduceArguments:
         return shapes.like(self.input)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """The reduction on ``dst``, zeros elsewhere."""
+        """Reduce to ``dst``; other ranks get zeros."""
         if group.rank == self.dst:
             reduced = output.copy_(self.input)
         else:
-            reduced = self.input.contiguous()  # which an expanded gradient is not
+            reduced = self.input.contiguous()  # an expanded gradient is not contiguous
             output.zero_()
         return rooted._reduce(group, (reduced,), (None, self.dst, self.reduce_op), True)
 
@@ -311,7 +311,7 @@ def _gradient_of_all_gather(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def gathered(op: str, inputs: Tensors, dim: int, size: int) -> Tensor:
-    """All ranks' inputs, one behind the other along ``dim``."""
+    """Concatenate all ranks' inputs along ``dim``."""
     alike(op, "input", inputs)
     whole = shapes.gathered(inputs[0], dim, size)
     for part, input in zip(whole.tensor_split(size, dim), inputs, strict=True):
@@ -341,7 +341,7 @@ class GatherArguments:
         return shapes.gathered(self.input, self.gather_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Along ``gather_dim`` on ``dst``, zeros of the same shape elsewhere."""
+        """Gather along ``gather_dim`` on ``dst``; other ranks get zeros of the same shape."""
         parts = None
         if group.rank == self.dst:
             parts = list(output.tensor_split(group.world_size, self.gather_dim))
@@ -377,7 +377,7 @@ class ScatterArguments:
         return shapes.scattered(self.input, self.scatter_dim, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """The own slice of the input of ``src`` along ``scatter_dim``; other ranks' inputs are not read."""
+        """Fill with this rank's slice of ``src``'s input along ``scatter_dim``; other inputs are unused."""
         parts = None
         if group.rank == self.src:
             parts = list(self.input.tensor_split(group.world_size, self.scatter_dim))
@@ -507,7 +507,7 @@ class PermuteArguments:
         return shapes.permuted(self.input, self.src_dst, size)
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
-        """Rank r's input goes to rank ``src_dst[r]``."""
+        """Send rank r's input to rank ``src_dst[r]``."""
         size, rank, input = group.world_size, group.rank, self.input
         sent, received = [0] * size, [0] * size
         sent[self.src_dst[rank]] = received[list(self.src_dst).index(rank)] = 1

@@ -1,7 +1,7 @@
 """Collectives with a root: broadcast, reduce, gather, scatter; torch's semantics.
 
 ``src`` and ``dst`` are ranks of the default group, ``group_src`` and ``group_dst`` ranks of the group; the
-internal forms take both. What the functions are for: ``rootless.py``.
+internal forms take both. ``rootless.py`` explains the kinds of functions.
 """
 
 import functools
@@ -77,7 +77,7 @@ def broadcast(
     *,
     algorithm: BroadcastAlgorithm = "auto",
 ) -> Work | None:
-    """``tensor`` becomes that of rank ``src``, in place. Any dtype.
+    """Overwrite ``tensor`` with the tensor of rank ``src``, in place. Any dtype.
 
     ``algorithm``: "auto", "copy", or for up to 64 KiB "low_latency" (``stream_engine``'s words).
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
@@ -142,7 +142,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """On rank ``dst``, ``tensor`` becomes the reduction over ranks; elsewhere it stays as it is.
+    """Reduce ``tensor`` over ranks into the ``tensor`` of rank ``dst``; other ranks' stay unchanged.
 
     Any shape, equal on all ranks. ``op`` as for :func:`interlace.all_reduce`. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
@@ -159,7 +159,7 @@ def reduce(
 
 
 def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
-    """torch's rule: the list is given on the root, and on no other rank."""
+    """Check torch's rule: the list is passed on the root, and on no other rank."""
     if rank == root and value is None:
         raise ValueError(f"{name} must be given on the root, group rank {root}, got None")
     if value is not None and not isinstance(value, (Sequence, torch.Tensor)):
@@ -173,7 +173,7 @@ def only_on_root(name: str, value: Any, root: int, rank: int) -> None:
 def _agreed(
     communicator: Communicator, op: str, tensor: torch.Tensor, given: Any, root: int
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None, Call]:
-    """The own tensor, on the root those of the list that was ``given``, and the call."""
+    """Return this rank's tensor, on the root the tensors of its list ``given``, and the call."""
     rank, name, gathers = communicator.rank, f"{op}_list", op == "gather"
     data = (checks.source if gathers else checks.target)("tensor", tensor, communicator)
     only_on_root(name, given, root, rank)
@@ -282,7 +282,9 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """``tensor`` becomes this rank's entry of ``scatter_list`` of rank ``src``, by default 0. Any dtype.
+    """Overwrite ``tensor`` with this rank's entry of ``scatter_list`` of rank ``src``, by default 0.
+
+    Any dtype.
 
     ``scatter_list``: on ``src`` one tensor per rank, each of that rank's shape (shapes may differ); None or
     empty elsewhere. Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on

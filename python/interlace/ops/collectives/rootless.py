@@ -1,10 +1,10 @@
 """Collectives without a root: all_reduce, all_gather, reduce_scatter, barrier; torch's semantics.
 
-Each has a function ``checked_...``, which checks this rank's arguments, looks up the :class:`Call` that the
-ranks have to agree on, and returns what hands dense tensors to the group's engine. The internal form runs
-it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
+Each has a function ``checked_...``, which checks this rank's arguments, finds the :class:`Call` on which
+the ranks must agree, and returns a function that passes dense tensors to the group's engine. The internal
+form runs it, ``_all_reduce(communicator, ...)``. A misuse on one rank is reported on all.
 
-Several collectives of one kind as one: one comparison before any data moves, one handle.
+Coalesced forms run several collectives of one kind: one comparison before any data moves, one handle.
 """
 
 import functools
@@ -83,8 +83,8 @@ def all_reduce(
 
     ``op``: "sum", "avg", "product", "min", "max", "band", "bor", "bxor", torch's ``ReduceOp`` of these
     names, or ``ReduceOp.PREMUL_SUM(factor)``. ``algorithm``: "auto", or for sums and averages "kernel"
-    (Triton, one-shot) or "copy" (two-shot). A sparse COO ``tensor``, which may have other entries on every
-    rank, is summed or averaged, and is coalesced afterwards.
+    (Triton, one-shot) or "copy" (two-shot). A sparse COO ``tensor`` may have other entries on every rank;
+    it is summed or averaged, and coalesced afterwards.
 
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank, before
     any data moves, if shapes, dtypes or ops differ or ``op`` is not defined for the dtype. Semantics:
@@ -104,7 +104,7 @@ def all_reduce(
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """``values`` in a dtype whose sums need be brought to theirs only at the end, see :func:`_narrow`."""
+    """Return ``values`` in a wider dtype, in which sums are taken and rounded once, see :func:`_narrow`."""
     dtype = values.dtype
     if dtype in reductions.NARROW_FLOATS:
         return values.to(torch.float32)
@@ -120,7 +120,7 @@ def _narrow(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _summed(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each index once, and the sum of its ``values``, from left to right."""
+    """Return each index once, with the sum of its ``values`` from left to right."""
     shape = (*like.shape[: like.sparse_dim()], *values.shape[1:])
     total = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
     return total.indices(), total.values()
@@ -129,12 +129,11 @@ def _summed(
 def _checked_sparse(
     communicator: Communicator, tensor: torch.Tensor, op: Any = "sum"
 ) -> PreparedCall:
-    """all_reduce of sparse COO tensors: every rank gets all entries, and sums them by index in rank order.
+    """All-reduce sparse COO tensors: every rank gets all entries, and sums them by index in rank order.
 
-    A rank's entries are its own sums, so this moves world_size times what one rank holds; for tensors with
-    few entries, such as the gradients of embeddings, that is less than the dense tensor. Sums are taken in
-    fp32 of narrower floats, in int64 of whole numbers, and brought to the tensor's dtype once, as the dense
-    op does.
+    A rank first sums its own entries, so this moves world_size times the entries of one rank. For tensors
+    with few entries, such as the gradients of embeddings, this is less than the dense tensor. Narrow floats
+    are summed in fp32, whole numbers in int64, and rounded to the tensor's dtype once, as by the dense op.
     """
     engine, place = communicator.engine, communicator.place
     if tensor.layout is not torch.sparse_coo:
@@ -189,7 +188,7 @@ def _shape_terms(name: str, tensors: list[torch.Tensor]) -> tuple[tuple[str, Any
 
 
 def _uncut(whole: torch.Tensor, part: torch.Tensor, rank: int) -> bool:
-    """Whether ``whole``, known to be in one of the forms for ``part``, may go to the engine as it is."""
+    """Return whether ``whole``, in one of the forms for ``part``, may go to the engine as it is."""
     nbytes = part.nbytes
     offset = part.data_ptr() - whole.data_ptr()
     return (
@@ -267,7 +266,7 @@ def all_gather(
         tensor, ``(world_size * n, ...)`` to concatenate along dim 0 or ``(world_size, n, ...)`` to stack.
         ``tensor`` may be this rank's part of it, which is then not copied.
     tensor : this rank's part, of any shape.
-    algorithm : "auto", "kernel" (Triton), "copy" (copy engine), "multimem" (the switch sends to all),
+    algorithm : "auto", "kernel" (Triton), "copy" (copy engine), "multimem" (the switch sends to all ranks),
         "low_latency" (up to 64 KiB of equal shards in one shot).
     tensor_list, output_tensor, input_tensor : torch's names of ``output`` and ``tensor``.
 
@@ -407,7 +406,7 @@ def _barrier(
 ) -> Work | None:
     for other in communicator.on_all_devices():
         if other is not communicator:
-            other.place.arrive()  # what was issued there has to finish, too
+            other.place.arrive()  # the work that was issued there has to finish, too
 
     bounded = timeout is not None and not async_op
     work: Work | None = communicator.run(
@@ -425,12 +424,12 @@ def barrier(
     device_ids: Any = None,
     timeout: timedelta | float | None = None,
 ) -> Work | None:
-    """Return once every rank of the group has called it, and what their callers had issued has finished.
+    """Return once every rank of the group has called it and all work that the callers issued has finished.
 
     Blocks the host, unless ``async_op``: then a :class:`Work`. ``timeout``, in seconds or a timedelta,
-    bounds the blocking in ``shm``; the group's own always does, and :func:`interlace.timeout` a Work, too.
-    ``device_ids`` is torch's, a list of ints or None. Raises CollectiveTimeoutError. Semantics:
-    ``torch.distributed.barrier``.
+    bounds the blocking in ``shm``. The group's own timeout always does, and :func:`interlace.timeout` also
+    bounds a Work. ``device_ids`` is torch's, a list of ints or None. Raises CollectiveTimeoutError.
+    Semantics: ``torch.distributed.barrier``.
 
     >>> interlace.run(interlace.barrier, 2)
     [None, None]
@@ -447,7 +446,7 @@ def barrier(
 def _together(
     communicator: Communicator, name: str, prepared: Sequence[PreparedCall]
 ) -> PreparedCall:
-    """``prepared``, one after another, when all of it was compared on all ranks."""
+    """Run ``prepared``, one after another, after all ranks have compared all of it."""
     calls = [call for *_, call in prepared if call is not None]
     key = (name, *[call.message for call in calls])
     whole = communicator.calls.get(key)
@@ -472,7 +471,7 @@ def _read_first(
     prepared: PreparedCall,
     together: Callable[[list[torch.Tensor]], PreparedCall],
 ) -> PreparedCall:
-    """``prepared`` of tensors that are reduced in place; of copies if two share memory, as torch has it."""
+    """Return ``prepared`` for tensors reduced in place; for copies if two share memory, as torch has it."""
     _, outputs, _ = prepared
     tensors = [checks.imported("tensors", each) for each in outputs]
     if disjoint(tensors):
@@ -492,7 +491,7 @@ def _read_first(
 def _of_lists(
     name: str, names: Sequence[str], checked: Callable[..., PreparedCall]
 ) -> Callable[..., Work | None]:
-    """The internal form of ``name``: ``checked`` for entries of lists, which errors call ``names``."""
+    """Return the internal form of ``name``: ``checked`` per entry of lists, named ``names`` in errors."""
 
     def check(communicator: Communicator, *arguments: Any) -> PreparedCall:
         lists, options = arguments[: len(names)], arguments[len(names) :]
@@ -536,9 +535,9 @@ def all_reduce_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`interlace.all_reduce` of each of ``tensors``, which may differ in shape and dtype.
+    """Run :func:`interlace.all_reduce` on each of ``tensors``, which may differ in shape and dtype.
 
-    Where two of ``tensors`` share memory, all are read before one is written. Returns None, or a
+    If two of ``tensors`` share memory, all are read before one is written. Returns None, or a
     :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before any data moves.
     Semantics: ``torch.distributed.all_reduce_coalesced``, which returns a Future.
 
@@ -558,10 +557,10 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`interlace.all_gather` of each tensor of ``input_tensor_list``, into an output each.
+    """Run :func:`interlace.all_gather` on each tensor of ``input_tensor_list``, with one output for each.
 
-    Tensors of a list may differ in shape and dtype; each of ``output_tensor_lists`` is a tensor, of the
-    shapes that ``all_gather`` takes, or a list of one per rank.
+    Tensors of a list may differ in shape and dtype. Each of ``output_tensor_lists`` is one tensor, in a
+    shape that ``all_gather`` takes, or a list with a tensor per rank.
     Returns None, or a :class:`Work` with ``async_op``. Raises ValueError or TypeError on every rank before
     any data moves. Semantics: ``torch.distributed.all_gather_coalesced``, which returns a Future.
 
@@ -583,9 +582,9 @@ def all_gather_into_tensor_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`all_gather_coalesced` under the name that backends of torch have for it.
+    """Run :func:`all_gather_coalesced` under the name that backends of torch use.
 
-    ``inputs`` may differ in shape and dtype, and so do ``outputs``. Raises what that does.
+    ``inputs`` and ``outputs`` may differ in shape and dtype. Raises the same errors.
 
     >>> def on_rank():
     ...     outputs = [torch.empty(2), torch.empty(4)]
@@ -605,11 +604,11 @@ def reduce_scatter_tensor_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """:func:`interlace.reduce_scatter` of each of ``inputs``, in either form, into each of ``outputs``.
+    """Run :func:`interlace.reduce_scatter` from each of ``inputs``, in either form, to each of ``outputs``.
 
     Each of ``outputs`` has the shape of this rank's part. Returns None, or a :class:`Work` with
     ``async_op``. Raises ValueError or TypeError on every rank before any data moves. Semantics: the method
-    of that name of torch's backends.
+    ``reduce_scatter_tensor_coalesced`` of torch's backends.
 
     >>> def on_rank():
     ...     outputs = [torch.empty(1), torch.empty(2)]

@@ -50,9 +50,9 @@ all_to_all      by way of the rank of this node that is the destination's counte
 gather,scatter  the same, with parts of or for one rank alone
 ==============  ==============================================================================
 
-Other reductions and dtypes exchange their contributions and fold them in rank order. What sums within
-nodes first rounds once, as everywhere, but adds in another order than a single node would: bits may
-differ from those of other places, never between ranks.
+Other reductions and dtypes exchange their contributions and fold them in rank order. Sums within nodes
+first are rounded once, as everywhere, but are added in another order than on a single node. So bits may
+differ from other places, never between ranks.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ from interlace.runtime.numerics.reductions import fold
 from interlace.runtime.tuning import configuration, tuning
 
 PART_ALIGNMENT = 16
-REDUCTIONS = ("sum", "avg")  # of kernels
+REDUCTIONS = ("sum", "avg")  # in kernels
 COLLECTIVE_ALGORITHMS: tuple[str, ...] = get_args(CollectiveAlgorithm)
 ONE_NODE_ALGORITHMS = ("multimem", "low_latency")
 

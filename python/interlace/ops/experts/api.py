@@ -1,7 +1,7 @@
-"""The ops of experts as they are called: rows go to their experts, meet their weights, and go home.
+"""The functions for experts: rows go to their experts, are multiplied by weights, and return.
 
-Of the low-latency forms the places of results are known before anything comes, for decoding. Rows may
-travel as fp8, with a scale for each token and 128 channels.
+The low-latency forms, for decoding, have fixed places for results, which are known before any row arrives.
+Rows may travel as fp8, with a scale for each token and 128 channels.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from interlace.runtime.numerics.norms import activate
 Tensor = torch.Tensor
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST = 1e-4  # of what is taken for the largest of a block, so that a block of zeros has a scale
+SMALLEST = 1e-4  # the least maximum of a block, so that a block of zeros has a scale
 
 
 def dispatch(
@@ -84,7 +84,7 @@ def dispatch(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
 ) -> tuple[Received, DispatchHandle] | Work:
-    """Send every token to the ranks that have its experts, where rows are sorted by expert.
+    """Send every token to the ranks that have its experts, and sort the rows there by expert.
 
     Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
     experts on one rank travels there once.
@@ -92,33 +92,32 @@ def dispatch(
     Parameters
     ----------
     x : ``(t, hidden)``, this rank's tokens; ``t`` may differ between ranks. Or fp8 with its scales, a pair
-        ``(values, scales)``, as :func:`quantize` makes it. Or an :class:`interlace.Scaled`: then
+        ``(values, scales)``, as :func:`quantize` returns it. Or an :class:`interlace.Scaled`: then
         ``received.x`` is one.
-    topk_idx : integers ``(t, k)``: the experts of each token, -1 for none. Different ones for one token.
+    topk_idx : integers ``(t, k)``: the experts of each token, -1 for none. A token names an expert once.
     topk_weights : ``(t, k)``, or None. They go with the rows, and :func:`combine` multiplies by them.
-    num_experts : of all ranks together.
-    capacity : the most rows that this rank sends to one expert; later tokens' rows are left out, and count
-        as 0 when combined. None: dropless.
-    num_max_dispatch_tokens_per_rank : a bound of every rank's ``t``. Then ``received.x`` is as long as it
-        can get, rows that nothing came for are zero, and on a GPU the host waits for nothing: counts are in
-        ``received``, on the device. None: it is as long as it is, for which the host of a GPU waits.
-    use_fp8 : quantize ``x`` first. Not differentiable then.
+    num_experts : the number of experts of all ranks together.
+    capacity : the most rows that this rank sends to one expert. Rows of later tokens are left out, and
+        :func:`combine` takes them as 0. None: dropless.
+    num_max_dispatch_tokens_per_rank : a bound of every rank's ``t``. With it ``received.x`` has the length
+        for the worst case, unused rows are zero, and no host waits for its GPU: counts are in ``received``,
+        on the device. None: ``received.x`` has the exact length, and the host of a GPU waits for it.
+    use_fp8 : quantize ``x`` first. Then it is not differentiable.
     algorithm : "fused", Triton kernels; "pipelined", torch, rank after rank; "unfused", an all-to-all and
         torch; "auto".
 
-    Returns
-    -------
-    ``(received, handle)``: :class:`Received`, whose ``x`` has a row for each token and expert of this rank,
-    by expert, then by source rank, then as the source's tokens are; and what :func:`combine` needs. With
-    ``async_op`` a :class:`Work` whose ``wait()`` returns it.
+    Returns ------- ``(received, handle)``: a :class:`Received` and the handle that :func:`combine` needs.
+    ``received.x`` has a row for each token and expert of this rank, sorted by expert, then by source rank,
+    then in the order of the source's tokens. With ``async_op`` a :class:`Work` whose ``wait()`` returns the
+    pair.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank, before any
     data moves. Gradients go to ``x`` and ``topk_weights``.
 
-    Compared with DeepEP's ``Buffer.dispatch`` and torch's ``symm_mem.all_to_all_vdev_2d``: as DeepEP it
-    takes ``topk_idx`` and sends a token once per rank; its rows come sorted by expert, a row per expert, as
-    those of ``all_to_all_vdev_2d``, and not in the order of sources. There is no buffer to make, and no
-    layout to ask for first. The order does not depend on timing.
+    Compared with DeepEP's ``Buffer.dispatch`` and torch's ``symm_mem.all_to_all_vdev_2d``: like DeepEP it
+    takes ``topk_idx`` and sends a token once per rank. Like ``all_to_all_vdev_2d`` it returns a row per
+    expert, sorted by expert and not in the order of sources. There is no buffer to allocate, and no layout
+    to compute first. The order does not depend on timing.
 
     >>> def on_rank():
     ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * interlace.get_rank()
@@ -191,21 +190,21 @@ def combine(
 
     Parameters
     ----------
-    y : ``(rows, n)``, what the experts have made of ``received.x``, row by row; of low latency ``(experts,
-        most rows, n)``. ``n`` may differ from ``hidden``.
-    handle : that of the :func:`dispatch`; it may be used several times.
-    weighted : multiply by the ``topk_weights`` that the dispatch was given, if there were any, in fp32 and
-        where the token is.
-    group : that of the handle; it is told if ``handle`` is none.
+    y : ``(rows, n)``, the experts' results for the rows of ``received.x``; after a low-latency dispatch
+        ``(experts, most rows, n)``. ``n`` may differ from ``hidden``.
+    handle : the handle of the :func:`dispatch`; it may be used several times.
+    weighted : multiply by the ``topk_weights`` of the dispatch, if it had any, in fp32 and on the token's
+        rank.
+    group : the handle's group. If ``handle`` is not a handle, this group raises the error.
     algorithm : as for :func:`dispatch`.
 
     Returns ``(t, n)`` of ``y``'s dtype, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it:
     the sum over slots 0, 1, 2 ... in fp32, rounded once. A token without any row is 0. Raises ValueError or
     TypeError on every rank, before any data moves. Gradients go to ``y`` and ``topk_weights``.
 
-    Compared with DeepEP's ``Buffer.combine``: that sums over a rank's experts before rows travel, so bits
+    Compared with DeepEP's ``Buffer.combine``: DeepEP sums over a rank's experts before rows travel, so bits
     depend on where experts are, and it leaves weights to the caller (``weighted=False``, and multiply by
-    ``received.topk_weights``); Megatron's dispatcher (``unpermute``) gives the same sums in the order of
+    ``received.topk_weights``). Megatron's dispatcher (``unpermute``) gives the same sums in the order of
     experts.
 
     >>> def on_rank():
@@ -221,7 +220,7 @@ def combine(
     communicator = resolve(handle.group if handled else group).on(y)
     with communicator.accepting(COMBINE):
         if not handled:
-            raise TypeError(f"handle must be that of a dispatch, got {type(handle).__name__}")
+            raise TypeError(f"handle must be the handle of a dispatch, got {type(handle).__name__}")
         check_group(group, handle.group)
         checks.flag("weighted", weighted)
         if not isinstance(y, Tensor):
@@ -245,11 +244,11 @@ def _sums(
     as_op: Callable[[Any, Any], Any] = lambda given, made: given,
     look: Callable[..., bool] = seen,
 ) -> Any:
-    """The sums by token, by a ``form``. ``as_op`` adds to arguments what the call has found."""
+    """Return the sums by token, computed by ``form``. ``as_op`` adds the call's findings to arguments."""
     known: Op = OPS[op]
     if not requires_gradients(*known.tensors_of(given)):
         return form(communicator, (given, None), async_op=async_op)
-    given.return_rows = requires_gradients(given.topk_weights)  # whose gradient is made of them
+    given.return_rows = requires_gradients(given.topk_weights)  # their gradient needs the rows
     outputs: list[Tensor] = []
 
     def run(given: Any, async_op: bool) -> Any:
@@ -274,15 +273,15 @@ def permute(
     *,
     num_out_tokens: int | None = None,
 ) -> tuple[Tensor | Scaled, Tensor]:
-    """Rows of ``x`` by expert, and how many there are of each: what the grouped matmuls take.
+    """Return the rows of ``x`` by expert, and their number for each expert, for the grouped matmuls.
 
-    ``x`` ``(t, hidden)``, or an :class:`interlace.Scaled` of that shape, then so are the rows;
-    ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r,
-    hidden)`` sorted by expert, then by token, and int64 ``(num_experts,)``. Without communication;
-    gradients go to ``x``. On a GPU the host waits for ``r``; ``num_out_tokens`` says it instead: with ``t *
-    k`` of them, all that there can be, rows of slots without an expert are the last ones. Raises
-    RuntimeError, torch's, for shapes that do not fit, and on a CPU, without ``num_out_tokens``, ValueError
-    for other experts. Semantics: Megatron-core's ``permute``.
+    ``x`` ``(t, hidden)``, or an :class:`interlace.Scaled` of that shape, and then the rows are one, too.
+    ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r, hidden)`` sorted by
+    expert, then by token, and int64 ``(num_experts,)``. No communication; gradients go to ``x``. The host
+    of a GPU waits for ``r`` unless ``num_out_tokens`` is passed. With the maximum, ``t * k``, rows of slots
+    without an expert are the last ones. Raises torch's RuntimeError for shapes that do not fit. On a CPU,
+    without ``num_out_tokens``, raises ValueError for an expert out of range. Semantics: Megatron-core's
+    ``permute``.
 
     >>> rows, splits = interlace.experts.permute(
     ...     torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [1, -1]]), 2
@@ -314,15 +313,15 @@ def low_latency_dispatch(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
 ) -> tuple[Received, DispatchHandle] | Work:
-    """Dispatch few tokens into places that every expert has for all that can come.
+    """Dispatch few tokens into fixed places; every expert has places for all tokens that can arrive.
 
     ``x`` ``(t, hidden)``, ``t`` at most ``num_max_dispatch_tokens_per_rank``; ``topk_idx`` ``(t, k)``, -1
-    for none. ``use_fp8`` sends float8_e4m3fn with a scale per 128 channels. Returns ``(received, handle)``:
-    ``received.x`` is ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, hidden)``, and
-    ``received.num_tokens_per_expert``, on the device, says how many rows of each expert are there, from its
-    first one on; the others are zero. No host of a GPU waits for counts.
+    for none. ``use_fp8`` sends float8_e4m3fn with a scale per 128 channels. Returns ``(received, handle)``.
+    ``received.x`` is ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, hidden)``.
+    ``received.num_tokens_per_expert``, on the device, is the number of rows of each expert: its first rows;
+    the others are zero. No host waits for counts of its GPU.
 
-    Raises ValueError or TypeError on every rank, before any data moves. Gradients as of
+    Raises ValueError or TypeError on every rank, before any data moves. Gradients as for
     :func:`interlace.experts.dispatch`, without ``use_fp8``.
 
     Compared with DeepEP's ``Buffer.low_latency_dispatch``: the same arguments and shapes; ``packed_recv_x``
@@ -354,13 +353,13 @@ def low_latency_combine(
     async_op: bool = False,
     algorithm: FusedAlgorithm = "auto",
 ) -> Tensor | Work:
-    """Rows back to their tokens, times ``topk_weights`` ``(t, k)``, and summed: ``(t, n)``.
+    """Send rows back to their tokens, times ``topk_weights`` ``(t, k)``, and sum them: ``(t, n)``.
 
-    ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``, of which only rows that came
-    are looked at; ``topk_idx``, ``handle`` and ``group`` those of the dispatch. Sums as of
-    :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data moves:
-    also for another ``topk_idx`` than the dispatch's, of which a GPU's host sees the shape alone; rows go
-    home by the dispatch's.
+    ``y`` ``(experts of this rank, W * num_max_dispatch_tokens_per_rank, n)``; only the rows that the
+    dispatch filled are read. ``topk_idx``, ``handle`` and ``group`` are the dispatch's. Sums are computed
+    as by :func:`interlace.experts.combine`. Raises ValueError or TypeError on every rank, before any data
+    moves, also if ``topk_idx`` differs from the dispatch's. On a GPU the host compares only its shape; rows
+    return by the dispatch's.
 
     Compared with DeepEP's ``Buffer.low_latency_combine``: the same arguments.
 
@@ -371,7 +370,7 @@ def low_latency_combine(
     >>> interlace.run(on_rank, 2)
     [[[4.0, 4.0]], [[4.0, 4.0]]]
     """
-    if isinstance(handle, DispatchHandle):  # else combine refuses it
+    if isinstance(handle, DispatchHandle):  # otherwise combine refuses it
         communicator = resolve(handle.group).on(y)
         with communicator.accepting(COMBINE):
             check_same_choice(communicator, handle.topk_idx, topk_idx)
@@ -380,7 +379,7 @@ def low_latency_combine(
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` as float8_e4m3fn, and float32 scales: ``x ~= values * scales``, a scale per 128 channels.
+    """Return ``x`` as float8_e4m3fn, and float32 scales, one per 128 channels: ``x ~= values * scales``.
 
     ``x`` ``(..., hidden)``, ``hidden`` a multiple of 128; scales are ``(..., hidden / 128)``. A scale is
     the largest magnitude of its channels / 448. Not differentiable. Raises ValueError for another
@@ -403,7 +402,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The numbers that ``x`` in fp8 ``(..., hidden)`` and its ``scales`` stand for, as ``dtype``.
+    """Return the numbers for ``x`` in fp8 ``(..., hidden)`` and its ``scales``, as ``dtype``.
 
     Raises ValueError unless there is a scale per 128 channels. Semantics: the inverse of :func:`quantize`.
 
@@ -432,28 +431,28 @@ def all_gather_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...] | Work:
-    """Every rank multiplies the rows of all ranks, each by its expert's weight, as they arrive.
+    """Multiply the rows of all ranks by their experts' weights on every rank, as rows arrive.
 
-    For experts of which every rank has a slice (tensor parallel): ``weight`` holds all E experts.
+    For tensor-parallel experts, where every rank has a slice of each: ``weight`` holds all E experts.
 
     Parameters
     ----------
     input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
     weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
-        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
-    input_splits : rows for each of the E experts: ints, or a tensor of integers (one on a GPU is waited
-        for). They add up to ``t``.
-    output_splits : what the caller expects in the result, E * W ints by expert and source rank; compared
-        with what the ranks have. None: not compared.
+        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks. input_splits : rows for each of
+    the E experts: ints, or a tensor of integers (the host waits for a tensor
+        on a GPU). Their sum is ``t``.
+    output_splits : the expected result's rows, E * W ints by expert and source rank; compared with the
+        actual rows. None: not compared.
     bias : ``(E, n)``.
     activation, algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
-    return_received : also return the rows as they were multiplied.
+    return_received : also return the rows of all ranks in the order of ``output``.
 
     Returns
     -------
     ``(output, splits)``, or ``(received, output, splits)`` with ``return_received``; with ``async_op`` a
     :class:`Work` whose ``wait()`` returns it. ``output`` is ``(r, n)``, rows by expert, then by source
-    rank, then as the source had them; ``splits`` is int64 ``(E, W)``, on the CPU.
+    rank, then in the source's order; ``splits`` is int64 ``(E, W)``, on the CPU.
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
@@ -488,27 +487,27 @@ def all_to_all_grouped_matmul(
     out_dtype: torch.dtype | None = None,
     num_max_rows_per_rank: int | None = None,
 ) -> tuple[Tensor, ...] | tuple[Tensor, DispatchHandle] | Work:
-    """Every row goes to the rank that has its expert, and is multiplied by its weight when it arrives.
+    """Send every row to the rank that has its expert, and multiply it by the expert's weight on arrival.
 
-    For experts that are spread over ranks (expert parallel): of E experts rank r has those from
-    ``r * E / W`` on, and ``weight`` is theirs, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
-    rows for one rank lie together, as for ``torch.distributed.all_to_all_single``. Splits may be as uneven
-    as they like, zeros included.
+    For expert-parallel experts, which are spread over ranks: of E experts rank r has those from
+    ``r * E / W`` on, and ``weight`` holds them, ``(E / W, k, n)``. ``input_splits`` still has all E, so the
+    rows for one rank are contiguous, as for ``torch.distributed.all_to_all_single``. Splits may be uneven
+    and may contain zeros.
 
     ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
-    Everything else is as for :func:`all_gather_grouped_matmul`; gradients need no equal numbers of rows.
-    Raises what that does.
+    Everything else is as for :func:`all_gather_grouped_matmul`, with the same errors. Gradients do not need
+    equal numbers of rows.
 
-    The way back: ``output`` in the order of sources, then experts (``splits.T``), and an
-    ``all_to_all_single`` with the sizes exchanged, brings each row to where it was in ``input``.
+    To bring each row back to its place in ``input``, sort ``output`` by source, then by expert
+    (``splits.T``), and call ``all_to_all_single`` with the sizes exchanged.
 
     With ``num_max_rows_per_rank``, a bound of every rank's rows, counts stay on the device.
-    ``input_splits`` is a tensor there, which may add up to less than ``t``: rows behind go nowhere.
-    ``output`` is as long as it can get, ``(W * num_max_rows_per_rank, n)``, zero where nothing came, and in
-    place of ``splits`` there is a handle, as that of a dispatch of the rows, for
-    :func:`grouped_matmul_combine`. By the fused algorithm, which "auto" is there on GPUs of one node, no
-    host waits for its GPU, nor, in a call whose like was made before, for another rank. To record gradients
-    it does. ``n`` is the same on all ranks; neither ``output_splits`` nor ``return_received`` go with it.
+    ``input_splits`` is a tensor there, whose sum may be less than ``t``: later rows are not sent.
+    ``output`` has the length for the worst case, ``(W * num_max_rows_per_rank, n)``, and is zero in unused
+    rows. In place of ``splits`` the op returns a handle, like a dispatch of the rows, for
+    :func:`grouped_matmul_combine`. The fused algorithm is what "auto" uses there on GPUs of one node. With
+    it no host waits for its GPU, nor for another rank if an equal call was made before. With gradients it
+    does wait. ``n`` is the same on all ranks. ``output_splits`` and ``return_received`` are not allowed.
 
     >>> def layer():
     ...     rank = interlace.get_rank()
@@ -524,7 +523,7 @@ def all_to_all_grouped_matmul(
     call = GroupedArguments(input, weight, bias, *splits, *about)
 
     def run(communicator: Communicator, call: GroupedArguments, async_op: bool) -> Any:
-        number = dispatch_number(communicator)  # without a bound, too: others may have one
+        number = dispatch_number(communicator)  # also without a bound: other ranks may have one
         if num_max_rows_per_rank is not None:
             with communicator.accepting(call.op):
                 call.max_rows = counted.checked_bound(num_max_rows_per_rank, call)
@@ -546,27 +545,27 @@ def grouped_matmul_combine(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | Work:
-    """Multiply every row by its expert's weight, send it home, and sum over its token's experts.
+    """Multiply every row by its expert's weight, send it back, and sum over its token's experts.
 
     The other half of :func:`all_to_all_grouped_matmul`: with it a mixture-of-experts MLP is two fused ops.
-    Rows are stored where their tokens are as they are computed.
+    Each computed row is stored directly on its token's rank.
 
     Parameters
     ----------
     input : ``(r, k)``, rows by expert, then by source rank, as that op returns them; after a low-latency
         dispatch ``(E / W, most rows, k)``. Any strides.
     weight : ``(E / W, k, n)``, this rank's experts, with any strides.
-    splits : rows by expert and source rank, E / W * W of them: what that op returns. They add up to ``r``.
+    splits : E / W * W numbers of rows by expert and source rank, as that op returns them; the sum is ``r``.
         Or the handle of a dispatch, whose ``received.x``, row by row, has become ``input``. If the dispatch
-        had a bound of tokens, no host of a GPU waits for anything, as counts stay on the device.
-    topk_idx : integers ``(t, K)``: the experts of this rank's tokens, -1 for none. The rows that it has
-        sent were sorted by expert, then by token and slot, as :func:`interlace.experts.permute` does it.
-        None with a handle, which has them.
-    topk_weights : ``(t, K)``, by which rows are multiplied, in fp32 and where their tokens are; None: those
-        of the handle, or a sum.
+        had a bound of tokens, counts stay on the device and no host waits for its GPU.
+    topk_idx : integers ``(t, K)``: the experts of this rank's tokens, -1 for none. This rank's rows were
+        sent sorted by expert, then by token and slot, as by :func:`interlace.experts.permute`. None with a
+        handle, which has them.
+    topk_weights : ``(t, K)``, the factors of rows, in fp32 and on the tokens' rank. None: the weights of
+        the handle, or a plain sum.
     bias : ``(E / W, n)``, added to every row before it is weighted.
     algorithm, out_dtype : as for :func:`interlace.all_gather_matmul`.
-    group : that of the handle, if there is one.
+    group : the handle's group, if there is a handle.
 
     Returns ``(t, n)``, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it: the sum over slots
     0, 1, 2 ... in fp32 of rows that were rounded to the output's dtype. It does not depend on timing, nor
@@ -666,7 +665,7 @@ def _recorded_grouped(
     on_device: Callable[[list[Tensor]], Any],
     async_op: bool,
 ) -> Any:
-    """The activation is torch's, after the op, because its gradient needs what it was taken of."""
+    """Run with torch's activation after the op: its gradient needs the values before the activation."""
     op = OPS[given.op]
     with communicator.accepting(op.name):
         name = checks.activation("activation", given.activation)

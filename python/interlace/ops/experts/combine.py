@@ -1,14 +1,14 @@
 """Combine: rows of experts go back to their tokens, and are summed by slot; ``routing.py`` has the order.
 
 ``fused``      one Triton kernel (``kernels/experts/combine.py``)
-``pipelined``  rows are copied straight into the workspace of their home, rank by rank; torch sums
-``unfused``    rows put in the order of their homes, an all-to-all, torch sums; many nodes
+``pipelined``  rows are copied directly into the workspace of their home, rank by rank; torch sums
+``unfused``    rows sorted by home, an all-to-all, torch sums; many nodes
 
-The last two take any dtype, and need counts on the host. With a bound of tokens, as of a dispatch
-(``dispatch.py``), the fused one knows no count on the host, and comes from a plan.
+The last two take any dtype, and need counts on the host. With a bound of tokens (``dispatch.py``) the fused
+one needs no count on the host, and uses a plan.
 
-Gradients: of the rows, what a dispatch of the tokens' gradients gives, times their weights; of a weight,
-its row times the gradient of its token.
+Gradients: for the rows, a dispatch of the tokens' gradients, times their weights; for a weight, its row
+times the gradient of its token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ class CombineArguments(RoutingArguments):
 
 
 def sum_slots(home: Tensor, inverse: Tensor, weights: Tensor | None, output: Tensor) -> None:
-    """``output[t]`` = sum over slots k, in their order, of ``weights[t, k] * home[inverse[t, k]]``."""
+    """Store in ``output[t]`` the sum over slots k, in order, of ``weights[t, k] * home[inverse[t, k]]``."""
     wide = torch.float64 if output.dtype == torch.float64 else torch.float32
     total = torch.zeros(output.shape, dtype=wide, device=output.device)
     if home.shape[0]:
@@ -94,10 +94,10 @@ def sum_slots(home: Tensor, inverse: Tensor, weights: Tensor | None, output: Ten
 
 @dataclass(frozen=True)
 class Home:
-    """A rank's tokens as rows come back to them: ``inverse`` ``[T, k]``, ``weights`` of slots or None.
+    """A rank's tokens, to which rows come back: ``inverse`` ``[T, k]``, ``weights`` of slots or None.
 
-    ``output`` ``[T, N]`` gets the sums, ``kept``, if it is there, the rows themselves, ``[T * k, N]``, of
-    which as many are of use as there are.
+    ``output`` ``[T, N]`` gets the sums. ``kept``, if there is one, gets the rows themselves,
+    ``[T * k, N]``; only the first ones are used if there are fewer rows.
     """
 
     inverse: Tensor
@@ -115,7 +115,7 @@ class Home:
         return slot_rows(configuration, itemsize, topk, experts, weighted=weighted)
 
     def sum_rows(self, communicator: Communicator, home: Tensor) -> None:
-        """Sums of the rows that have come, by torch."""
+        """Sum the arrived rows with torch."""
 
         def sums() -> None:
             sum_slots(home, self.inverse, self.weights, self.output)
@@ -133,14 +133,14 @@ class Home:
 
 @dataclass(frozen=True)
 class Combine:
-    """One call: ``rows`` ``[R, N]`` as a dispatch has sorted them."""
+    """One call: ``rows`` ``[R, N]`` in the order of the dispatch."""
 
     communicator: Communicator
     rows: Tensor
     home: Home
 
     def fused(self, segments: Tensor, bounds: Bounds, configuration: Configuration) -> Event:
-        """``segments``: those that the dispatch has found."""
+        """Run the kernel. ``segments``: the dispatch's table."""
         communicator = self.communicator
         experts, world_size, _ = segments.shape
         (_, topk), columns = self.home.inverse.shape, self.rows.shape[1]
@@ -190,9 +190,9 @@ def pipelined_home(
     home: Home,
     put: Callable[[Tensor, int, slice, str], None],
 ) -> Event:
-    """Rows go home, the next rank's first and the own ones last; then sums.
+    """Send rows home, the next rank's first and this rank's last; then sum.
 
-    ``put(theirs, expert, rows, label)`` brings ``rows`` of an expert to ``theirs``, on the compute stream.
+    ``put(theirs, expert, rows, label)`` copies ``rows`` of an expert to ``theirs``, on the compute stream.
     """
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = home.output.shape[1], home.output.dtype
@@ -222,9 +222,9 @@ def pipelined_home(
 def _prepared(
     communicator: Communicator, given: CombineArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Checked on this rank: the form that goes on, its tensors and options.
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
-    ``outputs``: as :func:`results_of` makes them. Without them the result is the sums.
+    ``outputs``: from :func:`results_of`. Without them the result is the sums.
     """
     routing = given.routing
     rows = checks.tensor("y", given.input, communicator)
@@ -257,7 +257,7 @@ def _prepared(
 def checked_segments(
     communicator: Communicator, segments: Tensor, routing: Routing, name: str, rows: Tensor
 ) -> Tensor:
-    """Those of a handle, if ``rows``, an argument of this ``name``, can be what its dispatch has made."""
+    """Return a handle's segments, if the argument ``name`` with these ``rows`` fits its dispatch."""
     segments = checks.tensor("handle.segments", segments, communicator)
     expected = routing.num_experts // communicator.world_size, communicator.world_size, 3
     if tuple(segments.shape) != expected:
@@ -282,7 +282,7 @@ def _on_device(
     outputs: list[Tensor] | None,
     routing: Routing,
 ) -> PreparedCall:
-    """By the kernel, counts on the device."""
+    """Run the kernel; counts stay on the device."""
 
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
@@ -308,7 +308,7 @@ def _with_counts(
     algorithm: str,
     routing: Routing,
 ) -> PreparedCall:
-    """By torch; the host knows all ranks' counts."""
+    """Run with torch; the host knows all ranks' counts."""
 
     def start() -> Outcome:
         terms = (("dtype of y", rows.dtype), ("n of y", rows.shape[1]))
@@ -331,16 +331,16 @@ def _with_counts(
 
 
 _planned = internal_form(COMBINE, _on_device, fills=False)
-_unplanned = internal_form(COMBINE, _on_device)  # of rows that are as many as they are
+_unplanned = internal_form(COMBINE, _on_device)  # for rows of the exact length
 _counted = internal_form(COMBINE, _with_counts)
 combine_rows = composed_form(COMBINE, _prepared)
-"""Of ``(arguments, outputs)``."""
+"""Maps ``(arguments, outputs)`` to the results."""
 
 
 def home_of(
     rows: Tensor, inverse: Tensor, weights: Tensor | None, outputs: list[Tensor] | None
 ) -> Home:
-    """Where ``rows`` come back to."""
+    """Return the home of ``rows``."""
     made = outputs or results_of(rows, inverse, False)
     return Home(inverse, weights, made[0], made[1] if made[1:] else None)
 
@@ -348,7 +348,7 @@ def home_of(
 def results_of(
     rows: Tensor, topk_idx: Tensor, return_rows: bool, dtype: Any = None
 ) -> list[Tensor]:
-    """Tensors for what a combine gives: the sums and, if asked for, the home rows, ``[tokens * k, n]``."""
+    """Allocate the results of a combine: sums and, if requested, the home rows, ``[tokens * k, n]``."""
     made = [rows.new_empty(topk_idx.shape[0], rows.shape[1], dtype=dtype)]
     if return_rows:
         made.append(rows.new_empty(topk_idx.numel(), rows.shape[1], dtype=dtype))
@@ -377,7 +377,7 @@ def save(ctx: Any, given: CombineArguments, output: Sequence[Tensor]) -> None:
 def home_rows(
     op: str, needed: set[str], return_rows: bool, output: Sequence[Tensor]
 ) -> Tensor | None:
-    """The rows that an op has brought home, to be saved, if gradients of ``topk_weights`` are needed."""
+    """Return the home rows of an op, to be saved, if gradients of ``topk_weights`` are needed."""
     if "topk_weights" not in needed:
         return None
     if not return_rows:
@@ -404,7 +404,7 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 
 def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The gradient of an op's sums. Home rows, with which those of weights are computed, have none."""
+    """Return the gradient of an op's sums; raise for a gradient of home rows, which is not supported."""
     if any(each is not None for each in grads[1:]):
         raise RuntimeError(
             f"interlace's {op} has no gradients of the rows that it brings home, and so no second ones of "
@@ -414,9 +414,9 @@ def of_sums(op: str, grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def of_slot_weights(weights: Tensor, home: Tensor, inverse: Tensor, grad: Tensor) -> Tensor:
-    """Of the weight of each slot: its home row times its token's gradient, in at least fp32.
+    """Return the gradient of each slot's weight: its home row times its token's gradient, at least fp32.
 
-    ``home``: as :func:`home_rows` gives them.
+    ``home``: from :func:`home_rows`.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     rows = complete(home)[inverse.clamp(min=0)].to(wide)
@@ -431,7 +431,7 @@ def returned(
     rows: Sequence[Tensor],
     segments: Sequence[Tensor],
 ) -> list[list[Tensor]]:
-    """All ranks' results of ``rows``, which the experts' ranks have where their ``segments`` say."""
+    """Return all ranks' combined ``rows``, which lie on the experts' ranks as ``segments`` say."""
     made = []
     for rank, given in enumerate(ranks):
         inverse = assigned(routing, given.topk_idx, None, len(ranks), read=True).inverse

@@ -1,10 +1,10 @@
 """All-to-all + grouped matmul whose counts stay on the device: ``num_max_rows_per_rank``.
 
-Order of rows, validation and agreement are those of ``grouped.py``, but results are as long as they
-can get, what a rank has is told by device memory, and no message has a part of its own: so the fused
-algorithm, one Triton kernel (``kernels/experts/grouped_matmul.py``), comes from a plan, and asks for no
-count. Its tables are made by torch on the device, from the rank's own counts alone. The other algorithms
-read counts on the host, and are those of ``grouped.py``.
+Order of rows, checks and agreement are the same as in ``grouped.py``. But results have the length for the
+worst case, device memory holds the number of a rank's rows, and no message depends on the rank. So the
+fused algorithm, one Triton kernel (``kernels/experts/grouped_matmul.py``), can use a plan, and needs no
+count on the host. torch makes its tables on the device, from the rank's own counts alone. The other
+algorithms read counts on the host; they are those in ``grouped.py``.
 
 Legend: W ranks with E experts each; ``splits``, int64 ``[W * E]``: this rank's rows by expert.
 """
@@ -53,13 +53,13 @@ Tensor = torch.Tensor
 
 
 def rows_sent(splits: Tensor, rows: int) -> Tensor:
-    """``splits``, as far as ``rows`` go: no more of them are read, whatever was said."""
+    """Return ``splits``, cut off after ``rows`` rows: later rows are not read, whatever ``splits`` say."""
     ends = splits.clamp(min=0).cumsum(0).clamp(max=rows)
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 def experts_of(splits: Tensor, rows: int) -> Tensor:
-    """``[rows, 1]``: the expert of each row, -1 behind those of all."""
+    """Return ``[rows, 1]``: the expert of each row, -1 for rows after the last expert's."""
     row = torch.arange(rows, device=splits.device)
     expert = torch.searchsorted(splits.cumsum(0), row, right=True)
     return torch.where(expert < splits.numel(), expert, -1).unsqueeze(1)
@@ -67,7 +67,7 @@ def experts_of(splits: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CountedSizes:
-    """What all ranks know alike: ``most_rows`` of a rank, rows per chunk, ranks, experts of each."""
+    """Sizes that all ranks share: ``most_rows`` of a rank, rows per chunk, ranks, experts per rank."""
 
     most_rows: int
     chunk_rows: int
@@ -76,7 +76,7 @@ class CountedSizes:
 
     @property
     def lines(self) -> int:
-        """The most sends of a rank: every segment may have a chunk that is not whole."""
+        """The most sends of a rank: each segment may have one chunk that is not full."""
         return (self.world_size - 1) * self.experts + self.most_rows // self.chunk_rows
 
     @property
@@ -89,7 +89,7 @@ class CountedSizes:
         return count_lines(counts.sum(1), counts)
 
     def sends(self, splits: Tensor, rank: int) -> Tensor:
-        """Lines of the kernel's ``sends``, ``lines`` of them; then how many of them are to be done."""
+        """Return ``lines`` lines of the kernel's ``sends``, and after them the number of lines in use."""
         world_size, experts, size = self.world_size, self.experts, self.chunk_rows
         if world_size == 1:
             return splits.new_zeros(1)
@@ -118,7 +118,7 @@ class CountedSizes:
 
 @dataclass(frozen=True)
 class CountedMatmul:
-    """One call. ``linear``: as of ``GroupedMatmul``; its output has room for all ranks' most rows."""
+    """One call. ``linear``: as in ``GroupedMatmul``; its output has room for all ranks' most rows."""
 
     communicator: Communicator
     input: Tensor
@@ -134,12 +134,12 @@ class CountedMatmul:
         layout.add_data(rows * inner * self.input.element_size())
         counts_byte = layout.add_data(lines.nbytes)
         copiers = 0
-        if world_size > 1:  # the copy engine would have to know what to send
+        if world_size > 1:  # the copy engine would need counts on the host
             most = max(1, communicator.place.program_limit // 4)
             copiers = max(1, min(configuration.copiers, sizes.lines, most))
         known = expert_operands(communicator, self.input, self.linear, configuration)
         del known["num_experts"]
-        # As of grouped_matmul_combine.
+        # As in grouped_matmul_combine.
         flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
         arguments = {
             **known,
@@ -151,7 +151,7 @@ class CountedMatmul:
             "chunk_rows": sizes.chunk_rows,
             "EXPERTS": next_power(experts),
         }
-        tiles = rows // configuration.block_m + world_size * experts  # a last one of each segment
+        tiles = rows // configuration.block_m + world_size * experts  # a last tile for each segment
         tiles *= formulas.ceil_div(columns, configuration.block_n)
         resident = max(copiers + 1, resident_programs(communicator, configuration, copiers))
         grid = formulas.persistent_grid(copiers, tiles, resident)
@@ -165,15 +165,15 @@ class CountedMatmul:
 
 
 def checked_bound(value: Any, call: GroupedArguments) -> int:
-    """``num_max_rows_per_rank``, if it goes with the rest of ``call``."""
+    """Return ``num_max_rows_per_rank``, if it is valid together with the rest of ``call``."""
     bound = checks.integer("num_max_rows_per_rank", value)
     if bound < 1:
         raise ValueError(f"num_max_rows_per_rank must be positive, got {bound}")
     checks.flag("return_received", call.return_received)
     if call.output_splits is not None or call.return_received:
         raise ValueError(
-            "output_splits and return_received do not go with num_max_rows_per_rank; received rows are "
-            "those of experts.dispatch"
+            "output_splits and return_received do not go with num_max_rows_per_rank; use experts.dispatch "
+            "to get received rows"
         )
     return bound
 
@@ -181,7 +181,7 @@ def checked_bound(value: Any, call: GroupedArguments) -> int:
 def _prepared(
     communicator: Communicator, given: GroupedArguments
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Checked on this rank: the form that goes on, its tensors and options."""
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options."""
     call = checked_tensors(communicator, given)
     splits = checked_splits(communicator, call)
     world_size, (experts, inner, columns) = communicator.world_size, call.weight.shape
@@ -190,7 +190,7 @@ def _prepared(
     algorithm = on_device(communicator, call.algorithm, call.weight, call.out_dtype)
     if algorithm != "fused":
         return _by_torch, (call, splits, output, segments), (algorithm,)
-    mean = max(1, call.max_rows // splits.numel())  # of a segment
+    mean = max(1, call.max_rows // splits.numel())  # rows of a segment
     extents = mean, columns, inner
     chosen = configuration.choose(communicator.place, call.input.dtype, *extents, grouped=True)
     size = formulas.chunk_rows([mean], chosen.block_m, chosen.chunks)
@@ -202,7 +202,7 @@ def _prepared(
 
 
 def checked_splits(communicator: Communicator, call: GroupedArguments) -> Tensor:
-    """``input_splits`` as int64, if it fits; what is only known on a GPU is kept within the rows there."""
+    """Return ``input_splits`` as int64, if valid. Splits on a GPU are cut off, not checked."""
     splits = checks.tensor("input_splits", call.input_splits, communicator)
     if splits.is_floating_point() or splits.is_complex() or splits.dtype is torch.bool:
         raise TypeError(f"input_splits must be a tensor of integers, got {splits.dtype}")
@@ -221,7 +221,7 @@ def checked_splits(communicator: Communicator, call: GroupedArguments) -> Tensor
 
 
 def check_numbers(splits: Tensor, rows: int) -> None:
-    """Raise unless ``splits`` are numbers of ``rows``; reads them, which a GPU's host would wait for."""
+    """Raise unless ``splits`` are valid for ``rows``. This reads them: a GPU's host would wait."""
     if int(splits.min()) < 0:
         raise ValueError(f"input_splits must not be negative, got {splits.tolist()}")
     if int(splits.sum()) > rows:
@@ -229,13 +229,13 @@ def check_numbers(splits: Tensor, rows: int) -> None:
 
 
 def with_counts(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    """``given``, checked on this rank, with splits that the host has read."""
+    """Return ``given``, checked on this rank, with splits that the host has read."""
     call = checked_tensors(communicator, given)
     return _counted(given, checked_splits(communicator, call).tolist())
 
 
 def _counted(given: GroupedArguments, counts: list[int]) -> GroupedArguments:
-    """``given`` with these splits, and no rows behind them."""
+    """Return ``given`` with splits ``counts``, without rows after their sum."""
     return replace(given, input=given.input[: sum(counts)], input_splits=counts)
 
 
@@ -253,7 +253,7 @@ def _on_device(
     activation: str,
     terms: Terms,
 ) -> PreparedCall:
-    """By the kernel, counts on the device."""
+    """Run the kernel; counts stay on the device."""
 
     def start() -> Outcome:
         communicator.parts(communicator.call_of(EXCHANGE, terms, None))
@@ -273,7 +273,7 @@ def _with_counts(
     segments: Tensor,
     algorithm: str,
 ) -> PreparedCall:
-    """By torch; the host reads counts, and ranks tell each other theirs."""
+    """Run with torch; the host reads counts, and ranks exchange them."""
     call = checked(communicator, _counted(given, splits.tolist()))
 
     def start() -> Outcome:
@@ -288,12 +288,12 @@ def _with_counts(
 
 
 def segments_of(routes: Routes) -> Tensor:
-    """The table of a rank's segments, as the kernel makes it, on the CPU."""
+    """Return the table of a rank's segments on the CPU, equal to the kernel's table."""
     return torch.tensor(routes.segment_lines()).view(-1, routes.world_size, 3)
 
 
 def padded(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tensor]:
-    """What the op gives, from an ``output`` as long as it is."""
+    """Return the op's results, from an ``output`` of the exact length."""
     rest = routes.world_size * call.max_rows - output.shape[0]
     return [F.pad(output, (0, 0, 0, rest)), segments_of(routes).to(output.device)]
 
@@ -301,7 +301,7 @@ def padded(output: Tensor, routes: Routes, call: GroupedArguments) -> list[Tenso
 def handle_of(
     communicator: Communicator, call: GroupedArguments, segments: Tensor, number: int
 ) -> DispatchHandle:
-    """That of a dispatch of the rows, each being a token with one expert."""
+    """Return the handle of a dispatch of the rows, where each row is a token with one expert."""
     splits = call.input_splits
     experts = experts_of(splits.flatten().to(torch.int64), call.input.shape[0])
     routing = Routing(splits.numel(), 0, call.max_rows, False, call.algorithm)
@@ -311,4 +311,4 @@ def handle_of(
 _planned = internal_form(EXCHANGE, _on_device, fills=False)
 _by_torch = internal_form(EXCHANGE, _with_counts)
 counted_grouped_matmul = composed_form(EXCHANGE, _prepared)
-"""Of ``(call,)``: output, and segments as of a dispatch."""
+"""Maps ``(call,)`` to output and segments, like those of a dispatch."""

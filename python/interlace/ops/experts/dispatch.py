@@ -1,18 +1,18 @@
 """Dispatch: rows of tokens to their experts; ``routing.py`` says in which order.
 
-A call is validated, agreed on with the other ranks (a mismatch raises on every rank before any data moves),
-and handed to an algorithm.
+A call is checked, compared with the other ranks (a mismatch raises on every rank before any data moves),
+and passed to an algorithm.
 
-``fused``      two Triton kernels, which need to know no count on the host (``kernels/experts/dispatch.py``)
-``pipelined``  torch gathers the rows of one rank after another, straight into its workspace; there they
-               are put in the order of experts source by source, as they come
-``unfused``    an all-to-all of rows, then they are sorted by expert; many nodes
+``fused``      two Triton kernels, which need no count on the host (``kernels/experts/dispatch.py``)
+``pipelined``  torch gathers the rows for one rank after another, directly into its workspace; the receiver
+               sorts them by expert, source by source, as they arrive
+``unfused``    an all-to-all of rows, then a sort by expert; many nodes
 
 The last two move a row per slot, and need counts on the host. All take any dtype. With a bound of tokens
-who goes where is found by torch on the device for the fused one, and what follows may come from a plan.
+torch computes the fused algorithm's routes on the device, and the rest may use a plan.
 
-With a bound the result has room for the worst case; without it, 0, the result is as long as it is, and of a
-size that a graph finds when it runs. The gradient of the rows is a combine of the rows' gradients.
+With a bound the result has room for the worst case. Without it (0) the result has the exact length, which
+a graph learns when it runs. The gradient of the rows is a combine of the rows' gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,9 +83,9 @@ class DispatchArguments(RoutingArguments):
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """A contiguous matrix as integers, as wide as its rows and its address allow."""
+    """Return a contiguous matrix as integers, as wide as its rows and its address allow."""
     row_bytes = tensor.shape[1] * tensor.element_size()
-    if not tensor.shape[0]:  # any strides are contiguous then, and no view takes them
+    if not tensor.shape[0]:  # then any strides count as contiguous, and no view accepts them
         tensor = tensor.new_empty(0, tensor.shape[1])
     for dtype in WORDS:
         if row_bytes % dtype.itemsize == 0 and tensor.data_ptr() % dtype.itemsize == 0:
@@ -102,9 +102,9 @@ def slot_rows(
     scaled: bool = False,
     weighted: bool,
 ) -> SlotRows:
-    """``copy_rows`` rows of ``copy_columns`` words of 4 bytes at a time; ``itemsize``: of an element.
+    """Return constants: ``copy_rows`` rows of ``copy_columns`` 4-byte words at a time.
 
-    Of a sum it has fewer rows, as those of up to four slots are on their way at once.
+    ``itemsize``: of an element. A sum takes fewer rows, as it loads the rows of up to four slots at once.
     """
     rows, columns = configuration.copy_rows, configuration.copy_columns * 4 // itemsize
     of_sum = max(1, rows // min(4, 1 << (topk.bit_length() - 1)))
@@ -114,12 +114,12 @@ def slot_rows(
 def row_moves(
     communicator: Communicator, op: str, rows: Tensor, most: int, slots: int, routing: Routing
 ) -> tuple[Bounds, Configuration]:
-    """Of kernels that move ``rows``; the rank with most has ``most`` tokens, in so many ``slots``."""
+    """Return bounds and launch of kernels that move ``rows``, for ``most`` tokens of ``slots`` slots."""
     bounds = Bounds(
         most, senders_of(communicator, op), routing.expert_rows(communicator.world_size)
     )
     columns = rows.shape[1]
-    words = max(1, columns * rows.element_size() // 4)  # few or many, whatever the rows
+    words = max(1, columns * rows.element_size() // 4)  # for any number of rows
     chosen = choose(communicator.place, torch.bfloat16, FEW_ROWS + 1, words, words)
     tuned = measured(communicator, op, rows.dtype, slots, columns, "fused")
     return bounds, tuned.over(chosen)
@@ -146,7 +146,7 @@ class Dispatch:
             places.append(layout.add_data(world_size * bounds.most_tokens * row_bytes))
         slots = slot_rows(
             configuration,
-            4,  # narrower words are those of odd rows, whose elements are moved one by one
+            4,  # narrower words occur for odd rows only, whose elements are moved one by one
             facts.shape[1] // 3,
             experts,
             scaled=self.scales is not None,
@@ -169,7 +169,7 @@ class Dispatch:
         given = {"tokens_ptr": sent.tokens, "counts_ptr": sent.lines, **shared}
         taken = {"result": filled, **shared}
         grid = min(communicator.place.program_limit, world_size * bounds.senders)
-        # left alone, ptxas takes fewer registers for the sake of occupancy, and spills where k is 2
+        # by default ptxas uses fewer registers, for occupancy, and spills where k is 2
         own = {"options": {"maxnreg": MAX_REGISTERS}}
         options = {"num_warps": configuration.num_warps, "num_stages": 1, **own}
 
@@ -184,7 +184,7 @@ class Dispatch:
         return communicator.enqueue("dispatch", layout, body)
 
     def _parts(self, routes: HostRoutes, weights: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """Of all that a row takes along: a matrix, which rows of it go in their order, and the result."""
+        """Return, for each matrix that travels: the matrix, the rows to send in order, and the result."""
         assignment = routes.assignment
         slots = assignment.slots(int(routes.counts[self.communicator.rank].sum()))
         tokens = slots // assignment.topk_idx.shape[1]
@@ -200,7 +200,7 @@ class Dispatch:
         ]
 
     def pipelined(self, routes: HostRoutes, weights: Tensor | None) -> Event:
-        """Rows are pushed rank by rank, each rank's as one chunk, and sorted source by source."""
+        """Push rows rank by rank, as one chunk per rank, and sort them source by source."""
         communicator, rank = self.communicator, self.communicator.rank
         segments = routes.segments(rank)
         self.result.segments.copy_(segments)
@@ -211,7 +211,7 @@ class Dispatch:
         offsets = [layout.add_data(most * given.shape[1]) for given, *_ in parts]
 
         def there(workspace: Workspace, peer: int, source: int, part: int) -> Tensor:
-            """The rows of ``source`` in the workspace of ``peer``."""
+            """Return the rows of ``source`` in the workspace of ``peer``."""
             width = parts[part][0].shape[1]
             begin = offsets[part] + int(begins[source, peer]) * width
             return workspace.data(peer, begin, (int(sizes[source, peer]), width), torch.uint8)
@@ -262,7 +262,7 @@ def _column(weights: Tensor | None) -> Tensor | None:
 
 
 def bytes_of_rows(matrix: Tensor) -> Tensor:
-    """As bytes, for fp8 cannot be indexed. Without rows any strides are contiguous, which no view takes."""
+    """View as bytes: fp8 cannot be indexed. Without rows any strides are contiguous; no view takes them."""
     if not matrix.shape[0]:
         return matrix.new_empty(0, matrix.shape[1] * matrix.element_size(), dtype=torch.uint8)
     return matrix.view(torch.uint8)
@@ -273,7 +273,7 @@ def _as_words(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def sorted_places(segments: Tensor) -> Tensor:
-    """Rows of the result, in the order (source, expert, row) in which an all-to-all brings them."""
+    """Return the result's row of each row in the order (source, expert, row) of an all-to-all."""
     parts = [
         torch.arange(first, first + count)
         for line in segments.transpose(0, 1).tolist()
@@ -284,22 +284,22 @@ def sorted_places(segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowExchange:
-    """All-to-alls of rows between their homes and their experts."""
+    """All-to-alls of rows between their home ranks and their experts' ranks."""
 
     communicator: Communicator
     routes: HostRoutes
 
     def _sizes(self) -> tuple[list[int], list[int]]:
-        """Rows that go to each rank, and that come from it."""
+        """Return the numbers of rows that go to each rank, and that come from it."""
         rows, rank = self.routes.sizes(), self.communicator.rank
         return rows[rank].tolist(), rows[:, rank].tolist()
 
     def there(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Home rows, which are rows ``index`` of ``tensor``: at their experts, by source, then expert."""
+        """Send home rows ``tensor[index]`` to their experts; they arrive by source, then expert."""
         return self._moved("to experts", tensor, index, *self._sizes())
 
     def back(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """The inverse; ``index`` has them by source, then expert."""
+        """Send rows back, the inverse; ``index`` lists them by source, then expert."""
         sent, received = self._sizes()
         return self._moved("back", tensor, index, received, sent)
 
@@ -308,7 +308,7 @@ class RowExchange:
     ) -> Tensor:
         communicator, compute = self.communicator, self.communicator.compute
         rows = tensor.new_empty(sum(sent), tensor.shape[1])
-        # No op of the streams comes first, which would hold them until what is read here is there.
+        # No op of the streams precedes this, so the streams must wait for the tensors to read.
         compute.wait_event(communicator.place.record_current())
         if rows.numel():
             gather = partial(torch.index_select, tensor.contiguous(), 0, index, out=rows)
@@ -321,7 +321,7 @@ class RowExchange:
         call = agreed_call(communicator, "all_to_all", key)
         outputs = [part.view(-1) for part in torch.split(made, received)]
         inputs = [part.view(-1) for part in torch.split(rows, sent)]
-        # The rows are still on their way on the compute stream, and between nodes another one sends.
+        # The rows may still travel on the compute stream, and between nodes another stream sends.
         communicator.copying.wait_event(compute.record())
         event = communicator.engine.all_to_all(call, outputs, inputs)
         if event is not None:
@@ -332,9 +332,9 @@ class RowExchange:
 def _prepared(
     communicator: Communicator, given: DispatchArguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Checked on this rank: the form that goes on, its tensors and options.
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
-    ``outputs``: rows, scales if any, weights if any, segments, if the caller has made them by
+    ``outputs``: rows, scales if any, weights if any, segments, if the caller has allocated them with
     :func:`results`.
     """
     scales, routing = given.scales, given.routing
@@ -387,7 +387,7 @@ def _on_device(
     given: bool,
     routing: Routing,
 ) -> PreparedCall:
-    """By the kernels, counts on the device. ``given``: the caller has ``made``, which is no result then."""
+    """Run the kernels; counts stay on the device. ``given``: the caller allocated ``made``."""
 
     def start() -> Outcome:
         shape, terms = (x.shape[0], facts.shape[1] // 3), _terms(x, scales, weighted)
@@ -408,7 +408,7 @@ def _with_counts(
     assignment: Assignment,
     algorithm: str,
 ) -> PreparedCall:
-    """The host knows all ranks' counts: for results that are as long as they are, or by torch."""
+    """Run with all ranks' counts on the host: for results of the exact length, or with torch."""
     x, scales, weights, routing = given.input, given.scales, given.topk_weights, given.routing
 
     def start() -> Outcome:
@@ -439,11 +439,11 @@ def _with_counts(
 _planned = internal_form(DISPATCH, _on_device, fills=False)
 _counted = internal_form(DISPATCH, _with_counts)
 dispatch_rows = composed_form(DISPATCH, _prepared)
-"""Of ``(arguments, outputs)``: what :func:`results` lists."""
+"""Maps ``(arguments, outputs)`` to the list of :func:`results`."""
 
 
 def received_of(made: Sequence[Tensor], scaled: bool, weighted: bool) -> Received:
-    """What :func:`results` lists, by name."""
+    """Return the list of :func:`results`, by name."""
     rows, *rest, segments = made
     scales = rest.pop(0) if scaled else None
     return Received(rows, scales, rest[0] if weighted else None, segments)
@@ -455,7 +455,7 @@ def received_of(made: Sequence[Tensor], scaled: bool, weighted: bool) -> Receive
 def named(
     made: Sequence[Tensor], given: DispatchArguments, group: Any
 ) -> tuple[Received, DispatchHandle]:
-    """What :func:`results` lists by name, rows of low latency by expert; and the handle."""
+    """Return the list of :func:`results` by name, low-latency rows by expert; and the handle."""
     received = received_of(made, given.scales is not None, given.topk_weights is not None)
     if given.packed:
         experts = received.segments.shape[0]
@@ -470,7 +470,7 @@ def _by_expert(rows: Tensor, experts: int) -> Tensor:
 
 
 def values_and_scales(x: Any) -> tuple[Any, Any]:
-    """Of what a dispatch takes: a tensor, or a pair."""
+    """Return values and scales from a dispatch's argument: a tensor, or a pair."""
     if not isinstance(x, (tuple, list)):
         return x, None
     if len(x) != 2:
@@ -479,7 +479,7 @@ def values_and_scales(x: Any) -> tuple[Any, Any]:
 
 
 def results(given: DispatchArguments, size: int, rows: Any = None) -> list[Tensor]:
-    """Tensors for what a dispatch gives; zeros with a bound, as not all rows will be written then.
+    """Allocate the results of a dispatch; zeros with a bound, as not all rows are written then.
 
     ``rows``: their number, without a bound; None for tracers, in whose graphs it has no value.
     """
@@ -540,19 +540,19 @@ def backward(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Tensor]:
 
 
 def as_many(rows: Tensor, count: Any) -> Tensor:
-    """The first ``count`` of rows that a dispatch has made, or zeros behind them."""
+    """Return ``count`` rows of a dispatch: its first ones, padded with zeros."""
     made: Any = rows.shape[0]
     if isinstance(made, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy
 
         if free_unbacked_symbols(made):
-            _check(made == count)  # in a graph nobody adds to what a dispatch has made
+            _check(made == count)  # in a graph the rows of a dispatch are never padded
             return rows
     return rows if made == count else F.pad(rows, (0, 0, 0, count - made))
 
 
 def _by_expert_of_all(given: DispatchArguments, assignment: Assignment) -> list[Tensor]:
-    """All that goes with the rows that a rank sends, in the order of :func:`results`, by expert."""
+    """Return all tensors of the rows that a rank sends, in the order of :func:`results`, by expert."""
     slots = assignment.slots(int(assignment.counts.sum()))
     tokens = slots // given.topk_idx.shape[1]
     matrices = [each.contiguous() for each in (given.input, given.scales) if each is not None]

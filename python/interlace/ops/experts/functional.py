@@ -47,16 +47,16 @@ def dispatch(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
 ) -> tuple[Received, DispatchHandle]:
-    """Tokens to the ranks of their experts, as :func:`interlace.experts.dispatch`.
+    """Send tokens to the ranks of their experts, like :func:`interlace.experts.dispatch`.
 
-    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as there. Of an
-    :class:`interlace.Scaled` ``received.x`` is one. With ``num_max_dispatch_tokens_per_rank``
-    ``received.x`` has rows for the worst case, those that nothing came for are zero. Without it a graph has
-    a size that is found when it runs (an unbacked one), and waits for it. ``low_latency``: as
+    ``x`` ``(t, hidden)``, ``topk_idx`` and ``topk_weights`` ``(t, k)``; dtypes and results as for that
+    function. If ``x`` is an :class:`interlace.Scaled`, so is ``received.x``. With
+    ``num_max_dispatch_tokens_per_rank`` ``received.x`` has rows for the worst case, and unused rows are
+    zero. Without it a graph has an unbacked size, and waits for it when it runs. ``low_latency``: like
     :func:`interlace.experts.low_latency_dispatch`. Gradients go to ``x`` and ``topk_weights``: a combine.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``dispatch``,
-    the bound being ``num_worst_tokens``.
+    with the bound as its ``num_worst_tokens``.
 
     >>> def on_rank():
     ...     x, idx = torch.full((1, 2), 1.0 + interlace.get_rank()), torch.tensor([[0]])
@@ -107,11 +107,11 @@ def combine(
     tag: str = "",
     algorithm: FusedAlgorithm = "auto",
 ) -> Tensor:
-    """Rows back to their tokens, and summed by slot, as :func:`interlace.experts.combine`.
+    """Send rows back to their tokens and sum them by slot, like :func:`interlace.experts.combine`.
 
-    ``y``: ``(rows, n)``, rows as the dispatch's that gave ``handle``; the result is ``(tokens, n)``.
-    ``weighted``: times the weights that the dispatch was given. Gradients go to ``y`` and the weights: a
-    dispatch.
+    ``y``: ``(rows, n)``, with the rows of the dispatch that returned ``handle``. Returns ``(tokens, n)``.
+    ``weighted``: multiply by the weights that were passed to the dispatch. Gradients go to ``y`` and the
+    weights: a dispatch.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: DeepEP's ``combine``.
 
@@ -124,7 +124,7 @@ def combine(
     [[[5.0, 5.0]], [[5.0, 5.0]]]
     """
     if not isinstance(handle, DispatchHandle):
-        text = f"handle must be that of a dispatch, got {type(handle).__name__}"
+        text = f"handle must be the handle of a dispatch, got {type(handle).__name__}"
         refuse("combine", None, tag, TypeError(text))
     group = handle.group
     check("combine", group, tag, y=y)
@@ -151,13 +151,14 @@ def grouped_matmul_combine(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Experts' rows times their weights, back to their tokens: :func:`interlace.grouped_matmul_combine`.
+    """Multiply experts' rows by their weights and sum by token: :func:`interlace.grouped_matmul_combine`.
 
     ``input`` ``(r, k)``, ``weight`` ``(E / W, k, n)``, ``bias`` ``(E / W, n)``, ``topk_idx`` and
-    ``topk_weights`` ``(t, K)``. Splits are lists of ints: ``splits`` by expert and source rank, what this
-    rank has; ``home_splits`` by expert of all the group's, how many rows this rank has sent, as
-    ``input_splits`` of the grouped matmul before: the backward needs it. Or the handle of a dispatch, which
-    has all that is left out then; its counts stay on the device, and the backward has no gradient.
+    ``topk_weights`` ``(t, K)``. Splits are lists of ints. ``splits``: this rank's rows by expert and source
+    rank. ``home_splits``: how many rows this rank has sent to each expert of the group, like
+    ``input_splits`` of the grouped matmul before; the backward needs it. Alternatively ``splits`` is the
+    handle of a dispatch, which replaces the other arguments. Its counts stay on the device, and the
+    gradient is not differentiable.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch._grouped_mm``,
     then ``torch.distributed.all_to_all_single``, then a weighted sum by token.
@@ -210,11 +211,11 @@ def all_gather_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """All ranks' rows, each times its expert's weight, as :func:`interlace.all_gather_grouped_matmul`.
+    """Multiply all ranks' rows by their experts' weights: :func:`interlace.all_gather_grouped_matmul`.
 
     ``input``: ``(rows, k)``, by expert; ``weight``: ``(experts, k, n)``; ``bias``: ``(experts, n)``. Both
-    splits are lists of ints: a graph must know the shape of the result, so ``output_splits``, by expert and
-    source rank, has to be there. Returns the output, or ``(received, output)`` with ``return_received``.
+    splits are lists of ints. A graph must know the shape of the result, so ``output_splits``, by expert and
+    source rank, is required. Returns the output, or ``(received, output)`` with ``return_received``.
     For gradients in a graph of symbolic lengths all ranks must have equally many rows.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: an all-gather of rows,
@@ -244,10 +245,11 @@ def all_to_all_grouped_matmul(
     algorithm: FusedAlgorithm = "auto",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows at their experts' ranks, times their weights, as :func:`interlace.all_to_all_grouped_matmul`.
+    """Multiply rows by their weights on their experts' ranks: :func:`interlace.all_to_all_grouped_matmul`.
 
     ``input``, ``weight``, ``bias``, splits and result as for :func:`all_gather_grouped_matmul`, but
-    ``weight`` has the own experts only, ``(experts / size, k, n)``, and ``bias`` theirs.
+    ``weight`` and ``bias`` hold this rank's experts only: ``(experts / size, k, n)`` and
+    ``(experts / size, n)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.distributed.all_to_all_single`` of rows, then ``torch._grouped_mm``.

@@ -6,24 +6,24 @@ Before, on every rank: sorted by expert. ``input_splits[e]`` rows are for expert
 group; expert e belongs to rank ``e // (E / W)`` where experts are spread over ranks. A token that goes to
 k experts is there k times.
 
-After: by expert, then by source rank, then as the source had them. ``splits[e][s]`` rows of the result
+After: by expert, then by source rank, then in the source's order. ``splits[e][s]`` rows of the result
 belong to the rank's expert e and come from rank s. This is the order of torch's
-``symm_mem.all_to_all_vdev_2d``, and what ``all_to_all_single`` gives after its parts have been sorted by
-expert (Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
+``symm_mem.all_to_all_vdev_2d``, and of ``all_to_all_single`` after its parts have been sorted by expert
+(Megatron's ``sort_chunks_by_idxs``). It does not depend on the algorithm, nor on timing.
 
-A call is validated, agreed on with the other ranks (one small host message, which brings everybody's splits
-along; a mismatch raises on every rank before any data moves), and handed to an algorithm. One code for both
-ops: what differs between all-gather and all-to-all is the :class:`Routes`. The ops of torch get the numbers
-of rows on both sides as lists of ints, so what they return is known before they run.
+A call is checked, compared with the other ranks, and passed to an algorithm. The comparison is one small
+host message, which also carries every rank's splits. A mismatch raises on every rank before any data moves.
+Both ops share the code: the :class:`Routes` are different for all-gather and all-to-all. The torch ops get
+the numbers of rows on both sides as lists of ints, so their results are known before they run.
 
 ``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls on segments, each as soon as its source's rows are there
+``pipelined``  torch matmuls on segments, each as soon as its source's rows have arrived
 ``unfused``    the collective, then a matmul per expert; any dtype
 
-Gradients: of the rows, the products of the outputs' gradients with their experts' weights, moved back: by
-all_to_all, or reduced and scattered where they had been gathered (unequally many with zeros behind them);
-of a weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the
-collective follows them.
+Gradients: for the rows, the outputs' gradients times their experts' weights are moved back. This is an
+all_to_all, or a reduce-scatter of gathered rows (ranks with fewer rows are filled with zeros). For a
+weight, the rows that were multiplied times the gradient. These matmuls are torch's, and the collective
+follows them.
 """
 
 import functools
@@ -66,7 +66,7 @@ _ops: Any = Ops()
 
 
 class RouteSegment(NamedTuple):
-    """``rows`` rows that a source has from ``first`` on and that go to row ``to`` of the result."""
+    """``rows`` rows that a source has from ``first`` on; they go to row ``to`` of the result."""
 
     to: int
     rows: int
@@ -75,12 +75,12 @@ class RouteSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of one call, as all ranks see them: whole numbers. ``rank`` is this one.
+    """The routes of one call in whole numbers, the same on all ranks, except ``rank``, which is this one.
 
     Legend: ``counts[s][e]`` is how many rows rank s has for expert e; a rank's rows are sorted by expert.
-    ``blocks[r]`` are the experts of rank r, (first, end): all of them where rows are gathered, its own
-    where they are exchanged. A *segment* is the rows of one expert from one source. A rank's results are in
-    the order (expert, source, row of the source), and so is its workspace.
+    ``blocks[r]`` are the experts of rank r, (first, end): all of them for gathered rows, its own for
+    exchanged ones. A *segment* is the rows of one expert from one source. A rank's results are in the order
+    (expert, source, row of the source), and so is its workspace.
     """
 
     rank: int
@@ -93,11 +93,11 @@ class Routes:
 
     @cached_property
     def firsts(self) -> list[list[int]]:
-        """Where the rows of an expert begin, by source and expert; the number of all rows last."""
+        """The first rows of experts, by source and expert; the number of all rows last."""
         return [list(prefix_sums(each)) for each in self.counts]
 
     def block(self, source: int, rank: int) -> tuple[int, int]:
-        """The rows of ``source`` that go to ``rank``: (first, rows)."""
+        """Return the rows of ``source`` that go to ``rank``: (first, rows)."""
         first, end = self.blocks[rank]
         begin = self.firsts[source][first]
         return begin, self.firsts[source][end] - begin
@@ -115,12 +115,12 @@ class Routes:
 
     @cached_property
     def _splits(self) -> tuple[int, list[int], int]:
-        """As ``launch_formulas.py`` has them: ranks, their rows by expert, experts of a rank."""
+        """Return numbers for ``launch_formulas.py``: ranks, their rows by expert, experts of a rank."""
         first, end = self.blocks[0]
         return self.world_size, [rows for each in self.counts for rows in each], end - first
 
     def segments(self, rank: int) -> list[list[RouteSegment]]:
-        """The segments that ``rank`` multiplies, by expert and source; experts count from its first one."""
+        """Return ``rank``'s segments by expert and source; experts count from its first one."""
         to = iter(formulas.expert_offsets(rank, *self._splits))
         sources = list(zip(self.counts, self.firsts, strict=True))
         return [
@@ -133,21 +133,21 @@ class Routes:
         return self.segments(self.rank)
 
     def splits(self) -> list[list[int]]:
-        """Rows of this rank's result by expert and source."""
+        """Return rows of this rank's result by expert and source."""
         return [[segment.rows for segment in each] for each in self.mine]
 
     def own_segments(self) -> list[RouteSegment]:
-        """The segments of rows that this rank has itself, by expert."""
+        """Return the segments of rows that this rank has itself, by expert."""
         return [each[self.rank] for each in self.mine]
 
     # -- for the kernel ------------------------------------------------------------------------
 
     def chunk_rows(self, block_m: int, chunks: int) -> int:
-        """Rows per chunk: whole tiles, and the longest segment in about ``chunks`` chunks."""
+        """Return rows per chunk: whole tiles, and the longest segment in about ``chunks`` chunks."""
         return formulas.chunk_rows([max(1, self.longest)], block_m, chunks)
 
     def slots(self, chunk_rows: int) -> int:
-        """Signal slots that the rank with the most rows, or the most experts, needs."""
+        """Return the signal slots that the rank with the most rows, or the most experts, needs."""
         return self._splits[2] * self.world_size + self.most_received // chunk_rows + 1
 
     def segment_lines(self) -> list[Line]:
@@ -157,7 +157,7 @@ class Routes:
         return formulas.expert_send_lines(self.rank, *self._splits, chunk_rows)
 
     def arrival_slots(self, chunk_rows: int) -> list[tuple[int, int]]:
-        """(source, slot) of all that arrives, in the order of consumption."""
+        """Return (source, slot) of all arrivals, in the order of consumption."""
         return [
             (source, line[4])
             for source in self.sources[1:]
@@ -167,22 +167,22 @@ class Routes:
 
     @property
     def sources(self) -> list[int]:
-        """All ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
+        """Return all ranks in the order in which their rows arrive: this one, then rank - 1 and so on."""
         return [(self.rank - step) % self.world_size for step in range(self.world_size)]
 
     def tiles(self, block_m: int, tiles_n: int) -> int:
-        """The number of tiles that this rank computes."""
+        """Return the number of tiles that this rank computes."""
         rows = [segment.rows for expert in self.mine for segment in expert]
         return formulas.tiles_of(rows, block_m, tiles_n)
 
 
 @dataclass
 class GroupedArguments:
-    """The splits are as above, by expert, and by expert and source rank.
+    """The arguments of either op. Splits are by expert, and by expert and source rank, as above.
 
-    Eager callers have tensors as splits, too, and None as the second. When checked, they are lists of ints,
-    ``activation`` is a name, and ``out_dtype`` is that of the output. ``max_rows``: a bound of every rank's
-    rows, where counts stay on the device (``counted.py``). ``recorded``: autograd records the call, so it
+    Eager callers may pass tensors as splits, and None as the second. After the check they are lists of
+    ints, ``activation`` is a name, and ``out_dtype`` is the output's. ``max_rows``: a bound of every rank's
+    rows, if counts stay on the device (``counted.py``). ``recorded``: autograd records the call, so it
     returns the results of the op, and the routes.
     """
 
@@ -212,7 +212,7 @@ def grouped_matmul(
     output: Tensor | None = None,
     received: Tensor | None = None,
 ) -> PreparedCall:
-    """Either op, checked. ``output`` and ``received`` get the results, if the caller has made them."""
+    """Prepare either op. ``output`` and ``received`` get the results, if the caller has allocated them."""
     call = checked(communicator, given)
 
     def start() -> Outcome:
@@ -234,7 +234,7 @@ FORMS = {op: internal_form(op, grouped_matmul) for op in (GATHER, EXCHANGE)}
 
 
 def results_of(given: GroupedArguments, rows: Any) -> tuple[Tensor, Tensor | None]:
-    """Tensors for the output and, if asked for, the rows that were multiplied."""
+    """Allocate the output and, if requested, the rows that were multiplied."""
     new, dtype = given.input.new_empty, checks.output_dtype(given.out_dtype, given.input)
     output = new(rows, given.weight.shape[2], dtype=dtype)
     return output, new(rows, given.input.shape[1]) if given.return_received else None
@@ -248,7 +248,7 @@ def started(
     output: Tensor,
     received: Tensor | None,
 ) -> Event:
-    """Choose the algorithm, from what all ranks know alike, and start it. ``columns``: of the widest."""
+    """Choose the algorithm, from facts that ranks share, and start it. ``columns``: of the widest."""
     input, format = call.input, FORMATS.get(call.format)
     linear = Linear(call.weight, call.bias, output, activation=call.activation, format=format)
     inner, place = input.shape[1], communicator.place
@@ -281,7 +281,7 @@ def started(
 
 
 def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
-    """The fields of ``given`` of all grouped matmuls, if they fit: factors, the algorithm, the dtype."""
+    """Check the fields of ``given`` of all grouped matmuls: factors, the algorithm, the dtype."""
     input = checks.tensor("input", given.input, communicator)
     algorithm, dtype = checks.algorithm_and_dtype(input, given)
     if input.dim() != 2:
@@ -307,7 +307,7 @@ def checked_operands(communicator: Communicator, given: Any) -> dict[str, Any]:
 
 
 def checked_tensors(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    """The arguments but for splits, if they fit together on this rank."""
+    """Return the arguments except splits, if they fit together on this rank."""
     operands = checked_operands(communicator, given)
     name = checks.activation("activation", given.activation)
     checks.flag("return_received", given.return_received)
@@ -315,12 +315,12 @@ def checked_tensors(communicator: Communicator, given: GroupedArguments) -> Grou
 
 
 def checked(communicator: Communicator, given: GroupedArguments) -> GroupedArguments:
-    """The arguments, if they fit together on this rank."""
+    """Return the arguments if they fit together on this rank."""
     return with_splits(checked_tensors(communicator, given), communicator.world_size)
 
 
 def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
-    """``call`` with its splits as ints, if they fit to its tensors."""
+    """Return ``call`` with its splits as ints, if they fit its tensors."""
     input, weight = call.input, call.weight
     experts = weight.shape[0] * (world_size if call.op == EXCHANGE else 1)
     sent = row_counts("input_splits", call.input_splits)
@@ -349,7 +349,7 @@ def with_splits(call: GroupedArguments, world_size: int) -> GroupedArguments:
 
 
 def row_counts(name: str, value: Any) -> list[int]:
-    """Numbers of rows: ints, or a tensor of integers, none negative."""
+    """Return numbers of rows, which are ints or a tensor of integers, as ints; refuse negative ones."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
             raise TypeError(f"{name} must be a tensor of integers, got {value.dtype}")
@@ -361,7 +361,7 @@ def row_counts(name: str, value: Any) -> list[int]:
 
 
 def terms_of(call: GroupedArguments, experts: int) -> Terms:
-    """What is equal on all ranks."""
+    """Return the terms that must be equal on all ranks."""
     return (
         ("dtype of input", call.input.dtype),
         ("k of input", call.input.shape[1]),
@@ -375,7 +375,7 @@ def terms_of(call: GroupedArguments, experts: int) -> Terms:
 
 
 def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, int]:
-    """The routes, and the columns of the widest weight; raises alike on all ranks."""
+    """Return the routes, and the columns of the widest weight; raise alike on all ranks."""
     op, rank, world_size = call.op, communicator.rank, communicator.world_size
     terms = terms_of(call, len(call.input_splits))
     mine = tuple(call.input_splits), call.output_splits, call.weight.shape[2]
@@ -394,7 +394,7 @@ def agree(communicator: Communicator, call: GroupedArguments) -> tuple[Routes, i
 
 
 def _expected(op: str, routes: Routes, receiver: int, expected: Sequence[int]) -> None:
-    """Compare a rank's ``output_splits`` with what the ranks have for it."""
+    """Compare a rank's ``output_splits`` with the rows that the ranks have for it."""
     for number, segment in enumerate(s for each in routes.segments(receiver) for s in each):
         if expected[number] != segment.rows:
             expert, source = divmod(number, routes.world_size)
@@ -417,7 +417,7 @@ def expert_operands(
     *,
     published: bool = False,
 ) -> dict[str, Any]:
-    """Kernel arguments for the first expert's matmul, and for the place of the others' weights."""
+    """Return kernel arguments for the first expert's matmul, and the strides to the others' weights."""
     weight = linear.weight
     first = replace(linear, weight=weight[0])
     if weight.stride(0) * weight.element_size() % operands.DESCRIPTOR_ALIGNMENT:
@@ -431,7 +431,7 @@ def expert_operands(
 
 
 def expert_of(linear: Linear, expert: int, output: Tensor | None = None) -> Linear:
-    """The product of one expert; ``output``: where to, if not where all go."""
+    """Return the product of one expert; ``output``: its destination, if it is not the common one."""
     bias = None if linear.bias is None else linear.bias[expert]
     to = linear.output if output is None else output
     return replace(linear, weight=linear.weight[expert], bias=bias, output=to)
@@ -458,7 +458,7 @@ class GroupedMatmul:
         sends = communicator.table(("grouped sends", *key), lambda: lines, passing=True)
         segments = communicator.table(("grouped rows", *key), routes.segment_lines, passing=True)
         layout = Layout(routes.slots(size), routes.most_received * inner * itemsize)
-        # Made before the op begins on the streams: they wait for what the caller has issued until then.
+        # Made before the op begins on the streams: they wait for all work the caller has issued by then.
         known = expert_operands(communicator, input, self.linear, configuration)
         tiles_n = formulas.ceil_div(columns, configuration.block_n)
         tiles = routes.tiles(configuration.block_m, tiles_n)
@@ -481,7 +481,7 @@ class GroupedMatmul:
             options = operands.launch_options(configuration, input)
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
             if not tiles:
-                # No tile, so no program has waited; but what arrives late would hit the next op.
+                # No tile, so no program has waited; but rows that arrive late would hit the next op.
                 for source, slot in routes.arrival_slots(size):
                     communicator.compute.wait(workspace, source, slot)
             if self.received is not None:
@@ -491,7 +491,7 @@ class GroupedMatmul:
         return communicator.enqueue(self.op, layout, body)
 
     def _keep(self, arrived: Tensor, received: Tensor) -> None:
-        """Copy what has arrived, and own rows where the workspace has holes."""
+        """Copy the arrived rows, and own rows where the workspace has holes."""
         copy, done = self.communicator.compute.copy, 0
         for own in [*self.routes.own_segments(), None]:
             end = received.shape[0] if own is None else own.to
@@ -553,10 +553,10 @@ class GroupedMatmul:
         return communicator.enqueue(self.op, layout, body)
 
     def unfused(self) -> Event:
-        """The collective, rows put in the order of experts, then one torch matmul per expert."""
+        """Run the collective, sort rows by expert, then one torch matmul per expert."""
         input, routes, received = self.input, self.routes, self.received
         stream, lone = self.communicator.compute, routes.world_size == 1
-        # No op of the streams comes first, which would hold them until what is read here is there.
+        # No op of the streams precedes this, so the streams must wait for the tensors to read.
         stream.wait_event(self.communicator.place.record_current())
         if received is None:
             received = (
@@ -583,7 +583,7 @@ class GroupedMatmul:
         return stream.record()
 
     def _by_source(self) -> Tensor:
-        """The rows that arrive, one source after another, each sorted by expert."""
+        """Return the rows that arrive, one source after another, each sorted by expert."""
         communicator, input, routes = self.communicator, self.input, self.routes
         rank, inner = routes.rank, input.shape[1]
         counts = [routes.block(source, rank)[1] for source in range(routes.world_size)]
@@ -625,7 +625,7 @@ def start(op: str, communicator: Communicator, given: GroupedArguments) -> Start
 
 
 class RowSplits(NamedTuple):
-    """A call's numbers of rows. The group's size is that of ``received``, where it is traced too."""
+    """A call's numbers of rows. The group's size is a size of ``received``, if that is traced, too."""
 
     sent: list[Any]
     received: list[Any]
@@ -637,14 +637,14 @@ class RowSplits(NamedTuple):
 
     @property
     def unequal(self) -> list[int] | None:
-        """The rows of each source, if they are known and not equally many."""
+        """Return the rows of each source, if they are known and unequal."""
         lengths = self.from_ranks
         known = all(isinstance(each, int) for each in lengths)
         return lengths if known and min(lengths) != max(lengths) else None
 
     @property
     def of_experts(self) -> list[Any]:
-        """The rows that each expert of this rank multiplies."""
+        """Return the rows that each expert of this rank multiplies."""
         return _sums(self.received, self.sources)
 
     @property
@@ -656,23 +656,23 @@ class RowSplits(NamedTuple):
         return [sum(self.received[source :: self.sources]) for source in range(self.sources)]
 
     def by_source(self, rows: Tensor) -> Tensor:
-        """Rows that are by expert and source, by source and expert."""
+        """Reorder rows from (expert, source) to (source, expert)."""
         return _transposed(torch.split(rows, self.received), self.sources)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Rows that are by source and expert, by expert and source."""
+        """Reorder rows from (source, expert) to (expert, source)."""
         sources = range(self.sources)
         lengths = [each for source in sources for each in self.received[source :: len(sources)]]
         return _transposed(torch.split(rows, lengths), self.experts)
 
 
 def _sums(lengths: Sequence[Any], count: int) -> list[Any]:
-    """Sums of ``count`` lengths each."""
+    """Return sums of ``count`` lengths each."""
     return [sum(lengths[first : first + count]) for first in range(0, len(lengths), count)]
 
 
 def _transposed(parts: Sequence[Tensor], columns: int) -> Tensor:
-    """``parts`` of a table with so many columns, column by column."""
+    """Concatenate ``parts`` of a table of ``columns`` columns, column by column."""
     return torch.cat([part for column in range(columns) for part in parts[column::columns]])
 
 
@@ -717,7 +717,7 @@ def backward(op: str, ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, 
 
 
 def _received_again(op: str, ctx: Any, input: Tensor) -> Tensor:
-    """The rows that were multiplied, received once more because the op has not kept them."""
+    """Receive the rows that were multiplied once more, because the op has not kept them."""
     splits: RowSplits = ctx.splits
     group = ctx.size, ctx.name
     if op == GATHER:
@@ -734,7 +734,7 @@ def multiply_by_expert(
     where: Iterable[slice],
     format: str = "",
 ) -> None:
-    """``output``: of each expert the rows that are ``where`` it has them, times its weight."""
+    """Fill ``output``: multiply each expert's rows, the slices ``where``, by its weight."""
     for expert, rows in enumerate(where):
         of_expert = None if bias is None else bias[expert]
         factors = input[rows], weight[expert], of_expert

@@ -1,19 +1,19 @@
-"""Grouped matmul + combine: the rows of experts are multiplied, go home, and are summed by token.
+"""Grouped matmul + combine: the rows of experts are multiplied, return home, and are summed by token.
 
-The counterpart of ``all_to_all_grouped_matmul``: rows are in the order in which that returns them, and a
-dispatch (``routing.py``).
+The counterpart of ``all_to_all_grouped_matmul`` and of a dispatch (``routing.py``): rows have the order of
+their results.
 
 ``fused``      one Triton kernel multiplies, sends and sums (``kernels/experts/combine.py``)
-``pipelined``  torch matmuls for one home and expert each, straight into the home's workspace
-``unfused``    a torch matmul per expert, then as combine does; any dtype, many nodes
+``pipelined``  a torch matmul for each home and expert, directly into the home's workspace
+``unfused``    a torch matmul per expert, then a combine; any dtype, many nodes
 
-The last two, and a call that was given splits, know the routing on the host; after a dispatch with a bound
-of tokens the kernel reads it on the device, comes from a plan, and asks for no count.
+The last two, and calls with splits, know the routing on the host. After a dispatch with a bound of tokens
+the kernel reads it on the device, uses a plan, and needs no count on the host.
 
-There are two ops. By splits: the gradients of the tokens travel and are multiplied by
-``all_to_all_grouped_matmul``. By the segments of a dispatch, "routed": a graph needs to know no number of
-rows. The backward of that is an op of its own, and has none: the gradients of tokens are dispatched as
-tokens were, and multiplied where they arrive (``products.py``).
+There are two ops. With splits, the gradients of the tokens travel and are multiplied by
+``all_to_all_grouped_matmul``. With the segments of a dispatch ("routed"), a graph need not know any number
+of rows. Its backward is a separate op without gradients: the gradients of tokens are dispatched like the
+tokens, and multiplied where they arrive (``products.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +95,7 @@ _ops: Any = Ops()
 class GroupedCombineArguments:
     """``home_splits``: the rows that this rank has sent, by expert; ``splits``: by expert and source.
 
-    Of eager callers ``splits`` may be a tensor, and ``home_splits`` is empty until the call is recorded.
+    Eager callers may pass a tensor as ``splits``; ``home_splits`` is empty until the call is recorded.
     """
 
     input: Tensor
@@ -150,7 +150,7 @@ _Arguments = GroupedCombineArguments | RoutedCombineArguments
 class CheckedCombine(NamedTuple):
     """The arguments of a call, checked on this rank."""
 
-    assignment: Any  # an Assignment; None where it is not looked at again
+    assignment: Any  # an Assignment; None if it is not used again
     weights: Tensor | None
     input: Tensor
     weight: Tensor
@@ -173,7 +173,7 @@ class CheckedCombine(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedMatmulCombine:
-    """One call. ``linear``: weights ``[E, K, N]`` and biases ``[E, N]``; its output is not looked at."""
+    """One call. ``linear``: weights ``[E, K, N]`` and biases ``[E, N]``; its output is not used."""
 
     communicator: Communicator
     input: Tensor
@@ -181,14 +181,14 @@ class GroupedMatmulCombine:
     home: Home
 
     def host_segments(self, routes: HostRoutes) -> Tensor:
-        """The segments' table of ``routes``, on the device."""
+        """Return the segments' table of ``routes``, on the device."""
         counts = tuple(map(tuple, routes.counts.tolist()))
         key = ("segments of experts", self.communicator.rank, counts)
         lines = routes.segments(self.communicator.rank).view(-1, 3)
         return self.communicator.table(key, lines.tolist, passing=True)
 
     def tiles(self, routes: HostRoutes, configuration: Configuration) -> int:
-        """Of the rank that has most."""
+        """Return the tiles of the rank that has most."""
         tiles_n = formulas.ceil_div(self.home.output.shape[1], configuration.block_n)
         tiles = (routes.counts + configuration.block_m - 1) // configuration.block_m
         ranks = self.communicator.world_size
@@ -197,12 +197,12 @@ class GroupedMatmulCombine:
     def fused(
         self, segments: Tensor, most_home_rows: int, grid: int, configuration: Configuration
     ) -> Event:
-        """``grid``: programs that may wait for each other, alike on all ranks."""
+        """Run the kernel. ``grid``: programs that may wait for each other, equal on all ranks."""
         communicator, linear, home = self.communicator, self.linear, self.home
         known = expert_operands(communicator, self.input, linear, configuration, published=True)
         del known["output_ptr"]
         # A tile is stored into every rank's memory in turn: a descriptor is for one place.
-        # In parts, as every element that is stored has an address, besides the sums to add a bias to.
+        # In parts: every stored element has an address, besides the sums to add a bias to.
         parts = configuration.activated_parts
         # With 4 warps there are no registers for one loop of tiles and k: it spills on 10.0.
         flatten = known["TILES"].FLATTEN and configuration.num_warps > 4
@@ -241,7 +241,7 @@ class GroupedMatmulCombine:
         columns, dtype = self.home.output.shape[1], self.home.output.dtype
         product = input.new_empty(input.shape[0], columns, dtype=dtype)
         order = sorted_places(segments).to(input.device)
-        # No op of the streams comes first, which would hold them until what is read here is there.
+        # No op of the streams precedes this, so the streams must wait for the tensors to read.
         communicator.compute.wait_event(communicator.place.record_current())
         for expert, line in enumerate(segments.tolist()):
             rows = slice(line[0][0], line[-1][0] + line[-1][1])
@@ -255,10 +255,10 @@ class GroupedMatmulCombine:
 def _prepared(
     communicator: Communicator, given: _Arguments, outputs: list[Tensor] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    """Checked on this rank: the form that goes on, its tensors and options.
+    """Check the arguments on this rank; return the function that runs the op, its tensors and options.
 
-    ``outputs``: as :func:`interlace.ops.experts.combine.results_of` makes them; without them the result is
-    the sums.
+    ``outputs``: from :func:`interlace.ops.experts.combine.results_of`; without them the result is the
+    sums.
     """
     call = checked(communicator, given)
     if isinstance(given, GroupedCombineArguments):
@@ -278,7 +278,7 @@ def _prepared(
 
 
 def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
-    """The arguments but for splits, if they fit together on this rank."""
+    """Return the arguments except splits, if they fit together on this rank."""
     factors = checked_operands(communicator, given)
     routing = _routing_of(given, factors["weight"].shape[0], communicator.world_size)
     assignment = assignment_of(communicator, routing, given.topk_idx, None)
@@ -287,7 +287,7 @@ def checked(communicator: Communicator, given: _Arguments) -> CheckedCombine:
 
 
 def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
-    """That of the dispatch, if it had ``each`` experts on every rank."""
+    """Return the routing of the dispatch, if it had ``each`` experts on every rank."""
     if isinstance(given, GroupedCombineArguments):
         return Routing(each * world_size)
     if given.num_experts != each * world_size:
@@ -299,7 +299,7 @@ def _routing_of(given: _Arguments, each: int, world_size: int) -> Routing:
 
 
 def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any) -> list[int]:
-    """``splits`` as ints, if they fit the rows."""
+    """Return ``splits`` as ints, if they fit the rows."""
     found, each = row_counts("splits", splits), call.weight.shape[0]
     if len(found) != each * communicator.world_size:
         raise ValueError(
@@ -312,7 +312,7 @@ def checked_splits(communicator: Communicator, call: CheckedCombine, splits: Any
 
 
 def agree(communicator: Communicator, call: CheckedCombine, splits: list[int]) -> Tensor:
-    """All ranks' rows by expert; raises alike on all."""
+    """Return all ranks' rows by expert; raise alike on all ranks."""
     experts = call.weight.shape[0]
     terms = (*call.terms(), ("k of topk_idx", call.assignment.topk_idx.shape[1]))
     home = tuple(call.assignment.counts.tolist()) if communicator.place.interpreted else None
@@ -325,7 +325,7 @@ def agree(communicator: Communicator, call: CheckedCombine, splits: list[int]) -
 
 
 def _counts(splits: Sequence[Sequence[int]], experts: int) -> Tensor:
-    """All ranks' rows by expert, from what the ranks have received, each for so many experts."""
+    """Return all ranks' rows by expert, from the splits of the ranks, each for ``experts`` experts."""
     world_size = len(splits)
     received = torch.tensor(splits).view(world_size, experts, world_size)
     return received.permute(2, 0, 1).reshape(world_size, -1).contiguous()
@@ -334,7 +334,7 @@ def _counts(splits: Sequence[Sequence[int]], experts: int) -> Tensor:
 def _fitting(
     rows: list[int], rank: int, home: Sequence[int] | None, slots: int, experts: int
 ) -> None:
-    """Compare what other ranks have of ``rank`` with its own choice of experts, as far as that is known."""
+    """Compare other ranks' rows of ``rank`` with its own choice of experts, as far as that is known."""
     if home is None:
         if sum(rows) > slots:
             raise ValueError(
@@ -350,7 +350,7 @@ def _fitting(
 
 
 def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
-    """The algorithm, from what all ranks know alike; ``most`` home rows has the rank with most."""
+    """Return the algorithm, from facts that ranks share; ``most``: the most home rows of a rank."""
     place, (_, inner, columns) = communicator.place, call.weight.shape
     empty = not most * inner * columns
     checks.one_node(call.algorithm, communicator)
@@ -371,7 +371,7 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
 def _configured(
     communicator: Communicator, call: CheckedCombine, rows: int
 ) -> tuple[Configuration, int]:
-    """The configuration for ``rows``, the most of one expert and source; programs, alike on all ranks."""
+    """Return configuration and programs, equal on all ranks, for at most ``rows`` per segment."""
     place, dtype = communicator.place, call.input.dtype
     mine = resident_programs(communicator, configuration.choose(place, dtype, 1, 1, 1))
     resident = least_of_all(communicator, OP, f"programs for {dtype}", mine)
@@ -397,9 +397,9 @@ def _with_splits(
     splits: list[int],
     eager: bool,
 ) -> PreparedCall:
-    """All ranks tell what they have, and the host knows who goes where.
+    """Exchange all ranks' splits, so that the host knows the routes.
 
-    If an ``eager`` caller has made the ``outputs``, the result is the rows that this rank has sent, by
+    If an ``eager`` caller has allocated the ``outputs``, the result is the rows that this rank has sent, by
     expert.
     """
 
@@ -428,7 +428,7 @@ def _with_counts(
     routing: Routing,
     algorithm: str,
 ) -> PreparedCall:
-    """After a dispatch with a bound, by torch, which needs counts on the host."""
+    """Run with torch after a dispatch with a bound; torch needs counts on the host."""
 
     def start() -> Outcome:
         shape, own = call.assignment.topk_idx.shape, call.assignment.counts
@@ -457,7 +457,7 @@ def _on_device(
     dtype: torch.dtype,
     format: str,
 ) -> PreparedCall:
-    """After a dispatch with a bound, by the kernel, which reads who goes where on the device."""
+    """Run the kernel after a dispatch with a bound; it reads the routes on the device."""
     call = CheckedCombine(None, weights, input, weight, bias, "fused", dtype, format)
 
     def start() -> Outcome:
@@ -480,11 +480,11 @@ _planned = internal_form(OP, _on_device, fills=False)
 _by_splits = internal_form(OP, _with_splits)
 _by_torch = internal_form(OP, _with_counts)
 grouped_matmul_combine = composed_form(OP, _prepared)
-"""Of ``(arguments, outputs)``, the arguments of either op."""
+"""Maps ``(arguments, outputs)`` to the results, for the arguments of either op."""
 
 
 def results(given: _Arguments, size: int) -> list[Tensor]:
-    """Tensors for what either op gives."""
+    """Allocate the results of either op."""
     input, weight, idx = given.input, given.weight, given.topk_idx
     if input.dim() != 2 or weight.dim() != 3 or idx.dim() != 2:
         raise ValueError(
@@ -572,7 +572,7 @@ def backward_routed(ctx: Any, grads: Sequence[Tensor | None]) -> Mapping[str, Te
 
 
 def routed_gradients(given: RoutedGradientArguments, size: int) -> list[Tensor]:
-    """Tensors for the gradients of input, weight and bias."""
+    """Allocate the gradients of input, weight and bias."""
     weight = given.weight
     bias = weight.new_empty((weight.shape[0], weight.shape[2]))
     return [given.input.new_empty(given.input.shape), weight.new_empty(weight.shape), bias]
@@ -588,7 +588,7 @@ def _of_tokens(given: RoutedGradientArguments) -> DispatchArguments:
 
 
 def _gradients(given: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -> list[Tensor]:
-    """Of input, weight and bias, from the gradients of tokens as the dispatch has brought them."""
+    """Return gradients of input, weight and bias, from the dispatched gradients of tokens."""
     if weights:
         rows = rows * weights[0].unsqueeze(1)
     rows = as_many(rows.to(given.weight.dtype), given.input.shape[0])
@@ -615,7 +615,7 @@ def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:
 
 
 def _segments(ranks: Sequence[Any], experts: int) -> list[Tensor]:
-    """Where the rows of each rank's experts are, by what its dispatch or its splits say."""
+    """Return the segments of each rank's experts, from its dispatch or its splits."""
     if isinstance(ranks[0], RoutedCombineArguments):
         return [each.segments for each in ranks]
     counts = _counts([list(each.splits) for each in ranks], experts)

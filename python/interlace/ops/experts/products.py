@@ -1,6 +1,6 @@
 """Products of the rows of experts, and their gradients, by torch; without communication.
 
-They are opaque to compilers, as torch's grouped matmul takes one dtype there.
+They are opaque to compilers, because torch's grouped matmul takes one dtype there.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from interlace.arguments import checks
 from interlace.ops.experts.routing import Received
 from interlace.runtime.compat.torch_modes import modes_active
 
-ALIGNED = 16  # bytes, of all strides that torch's grouped matmul takes
+ALIGNED = 16  # bytes, for all strides of torch's grouped matmul
 Tensor = torch.Tensor
 
 
 def multiply(received: Received, weight: Tensor) -> Tensor:
-    """Every row of ``received.x`` times the weight of its expert, by torch; without communication.
+    """Multiply every row of ``received.x`` by its expert's weight, with torch; without communication.
 
-    ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``; the result is ``(rows,
-    n)``, of low latency ``(experts, most rows, n)``; where nothing came it may be anything. Gradients go to
-    both. No host of a GPU waits for counts if the rows are of low latency, or bfloat16 whose strides are
-    multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError for other shapes,
-    TypeError for what has no rows of a dispatch or is no tensor. Semantics:
-    ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
+    ``weight`` ``(experts of this rank, hidden, n)``, of the dtype of ``received.x``. Returns ``(rows, n)``,
+    after a low-latency dispatch ``(experts, most rows, n)``; unused rows may have any value. Gradients go
+    to both. The host of a GPU does not wait for counts in two cases: the rows are of low latency, or
+    bfloat16 with strides of multiples of 16 bytes, for which torch has a grouped matmul. Raises ValueError
+    for other shapes, TypeError if ``received`` is not a dispatch's result or ``weight`` is not a tensor.
+    Semantics: ``torch._grouped_mm(received.x, weight, offs=received.offsets)``, ``torch.bmm``.
 
     >>> def on_rank():
     ...     tokens, chosen = torch.ones(2, 4), torch.tensor([[0], [1]])
@@ -36,7 +36,9 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
     [[4.0, 8.0], [4.0, 8.0]]
     """
     if not isinstance(received, Received):
-        raise TypeError(f"received must be what a dispatch has, got {type(received).__name__}")
+        raise TypeError(
+            f"received must be the Received of a dispatch, got {type(received).__name__}"
+        )
     x, experts = received.x, received.segments.shape[0]
     for name, value in (("received.x", x), ("weight", weight)):
         if not isinstance(value, Tensor):
@@ -55,14 +57,14 @@ def multiply(received: Received, weight: Tensor) -> Tensor:
 
 
 def of_weights(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """The gradient of the weights: of each expert its rows times their products' gradients."""
+    """Return the gradient of the weights: for each expert its rows times their products' gradients."""
     return torch.stack([rows.t() @ grad for rows, grad in zip(inputs, grads, strict=True)])
 
 
 def of_products(
     input: Tensor, rows: Tensor, weight: Tensor, segments: Tensor, packed: bool
 ) -> list[Tensor]:
-    """The gradients of input, weight and bias, ``rows`` being those of the products."""
+    """Return the gradients of input, weight and bias; ``rows`` are the products' gradients."""
     experts, inner, columns = weight.shape
     if packed:
         many, wide = input.view(experts, -1, inner), rows.view(experts, -1, columns)
@@ -86,7 +88,7 @@ def of_products(
 
 
 def multiplied(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
-    """Rows by expert times their weights; the host reads how many each has. Zeros where nothing came."""
+    """Return rows by expert times weights; the host reads the counts. Rows without an expert are 0."""
     counts = segments[..., 1].sum(1).tolist()
     rest = x.shape[0] - sum(counts)
     parts = torch.split(x, [*counts, rest])[:-1]
@@ -121,7 +123,7 @@ _multiply_backward.register_fake(
 
 
 def grouped_on_device(*tensors: Tensor) -> bool:
-    """Whether torch has a grouped matmul for these that reads its counts on the device."""
+    """Return whether torch has a grouped matmul for these that reads its counts on the device."""
     return all(
         each.is_cuda
         and each.dtype is torch.bfloat16

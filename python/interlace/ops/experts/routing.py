@@ -1,17 +1,16 @@
-"""Who goes where in a mixture of experts: from a rank's choice of experts to what a dispatch returns.
+"""Routing in a mixture of experts: from a rank's choice of experts to the results of a dispatch.
 
 Order of rows
 -------------
 T tokens have k slots each; ``topk_idx[t, j]`` is the expert of slot j, below 0 for none. A *row* is a token
 in a slot that has an expert. Home rows are sorted by expert, then by token and slot. ``capacity`` bounds
-the rows that a rank sends to one expert: later ones are left out, as if the slot had none.
+the rows that a rank sends to one expert; the slots of later rows count as empty.
 
-At its expert's rank rows are by expert, then by source rank, then as the source's tokens are: the order of
-the grouped matmuls (``grouped.py``). ``segments[e][s]`` says of the rows of expert e from rank s where they
-begin, how many they are, and which of the source's rows the first of them is, if these are sorted by
-expert.
+On its expert's rank, rows are sorted by expert, then by source rank, then in the order of the source's
+tokens: the order of the grouped matmuls (``grouped.py``). ``segments[e][s]`` describes the rows of expert e
+from rank s: the first row, the number of rows, and the first row among the source's rows, sorted by expert.
 
-An assignment is computed by torch operators on the device: nothing is waited for.
+An assignment is computed by torch operators on the device, and the host does not wait.
 """
 
 from collections.abc import Sequence
@@ -34,16 +33,16 @@ from interlace.runtime.tuning.tuning import FUSED_DTYPES
 MOST = "most tokens of a rank"
 DISPATCHES = "dispatches"
 MOST_BACK = 32
-"""Ranks compare numbers so far back; beyond, one for all, as each is a message to be learnt."""
+"""Ranks compare numbers up to this one, and one number beyond: each number is one more message to learn."""
 Tensor = torch.Tensor
 
 
 class SentTokens(NamedTuple):
-    """What the kernels of a dispatch have to know of an assignment.
+    """The input of a dispatch's kernels, from an assignment.
 
-    ``facts``, int32 ``[T, 3 k]``: expert, position and the weight's bits, slot by slot each. ``tokens``,
-    int64 ``[W, T]``: the tokens for each rank first, in their order. ``lines``, int64 ``[W, 2 + E]``, by
-    rank: tokens, the rows for ranks before it, rows by its experts.
+    ``facts``, int32 ``[T, 3 k]``: expert, position and the weight's bits, for each slot. ``tokens``, int64
+    ``[W, T]``: the tokens for each rank first, in their order. ``lines``, int64 ``[W, 2 + E]``, by rank:
+    tokens, the rows for ranks before it, rows by its experts.
     """
 
     facts: Tensor
@@ -52,8 +51,9 @@ class SentTokens(NamedTuple):
 
 
 def by_expert(flat: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """By slot: the expert, ``experts`` for none; the order by expert; the position in an expert."""
-    # slots without an expert are behind all others
+    """Return, by slot: the expert (``experts`` for none), the order by expert, the position in an
+    expert."""
+    # slots without an expert come last
     key = torch.where((flat < 0) | (flat >= experts), experts, flat)
     order = torch.argsort(key, stable=True)
     counts = flat.new_zeros(experts + 1).scatter_add_(0, key, torch.ones_like(flat))
@@ -82,7 +82,7 @@ class Assignment:
 
     @cached_property
     def position(self) -> Tensor:
-        """``[T, k]``: which of the rows for its expert, -1 of a slot that has no row."""
+        """``[T, k]``: the position among the rows for its expert, -1 for a slot without a row."""
         key, _, position = self._sorted
         valid = key < self.experts
         if self.capacity:
@@ -91,19 +91,19 @@ class Assignment:
 
     @cached_property
     def counts(self) -> Tensor:
-        """Rows by expert, of all the group's."""
+        """Rows of each expert of the group."""
         key, valid = self._sorted[0], (self.position.view(-1) >= 0).to(torch.int64)
         return valid.new_zeros(self.experts + 1).scatter_add_(0, key, valid)[: self.experts]
 
     @cached_property
     def inverse(self) -> Tensor:
-        """``[T, k]``: the home row of a slot, -1 of none."""
+        """``[T, k]``: the home row of a slot, -1 if it has none."""
         begins = torch.nn.functional.pad(self.counts.cumsum(0) - self.counts, (0, 1))
         row = begins[self._sorted[0]].view(self.topk_idx.shape) + self.position
         return torch.where(self.position < 0, -1, row)
 
     def slots(self, rows: int) -> Tensor:
-        """``token * k + slot`` of the ``rows`` home rows, in their order."""
+        """Return ``token * k + slot`` of the ``rows`` home rows, in their order."""
         order = self._sorted[1]
         return order[self.position.view(-1)[order] >= 0] if self.capacity else order[:rows]
 
@@ -111,7 +111,7 @@ class Assignment:
 
     @cached_property
     def _on(self) -> Tensor:
-        """``[W, T]``: whether a token has a row on a rank."""
+        """Return ``[W, T]``: whether a token has a row on a rank."""
         ranks = torch.where(self.position < 0, -1, self.topk_idx // self.per_rank)
         every = torch.arange(self.world_size, device=ranks.device)
         return (ranks.unsqueeze(0) == every.view(-1, 1, 1)).any(-1)
@@ -128,7 +128,7 @@ class Assignment:
 
 
 def count_lines(tokens: Tensor, counts: Tensor) -> Tensor:
-    """The kernels' lines for each rank, from its tokens, ``[W]``, and its experts' rows, ``[W, E]``."""
+    """Return the kernels' lines per rank, from its tokens, ``[W]``, and its experts' rows, ``[W, E]``."""
     rows = counts.sum(1)
     head = torch.stack([tokens, rows.cumsum(0) - rows], 1)
     assert head.shape[1] == COUNT_NUMBERS
@@ -136,7 +136,7 @@ def count_lines(tokens: Tensor, counts: Tensor) -> Tensor:
 
 
 def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows: int = 0) -> Tensor:
-    """int64 ``[E, W, 3]`` as the kernels have it, from ``[W, experts]``, all ranks' rows by expert."""
+    """Return the kernels' int64 ``[E, W, 3]`` from ``[W, experts]``, all ranks' rows by expert."""
     mine = routes_counts[:, rank * per_rank : (rank + 1) * per_rank]
     begins = routes_counts.cumsum(1) - routes_counts
     count = mine.t().contiguous()
@@ -150,9 +150,9 @@ def known_segments(routes_counts: Tensor, rank: int, per_rank: int, expert_rows:
 
 @dataclass(frozen=True)
 class HostRoutes:
-    """Where rows go, for who knows it on the host. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
+    """Routes of rows that the host knows. ``counts``: ``[W, experts]``, on the CPU, of all ranks.
 
-    ``expert_rows``: as of :class:`Bounds`.
+    ``expert_rows``: see :class:`Bounds`.
     """
 
     assignment: Assignment
@@ -170,10 +170,10 @@ class HostRoutes:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Known to all ranks alike: tokens of the rank with most; programs that send to one rank.
+    """Numbers that all ranks share: the most tokens of a rank; programs that send to one rank.
 
-    ``expert_rows``: rows of the result from the first of one expert to the first of the next, 0 where
-    they follow each other.
+    ``expert_rows``: rows of the result from the first of one expert to the first of the next, 0 if they
+    are contiguous.
     """
 
     most_tokens: int
@@ -186,15 +186,13 @@ def next_power(number: int) -> int:
 
 
 class Received(NamedTuple):
-    """What a dispatch has brought: rows by expert, then by source rank, then as the source's tokens are.
+    """The results of a dispatch: rows by expert, then by source rank, then in the source's order.
 
-    Attributes
-    ----------
-    x : ``(rows, hidden)``; of a low-latency dispatch ``(experts, most rows, hidden)``.
-    scales : a row each for the rows of ``x``, if it came with scales; else None.
-    topk_weights : float32 ``(rows,)``, if there were weights; else None.
-    segments : int64 ``(experts of this rank, ranks, 3)``, on the device: where the rows of an expert from a
-        rank begin, how many they are, and which of that rank's rows, sorted by expert, is the first.
+    Attributes ---------- x : ``(rows, hidden)``; after a low-latency dispatch ``(experts, most rows,
+    hidden)``. scales : a row for each row of ``x``, if it was sent with scales; otherwise None.
+    topk_weights : float32 ``(rows,)``, if weights were passed; otherwise None. segments : int64 ``(experts
+    of this rank, ranks, 3)``, on the device, for each expert and source rank: the
+        first row, the number of rows, and the first row among that rank's rows, sorted by expert.
 
     >>> def on_rank():
     ...     received, _ = interlace.experts.dispatch(torch.ones(1, 4), torch.tensor([[0, 1]]), None, 2)
@@ -210,7 +208,7 @@ class Received(NamedTuple):
 
     @property
     def splits(self) -> Tensor:
-        """Rows by expert and source rank, as the grouped matmuls have them."""
+        """Rows by expert and source rank, as the grouped matmuls take them."""
         return self.segments[..., 1]
 
     @property
@@ -220,16 +218,16 @@ class Received(NamedTuple):
 
     @property
     def offsets(self) -> Tensor:
-        """int32, where each expert's rows end: ``offs`` of ``torch._grouped_mm``; not of low latency."""
+        """int32 ends of each expert's rows: ``offs`` of ``torch._grouped_mm``; not for low latency."""
         return self.num_tokens_per_expert.cumsum(0).to(torch.int32)
 
 
 class DispatchHandle(NamedTuple):
-    """What a combine has to know of its dispatch. ``group`` is the one that dispatched.
+    """The input of a combine from its dispatch. ``group`` is the group that dispatched.
 
-    ``number``: of the dispatch, among those of the group; 0 where they are not counted, as in graphs.
-    ``inverse``, int64 ``(tokens, k)``: which row a slot is of those that this rank has sent, sorted by
-    expert; -1 of a slot without an expert, or beyond the capacity.
+    ``number``: the number of the dispatch in its group; 0 if dispatches are not counted, as in graphs.
+    ``inverse``, int64 ``(tokens, k)``: the row of each slot among the rows that this rank has sent, sorted
+    by expert; -1 for a slot without an expert, or beyond the capacity.
 
     >>> def on_rank():
     ...     experts = torch.tensor([[1], [0], [-1]])
@@ -248,21 +246,21 @@ class DispatchHandle(NamedTuple):
 
     @property
     def inverse(self) -> Tensor:
-        """int64 ``(tokens, k)``: the home row of each slot, -1 of none; computed anew each time."""
+        """int64 ``(tokens, k)``: the home row of each slot, or -1; computed again each time."""
         return self.routing.inverse(self.topk_idx)
 
 
 def dispatch_number(communicator: Communicator) -> int:
-    """That of the dispatch that is called now: also of one that is refused, which all ranks hear of."""
+    """Return the number of this dispatch. A refused dispatch counts, too: all ranks learn of it."""
     number = communicator.numbers.get(DISPATCHES, 0) + 1
     communicator.numbers[DISPATCHES] = number
     return number
 
 
 def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractContextManager[None]:
-    """Within it ranks compare whose handle an op is given: how many dispatches ago it was made.
+    """Return a context in which ranks compare how many dispatches ago their handles were made.
 
-    The number itself would be another message in each call, and a GPU's host would wait for the others'.
+    To compare the number itself, each call would need another message, and a GPU's host would wait for it.
     """
     if not handle.number:
         return nullcontext()
@@ -271,7 +269,7 @@ def by_handle(communicator: Communicator, handle: DispatchHandle) -> AbstractCon
 
 
 def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any]:
-    """These, or what the dispatch was given in place of None."""
+    """Return the arguments, or those of the dispatch in place of None."""
     return (
         handle.topk_idx if topk_idx is None else topk_idx,
         handle.topk_weights if topk_weights is None else topk_weights,
@@ -279,18 +277,19 @@ def choice(handle: DispatchHandle, topk_idx: Any, topk_weights: Any) -> tuple[An
 
 
 def routing_for(handle: DispatchHandle, topk_idx: Any) -> "Routing":
-    """The dispatch's, whose bound is that of as many rows where tokens have another number of slots."""
+    """Return the dispatch's routing; its bound allows as many rows if tokens have other numbers of
+    slots."""
     routing = handle.routing
     if not isinstance(topk_idx, Tensor) or topk_idx.dim() != 2 or not topk_idx.shape[1]:
-        return routing  # which is refused
+        return routing  # the caller refuses such a topk_idx
     rows = routing.max_tokens * handle.topk_idx.shape[1]
     return routing._replace(max_tokens=-(-rows // topk_idx.shape[1]))
 
 
 def flat(handle: DispatchHandle, name: str, rows: Any) -> Any:
-    """``rows`` of experts, an argument of this ``name``, as a matrix.
+    """Return ``rows`` of experts, the argument ``name``, as a matrix.
 
-    Of low latency an expert's begin where its room does, so rows of another shape would be others'.
+    With low latency each expert's rows begin at a fixed place, so another shape would mix experts.
     """
     if not handle.routing.packed or not isinstance(rows, Tensor):
         return rows
@@ -305,11 +304,11 @@ def flat(handle: DispatchHandle, name: str, rows: Any) -> Any:
 
 
 class Routing(NamedTuple):
-    """What tensors of a dispatch are for, and its combine has to know.
+    """The options of a dispatch, which its combine needs, too.
 
-    ``capacity``: rows that a rank may send to one expert, 0 for any. ``max_tokens``: a bound of every
-    rank's tokens, by which results are as long as they can ever get; 0: as long as they are. ``packed``:
-    every expert's rows begin where those of one before could end.
+    ``capacity``: the most rows that a rank may send to one expert, 0 for no bound. ``max_tokens``: a bound
+    of every rank's tokens, which makes results as long as the worst case; 0: the exact length. ``packed``:
+    each expert's rows begin where the most rows of the previous one would end.
     """
 
     num_experts: int
@@ -319,7 +318,7 @@ class Routing(NamedTuple):
     algorithm: str = "auto"
 
     def bound(self, topk: int, world_size: int) -> int:
-        """The most rows that a rank can get, from ``max_tokens``."""
+        """Return the most rows that a rank can receive, from ``max_tokens``."""
         if self.packed:
             return self.num_experts // world_size * self.expert_rows(world_size)
         rows = self.max_tokens * topk
@@ -331,12 +330,12 @@ class Routing(NamedTuple):
         return world_size * self.capacity if self.packed else 0
 
     def inverse(self, topk_idx: Tensor) -> Tensor:
-        """The home row of each slot, -1 of none; it is not kept, as it takes less time than memory."""
+        """Return the home row of each slot, or -1. It is computed again: this saves memory."""
         return Assignment(topk_idx.to(torch.int64), self.num_experts, 1, self.capacity).inverse
 
 
 class RoutingArguments:
-    """The arguments of an op, of which some make a :class:`Routing`."""
+    """The arguments of an op from which a :class:`Routing` is made."""
 
     @property
     def routing(self) -> Routing:
@@ -351,7 +350,7 @@ def routing_of(
     low_latency: bool = False,
     algorithm: str,
 ) -> Routing:
-    """The numbers of a call, if they are any. When packed no expert gets more than all tokens."""
+    """Return the options of a call, if they are valid. When packed no expert gets more than all tokens."""
     most = num_max_dispatch_tokens_per_rank
     for name, value in (("capacity", capacity), ("num_max_dispatch_tokens_per_rank", most)):
         wrong = isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -368,7 +367,7 @@ def routing_of(
 
 
 def resolved(communicator: Communicator, algorithm: str) -> str:
-    """The algorithm, alike on all ranks before anything is known of the others."""
+    """Return the algorithm, the same on all ranks, before a rank knows anything about the others."""
     place = communicator.place
     checks.one_node(algorithm, communicator)
     if algorithm != "auto":
@@ -380,16 +379,16 @@ def resolved(communicator: Communicator, algorithm: str) -> str:
 def on_device(
     communicator: Communicator, algorithm: str, weight: Tensor, dtype: torch.dtype
 ) -> str:
-    """That of products whose counts are on the device: "auto" has the host wait for nothing if it can."""
+    """Return the algorithm of products with counts on the device; "auto" avoids waits of the host."""
     algorithm = resolved(communicator, algorithm)
     fits = {weight.dtype, dtype} <= set(FUSED_DTYPES) and weight.shape[1] * weight.shape[2] > 0
     return algorithm if fits else "unfused"
 
 
 def least_of_all(communicator: Communicator, op: str, what: str, mine: int) -> int:
-    """The least of all ranks' numbers of ``what``, which do not change. Collective the first time only.
+    """Return the least of all ranks' numbers ``what``, which never change. Collective the first time only.
 
-    To be called when ranks have agreed on their configuration.
+    Call it after ranks have agreed on their configuration.
     """
     key = what, current().overrides
     if key not in communicator.numbers:
@@ -405,7 +404,7 @@ def measured(
     columns: int,
     algorithm: str = "auto",
 ) -> tuning.Measured:
-    """What ``tune`` has found for ``rows``, of the rank that sends most; where there are any."""
+    """Return what ``tune`` has measured for ``rows`` of the rank that sends most, if there are rows."""
     if not rows * columns:
         return tuning.UNMEASURED
     problem = tuning.Problem(op, dtype, rows, columns, 1, communicator.world_size)
@@ -413,7 +412,7 @@ def measured(
 
 
 def senders_of(communicator: Communicator, op: str) -> int:
-    """Programs that send to one rank, in a kernel that moves rows."""
+    """Return the number of programs that send to one rank, in a kernel that moves rows."""
     common = configuration.choose(communicator.place, torch.float32, 1, 1, 1)
     resident = min(communicator.place.program_limit, common.programs or 24)
     senders = max(1, resident // communicator.world_size)
@@ -421,7 +420,7 @@ def senders_of(communicator: Communicator, op: str) -> int:
 
 
 def most_dispatched(communicator: Communicator) -> int:
-    """The most tokens that a rank has had in a dispatch whose numbers were told; 0 before the first."""
+    """Return the most tokens of a rank in a dispatch that exchanged numbers; 0 before the first."""
     return communicator.numbers.get(MOST, 0)
 
 
@@ -433,11 +432,12 @@ def agreed(
     terms: Terms,
     counts: Tensor | None = None,
 ) -> tuple[int, Tensor | None]:
-    """The tokens of the rank with most, or a bound of them; all ranks' counts. Raises alike on all.
+    """Return the most tokens of a rank, or a bound of them, and all ranks' counts; raise on all ranks
+    alike.
 
-    ``shape``: of ``topk_idx``. ``counts``: this rank's rows by expert, where all ranks' are needed on the
-    host. Without them, and with a bound of tokens, a rank says nothing of its own, and waits for nobody:
-    what ranks have said in dispatches is a bound too, of whatever comes back from one.
+    ``shape``: the shape of ``topk_idx``. ``counts``: this rank's rows by expert, if the host needs all
+    ranks' counts. Without them, and with a bound of tokens, a rank sends no data of its own and waits for
+    no other rank. The numbers that ranks exchanged in dispatches are also a bound for the rows that return.
     """
     known = routing.max_tokens or most_dispatched(communicator)
     terms = (
@@ -464,7 +464,7 @@ def agreed(
 def assignment_of(
     communicator: Communicator, routing: Routing, topk_idx: Any, tokens: int | None
 ) -> Assignment:
-    """The choice of experts, if it fits. ``tokens``: of the input, None if there is none."""
+    """Return the choice of experts, checked. ``tokens``: of the input, None if there is no input."""
     world_size, read = communicator.world_size, communicator.place.interpreted
     check_spread(routing, world_size)
     idx = checks.tensor("topk_idx", topk_idx, communicator)
@@ -481,7 +481,7 @@ def check_spread(routing: Routing, world_size: int) -> None:
 def assigned(
     routing: Routing, idx: Tensor, tokens: int | None, world_size: int, *, read: bool
 ) -> Assignment:
-    """As :func:`assignment_of`; ``read``: whether the experts may be looked at."""
+    """Return an assignment, see :func:`assignment_of`; ``read``: whether to read and check the experts."""
     if idx.is_floating_point() or idx.is_complex() or idx.dtype is torch.bool:
         raise TypeError(f"topk_idx must be a tensor of integers, got {idx.dtype}")
     if idx.dim() != 2 or not idx.shape[1]:
@@ -505,18 +505,18 @@ def assigned(
 
 
 def check_experts(topk_idx: Tensor, experts: int) -> None:
-    """Raise for what is neither one of so many experts nor -1; on a GPU the host would wait for it."""
+    """Raise for a number that is neither an expert nor -1; the host of a GPU would wait for it."""
     if not topk_idx.numel():
         return
     least, most = int(topk_idx.min()), int(topk_idx.max())
     if most >= experts:
         raise ValueError(f"topk_idx has expert {most}, there are {experts}")
     if least < -1:
-        raise ValueError(f"topk_idx has {least}, of an expert that is none only -1 is said")
+        raise ValueError(f"topk_idx has {least}; a slot without an expert must be -1")
 
 
 def check_same_choice(communicator: Communicator, sent: Tensor, given: Any) -> None:
-    """Raise unless ``given`` is the ``topk_idx`` that was ``sent`` by, as far as that costs no wait."""
+    """Raise if ``given`` differs from the ``topk_idx`` of the dispatch, as far as that needs no wait."""
     given = checks.tensor("topk_idx", given, communicator)
     if given.shape != sent.shape:
         raise ValueError(
@@ -549,7 +549,7 @@ SLOTS, EXPERTS = 2, 2  # of a token, of a rank
 
 
 def example_choice(setting: Setting) -> Tensor:
-    """The experts of a rank's tokens, of which some have two on one rank."""
+    """Return the experts of a rank's tokens; some tokens have two on one rank."""
     experts = EXPERTS * setting.size
     first = 3 * torch.arange(setting.own).unsqueeze(1) + setting.rank + setting.call
     step = 1 + setting.call % (experts - 1)
@@ -557,7 +557,7 @@ def example_choice(setting: Setting) -> Tensor:
 
 
 def example_counts(setting: Setting) -> Tensor:
-    """The rows of all ranks, by rank and by expert of all ranks'."""
+    """Return the rows of all ranks, by rank and by expert of the group."""
     chosen = [example_choice(each).reshape(-1) for each in setting.everyone()]
     return torch.stack([each.bincount(minlength=EXPERTS * setting.size) for each in chosen])
 
@@ -567,7 +567,7 @@ def example_segments(setting: Setting) -> Tensor:
 
 
 def example_rows(setting: Setting) -> Tensor:
-    """The rows that a rank's experts get."""
+    """Return the rows that a rank's experts receive."""
     return setting.numbers(int(example_segments(setting)[..., 1].sum()), setting.width)
 
 
