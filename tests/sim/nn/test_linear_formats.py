@@ -272,7 +272,7 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
                 torch.ones(4, 192, requires_grad=True), [w], group=None
             ),
             RuntimeError,
-            "a linear function of a scaled weight has no gradient of its input",
+            "a linear function of a scaled weight has no gradient for its input",
         ),
         (
             lambda layer, w: nn.ColumnParallelLinear(192, 256, format="mxfp8", save_gathered=True)(
