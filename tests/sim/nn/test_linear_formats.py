@@ -255,7 +255,7 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
         (
             lambda layer, w: nn.RowParallelLinear(192, 256).load_scaled(w),
             ValueError,
-            "blocks of 128 numbers along k, and .* are not whole ones",
+            "blocks of 128 numbers along k, but .* is not a range of whole blocks",
         ),
         (
             lambda layer, w: column_parallel_linear(torch.ones(4, 64), [w], group=None),
