@@ -35,8 +35,8 @@ class ContextParallelAttention(OnGroup):
     TransformerEngine's, between the projections. Its options are the options of the function.
 
     Forward: ``q``, ``k`` and ``v`` are ``[batch, tokens, heads, size]`` or as ``layout`` says; ``v`` may
-    have any head size. ``cu_seqlens`` is ``[n + 1]``. Raises the function's errors; the constructor raises
-    those about options.
+    have any head size. ``cu_seqlens`` is ``[n + 1]``. Raises ValueError or TypeError as the function does;
+    the constructor raises those about options.
 
     >>> def attended():
     ...     layer, x = nn.ContextParallelAttention(causal=True), torch.zeros(1, 2, 1, 4)

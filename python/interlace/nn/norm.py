@@ -64,8 +64,8 @@ class LayerNorm(_Norm):
         over the group, in one all-reduce and at least fp32. Otherwise all ranks have all rows, and
         gradients are already complete.
 
-    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises torch's
-    RuntimeError for another shape; ValueError or TypeError for a ``group`` that is not a group.
+    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises RuntimeError
+    (torch's) for another shape; ValueError or TypeError for a ``group`` that is not a group.
 
     >>> interlace.run(lambda: nn.LayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist(), 1)
     [[[-0.9999949932098389, 0.9999949932098389]]]
@@ -98,8 +98,8 @@ class RMSNorm(_Norm):
 
     ``sequence_parallel`` is as for :class:`LayerNorm`, the other parameters as for ``torch.nn.RMSNorm``.
 
-    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises the errors of
-    :class:`LayerNorm`.
+    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises as
+    :class:`LayerNorm` does.
 
     >>> interlace.run(lambda: nn.RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).tolist(), 1)
     [[[1.0, 1.0]]]

@@ -117,7 +117,7 @@ class Sharding:
     def local(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part, a view of ``whole``, which has the unsharded shape. No communication.
 
-        Raises torch's RuntimeError if ``whole`` is too short.
+        Raises RuntimeError (torch's) if ``whole`` is too short.
         """
         return whole if self.dim is None else whole.narrow(self.dim, *self.part())
 

@@ -36,9 +36,9 @@ class VocabParallelEmbedding(ShardedModule):
     ----------
     num_embeddings : size of the vocabulary, any number. Rows are split as ``torch.chunk`` does, so the last
         ranks may have fewer or none. Nothing is padded, and state dicts are those from ``nn.Embedding``.
-    embedding_dim, padding_idx : as for ``torch.nn.Embedding``. sequence_parallel : the output is this
-    rank's shard of the sequence, and the group's size must divide its
-        length; otherwise the output is the whole, on all ranks.
+    embedding_dim, padding_idx : as for ``torch.nn.Embedding``.
+    sequence_parallel : the output is this rank's shard of the sequence, and the group's size must divide
+        its length; otherwise the output is the whole, on all ranks.
     batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
     init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
 
@@ -292,8 +292,8 @@ def _pieces(tokens: int, here: int) -> list[slice]:
 
 class VocabParallelCrossEntropy(OnGroup):
     """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
-
-    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as for the function. Forward
+    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as for the function. Raises
+    ValueError or TypeError in forward, as the function does.
     raises the function's errors.
 
     >>> def loss():

@@ -63,9 +63,10 @@ def all_gather_matmul(
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
     """Return ``torch.cat(shards of all ranks, gather_dim) @ weight + bias``; gather inside the matmul.
 
-    Parameters ---------- input : this rank's shard, ``[..., k]``, 2-D or more, with any strides. Shards may
-    differ in length along
-        ``gather_dim``; all other lengths must agree.
+    Parameters
+    ----------
+    input : this rank's shard, ``[..., k]``, 2-D or more, with any strides. Shards may differ in length
+        along ``gather_dim``; all other lengths must agree.
     weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
         sequence of weights that share the gather. ``n`` may differ between ranks.
     gather_dim : dimension of ``input`` that is sharded; the last one is allowed.
@@ -134,13 +135,14 @@ def matmul_reduce_scatter(
     weight : ``(k, n)`` with any strides.
     reduce_op : "sum" or "avg" (sum divided by the world size).
     scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
-        ``ceil(length / world size)``. The last ranks get the rest, which may be empty. bias : ``(n,)``,
-    added once to the reduced output. activation : as for :func:`all_gather_matmul`, applied to the reduced
-    output with the bias. norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows, computed at the
-    end of the op; with any
-        ``scatter_dim`` but the last. residual : with ``norm``, a tensor to add before it, with the shape
-    and dtype of the output, any strides. quantize : with ``norm``, None or "fp8": the normed rows as
-    float8_e4m3fn with a float32 scale for each
+        ``ceil(length / world size)``. The last ranks get the rest, which may be empty.
+    bias : ``(n,)``, added once to the reduced output.
+    activation : as for :func:`all_gather_matmul`, applied to the reduced output with the bias.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows, computed at the end of the op; with
+        any ``scatter_dim`` but the last.
+    residual : with ``norm``, a tensor to add before it, with the output's shape and dtype, any strides.
+    quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
+        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
         row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
         divided by 448, and at least 1e-12. The normed rows are fp8 times scale. "fp8_static": the normed
         rows as float8_e4m3fn, without scales; divide the norm's weight by a known scale first. A
@@ -232,8 +234,11 @@ def all_reduce_norm(
 ) -> Normed | Quantized | NormedScaled | Work:
     """Return ``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
 
-    Parameters ---------- input : ``[..., n]``, with equal shapes on all ranks, any strides; float32,
-    float16, bfloat16 or float64. norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows of ``n``.
+    Parameters
+    ----------
+    input : ``[..., n]``, with equal shapes on all ranks, any strides; float32, float16, bfloat16 or
+        float64.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows of ``n``.
     residual : has the shape and dtype of ``input``. ``residual``, ``bias`` ``(n,)`` and the vectors of
         ``norm`` must be the same on all ranks. This is not checked: the algorithm decides which rank's
         values are used.

@@ -343,8 +343,8 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, of any shape, as a complete plain tensor; a plain tensor is returned as it is.
 
-    Results of torch's functional collectives are accepted, too. Raises the op's error:
-    :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on. Semantics:
+    Results of torch's functional collectives are accepted, too. Raises :class:`CollectiveTimeoutError`,
+    :class:`PeerDiedError` and so on, if the op failed. Semantics:
     ``torch.distributed._functional_collectives.wait_tensor``.
 
     >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
