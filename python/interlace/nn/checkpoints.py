@@ -48,7 +48,7 @@ def full_state_dict(
 
     ``module`` is any tree of modules; parameters outside ``interlace.nn`` are taken as they are. The result
     is on all ranks, or only on rank ``group_dst`` of each layer's group, and empty elsewhere. Tensors that
-    need no gathering are those of the model, not copies, as in ``state_dict()``.
+    need no gathering are the model's own, not copies, as in ``state_dict()``.
 
     >>> def same():
     ...     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     Raises ValueError if a group has several ranks and torch.distributed is not initialized, or has other
     ranks. Checkpoints need torch.distributed.
 
-    >>> def keys():  # of a group of one rank: plain tensors
+    >>> def keys():  # a group of one rank: plain tensors
     ...     return list(nn.sharded_state_dict(nn.ColumnParallelLinear(4, 6)))
     >>> interlace.run(keys, 1)
     [['weight', 'bias']]
@@ -255,7 +255,7 @@ def _check_start(optimizer: torch.optim.Optimizer) -> None:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the initial state of ``optimizer``, by a step that changes nothing else.
 
-    The step's gradients are zero. The weight decay is zero, too, as some optimizers add it to them.
+    The step's gradients are zero. So is the weight decay, as some optimizers add it to them.
     Learning rates stay, as some optimizers make their state from them. The step is not counted.
     """
     decays = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]

@@ -93,7 +93,7 @@ def with_options(constructor: Constructor) -> Constructor:
 class LinearParameters(ShardedModule):
     """The weight ``[out, in]`` and bias of a linear layer, or their parts; initialised as ``nn.Linear``.
 
-    ``dim`` is the dimension along which the weight is split. With 0 the bias is split, too; with 1 it is
+    ``dim`` is the dimension along which the weight is split. With 0 the bias is also split; with 1 it is
     replicated. ``init_method(weight)`` is called on the unsharded weight instead of ``nn.Linear``'s
     initialisation; the bias is then zero, as in Megatron-core.
     """
@@ -237,7 +237,7 @@ class ColumnParallelLinear(LinearParameters):
 
     Parameters
     ----------
-    in_features, out_features : of the unsharded layer. The group's size divides ``out_features``.
+    in_features, out_features : sizes of the unsharded layer. The group's size divides ``out_features``.
     bias : add a bias; a rank holds its part for its own features.
     group : anything that :func:`interlace.groups.resolve` takes.
     sequence_parallel : the input is this rank's equal shard of the sequence, which is gathered inside the
@@ -302,7 +302,7 @@ class RowParallelLinear(LinearParameters):
 
     Parameters
     ----------
-    in_features, out_features : of the unsharded layer. The group's size divides ``in_features``.
+    in_features, out_features : sizes of the unsharded layer. The group's size divides ``in_features``.
     bias : add a bias, which every rank holds whole.
     sequence_parallel : the output is this rank's equal shard of the sequence, scattered inside the matmul,
         so the group's size divides the sequence. Otherwise it is the whole, on all ranks.

@@ -163,7 +163,7 @@ def row_parallel_linear(
     scatter_dim : the sequence dimension, whose length must be a multiple of the group's size; not the last.
     sequence_parallel : return this rank's shard along ``scatter_dim``; otherwise the whole, on all ranks.
     group, gradient_accumulation_fusion, deferred, out_dtype, format : as for
-        :func:`column_parallel_linear`. The weight may be scaled, too.
+        :func:`column_parallel_linear`. The weight may also be scaled.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
     Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.

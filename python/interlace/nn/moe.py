@@ -166,13 +166,13 @@ class MoE(ShardedModule):
     in this order. A state dict has this rank's part, :func:`interlace.nn.full_state_dict` has all; both
     load.
 
-    Raises ValueError or TypeError naming the argument, the values and the rank. Compared with torchtitan's
-    ``MoE`` (``w1``, ``w3`` are the halves of ``up``, ``w2`` is ``down``; ``route_norm``, ``route_scale``,
-    ``num_expert_groups``, ``num_limited_groups`` and ``load_balance_coeff`` are ``normalize``, ``scale``,
-    ``groups``, ``topk_groups`` and the rate of the bias) and Megatron-core's ``MoELayer`` (``linear_fc1``,
-    ``linear_fc2`` of its grouped MLP; ``moe_expert_capacity_factor``, ``moe_token_drop_policy``), the sums
-    are the same, without token permutation, dispatcher and buffers. Groups, bias and scale are
-    DeepSeek-V3's.
+    Raises ValueError or TypeError naming the argument, the values and the rank. The sums are the same as in
+    torchtitan's ``MoE`` and Megatron-core's ``MoELayer``, without token permutation, dispatcher and
+    buffers. In torchtitan, ``w1`` and ``w3`` are the halves of ``up``, and ``w2`` is ``down``. Its
+    ``route_norm``, ``route_scale``, ``num_expert_groups``, ``num_limited_groups`` and
+    ``load_balance_coeff`` are ``normalize``, ``scale``, ``groups``, ``topk_groups`` and the rate of the
+    bias. Megatron-core has ``linear_fc1`` and ``linear_fc2`` of its grouped MLP,
+    ``moe_expert_capacity_factor`` and ``moe_token_drop_policy``. Groups, bias and scale are DeepSeek-V3's.
 
     >>> def forward():
     ...     torch.manual_seed(0)  # the same on all ranks

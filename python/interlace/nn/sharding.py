@@ -1,7 +1,7 @@
 """Parameters that are parts of unsharded ones: their layout over a group, and the base of the layers.
 
 Initialisation makes each unsharded parameter as the unsharded layer does, with the same draws from torch's
-generator, and keeps this rank's part. So for one seed, the weights are those of the unsharded model on any
+generator, and keeps this rank's part. So for one seed, the weights equal the unsharded model's on any
 number of ranks, and later draws are the same. At most one unsharded layer is in memory at a time.
 """
 

@@ -169,7 +169,7 @@ def vocab_parallel_cross_entropy(
     of range are detected on the CPU only. Class probabilities and weights are not supported.
 
     >>> def loss():
-    ...     logits = torch.zeros(3, 4)  # of 8 classes
+    ...     logits = torch.zeros(3, 4)  # each rank has 4 of 8 classes
     ...     return round(nn.vocab_parallel_cross_entropy(logits, torch.tensor([1, 7, 2])).item(), 4)
     >>> interlace.run(loss, 2)  # log(8)
     [2.0794, 2.0794]

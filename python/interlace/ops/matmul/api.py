@@ -77,7 +77,7 @@ def all_gather_matmul(
     algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
     out_dtype : dtype of the output, by default the input's. float64 only with "unfused" or "auto".
     format : quantise ``input`` and ``weight`` to a block-scaled format, such as "mxfp8", if they are
-        tensors. The matmuls of the backward do so, too, each in blocks along its own k: see
+        tensors. So do the matmuls of the backward, each in blocks along its own k: see
         docs/formats.md. Not with ``return_gathered``, nor for the last dimension.
 
     Returns
@@ -248,10 +248,10 @@ def all_reduce_norm(
         norm's weight by a known scale first. A block-scaled format, such as "mxfp8" or "nvfp4": as for
         :func:`matmul_reduce_scatter`.
     reduce_op : "sum" or "avg".
-    algorithm : "fused" (one Triton kernel; for more than 256 KiB in two steps: every rank norms a part of
-        the rows, then all ranks gather the parts), "pipelined" (torch's operators, also in parts),
-        "unfused" (all-reduce, then the norm of all rows), "low_latency" (one kernel whose words carry their
-        own flags, for up to 64 KiB, every row in whole KiB), "auto".
+    algorithm : "fused" is one Triton kernel; for more than 256 KiB it has two steps: every rank norms a
+        part of the rows, then all ranks gather the parts. "pipelined" uses torch's operators, also in
+        parts. "unfused" is an all-reduce, then the norm of all rows. "low_latency" is one kernel whose
+        words carry their own flags, for up to 64 KiB, every row in whole KiB. "auto" chooses one.
 
     Returns ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
     :class:`Work` whose ``wait()`` returns that. h is summed in fp32 in rank order and rounded once. The

@@ -249,7 +249,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
-    """Return ``(gathered, *results)`` of an op; for a block-scaled ``input``, ``gathered`` is one, too."""
+    """Return ``(gathered, *results)`` of an op; ``gathered`` is block-scaled if ``input`` is."""
     if not isinstance(input, Scaled):
         return made
 
@@ -269,7 +269,7 @@ def run_packed(
     *,
     gathers: bool = False,
 ) -> Any:
-    """Call ``run(communicator, given, async_op)`` with packed operands; ranks compare k, too.
+    """Call ``run(communicator, given, async_op)`` with packed operands. Ranks also compare k.
 
     ``given``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
     stay as they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered

@@ -431,8 +431,8 @@ def quantize(
     the least power of two with which no number is larger than the largest value. For nvfp4 it is the
     largest number divided by 6, relative to ``whole``, whose default is the largest of all numbers divided
     by 6 * 448. A block of zeros has the least possible scale. Values are rounded to nearest, ties to even.
-    No value saturates, with one exception. A scale of nvfp4 is itself rounded to nearest, so the largest
-    number of a block may lose 1 part in 16, and 1 in 3 if it is less than 2**-14 of the largest of all. NaN
+    No value saturates, with one exception. A scale of nvfp4 is itself rounded to nearest. So the largest
+    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. NaN
     and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a

@@ -34,7 +34,7 @@ from interlace.runtime.tuning.table import threshold
 from interlace.runtime.tuning.tuning import UNMEASURED, Measured
 
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
-MOST_ROWS = 16  # of a slice: with more rows, some programs have no slice
+MOST_ROWS = 16  # in a slice: with more rows, some programs have no slice
 Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
 
 

@@ -16,8 +16,8 @@ See ``kernels/matmul/node_matmul_reduce_scatter.py``, which has the two kernels:
     compute stream  matmul_node_reduce_scatter_kernel, all others
     at the end      put_credits_kernel, then the end of every op
 
-The few programs start first, so they are resident whatever the others do. No program waits for a program of
-its own kernel, and both kernels fit the device together.
+The few programs start first, so they are resident whatever the others do. No program waits for another one
+in the same kernel, and both kernels fit the device together.
 """
 
 import functools
@@ -154,7 +154,7 @@ def matmul_reduce_scatter(
 
 
 Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
-SMALL_BYTES = threshold("engine_reduce_bytes")  # of a product
+SMALL_BYTES = threshold("engine_reduce_bytes")  # size of a product
 
 
 def matmul_reduce_scatter_fused(

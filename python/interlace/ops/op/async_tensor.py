@@ -267,7 +267,7 @@ def _take_plain_tangents() -> None:
 
 
 class _Tracked(torch.autograd.Function):
-    """Wrap a tensor with an autograd history as an AsyncTensor that has it, too."""
+    """Wrap a tensor with an autograd history as an AsyncTensor with the same history."""
 
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, of any shape, as a complete plain tensor; a plain tensor is returned as it is.
 
-    Results of torch's functional collectives are accepted, too. Raises :class:`CollectiveTimeoutError`,
+    Also accepts results of torch's functional collectives. Raises :class:`CollectiveTimeoutError`,
     :class:`PeerDiedError` and so on, if the op failed. Semantics:
     ``torch.distributed._functional_collectives.wait_tensor``.
 

@@ -111,7 +111,7 @@ def own_length(
 ) -> Any:
     """Return the length of the caller's part of ``input @ weight``, or None if all parts are equal.
 
-    Return None, too, if the caller's rank is not known yet. An export is for all ranks and has equal parts.
+    Also return None if the caller's rank is not known yet. An export is for all ranks and has equal parts.
     """
     shape = (*input.shape[:-1], *weight.shape[-1:])
     if not -len(shape) <= scatter_dim < len(shape) or torch.compiler.is_exporting():

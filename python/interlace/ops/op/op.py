@@ -9,7 +9,7 @@ A gradient is the gradient of the sum of all ranks' losses, as in torch's functi
 with its op. The part of a fused op's gradient that communicates is started first and waited for last.
 
 Tests and tools make arguments by name, as examples. An op needs no example for an argument that has a
-default, or that other ops have, too. ``Op.examples`` has the other examples. An example is a function of a
+default, or that other ops also have. ``Op.examples`` has the other examples. An example is a function of a
 :class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small integers, so sums are
 exact in every dtype and order.
 

@@ -142,7 +142,7 @@ def _run(*args: Any, **kwargs: Any) -> Any:
             _empty_queue()
         channel.asked.put(outcome)
 
-    # with the rank's context, so that hooks know their rank, too
+    # with the rank's context, so that hooks also know their rank
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
     try:
@@ -196,7 +196,7 @@ def _enter_hooks(self: Any) -> None:
 
 
 def _current_graph() -> int:
-    """Replace torch's ``_current_graph_task_id``, to work for a rank that helps its engine, too."""
+    """Replace torch's ``_current_graph_task_id``, to work also for a rank that helps its engine."""
     graph = _graph_here()
     return _graph.get() if graph == -1 else graph
 
