@@ -261,7 +261,7 @@ def _finished(
     eps: float,
     made: fx.Node,
 ) -> GraphNorm:
-    """Return the norm with the weight, bias and rounding after it, in any order with equal values."""
+    """Return the norm with the weight, bias and rounding after it, in any order that changes only bits."""
     found: dict[object, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
     if is_call(made, operator.getitem):
         native: Any = made.args[0]
@@ -322,7 +322,7 @@ def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
 
 
 def _vectors(dtype: torch.dtype, given: Sequence[Any]) -> list[fx.Node | None]:
-    """Return the weight and the bias, before conversions to fp32, which the op does itself."""
+    """Return the weight and the bias without conversions to fp32, which the op does itself."""
     found: list[fx.Node | None] = []
     for each in given:
         node = each

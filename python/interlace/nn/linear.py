@@ -372,7 +372,7 @@ class SequenceParallelMLP(OnGroup):
     Parameters
     ----------
     hidden_size : features of input and output.
-    intermediate_size : features between, a multiple of the group's size.
+    intermediate_size : intermediate features, a multiple of the group's size.
     activation : "relu", "gelu", "gelu_tanh" or "silu", or an elementwise function of a tensor.
     gated : add a second first layer, ``gate``, that shares the gather (SwiGLU for "silu").
     output_init_method : ``init_method`` of ``down``; ``init_method`` by default.

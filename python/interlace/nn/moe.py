@@ -133,12 +133,13 @@ class MoE(ShardedModule):
     Parameters
     ----------
     hidden_size : features of input and output.
-    intermediate_size : features between, of each expert.
+    intermediate_size : intermediate features of each expert.
     num_experts : experts on all ranks, a multiple of the group's size; rank r has the r-th part.
     topk : how many experts a token goes to.
     activation : "relu", "gelu", "gelu_tanh" or "silu".
     gated : compute ``down(activation(gate(x)) * up(x))``; ``up`` holds ``gate``'s rows before its own.
-    shared_size : features between of the shared expert, 0 for no shared expert. Every rank holds it whole.
+    shared_size : intermediate features of the shared expert, 0 for no shared expert. Every rank holds it
+    whole.
     scoring : "softmax" or "sigmoid" of the router's products, in fp32.
     normalize : divide a token's weights by their sum.
     scale : a factor for all weights.

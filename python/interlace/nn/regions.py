@@ -160,7 +160,7 @@ def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ..
 
 
 def reduce_from_group(tensor: Tensor, *, group: Group = None) -> Tensor:
-    """Return the sum of ``tensor`` over ranks. All ranks compute on alike: its gradient is not summed.
+    """Return the sum of ``tensor`` over ranks, for the same use on all ranks: its gradient is not summed.
 
     ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
     moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
@@ -184,7 +184,7 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> T
 
 
 def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:
-    """Return all ranks' parts along ``dim``. All ranks compute on alike: the gradient is not summed.
+    """Return all ranks' parts along ``dim``, for the same use on all ranks: the gradient is not summed.
 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
     rank, before any data moves. Semantics: Megatron-core's ``gather_from_tensor_model_parallel_region``.

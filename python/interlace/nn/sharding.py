@@ -80,7 +80,7 @@ class Sharding:
     ----------
     dim : the dimension that is split as ``torch.chunk`` splits; None if every rank holds the whole.
     size : length of the whole along ``dim``; 0 if ``dim`` is None.
-    copies : so many neighbouring ranks hold the same part, such as key-value heads fewer than ranks.
+    copies : so many neighbouring ranks hold the same part, if there are fewer key-value heads than ranks.
 
     Parts are as in ``torch.chunk``; the placement of a DTensor would be ``Shard(dim)``.
 
