@@ -4,8 +4,8 @@ The scales of block-scaled operands have one of two layouts, plain or SWIZZLE_32
 one to the other by a dozen of views and copies, before or after it gathers them. :func:`own_scales` does
 not know these ops. It runs the nodes between the gather and the matmul on numbered scales, and finds the
 layout that a rank's own scales need so that each scale arrives where the matmul reads it::
-    torchao  scale --gather--> plain --view, permute, clone--> swizzled --> _scaled_mm       own: plain
 
+    torchao  scale --gather--> plain --view, permute, clone--> swizzled --> _scaled_mm       own: plain
     vLLM     scaled_fp4_quant --> swizzled --gather--> swizzled --> cutlass_scaled_fp4_mm    own: swizzled
 """
 
