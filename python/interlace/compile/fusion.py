@@ -180,7 +180,7 @@ class Candidate:
 class Report:
     """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference".
 
-    ``before`` and ``after`` are the graph's code, if there is a reader of reports.
+    ``before`` and ``after`` are the graph's code, only with ``on_report``.
     """
 
     graph: str
