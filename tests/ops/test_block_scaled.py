@@ -602,7 +602,7 @@ def test_values_and_scales_apart_are_refused_on_all_ranks() -> None:
         scales = X.scales, W.scales
         with pytest.raises(ValueError, match="weight_scale has 1 entries, weight has 2"):
             gather(X.values, [W.values, W.values], scales[0], [scales[1]])
-        with pytest.raises(TypeError, match="must be tensors with scales beside them"):
+        with pytest.raises(TypeError, match="must be tensors with separate scales"):
             gather(X if interlace.get_rank() else X.values, W.values, *scales)
 
     interlace.run(call, 2)

@@ -143,7 +143,7 @@ def test_weights_of_tokens_learn_by_the_eager_op() -> None:
         interlace.grouped_matmul_combine(*given, share, **how).backward(grad)
         torch.testing.assert_close(share.grad, (alone * grad).sum(1, keepdim=True))
         with pytest.raises(
-            RuntimeError, match=r"has no gradient of topk_weights; interlace\.grouped"
+            RuntimeError, match=r"has no gradient for topk_weights; call interlace\.grouped"
         ):
             functional.grouped_matmul_combine(*given, share)
         with torch.no_grad():

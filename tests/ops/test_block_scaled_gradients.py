@@ -284,7 +284,7 @@ X, W = noise(0, 4, 64), noise(1, 64, 8)
         ({"return_gathered": True}, ValueError, "pass interlace.quantize"),
         ({"gather_dim": -1}, ValueError, "gather_dim must not be the last one, -1, with format="),
         ({"weight": W[:32]}, ValueError, "weight has 32 rows, input has k = 64"),
-        ({"weight": W.int()}, TypeError, "weight must be of floats that format= quantizes"),
+        ({"weight": W.int()}, TypeError, "weight must be a float tensor that format= quantizes"),
         ({"weight": W[0]}, ValueError, "weight must have at least 2 dimensions"),
         ({"input": X[:, :33], "format": "mxfp4"}, ValueError, "two numbers in a byte"),
         ({"input": quantize(X, "mxfp4")}, ValueError, "format is 'mxfp8', input is in mxfp4"),

@@ -287,8 +287,11 @@ def test_in_processes() -> None:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((3, 33), r"nvfp4 has two numbers in a byte.*what is normed must be even, got \(3, 33\)"),
-        ((32,), r"what is normed must have at least 2 dimensions, got shape \(32,\)"),
+        (
+            (3, 33),
+            r"nvfp4 has two numbers in a byte.*the normed tensor must be even, got \(3, 33\)",
+        ),
+        ((32,), r"the normed tensor must have at least 2 dimensions, got shape \(32,\)"),
     ],
 )
 @pytest.mark.parametrize("form", [interlace, functional])

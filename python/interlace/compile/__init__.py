@@ -1,4 +1,4 @@
-"""torch.compile with interlace: the backend, the fusion pass, and what it did and why.
+"""torch.compile with interlace: the backend, the fusion pass, and its reports.
 
 >>> import torch, interlace.compile
 >>> "interlace" in torch._dynamo.list_backends()

@@ -1,6 +1,6 @@
 """``torch.compile(..., backend="interlace")``: Inductor, or eager aten, with the fusion pass.
 
-:func:`explain` says what the pass would fuse in a function, and what not and why, without running it.
+:func:`explain` reports what the pass would fuse in a function, and why not the rest, without running it.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ OWN_OPTIONS = ("policy", "machine", "on_report", "patterns")
 
 
 class FusionPass(CustomGraphPass):
-    """Fuses collectives with matmuls; for Inductor, ``options={"post_grad_custom_post_pass": ...}``.
+    """A pass that fuses collectives with matmuls. Inductor's option is ``"post_grad_custom_post_pass"``.
 
-    ``policy``: "auto" fuses what is predicted to be faster so, "always" whatever can be, "never" nothing.
-    ``machine`` replaces the prediction's numbers. ``on_report`` is called with the Report of every graph;
-    every graph also gets one line in the log of "interlace.compile". ``patterns``: rewrites of your own, of
-    class :class:`Pattern`.
+    ``policy``: "auto" fuses if that is predicted to be faster, "always" fuses all it can, "never" nothing.
+    ``machine`` replaces the prediction's numbers. ``on_report`` is called with the Report of every graph.
+    The log of "interlace.compile" has one line for every graph. ``patterns``: your own rewrites, as
+    :class:`Pattern` objects.
 
-    Raises ValueError or TypeError as :func:`fuse`. It is a pass of ``torch.fx`` graphs:
+    Raises ValueError or TypeError as :func:`fuse` does. It is a pass for ``torch.fx`` graphs:
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -70,9 +70,9 @@ class FusionPass(CustomGraphPass):
             self.on_report(report)
 
     def uuid(self) -> object:
-        """A key of what the pass does to a graph, for Inductor's cache; None for what is not cached.
+        """Return a key of the pass's effect on a graph, for Inductor's cache; None to cache nothing.
 
-        That is where someone wants reports, or has patterns, of whose code nothing is known.
+        It is None with ``on_report``, or with patterns, whose code is unknown.
         """
         if self.on_report is not None or self.patterns:
             return None
@@ -80,7 +80,7 @@ class FusionPass(CustomGraphPass):
 
 
 class _SumsKept(CustomGraphPass):
-    """:func:`norms.keep_sums` of the graph of forward and backward, before that is cut in two."""
+    """Run :func:`norms.keep_sums` on the graph of forward and backward, before it is partitioned."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -95,20 +95,20 @@ class _SumsKept(CustomGraphPass):
 
 @functools.cache
 def _sources() -> bytes:
-    """A hash of all that decides what becomes of a graph: of the pass, and of the ops' lowerings."""
+    """Return a hash of all code that decides about a graph: of the pass, and of the ops' lowerings."""
     here = Path(__file__).parent
     lowerings = here.parent / "ops" / "library.py"
     return get_hash_for_files((*map(str, sorted(here.glob("*.py"))), str(lowerings)))
 
 
 def code_of(graph: fx.Graph) -> str:
-    """The graph as Python, one op to a line."""
+    """Return the graph as Python, one op per line."""
     code = graph.python_code("self").src.strip()
     return "\n".join(line.split(";")[0].rstrip() for line in code.splitlines())
 
 
 def graph_kind(graph: fx.Graph) -> str:
-    """ "backward" for graphs that take gradients, "forward" for those that save something for one."""
+    """Return "backward" for graphs with tangents, "forward" for those that save tensors for a backward."""
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     if any(name.startswith("tangents") for name in names):
         return "backward"
@@ -122,10 +122,10 @@ def backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The function that ``torch.compile(backend="interlace")`` calls. ``options``:
+    """Compile a graph, called by ``torch.compile(backend="interlace")``. ``options``:
 
     ``codegen``: "inductor" (default), or "aot_eager", which runs the ops one by one. ``policy``,
-    ``machine``, ``on_report``, ``patterns``: of :class:`FusionPass`. All others are Inductor's.
+    ``machine``, ``on_report``, ``patterns``: see :class:`FusionPass`. All others are Inductor's.
     """
     settings = dict(options or {})
     codegen = settings.pop("codegen", "inductor")
@@ -138,7 +138,7 @@ def backend(
     if codegen == "inductor":
         return _inductor(graph_module, inputs, fusion, mode, settings)
     if given := settings or mode:
-        raise ValueError(f'codegen="aot_eager" takes no options of Inductor, got {given}')
+        raise ValueError(f'codegen="aot_eager" accepts no options of Inductor, got {given}')
     return _aot_eager(graph_module, inputs, fusion)
 
 
@@ -167,7 +167,7 @@ def _inductor(
 
 
 class _Passes(CustomGraphPass):
-    """Several passes as one."""
+    """Several passes that run as one."""
 
     def __init__(self, passes: list[Any]) -> None:
         self.passes = passes
@@ -213,7 +213,7 @@ def _aot_eager(
 
 
 def register() -> None:
-    """Give torch.compile the backend "interlace"; an entry point does, where there was no import."""
+    """Register the backend "interlace" with torch.compile; an entry point calls this without an import."""
     from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
     if "interlace" not in _COMPILER_FNS:
@@ -222,7 +222,7 @@ def register() -> None:
 
 @dataclass(repr=False)
 class Explanation:
-    """The reports of all graphs of a function, forward and backward. ``str()`` of it is the whole table."""
+    """The reports of all graphs of a function, forward and backward. ``str()`` gives the whole table."""
 
     reports: list[Report]
 
@@ -243,7 +243,7 @@ class Explanation:
 
 
 class _Enough(Exception):
-    """Ends the run of a function that was only to be traced."""
+    """An exception that ends the run of a function after its trace."""
 
 
 def explain(
@@ -253,12 +253,13 @@ def explain(
     machine: Machine | None = None,
     **kwargs: object,
 ) -> Explanation:
-    """Every collective in the compiled graphs of ``function(*args, **kwargs)``: fused, or why not.
+    """Report every collective in the compiled graphs of ``function(*args, **kwargs)``: fused, or why not.
 
-    Traces, and runs nothing: no collective starts, and with a GroupSpec no process group is needed. What
-    does not compile whole is traced to its first graph break. ``policy``, ``machine``: see FusionPass.
+    The function is traced but not run: no collective starts, and a GroupSpec needs no process group. If the
+    function does not compile as one graph, it is traced up to its first graph break. ``policy``,
+    ``machine``: see FusionPass.
 
-    Raises ValueError for another policy, and what tracing ``function`` raises.
+    Raises ValueError for another policy, and all errors from tracing ``function``.
 
     >>> group = interlace.GroupSpec("tp", 4)
     >>> found = explain(interlace.functional.all_gather, torch.ones(4, 8), group=group)

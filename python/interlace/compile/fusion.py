@@ -1,25 +1,25 @@
-"""The fusion pass: collectives and the matmuls beside them become interlace's fused ops, in an aten graph.
+"""The fusion pass: in an aten graph, it replaces collectives and adjacent matmuls by interlace's fused ops.
 
-The rewrite, for a gather of ``x`` that two matmuls read, and whose result is also kept for a backward::
+This is the rewrite for a gather of ``x`` that two matmuls read, with a result that is kept for a backward::
 
     before   g = all_gather(x)   w = wait(g)   a = mm(w, A)   b = mm(w, B)   return w, a, b
     after    f = interlace.all_gather_matmul(x, [A, B], [], dim, True, ...)
              a = wait(f[0])   b = wait(f[1])   w = wait(f[2])
 
-What the matmul's readers see has the shape and the strides that it had. Nothing is fused silently or left
-silently: every collective is a :class:`Candidate` in the :class:`Report`.
+The readers of the matmul see the same shape and strides as before. Nothing is fused or left silently: every
+collective is a :class:`Candidate` in the :class:`Report`.
 
-Predicted seconds of a collective beside a matmul, and of the two fused: the rule of policy "auto".
+Policy "auto" compares the predicted seconds of a collective and a matmul with those for the fused op:
 
 ::
 
     unfused = latency + bytes / bandwidth + flops / speed
-    fused   = host + max(bytes / fused bandwidth, flops / speed) + what does not overlap
+    fused   = host + max(bytes / fused bandwidth, flops / speed) + the part that does not overlap
 
-:func:`predict` is that rule, for other compilers too. The machine that it takes is that of
-``runtime/tuning/machine.py``. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers:
-nothing was measured on one. ``FusionPass`` takes another :class:`Machine`, such as :func:`calibrated`. That
-is not taken by itself: ranks compile alone, and those of another host have another file, or none.
+Other compilers may call :func:`predict`, which computes this. ``runtime/tuning/machine.py`` has the
+machines. ``CPU`` is fitted to 2 and 4 ranks on 2 cores; ``GPU`` has round numbers, without measurements.
+``FusionPass`` accepts another :class:`Machine`, such as :func:`calibrated`. It never uses that by default:
+ranks compile alone, and ranks on another host have another file, or none.
 """
 
 import functools
@@ -66,7 +66,7 @@ Times = tuple[float, float] | tuple[None, None]
 
 
 def why_not(policy: str, times: Times) -> str:
-    """Why the fusion pass leaves what it could fuse, of which ``times`` are predicted; "" if it fuses."""
+    """Return why the fusion pass leaves a possible fusion with predicted ``times``; "" if it fuses."""
     if policy == "never":
         return 'policy is "never"'
     slower = policy == "auto" and times[0] is not None and times[1] >= times[0]
@@ -89,26 +89,26 @@ def predict(
     terms: int = 1,
     batch: int = 1,
 ) -> Prediction:
-    """Predicted seconds of a collective beside a matmul, and of both in one op: for a compiler to compare.
+    """Predict the seconds of a collective and a matmul, and of both in one op, for a compiler to compare.
 
-    By this the fusion pass decides, with policy "auto": it fuses where ``fused`` is less. Nothing is
-    measured or run, and equal arguments give equal bits on every rank.
+    With policy "auto", the fusion pass fuses if ``fused`` is less. Nothing is measured or run, and equal
+    arguments give equal bits on every rank.
 
     Parameters
     ----------
-    collective : "all_gather", of the rows that are multiplied; "reduce_scatter" or "all_reduce", of the
+    collective : "all_gather" for the rows that are multiplied; "reduce_scatter" or "all_reduce" for the
         product.
-    rows, columns, inner : of the matmul of one rank, ``(rows, inner) @ (inner, columns)``. The rows are
-        those of all ranks for a gather, and those before they are scattered; several weights that read the
-        same rows have their ``columns`` together.
-    dtype : of what travels.
-    machine : :data:`CPU`, :data:`GPU`, :func:`calibrated`, or a :class:`Machine` with figures of your own.
-    bias : whether every rank adds one before a reduction, which is then reduced itself.
-    terms : how many matmuls are added before a reduction; ``inner`` is their sum.
-    batch : how many ops a batch of weights becomes; ``rows`` has those of all.
+    rows, columns, inner : lengths in one rank's matmul, ``(rows, inner) @ (inner, columns)``. For a gather,
+        the rows are all ranks' rows. For a scatter, they are the rows before it. If several weights read
+        the same rows, ``columns`` is their sum.
+    dtype : the dtype that is sent.
+    machine : :data:`CPU`, :data:`GPU`, :func:`calibrated`, or a :class:`Machine` with your own figures.
+    bias : whether every rank adds a bias before a reduction; the bias is then reduced separately.
+    terms : the number of matmuls that are added before a reduction; ``inner`` is their sum.
+    batch : the number of ops for a batch of weights; ``rows`` is the sum over all.
 
-    Raises ValueError for another ``collective``, a negative length, and another number below 1; TypeError
-    for what is no number, dtype or machine.
+    Raises ValueError for another ``collective``, a negative length, or another number below 1. Raises
+    TypeError for a value that is not a number, dtype or machine.
 
     >>> layer = predict("all_gather", 8192, 28672, 8192, 8, dtype=torch.bfloat16, machine=GPU)
     >>> round(1e6 * layer.unfused), round(1e6 * layer.fused), layer.fused < layer.unfused
@@ -138,7 +138,7 @@ def predict(
     moving = nbytes / machine.fused_bandwidth
     hidden = machine.overlap * min(moving, multiplying)
     fused = machine.fused_host * batch + moving + multiplying - hidden
-    if reduces and terms > 1:  # the left operands are put side by side
+    if reduces and terms > 1:  # the left operands are concatenated
         fused += rows * inner * dtype.itemsize / machine.bandwidth
     if reduces and bias:
         fused += machine.latency
@@ -147,12 +147,12 @@ def predict(
 
 @dataclass(frozen=True)
 class Candidate:
-    """One collective of a graph and its matmuls.
+    """A collective of a graph and its matmuls.
 
     ``where`` is the line of the user's code and the module, as "model.py:12 (layers.0.w1)".
-    ``op`` is what it became, or would have; ``matmuls`` how many of them; ``reason`` why it was left as it
-    is, empty if it was fused. Times are predictions, in seconds, None where there was nothing to predict.
-    ``notes`` are matmuls that were left out of a fused one, with why.
+    ``op`` is the op that replaces it or would replace it, and ``matmuls`` the number of fused matmuls.
+    ``reason`` says why it was left, "" if it was fused. Times are predictions in seconds, None without a
+    prediction. ``notes`` name matmuls that were left out of a fused op, and why.
     """
 
     collective: str
@@ -180,7 +180,7 @@ class Candidate:
 class Report:
     """The candidates of one graph, in its order. ``graph``: "forward", "backward" or "inference".
 
-    ``before`` and ``after`` are the graph's code, where someone wants reports.
+    ``before`` and ``after`` are the graph's code, only with ``on_report``.
     """
 
     graph: str
@@ -194,7 +194,7 @@ class Report:
         return [candidate for candidate in self.candidates if candidate.fused]
 
     def summary(self) -> str:
-        """One line."""
+        """Return the report in one line."""
         line = f"{self.graph} graph: fused {len(self.fused)} of {len(self.candidates)} collectives"
         counts = sorted(Counter(candidate.op for candidate in self.fused).items())
         if counts:
@@ -212,20 +212,21 @@ POLICIES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A rewrite of your own for the fusion pass, which then decides about it and reports it as its own.
+    """Your own rewrite for the fusion pass, which decides about it and reports it like its own rewrites.
 
-    The pass finds the collectives, in each form in which they come, and asks ``find`` about each, before
-    it tries what interlace has. The first pattern that finds something decides.
+    The pass finds the collectives in all their forms. It asks ``find`` about each collective before it
+    tries interlace's rewrites. The first pattern that finds something decides.
 
     Attributes
     ----------
-    name : what it becomes, in reports.
-    find : of a :class:`Collective`, what you need to rewrite it, or None if it is not yours.
-    rewrite : of the collective and what ``find`` returned: changes the graph in place. Let others read new
-        nodes instead of ``collective.result``; nodes that nobody reads are removed afterwards, and put in
-        order. :func:`call` makes a node that knows its shape, which Inductor needs.
-    predict : of the collective, what ``find`` returned and a :class:`Machine`: a :class:`Prediction`, which
-        policy "auto" goes by. Without one, "auto" rewrites what ``find`` finds.
+    name : the name of the replacement, in reports.
+    find : called with a :class:`Collective`; returns the values that you need for the rewrite, or None if
+        the collective does not match.
+    rewrite : called with the collective and the result of ``find``; changes the graph in place. Let readers
+        of ``collective.result`` read new nodes instead. Unread nodes are then removed, and nodes are
+        sorted. :func:`call` makes a node that knows its shape, which Inductor needs.
+    predict : called with the collective, the result of ``find`` and a :class:`Machine`; returns a
+        :class:`Prediction`, by which policy "auto" decides. Without it, "auto" rewrites every match.
 
     >>> aten = torch.ops.aten
     >>> def find(collective):
@@ -256,7 +257,7 @@ class Pattern:
 
 
 def check_options(policy: str, machine: object, patterns: Sequence[object]) -> None:
-    """Raise for what the fusion pass does not take."""
+    """Raise for options that the fusion pass does not accept."""
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     if not isinstance(machine, Machine | None):
@@ -276,14 +277,14 @@ def fuse(
     name: str = "inference",
     patterns: Sequence[Pattern] = (),
 ) -> Report:
-    """Fuse what can be and, with policy "auto", is predicted to be faster so. In place; says what it did.
+    """Fuse what can be fused and, with policy "auto", is predicted to be faster. In place; return a report.
 
-    ``graph``: a torch.fx.Graph, a GraphModule, which is compiled again, or what ``torch.export.export``
-    returned, decomposed or not. In a graph with collectives composite ops (``linear``, ``matmul``) become
-    the ops that torch computes them by. What the graph returns keeps its names, so a program can be saved.
-    ``patterns``: each :class:`Pattern` of your own, which come before interlace's.
+    ``graph``: a torch.fx.Graph, a GraphModule, which is compiled again, or the result of
+    ``torch.export.export``, decomposed or not. In a graph with collectives, composite ops (``linear``,
+    ``matmul``) become the ops by which torch computes them. The graph's results keep their names, so a
+    program can be saved. ``patterns``: your own :class:`Pattern` objects, tried before interlace's.
 
-    Raises ValueError for another policy, TypeError for what is no graph, machine or pattern.
+    Raises ValueError for another policy, and TypeError for a wrong type of graph, machine or pattern.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> def layer(x, weight):
@@ -309,7 +310,7 @@ def _fuse(
 ) -> Report:
     report = Report(name)
     replaced: set[fx.Node] = set()
-    carried: dict[fx.Node, str] = {}  # gathers of scales, and the op that gathers them along
+    carried: dict[fx.Node, str] = {}  # gathers of scales, and the op that also gathers them
     names = nodes.output_names(graph)
     if policy != "never":
         if find(graph):
@@ -318,7 +319,7 @@ def _fuse(
     collectives = find(graph)
     gathers = {each.result: each for each in collectives if each.kind == "all_gather"}
     for found in collectives:
-        # what it reads may have been replaced since: a gather's input is what was normed before
+        # an earlier rewrite may have replaced its input, such as a norm before a gather
         collective = at(found.start) or found
         decision = _by_pattern(patterns, collective, policy, machine)
         candidate, rewrite, along = decision or _consider(collective, gathers, policy, machine)
@@ -332,7 +333,7 @@ def _fuse(
     report.candidates += [_other(node) for node in others(graph)]
     if replaced:
         nodes.in_order(graph)
-        # torch takes waits for impure; those of what was replaced are not
+        # torch treats waits as impure; the waits of replaced collectives are not
         graph.eliminate_dead_code(lambda node: node not in replaced and node.is_impure())
     left = set(graph.nodes)
     for number, found in enumerate(collectives):
@@ -346,13 +347,13 @@ def _fuse(
 
 
 Decision = tuple[Candidate, Callable[[], None], Collective | None]
-"""What becomes of a collective, the rewrite that does it, and the gather of scales that goes along."""
+"""The report about a collective, its rewrite, and the gather of scales that is fused with it."""
 
 
 def _by_pattern(
     patterns: Sequence[Pattern], collective: Collective, policy: str, machine: Machine | None
 ) -> Decision | None:
-    """By the first pattern that finds something; None without one."""
+    """Decide by the first pattern that finds something; return None without one."""
     for pattern in patterns:
         found = pattern.find(collective)
         if found is None:
@@ -376,17 +377,17 @@ def _candidate(
     times: Times,
     notes: tuple[str, ...] = (),
 ) -> Candidate:
-    """It is fused unless there is a ``reason``."""
+    """Return a candidate, which is fused unless there is a ``reason``."""
     kind, where = collective.kind, nodes.source_line(collective.start)
     return Candidate(kind, where, op, shape, matmuls, not reason, reason, times[0], times[1], notes)
 
 
 def _other(node: fx.Node) -> Candidate:
-    """A collective that no fused op stands for."""
+    """Return a candidate for a collective without a fused op."""
     op = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     reason = "a collective of another kind"
     if op.startswith(tuple(WITH_MATMULS)):
-        reason = "not waited for once here, coalesced, or of a group that is not known"
+        reason = "it has no single wait here, is coalesced, or its group is not known"
     made = nodes.value(node)
     text = "" if made is None else "x".join(map(str, made.shape))
     return Candidate(op, nodes.source_line(node), "none", text, 0, False, reason)
@@ -395,7 +396,7 @@ def _other(node: fx.Node) -> Candidate:
 def _consider(
     collective: Collective, gathers: dict[fx.Node, Collective], policy: str, machine: Machine | None
 ) -> Decision:
-    """By the matmuls beside it, and the norm of what it reduces."""
+    """Decide by the adjacent matmuls, and by the norm of the reduced tensor."""
     norm, notes = _norm_of(collective)
     times: Times = (None, None)
     products: list[GraphProduct] = []
@@ -408,7 +409,7 @@ def _consider(
             products = _reduced_products(collective, norm)
         _check(collective, products)
         if products and (products[0].scales is not None or products[0].batch):
-            norm = None  # no op has both
+            norm = None  # no op has both scales or a batch and a norm
         times = _times(collective, products, machine)
         if left := why_not(policy, times):
             raise Unfit(left)
@@ -442,7 +443,7 @@ def _rewrite(
 
 
 def _norm_of(collective: Collective) -> tuple[norms.GraphNorm | None, tuple[str, ...]]:
-    """The norm that reads what is reduced, or why it is left out."""
+    """Return the norm that reads the reduced tensor, or why it is left out."""
     if collective.kind == "all_gather" or collective.reduce_op not in ("sum", "avg"):
         return None, ()
     try:
@@ -497,7 +498,7 @@ def _placed(node: fx.Node) -> str:
 def _with_own_scales(
     product: GraphProduct, collective: Collective, gathers: dict[fx.Node, Collective]
 ) -> GraphProduct:
-    """The product with the scales of the own shard's rows, if its matmul has some for rows or blocks."""
+    """Return the product with the scales of this rank's rows, if its matmul has scales by row or block."""
     scales = product.scales
     if scales is None or nodes.value(scales.left).numel() == 1:
         return product
@@ -513,10 +514,10 @@ def _with_own_scales(
 
 
 def _reduced_products(collective: Collective, norm: norms.GraphNorm | None) -> list[GraphProduct]:
-    """The matmuls of which the sum is reduced; none where there is a norm all the same."""
+    """Return the matmuls whose sum is reduced; [] if a norm is fused without a matmul."""
     try:
         if collective.start.args[0] is collective.input and len(collective.input.users) != 1:
-            raise Unfit("the product is read by others too")
+            raise Unfit("the product is also read elsewhere")
         if collective.reduce_op not in ("sum", "avg"):
             raise Unfit(f"reduce op {collective.reduce_op!r}")
         return terms(collective.input)
@@ -537,7 +538,7 @@ def _check(collective: Collective, products: list[GraphProduct]) -> None:
                 if nodes.value(node).dtype not in (*FUSED_DTYPES, torch.float64):
                     raise Unfit(f"dtype {nodes.value(node).dtype}")
         elif kind == "all_gather" and collective.dim == ndim - 1:
-            raise Unfit("scaled, and the contracted dimension is gathered")
+            raise Unfit("its matmul is scaled, and the contracted dimension is gathered")
         elif kind == "all_reduce" and not product.blocks:
             raise Unfit("scaled")
         if product.batch:
@@ -558,7 +559,7 @@ def _check(collective: Collective, products: list[GraphProduct]) -> None:
 def _check_batch(collective: Collective, product: GraphProduct) -> None:
     whole, inside = collective.input, product.node
     if nodes.value(whole).dim() != 3 or collective.dim == 0:
-        raise Unfit("a batch of weights, and the batch is what is gathered or scattered")
+        raise Unfit("a batch of weights, and its batch dimension is gathered or scattered")
     if collective.kind == "all_reduce":
         raise Unfit("a batch of weights")
     if collective.kind == "all_gather":
@@ -568,7 +569,7 @@ def _check_batch(collective: Collective, product: GraphProduct) -> None:
 
 
 def _times(collective: Collective, products: list[GraphProduct], machine: Machine | None) -> Times:
-    """Predicted, for the shapes that were traced; None if these are not known, or there is no matmul."""
+    """Return predicted times for the traced shapes; None if these are unknown, or without a matmul."""
     if not products:
         return None, None
     whole = collective.input

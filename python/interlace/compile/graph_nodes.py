@@ -1,23 +1,23 @@
-"""Nodes of an aten graph: what they are, what they depend on, and new ones that know their shapes.
+"""Nodes of an aten graph: their properties and dependencies, and new nodes that know their shapes.
 
-Ops that change their arguments come functionalised: ``auto_functionalized(op, input=x, ...)`` gives what op
-returns, and then its changed arguments, in the order of the schema or in that of ``_all_bases``.
+Ops that change their arguments appear functionalised: ``auto_functionalized(op, input=x, ...)`` returns the
+op's results, and then its changed arguments, in the order of the schema or of ``_all_bases``.
 
-The patterns of this package are those of graphs that are decomposed: a Linear is ``mm`` or ``addmm``. An
-exported program has composite ops, ``linear``, ``matmul``, ``layer_norm``, which torch itself computes by
-other ops; :func:`decompose` replaces them.
+The patterns of this package match decomposed graphs: a Linear is ``mm`` or ``addmm``. An exported program
+has composite ops, ``linear``, ``matmul``, ``layer_norm``, which torch itself computes by other ops;
+:func:`decompose` replaces them.
 
-Collectives of an aten graph, found in every form in which they come.
+This file also finds the collectives of an aten graph, in all their forms.
 
-torch's functional ops gather and scatter dim 0; what its layers want of other dims is around them::
+torch's functional ops gather and scatter dim 0. For other dims torch adds nodes around them::
 
     gather   all_gather_into_tensor -> wait [-> split or slices -> cat along dim]
     scatter  [split or slices along dim -> cat ->] reduce_scatter_tensor -> wait
     reduce   all_reduce -> wait
 
-``torch.ops.interlace``'s own have the dim themselves. vLLM's have it, too, and no wait; their group is the
-one that ``GroupSpec.bind`` or torch has given the name. Legacy calls, ``dist.all_gather_into_tensor(out,
-x)`` and so on, are these once torch has traced them.
+The ops of ``torch.ops.interlace`` have the dim themselves. So do vLLM's ops, which have no wait. Their
+group is the group to which ``GroupSpec.bind`` or torch has given the name. Legacy calls, such as
+``dist.all_gather_into_tensor(out, x)``, become torch's functional ops when torch traces them.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ AnyGraph = fx.Graph | fx.GraphModule | torch.export.ExportedProgram
 
 
 def graph_of(program: AnyGraph) -> fx.Graph:
-    """The graph of a module or of an exported program; TypeError for another thing."""
+    """Return the graph of a module or of an exported program. Raise TypeError for another type."""
     if isinstance(program, fx.Graph):
         return program
     if isinstance(program, fx.GraphModule | torch.export.ExportedProgram):
@@ -74,12 +74,12 @@ def is_call(node: object, *targets: object) -> bool:
 
 
 def arguments(node: fx.Node) -> Any:
-    """The arguments of the node's call, of types that only its target knows."""
+    """Return the arguments of the node's call, whose types only its target knows."""
     return node.args
 
 
 def value(node: fx.Node) -> Any:
-    """The fake tensor that the node was traced with; None if it is no tensor."""
+    """Return the fake tensor from the node's trace, or None if it is not a tensor."""
     made = node.meta.get("val")
     return made if isinstance(made, torch.Tensor) else None
 
@@ -93,14 +93,14 @@ def static(*numbers: object) -> bool:
 
 
 def same(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two lists of lengths are equal, as far as that is known; asks for no guards."""
+    """Return whether two lists of lengths are known to be equal. This adds no guards."""
     if len(one) != len(other):
         return False
     return all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def hinted(length: int | torch.SymInt) -> int | None:
-    """A length, or what a symbolic one was when it was traced; None if that is not known."""
+    """Return a length, or the traced value of a symbolic one, or None if that is not known."""
     if isinstance(length, int):
         return length
     hint = length.node.hint
@@ -112,9 +112,9 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> fx.Node:
-    """A new node where the graph inserts: a call of an op, with its value, and the origin of ``like``.
+    """Insert a new node that calls an op, with its value and the origin of ``like``.
 
-    ``args`` may have nodes, whose ``meta["val"]`` the op gets; ``options`` are its keyword arguments.
+    ``args`` may contain nodes; the op gets their ``meta["val"]``. ``options`` are its keyword arguments.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
     >>> graph = make_fx(torch.relu, tracing_mode="fake")(torch.ones(4, 8)).graph
@@ -135,19 +135,19 @@ def call(target: Any, args: tuple[Any, ...], like: fx.Node, **options: Any) -> f
 
 
 def origin_of(node: fx.Node) -> dict[str, object]:
-    """The part of the ``meta`` of ``node`` that says where it comes from, for nodes in its place."""
+    """Return the part of the ``meta`` of ``node`` about its origin, for nodes that replace it."""
     keys = "stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node"
     return {key: node.meta[key] for key in keys if key in node.meta}
 
 
 def output_names(graph: fx.Graph) -> list[str]:
-    """The names of what the graph returns, one after the other; "" for what is no node."""
+    """Return the names of the graph's results in order; "" for a result that is not a node."""
     leaves = torch.utils._pytree.tree_leaves(graph.output_node().args)
     return [each.name if isinstance(each, fx.Node) else "" for each in leaves]
 
 
 def restore_output_names(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Give what the graph returns the ``names`` that :func:`output_names` had before a rewrite.
+    """Give the graph's results the ``names`` that :func:`output_names` returned before a rewrite.
 
     An exported program finds its results by these names. A name that another node still has stays there.
     """
@@ -159,7 +159,7 @@ def restore_output_names(graph: fx.Graph, names: Sequence[str]) -> None:
 
 
 def chain_of_reshapes(node: fx.Node, *more: Any) -> Iterable[fx.Node]:
-    """``node`` and all reshapes of it, of these and so on, that leave the last dimension as it is.
+    """Return ``node`` and all reshapes of it, directly or indirectly, that keep the last dimension.
 
     ``more``: other ops that count as reshapes.
     """
@@ -170,13 +170,13 @@ def chain_of_reshapes(node: fx.Node, *more: Any) -> Iterable[fx.Node]:
 
 
 def keeps_columns(reshaped: fx.Node) -> bool:
-    """Whether a reshape leaves the last dimension alone, so that rows stay rows."""
+    """Return whether a reshape keeps the last dimension, so that rows stay rows."""
     source, target = shape(reshaped.args[0]), shape(reshaped)  # type: ignore[arg-type]
     return bool(source and target and static(source[-1], target[-1]) and source[-1] == target[-1])
 
 
 def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The node behind the reshapes of ``node`` that keep the last dimension, and these reshapes."""
+    """Return the source of ``node`` before reshapes that keep the last dimension, and these reshapes."""
     passed = []
     while is_call(node, *RESHAPES) and keeps_columns(node):
         passed.append(node)
@@ -185,11 +185,11 @@ def through_reshapes(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def without_copies(graph: fx.Graph) -> None:
-    """``copy(empty, w)``, ``detach(w)`` and ``alias(w)`` are w, the result of a wait.
+    """Replace ``copy(empty, w)``, ``detach(w)`` and ``alias(w)`` by w, the result of a wait.
 
-    An in-place collective is traced into the first, ``wait()`` of what needs a gradient into the others.
-    Not where it leaves the graph beside w, for nobody would know that both are one. Other copies stay:
-    what they copy may be a tensor of the caller's that changes later.
+    torch traces an in-place collective into the first, and ``wait()`` of a tensor that needs a gradient
+    into the others. They stay if the graph returns them together with w: their equality would be unknown.
+    Other copies stay, as they may copy a tensor of the caller that changes later.
     """
     for node in list(graph.nodes):
         if not is_call(node, aten.copy.default, aten.detach.default, aten.alias.default):
@@ -207,7 +207,7 @@ def without_copies(graph: fx.Graph) -> None:
 
 
 def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """All that ``nodes`` are computed from, and themselves."""
+    """Return ``nodes`` and all nodes from which they are computed."""
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -219,7 +219,7 @@ def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def in_order(graph: fx.Graph) -> None:
-    """Put every node behind what it needs, and otherwise where it was."""
+    """Move every node after its inputs, and keep the order otherwise."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -239,10 +239,10 @@ def in_order(graph: fx.Graph) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """Where the user's code made ``node``, and in which module: "model.py:12 (layers.0.w1)".
+    """Return where the user's code made ``node``, and in which module: "model.py:12 (layers.0.w1)".
 
-    Frames of libraries are left out. Where there are no others, as in an nn.Sequential with hooks, it is
-    the line that has the graph compiled now. Of a node without frames and module it is the node's name.
+    Frames of libraries are left out. If there are no others, as in an nn.Sequential with hooks, return the
+    line that causes the compilation now. For a node without frames and module, return the node's name.
     """
     frames = []
     for line in str(node.meta.get("stack_trace") or "").splitlines():
@@ -262,22 +262,23 @@ def source_line(node: fx.Node) -> str:
 
 
 def _users_frames() -> list[tuple[str, str]]:
-    """The frames of this thread that are not of libraries, the innermost last."""
+    """Return the frames of this thread outside libraries, the innermost last."""
     frames = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_stack()]
     return [frame for frame in frames if not _of_library(frame[0])]
 
 
 def _of_library(path: str) -> bool:
-    """Whether a file is of torch, of interlace, of Python, or of no file, as code that torch writes."""
+    """Return whether code is from torch, interlace or Python, or from no file, as torch's generated
+    code."""
     if path.startswith(_LIBRARIES) or path.startswith(("<frozen", "<eval_with_key>")):
         return True
     return path.startswith(_PYTHON) and "-packages" + os.sep not in path
 
 
 def _module_name(node: fx.Node) -> str:
-    """The module that ``node`` is of, by its name in the model; "" for the model itself and outside of one.
+    """Return the name of the module of ``node`` in the model; "" for the model itself or without one.
 
-    Dynamo writes ``L['self'].layers.0``, from the variable of the model on, torch.export ``layers.0``.
+    Dynamo writes ``L['self'].layers.0``, which begins with a variable; torch.export writes ``layers.0``.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
@@ -292,10 +293,10 @@ FUNCTIONALISED = (_higher.auto_functionalized, _higher.auto_functionalized_v2)
 
 
 class NamedCall(NamedTuple):
-    """A call of an op that is known by its name, as those of vLLM, which are there where vLLM is.
+    """A call of an op that is known by its name, such as vLLM's ops, which exist only with vLLM.
 
-    ``given``: all arguments, by name. ``made``: of changed arguments the nodes that have them after; of an
-    op that changes none its results, by number. What nobody reads is None, or missing.
+    ``given``: all arguments, by name. ``made``: for changed arguments, the nodes with their new values; for
+    an op that changes no arguments, its results by number. Results without readers are None, or missing.
     """
 
     name: str
@@ -304,7 +305,7 @@ class NamedCall(NamedTuple):
 
 
 def named_call(node: fx.Node) -> NamedCall | None:
-    """The call that ``node`` is; None if it is no op, or changes a part of a tensor."""
+    """Return the call that ``node`` is; None if it is not an op, or changes a part of a tensor."""
     if node.op != "call_function":
         return None
     if node.target not in FUNCTIONALISED:
@@ -332,12 +333,12 @@ def named_call(node: fx.Node) -> NamedCall | None:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of the node's call as :func:`given_to` gives them."""
+    """Return the arguments of the node's call as :func:`given_to` does."""
     return given_to(node.target, node.args, node.kwargs)
 
 
 def given_to(op: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a call of ``op``, by name, in the order of its schema, with defaults."""
+    """Return the arguments of a call of ``op``, by name, in the order of its schema, with defaults."""
     found = {}
     for index, each in enumerate(op._schema.arguments):
         default = each.default_value if each.has_default_value() else None
@@ -353,7 +354,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def decompose(graph: fx.Graph) -> None:
-    """Replace each composite op, in place, by the ops that torch computes it by."""
+    """Replace each composite op, in place, by the ops with which torch computes it."""
     for node in list(graph.nodes):
         if _is_composite(node):
             _replace_composite(node)
@@ -364,11 +365,11 @@ def _is_composite(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     if target.namespace != "aten" or target._schema.is_mutable or target in RESHAPES:
-        return False  # Inductor has its views as reshapes on purpose: strides may change yet
+        return False  # Inductor needs views as reshapes, as strides may still change
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return False  # dropout, which tools that go from training to evaluation look for
+        return False  # dropout: tools that switch training to evaluation look for it
     if node.meta.get("unbacked_bindings"):
-        return False  # a new trace would have new symbols for lengths that only the data has
+        return False  # a new trace would have new symbols for lengths that depend on data
     made = tree_leaves(node.meta.get("val"))
     if not all(isinstance(each, torch.Tensor) for each in made):
         return False
@@ -388,14 +389,14 @@ def _replace_composite(node: fx.Node) -> None:
 
     traced = trace(call, inputs)
     if traced.find_nodes(op="get_attr"):
-        return  # constants, for which the graph has no place
+        return  # constants, which the graph cannot hold
     results = inlined(traced, inputs, node)
     if isinstance(results, fx.Node):
         pairs = [(node, results)]
-    else:  # a list, of which the graph reads entries
+    else:  # a list, whose entries the graph reads
         pairs = [(item, results[arguments(item)[1]]) for item in list(node.users)]
     for old, new in pairs:
-        # a "to" that changes nothing gives its input, which a program's outputs know by another name
+        # a "to" without effect returns its input, which has another name among a program's outputs
         for user in list(old.users):
             if new not in inputs or user.op != "output":
                 user.replace_input_with(old, new)
@@ -405,7 +406,7 @@ def _replace_composite(node: fx.Node) -> None:
 
 
 def trace(function: Callable[..., object], inputs: Sequence[fx.Node], **options: Any) -> fx.Graph:
-    """The graph of ``function`` of these nodes' values; ``options`` are those of ``make_fx``."""
+    """Trace ``function`` with these nodes' values; ``options`` are those for ``make_fx``."""
     values = [each.meta["val"] for each in inputs]
     mode = detect_fake_mode(tree_leaves(values))
     with contextlib.nullcontext() if mode is None else mode, torch.no_grad():
@@ -413,7 +414,7 @@ def trace(function: Callable[..., object], inputs: Sequence[fx.Node], **options:
 
 
 def inlined(traced: fx.Graph, inputs: Sequence[fx.Node], like: fx.Node) -> Any:
-    """What a graph of :func:`trace` returns, of new nodes before ``like``, which have its origin."""
+    """Copy a graph of :func:`trace` before ``like``, with its origin, and return the results' nodes."""
     made = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
     with like.graph.inserting_before(like):
         for each in traced.nodes:
@@ -429,8 +430,8 @@ class Collective:
     """A collective of a graph, as a :class:`Pattern` gets it.
 
     ``kind``: "all_gather", "reduce_scatter" or "all_reduce". ``start`` is the node that starts it.
-    ``input`` is what the user's code gave, ``result`` what it gets, both in the form in which ``dim`` is
-    the dimension that is gathered or scattered. ``size`` and ``name`` are the group's.
+    ``input`` is the tensor from the user's code, ``result`` the tensor that it gets. In both, ``dim`` is
+    the dimension that is gathered or scattered. ``size`` and ``name`` describe the group.
     """
 
     kind: str
@@ -447,7 +448,7 @@ def find(graph: fx.Graph) -> list[Collective]:
     return [made for node in graph.nodes if (made := at(node)) is not None]
 
 
-STARTS = {  # of an op: the kind of collective, and the names of its arguments
+STARTS = {  # by op: the kind of collective, and the names of its arguments
     "_c10d_functional::all_gather_into_tensor": ("all_gather", "input size name"),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input reduce_op size name"),
     "_c10d_functional::all_reduce": ("all_reduce", "input reduce_op name"),
@@ -460,12 +461,12 @@ STARTS = {  # of an op: the kind of collective, and the names of its arguments
     "vllm::all_reduce": ("all_reduce", "input name"),
 }
 NAMESPACES = ("_c10d_functional", "interlace")
-VLLM = tuple(name for name in STARTS if name.startswith("vllm"))  # which has ops of other kinds
+VLLM = tuple(name for name in STARTS if name.startswith("vllm"))  # it has ops of other kinds
 NOT_COLLECTIVE = ("wait_tensor", "rank", "group_size")
 
 
 def others(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives of the graph that :func:`find` does not find; ops that are fused already are none."""
+    """Return collectives of the graph that :func:`find` does not find, without ops already fused."""
     left = []
     for node in graph.nodes:
         target = node.target
@@ -485,7 +486,8 @@ def others(graph: fx.Graph) -> list[fx.Node]:
 
 
 def at(node: fx.Node) -> Collective | None:
-    """The collective that ``node`` starts, with its wait, and what torch does for other dims than 0."""
+    """Return the collective that ``node`` starts, with its wait, and torch's nodes for dims other than
+    0."""
     called = named_call(node)
     if called is None or called.name not in STARTS:
         return None
@@ -508,7 +510,7 @@ def at(node: fx.Node) -> Collective | None:
 
 
 def _size_of(name: object) -> int | None:
-    """An all_reduce does not carry the size of its group; None if there is no such group yet."""
+    """Return the size of an all_reduce's group, which its node lacks; None if there is no group yet."""
     try:
         return specs.describe(name)[1]
     except (RuntimeError, LookupError, ValueError, TypeError):
@@ -516,7 +518,7 @@ def _size_of(name: object) -> int | None:
 
 
 def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
-    """The cat, along another dim, of all slices along dim 0 of a gathered tensor."""
+    """Return the cat, along another dim, of all slices along dim 0 of a gathered tensor."""
     parts = _slices(waited, 0, size)
     if parts is None:
         return None
@@ -528,7 +530,7 @@ def _joined(waited: fx.Node, size: int) -> tuple[fx.Node, int] | None:
 
 
 def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
-    """Of ``input`` = the cat, along dim 0, of all slices along another dim: what is sliced, and the dim."""
+    """Return the tensor and the dim whose slices ``input`` concatenates along dim 0."""
     if not is_call(input, aten.cat.default) or len(input.users) != 1:
         return None
     joined = named_arguments(input)
@@ -546,7 +548,7 @@ def _cut(input: fx.Node, size: int) -> tuple[fx.Node, int] | None:
 
 
 def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
-    """The ``size`` equal parts of ``source`` along ``dim``, if it is used by nothing else."""
+    """Return the ``size`` equal parts of ``source`` along ``dim``, if it has no other readers."""
     length = shape(source)[dim]
     user = only_user(source)
     if user is not None and is_call(user, aten.split.Tensor):
@@ -577,4 +579,4 @@ def _slices(source: fx.Node, dim: int, size: int) -> list[fx.Node] | None:
 
 
 class Unfit(Exception):
-    """Why a matmul cannot be fused."""
+    """An exception whose message says why a matmul cannot be fused."""

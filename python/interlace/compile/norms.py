@@ -1,28 +1,29 @@
-"""Norms that read what a collective has reduced: with the residual before them, they go into the op's tail.
+"""Norms that read a reduced tensor: with the residual before them, they become the tail of the op.
 
-After the reduction, and reshapes of it, come additions of a bias and the residual, in their dtype or in
-fp32, or of one, or none, and then a norm of the last dimension, in the ops of which torch's, and those
-written by hand, are made::
+After the reduction and reshapes of it come additions of a bias and the residual, of one of them, or of
+none, in their dtype or in fp32. Then comes a norm of the last dimension. The norm consists of these ops, in
+torch's norms and in those written by hand::
 
     x = h, or h in fp32
     rms     mul(x, rsqrt(add(mean(pow(x, 2) or mul(x, x)), eps)))
     layer   mul(sub(x, mean), rsqrt(add(var, eps))), of var_mean; or native_layer_norm
     then    mul by a weight and add a bias, in fp32 or in h's dtype, after or before it is rounded to h's
 
-or by an op of vLLM's, some of which add the residual, too, and some quantise (``ADDS_TOO`` and below).
+Or the norm is one of vLLM's ops. Some of these also add the residual, and some quantise (``ADDS_TOO`` and
+below).
 
-What else is read of a norm's parts, as the statistics that a forward saves for its backward, stays and
-is computed of the sum that the op gives.
+Other values that are read from a norm's parts, such as the statistics that a forward saves for its
+backward, stay in the graph. They are computed from the sum that the op returns.
 
-Of normed rows of which only fp8 and a scale for every row are read, an op makes both in its tail. As torch
-and vLLM's ``QuantFP8`` write it, in any order of the casts::
+If only fp8 and a scale for every row are read from the normed rows, an op makes both in its tail. torch and
+vLLM's ``QuantFP8`` write it so, in any order of the casts::
 
     scale   max |y| over a row / 448, at least some small number
     fp8     float8_e4m3fn of clamp(y / scale, -448, 448), or of y times the reciprocal of scale
 
-or one of vLLM's ops; or by one scale for all rows that is there before them, an input of the graph: then an
-op makes the fp8 with a norm whose weight has been divided by it. A scale that is the largest number of all
-rows no op makes: that stays in the graph.
+Or it is one of vLLM's ops. A single scale for all rows may also exist before them, as an input of the
+graph. Then the norm's weight is divided by the scale, and an op makes the fp8. If a scale comes from the
+largest number of all rows, no op makes it, and it stays in the graph.
 """
 
 import contextlib
@@ -61,12 +62,12 @@ ADDS = (aten.add.Tensor, aten.add.Scalar, aten.add_.Scalar, aten.add_.Tensor)
 
 @dataclass(frozen=True)
 class GraphNorm:
-    """``normed`` = norm of ``total``, which is the reduced + ``residual``; ``kind``: "rms" or "layer".
+    """A norm: ``normed`` is the norm of ``total``, the reduced tensor + ``residual``.
 
-    All are of ``dtype``, but ``total`` may be in fp32.
+    ``kind``: "rms" or "layer". All tensors have ``dtype``, but ``total`` may be in fp32.
 
-    ``added`` is a bias of what is reduced. With ``scale``, or by ``static``, one for all rows that is an
-    input, what is normed is fp8. None for what nobody reads. ``notes``: what was left out.
+    ``added`` is a bias of the reduced tensor. With ``scale`` (by row) or ``static`` (one for all rows, an
+    input), the result is fp8. Results without readers are None. ``notes``: what was left out.
     """
 
     kind: str
@@ -84,7 +85,7 @@ class GraphNorm:
 
 
 class Quantisation(NamedTuple):
-    """``made`` is the fp8, and ``scale`` the scales of rows, or ``static`` the one that is an input."""
+    """``made`` is the fp8, and ``scale`` the scales of rows, or ``static`` a single one, an input."""
 
     made: fx.Node | None
     scale: fx.Node | None
@@ -92,7 +93,7 @@ class Quantisation(NamedTuple):
 
 
 def find(collective: Collective) -> GraphNorm | None:
-    """The norm of what ``collective`` has reduced; None if there is none, Unfit if it cannot go along."""
+    """Return the norm of the reduced tensor, or None; raise Unfit if it cannot be fused."""
     reduced = collective.result
     while (user := only_user(reduced)) is not None and is_call(user, *RESHAPES):
         if not keeps_columns(user):
@@ -103,20 +104,20 @@ def find(collective: Collective) -> GraphNorm | None:
         if made is None:
             continue
         if made.residual is not None and len(source.users) > 1:
-            raise Unfit("what is reduced is read by others, too, without the residual")
+            raise Unfit("the reduced tensor is also read elsewhere, without the residual")
         vectors = made.residual, made.weight, made.bias, made.static, added
         needed = [each for each in vectors if each is not None]
         if ancestors(needed) & {collective.result}:
-            raise Unfit("the residual or the norm's weight comes from what is reduced")
+            raise Unfit("the residual or the norm's weight comes from the reduced tensor")
         return replace(made, added=added)
     return None
 
 
 def keep_sums(joint: fx.Graph) -> None:
-    """Have sums that are normed saved for the backward, where it needs them, and not what was reduced.
+    """Save sums that are normed for the backward, where it needs them, instead of the reduced tensors.
 
-    A partitioner may save either, if it has the residual anyway, and have the backward add again. A saved
-    reduction would have to leave the op beside the sum.
+    A partitioner may save either, if it saves the residual anyway, and let the backward add again. Then the
+    op would have to return the reduced tensor besides the sum.
     """
     for collective in collectives(joint):
         with contextlib.suppress(Unfit):
@@ -126,10 +127,10 @@ def keep_sums(joint: fx.Graph) -> None:
 
 
 def know_eps(graph: fx.Graph) -> None:
-    """Make a number that is added within ``rsqrt`` a constant of a graph that Dynamo has traced.
+    """Replace a number that is added within ``rsqrt`` by a constant, in a graph that Dynamo has traced.
 
-    With ``dynamic=True`` floats of the code are its inputs, and an op has its eps from the graph. Reading
-    the number guards it: with another one the code is compiled again.
+    With ``dynamic=True`` floats of the code are inputs of the graph, but an op needs its eps as a constant.
+    Reading the number guards it: another value compiles the code again.
     """
     for node in list(graph.nodes):
         number = node.meta.get("example_value")
@@ -144,7 +145,7 @@ def _in_root(node: fx.Node) -> bool:
 
 
 def _biased(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
-    """What may get a residual, and the bias that it has."""
+    """Yield the nodes to which a residual may be added, each with the bias that it has."""
     yield reduced, None
     user = only_user(reduced)
     if is_call(user, aten.add.Tensor) and user is not None:
@@ -165,7 +166,7 @@ def _norms(reduced: fx.Node) -> Iterator[GraphNorm]:
 
 
 def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
-    """Nodes that may be normed, each with what was added for it."""
+    """Yield the nodes that may be normed, each with the residual that was added."""
     dtype = value(reduced).dtype
     for start in _starts(reduced):
         for user in start.users:
@@ -179,13 +180,13 @@ def _sums(reduced: fx.Node) -> Iterator[tuple[fx.Node, fx.Node | None]]:
             alike = fits and same(shape(other), shape(reduced))
             if alike and value(other).dtype == dtype and value(user).dtype == value(start).dtype:
                 if len(start.users) > 1 and start is not reduced:
-                    raise Unfit("what is reduced is read by others, too, without the residual")
+                    raise Unfit("the reduced tensor is also read elsewhere, without the residual")
                 yield user, other
     yield reduced, None
 
 
 Ends = tuple[float, fx.Node]
-"""eps, and the normed numbers without weight and bias."""
+"""eps, and the node of the normed numbers without weight and bias."""
 
 
 def _starts(total: fx.Node) -> Iterator[fx.Node]:
@@ -236,12 +237,12 @@ def _native(total: fx.Node, node: fx.Node) -> Iterator[Ends]:
     if list(lengths) != [shape(total)[-1]] or 0 not in outputs:  # type: ignore[arg-type]
         return
     if any(each.users for index, each in outputs.items() if index):
-        raise Unfit("native_layer_norm gives its statistics to others, too")
+        raise Unfit("the statistics of native_layer_norm are also read elsewhere")
     yield float(eps), outputs[0]  # type: ignore[arg-type]
 
 
 def _scaled(x: fx.Node, variance: fx.Node) -> Iterator[Ends]:
-    """``x`` times the reciprocal square root of ``variance`` and an eps."""
+    """Yield ``x`` times the reciprocal square root of ``variance`` and an eps."""
     for added in variance.users:
         if not is_call(added, *ADDS) or not isinstance(added.args[1], float):
             continue
@@ -260,7 +261,7 @@ def _finished(
     eps: float,
     made: fx.Node,
 ) -> GraphNorm:
-    """With the weight, the bias and the rounding behind it, in any order that changes no more than bits."""
+    """Return the norm with the weight, bias and rounding after it, in any order that changes only bits."""
     found: dict[object, fx.Node | None] = {aten.mul.Tensor: None, aten.add.Tensor: None}
     if is_call(made, operator.getitem):
         native: Any = made.args[0]
@@ -277,7 +278,7 @@ def _finished(
 
 
 def _quantised(norm: GraphNorm) -> GraphNorm:
-    """With the quantisation behind it, if there is one that an op does."""
+    """Return the norm with the quantisation after it, if there is one and an op supports it."""
     if norm.normed is None:
         return norm
     try:
@@ -301,7 +302,7 @@ def _as_fp8(norm: GraphNorm, found: Quantisation) -> GraphNorm:
 def _goes_on(
     kind: str, made: fx.Node, user: fx.Node, dtype: torch.dtype, found: dict[object, fx.Node | None]
 ) -> bool:
-    """Whether ``user`` rounds what was ``made``, or gives it a weight or a bias that it has not had yet."""
+    """Return whether ``user`` rounds ``made``, or applies a weight or bias that it did not have yet."""
     if is_call(user, *CONVERTS):
         return bool(value(user).dtype == dtype != value(made).dtype)
     if _vector_beside(user, made) is None or found[aten.add.Tensor] is not None:
@@ -310,7 +311,7 @@ def _goes_on(
 
 
 def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
-    """What ``node`` multiplies ``made`` with, or adds, if that is a number per column."""
+    """Return the node that ``node`` multiplies with or adds to ``made``, if it is a number per column."""
     if not is_call(node, aten.mul.Tensor, aten.add.Tensor) or node.kwargs:
         return None
     left, right = node.args
@@ -321,7 +322,7 @@ def _vector_beside(node: fx.Node, made: fx.Node) -> fx.Node | None:
 
 
 def _vectors(dtype: torch.dtype, given: Sequence[Any]) -> list[fx.Node | None]:
-    """The weight and the bias, behind conversions to fp32, which the op does itself."""
+    """Return the weight and the bias without conversions to fp32, which the op does itself."""
     found: list[fx.Node | None] = []
     for each in given:
         node = each
@@ -343,7 +344,7 @@ BY_INPUT = ("_C::rms_norm_static_fp8_quant", "_C::fused_add_rms_norm_static_fp8_
 
 
 def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterator[GraphNorm]:
-    """RMSNorms of ``source``, which is ``total`` or a reshape of it, by ops that are known by name."""
+    """Yield RMSNorms of ``source``, which is ``total`` or a reshape of it, by ops known by name."""
     for user in source.users:
         call = named_call(user)
         if call is None or source not in (call.given.get("input"), call.given.get("x")):
@@ -356,7 +357,7 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
         weight, _ = _vectors(dtype, (given.get("weight"), None))
         added = given.get("residual", given.get("x_residual"))
         if residual is not None and added is not None:
-            continue  # the sum is not what is normed
+            continue  # this op norms another tensor than the sum
         if call.name in ALONE:
             yield _quantised(GraphNorm(*about, total, made.get(ALONE[call.name]), residual, weight))
         elif call.name in ADDS_TOO:
@@ -377,29 +378,27 @@ def _called(source: fx.Node, total: fx.Node, residual: fx.Node | None) -> Iterat
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SMALLEST = 1e-5  # a scale that is at least more than this is another one
+SMALLEST = 1e-5  # a larger lower bound would change a scale
 CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 FLOORS = (aten.clamp.default, aten.clamp_min.default)
 COLUMNS = (aten.unsqueeze.default, *RESHAPES)
 BY_ROW, STATIC = "_C::dynamic_per_token_scaled_fp8_quant", "_C::static_scaled_fp8_quant"
 OTHERWISE = "_C::dynamic_scaled_fp8_quant"
-NO_SCALE = (
-    "its scale is not that of the largest number of a row, nor is it there before the rows are"
-)
+NO_SCALE = "its scale is not from the largest number of a row, and does not exist before the rows"
 
 
 def quantisation_of(normed: fx.Node) -> Quantisation | None:
-    """What stands for ``normed``; None if nobody asks for fp8."""
+    """Return the fp8 that replaces ``normed``, or None if there is none."""
     found = None
     for y in chain_of_reshapes(normed):
         found = found or next(_written_fp8(y), None) or _called_fp8(y)
     if found is not None and not _only_for(normed, {found.made, found.scale}):
-        raise Unfit("the normed rows are read by others, too")
+        raise Unfit("the normed rows are also read elsewhere")
     return found
 
 
 def by_input(made: fx.Node | None, scale: Any, y: fx.Node) -> Quantisation:
-    """fp8 by ``scale``; Unfit unless that is one number which was there before ``y``."""
+    """Return fp8 by ``scale``; raise Unfit unless this is one number that existed before ``y``."""
     one = isinstance(scale, fx.Node) and same([value(scale).numel()], [1])
     if not one or y in ancestors([scale]):
         raise Unfit(NO_SCALE)
@@ -417,7 +416,7 @@ def _written_fp8(y: fx.Node) -> Iterator[Quantisation]:
 
 
 def _quotients(node: fx.Node, scale: Any, clamped: bool) -> Iterator[tuple[fx.Node, object, bool]]:
-    """Every cast to fp8 of ``node``, which has been divided by ``scale``; with that, and if ``clamped``."""
+    """Yield every cast of ``node`` to fp8, the scale that divided it, and whether it was clamped."""
     for user in node.users:
         dtype = value(user).dtype if is_call(user, *CONVERTS) else None
         clamps = is_call(user, *CLAMPS) and {abs(each) for each in _numbers(user)} == {LARGEST}
@@ -439,13 +438,13 @@ def _numbers(clamp: fx.Node) -> list[float]:
 
 
 def _is_scale(node: fx.Node, y: fx.Node) -> bool:
-    """Whether ``node`` is the largest |y| of every row, divided by 448, in fp32."""
+    """Return whether ``node`` is the largest |y| of every row, divided by 448, in fp32."""
     if value(node).dtype != torch.float32 or shape(node) != [*shape(y)[:-1], 1]:
         return False
-    factor, steps = 1.0, ["abs", "max"]  # what is still to come on the way to y
+    factor, steps = 1.0, ["abs", "max"]  # steps still to find on the way to y
     while node is not y:
         source: Any
-        before = len(steps) == 2  # behind the maximum, in the order of the graph
+        before = len(steps) == 2  # after the maximum, in the order of the graph
         source, *rest = arguments(node) or (None,)
         by = rest[0] if rest and isinstance(rest[0], (int, float)) else None
         if is_call(node, *CONVERTS) or (before and is_call(node, *COLUMNS)):
@@ -492,7 +491,7 @@ def _called_fp8(y: fx.Node) -> Quantisation | None:
 
 
 def _only_for(node: fx.Node, targets: set[fx.Node | None]) -> bool:
-    """Whether nothing is read of ``node`` but ``targets``."""
+    """Return whether only ``targets`` read ``node``, directly or indirectly."""
     return all(
         user in targets or (user.op != "output" and user.users and _only_for(user, targets))
         for user in node.users

@@ -1,13 +1,13 @@
 """Matmuls that read a gathered tensor, and those whose products are reduced.
 
-A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. It comes as::
+A :class:`GraphProduct` is ``rows @ weight (+ bias)`` with rows of any number of dimensions. Its forms are::
 
     mm(reshape(x), w)            a Linear without a bias, or x of 2 dimensions
     addmm(bias, reshape(x), w)   a Linear
     bmm(x, expand(w))            matmul of a batch with one weight
     bmm(x, w)                    of a batch with a weight for every entry
-    _scaled_mm(reshape(x), w)    of matrices with scales, as the other ops of ``scales.py``
-    add(product, product)        of several matmuls what is reduced: q, k and v in a backward
+    _scaled_mm(reshape(x), w)    of matrices with scales, also by the other ops of ``scales.py``
+    add(product, product)        a reduced sum of several matmuls: q, k and v in a backward
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from interlace.compile.scales import Scales, result_of, scaled_call, scaled_oper
 
 @dataclass(frozen=True)
 class GraphProduct:
-    """``left @ right + bias + added``, ``right`` ``(k, n)``; a ``batch`` of them in a dim before, or 0."""
+    """``left @ right + bias + added``, ``right`` ``(k, n)``; ``batch`` of them in an earlier dim, or 0."""
 
     node: fx.Node
     left: fx.Node
@@ -46,19 +46,19 @@ class GraphProduct:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A key that products must share to share a fused op."""
+        """The properties that products must share for one fused op."""
         if self.scales is None:
             return (self.batch,)
         return self.scales.left, self.scales.out_dtype, self.scales.fast, self.scales.format
 
     @property
     def blocks(self) -> str:
-        """The format of its operands, if they are block-scaled."""
+        """The format of its operands if they are block-scaled."""
         return "" if self.scales is None else self.scales.format
 
     @property
     def _weight_shape(self) -> list[Any]:
-        """In numbers, ``(k, n)``."""
+        """The weight's shape in numbers, ``(k, n)``."""
         inner, columns = shape(self.right)[-2:]
         if self.scales is not None and self.scales.weight_by_rows:
             inner, columns = columns, inner
@@ -81,7 +81,7 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def product_at(node: fx.Node) -> GraphProduct:
-    """The product that ``node`` is; raises :class:`Unfit`."""
+    """Return the product that ``node`` is; raise :class:`Unfit` if it is not one."""
     bias: fx.Node | None = None
     added: fx.Node | None = None
     if is_call(node, aten.mm.default):
@@ -98,11 +98,11 @@ def product_at(node: fx.Node) -> GraphProduct:
     elif (call := scaled_call(node)) is not None:
         result = result_of(call)
         if result is None:
-            raise Unfit("its product is read by nobody")
+            raise Unfit("its product is never read")
         left, right, bias, scales = scaled_operands(call)
         return GraphProduct(result, left, right, bias, scales=scales)
     else:
-        raise Unfit(f"{node.target} is no matmul")
+        raise Unfit(f"{node.target} is not a matmul")
     if not static(*shape(right)):
         raise Unfit("the weight has a symbolic shape")
     dtypes = {value(each).dtype for each in (left, right, bias) if each is not None}
@@ -113,7 +113,7 @@ def product_at(node: fx.Node) -> GraphProduct:
 
 
 def _expanded_weight(node: fx.Node) -> fx.Node | None:
-    """The (k, n) weight that ``node`` repeats for every entry of a batch; None if it does not."""
+    """Return the (k, n) weight that ``node`` repeats for every entry of a batch, or None."""
     wanted = shape(node)
     while is_call(node, *RESHAPES) and shape(arguments(node)[0]) == wanted:
         node = arguments(node)[0]
@@ -126,7 +126,7 @@ def _expanded_weight(node: fx.Node) -> fx.Node | None:
 
 
 def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, str]]]:
-    """The products whose rows ``gathered`` are; and matmuls that read it otherwise, with why."""
+    """Return the products with rows ``gathered``, and other matmuls that read it, with the reason."""
     products, others = [], []
     summed = "the gathered dimension is summed over"
     for source in chain_of_reshapes(gathered, *SAME_BITS):
@@ -152,20 +152,20 @@ def readers(gathered: fx.Node) -> tuple[list[GraphProduct], list[tuple[fx.Node, 
 
 
 def terms(reduced: fx.Node) -> list[GraphProduct]:
-    """The products whose sum ``reduced`` is, and which nothing else reads; raises :class:`Unfit`."""
+    """Return the products whose sum is ``reduced``, without other readers; raise :class:`Unfit`."""
     inside, passed = through_reshapes(reduced)
     for each in (*passed, inside):
         if each is not reduced and len(each.users) != 1:
-            raise Unfit("the product is read by others too")
+            raise Unfit("the product is also read elsewhere")
     if is_call(inside, aten.add.Tensor) and not inside.kwargs:
         found: list[GraphProduct] = []
         for side in arguments(inside):
             if not isinstance(side, fx.Node) or value(side) is None:
-                raise Unfit("what is reduced is no matmul: add")
+                raise Unfit("the reduced tensor is not from a matmul: add")
             if shape(side) != shape(inside):
                 raise Unfit("a term of the sum is broadcast")
             if len(side.users) != 1:
-                raise Unfit("a term of the sum is read by others too")
+                raise Unfit("a term of the sum is also read elsewhere")
             found += terms(side)
         if len({product.kind for product in found}) > 1 or found[0].kind != (0,):
             raise Unfit("a sum of scaled or batched matmuls")
@@ -174,7 +174,7 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
         return [_multiplied(inside)]
     if not is_matmul(inside):
         name = getattr(inside.target, "__name__", inside.target)
-        raise Unfit(f"what is reduced is no matmul: {name}")
+        raise Unfit(f"the reduced tensor is not from a matmul: {name}")
     product = product_at(inside)
     if product.added is not None:
         raise Unfit("addmm with a two-dimensional bias")
@@ -182,7 +182,7 @@ def terms(reduced: fx.Node) -> list[GraphProduct]:
 
 
 def _multiplied(node: fx.Node) -> GraphProduct:
-    """A product times a number, as of torchao's NVFP4: the scale of its whole tensors; raises Unfit."""
+    """Return a product times a number, as in torchao's NVFP4 (the tensors' whole scales); raise Unfit."""
     for one, number in (node.args, node.args[::-1]):
         if not isinstance(one, fx.Node) or not isinstance(number, fx.Node):
             continue
@@ -192,4 +192,4 @@ def _multiplied(node: fx.Node) -> GraphProduct:
             if scales is not None and scales.format and product.bias is None:
                 whole = (*scales.whole, number)
                 return replace(product, scales=replace(scales, whole=whole))
-    raise Unfit("what is reduced is no matmul: mul.Tensor")
+    raise Unfit("the reduced tensor is not from a matmul: mul.Tensor")

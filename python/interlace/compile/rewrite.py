@@ -1,4 +1,4 @@
-"""Rewrites of the fusion pass: fused ops in the place of collectives and their matmuls."""
+"""Rewrites of the fusion pass: fused ops that replace collectives and their matmuls."""
 
 import itertools
 import operator
@@ -41,7 +41,7 @@ WITH_MATMULS = {
 
 
 def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNorm | None) -> str:
-    """The name of the op that stands for all three."""
+    """Return the name of the op that replaces all three."""
     name = WITH_MATMULS[collective.kind] if products or norm is None else collective.kind
     if products and products[0].blocks:
         return f"block_scaled_{name}"
@@ -49,7 +49,7 @@ def fused_op(collective: Collective, products: list[GraphProduct], norm: GraphNo
 
 
 def _start(name: str, collective: Collective, like: fx.Node, **given: object) -> fx.Node:
-    """Start an op in place of the collective; of arguments by name it gets those it has, else defaults."""
+    """Start an op in place of the collective, with its arguments from ``given`` and defaults."""
     dim, record = collective.dim, BY_NAME[name]
     about = {"gather_dim": dim, "scatter_dim": dim, "reduce_op": collective.reduce_op}
     arguments = [{**record.defaults, **about, **given}.get(each) for each in record.kinds]
@@ -58,7 +58,7 @@ def _start(name: str, collective: Collective, like: fx.Node, **given: object) ->
 
 
 def _result(started: fx.Node, like: fx.Node, index: int | None = None) -> fx.Node:
-    """The result of an op, complete; of an op with several that of ``index``."""
+    """Return the complete result of an op; ``index`` if it has several."""
     one = started if index is None else call(operator.getitem, (started, index), like)
     return call(wait_tensor, (one,), like)
 
@@ -86,7 +86,7 @@ def fuse_gather(collective: Collective, products: list[GraphProduct]) -> None:
 
 
 def _calls(products: Sequence[GraphProduct]) -> set[fx.Node]:
-    """The calls of the products, also of those that change an argument, of which the graph has an item."""
+    """Return the calls of the products; if a call changes an argument, the graph has an item of it."""
     nodes = {product.node for product in products}
     return nodes | {each.args[0] for each in nodes if is_call(each, operator.getitem)}  # type: ignore[misc]
 
@@ -99,7 +99,7 @@ def _gathering(
     dim: int,
     kept: bool,
 ) -> list[fx.Node]:
-    """The fused op, and its outputs: one per weight, then the gathered input if it is ``kept``."""
+    """Return the fused op and its outputs: one per weight, then the gathered input if it is ``kept``."""
     like, scales = products[0].node, products[0].scales
     biases: list[fx.Node | None] = [product.bias for product in products]
     if products[0].batch or not any(bias is not None for bias in biases):
@@ -118,7 +118,7 @@ def _gathering(
 
 
 def _scaled(scales: Scales | None) -> dict[str, object]:
-    """Arguments of an op for the scales of its operands."""
+    """Return an op's arguments for the scales of its operands."""
     if scales is None:
         return {}
     of_operands = {"input_scale": scales.left, "weight_scale": scales.right}
@@ -126,7 +126,7 @@ def _scaled(scales: Scales | None) -> dict[str, object]:
 
 
 def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) -> list[fx.Node]:
-    """The outputs of a batched product: an op per entry of the batch, whose results are put together."""
+    """Return the outputs of a batched product: an op per entry of the batch, with stacked results."""
     rows: list[list[fx.Node]] = []
     for entry in range(products[0].batch):
         one = call(aten.select.int, (collective.input, 0, entry), products[0].node)
@@ -139,7 +139,7 @@ def _in_batch(collective: Collective, products: list[GraphProduct], kept: bool) 
 
 
 def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
-    """Whether nothing but ``matmuls`` reads ``node``, itself or reshaped."""
+    """Return whether only ``matmuls`` read ``node``, directly or reshaped."""
     return all(
         user in matmuls
         or (is_call(user, *RESHAPES, *SAME_BITS) and user.users and _only_for(user, matmuls))
@@ -148,7 +148,7 @@ def _only_for(node: fx.Node, matmuls: set[fx.Node]) -> bool:
 
 
 def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
-    """``made`` in the shape, dtype and strides of ``old``."""
+    """Return ``made`` in the shape, dtype and strides of ``old``."""
     if not same(shape(made), shape(old)):
         made = call(aten.reshape.default, (made, _lengths(shape(old))), old)
     if value(made).dtype != value(old).dtype:
@@ -157,12 +157,12 @@ def _as_before(made: fx.Node, old: fx.Node) -> fx.Node:
         return made
     clone = call(aten.clone.default, (made,), old, memory_format=torch.contiguous_format)
     if not same(clone.meta["val"].stride(), value(old).stride()):
-        clone.meta["val"] = value(old)  # a permuted result: torch's passes keep what the tracer saw
+        clone.meta["val"] = value(old)  # a permuted result: torch's passes need the traced value
     return clone
 
 
 def _vectors(collective: Collective, norm: GraphNorm) -> dict[str, fx.Node | None]:
-    """The residual, in the shape of what is reduced, weight and bias of the norm."""
+    """Return the residual in the reduced tensor's shape, and weight and bias of the norm."""
     residual = norm.residual
     if residual is not None and not same(shape(residual), shape(collective.result)):
         lengths = _lengths(shape(collective.result))
@@ -174,7 +174,7 @@ def _vectors(collective: Collective, norm: GraphNorm) -> dict[str, fx.Node | Non
 
 
 def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | None]:
-    """Weight and bias of the norm, which then gives its rows divided by ``scale``, in fp32."""
+    """Return weight and bias for a norm whose rows are divided by ``scale``, in fp32."""
     divisor = call(aten.reshape.default, (scale, [1]), scale)
     weight, vectors = norm.weight, []
     if weight is None:
@@ -191,7 +191,7 @@ def _divided(norm: GraphNorm, scale: fx.Node, reduced: Any) -> list[fx.Node | No
 def _start_normed(
     collective: Collective, products: list[GraphProduct], norm: GraphNorm, **given: object
 ) -> None:
-    """Start the op with a norm in its tail; what it gives takes the place of the norm and of the sum."""
+    """Start the op with a norm in its tail; its results replace the norm and the sum."""
     like = collective.result
     given |= {**_vectors(collective, norm), "kind": norm.kind, "eps": norm.eps}
     quantize = "fp8" if norm.scale is not None else "" if norm.static is None else "fp8_static"
@@ -205,7 +205,7 @@ def _start_normed(
 def fuse_reduction(
     collective: Collective, products: list[GraphProduct], norm: GraphNorm | None
 ) -> None:
-    """A reduction, of products or of rows that come from no matmul, and its norm, if it has one."""
+    """Fuse a reduction of products, or of rows without a matmul, and its norm, if it has one."""
     result = collective.result
     lengths = shape(collective.input)[:-1]
     with result.graph.inserting_before(result):
@@ -239,7 +239,7 @@ def fuse_reduction(
 
 
 def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
-    """An op for every entry of the batch, and their outputs together."""
+    """Start an op for every entry of the batch, and stack their outputs."""
     like, parts = collective.result, []
     for entry in range(product.batch):
         left = call(aten.select.int, (product.left, 0, entry), like)
@@ -250,13 +250,13 @@ def _scattering_batch(collective: Collective, product: GraphProduct) -> fx.Node:
 
 
 def _stacked(entries: list[fx.Node], like: fx.Node) -> fx.Node:
-    """``aten.stack`` in the ops that Inductor has after its decompositions."""
+    """Return ``aten.stack`` in the ops that Inductor has after its decompositions."""
     rows = [call(aten.unsqueeze.default, (entry, 0), like) for entry in entries]
     return call(aten.cat.default, (rows, 0), like)
 
 
 def _rows(products: list[GraphProduct], lengths: list[object]) -> fx.Node:
-    """The left operands side by side, with the leading dimensions of the whole product."""
+    """Return the concatenated left operands, with the leading dimensions of the whole product."""
     left = products[0].left
     if len(products) > 1:
         flat = [_reshaped(p.left, [-1, p.inner]) for p in products]
@@ -266,7 +266,7 @@ def _rows(products: list[GraphProduct], lengths: list[object]) -> fx.Node:
 
 
 def _lengths(lengths: list[Any]) -> list[int]:
-    """For ``reshape``: -1 for a symbolic length."""
+    """Return lengths for ``reshape``: -1 for a symbolic length."""
     return [length if static(length) else -1 for length in lengths]
 
 
@@ -277,7 +277,7 @@ def _reshaped(node: fx.Node, lengths: list[int]) -> fx.Node:
 
 
 def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.Node | None:
-    """The bias to add once, after the reduction, for those that each rank adds before it."""
+    """Return the bias to add once, after the reduction, for those that each rank adds before it."""
     biases = [product.bias for product in products if product.bias is not None]
     if not biases:
         return None
@@ -291,7 +291,7 @@ def _reduced_bias(collective: Collective, products: list[GraphProduct]) -> fx.No
 
 
 def _traced(function: Callable[..., Any], inputs: Sequence[fx.Node]) -> fx.Graph:
-    """The graph of a functional form; what it refuses is Unfit."""
+    """Trace a functional form; its errors become Unfit."""
     functional_graph = torch.func.functionalize(function, remove="mutations")
     try:
         traced = trace(functional_graph, inputs, decomposition_table=select_decomp_table())
@@ -302,14 +302,14 @@ def _traced(function: Callable[..., Any], inputs: Sequence[fx.Node]) -> fx.Graph
 
 
 def _factors(product: GraphProduct) -> list[fx.Node]:
-    """The nodes of the weight, its scales and its bias."""
+    """Return the nodes of the weight, its scales and its bias."""
     assert product.scales is not None
     bias = [] if product.bias is None else [product.bias]
     return [product.right, product.scales.right, *product.scales.whole, *bias]
 
 
 def _operands(product: GraphProduct, tensors: Sequence[Any], swizzled: bool) -> tuple[Any, ...]:
-    """Of the left operand, its scales and :func:`_factors`: both operands and the bias."""
+    """Return both operands and the bias from the left operand, its scales and :func:`_factors`."""
     assert product.scales is not None
     left, of_left, right, of_right, *rest = tensors
     count = len(product.scales.whole)
@@ -319,7 +319,7 @@ def _operands(product: GraphProduct, tensors: Sequence[Any], swizzled: bool) -> 
 
 
 def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Callable[[], None]:
-    """The rewrite of a gather of block-scaled rows, and of their scales; raises Unfit."""
+    """Return the rewrite for a gather of block-scaled rows and of their scales; raise Unfit."""
     result, matmuls, scales = collective.result, _calls(products), products[0].scales
     assert scales is not None
     assert scales.gather is not None
@@ -356,7 +356,7 @@ def gather_of_blocks(collective: Collective, products: list[GraphProduct]) -> Ca
 
 
 def reduction_of_blocks(collective: Collective, product: GraphProduct) -> Callable[[], None]:
-    """The rewrite of the reduction of a product of block-scaled operands; raises Unfit."""
+    """Return the rewrite for the reduction of a product of block-scaled operands; raise Unfit."""
     scales, result = product.scales, collective.result
     assert scales is not None
     lead, group = shape(collective.input)[:-1], GroupSpec(collective.name, collective.size)

@@ -1,9 +1,9 @@
 """Scaled matmuls of a graph: torch's, torchao's and vLLM's ops, each one record of :data:`SCALED_MATMULS`.
 
-The scales of block-scaled operands come in two layouts, plain or SWIZZLE_32_4_4, and a graph may change one
-into the other by a dozen of views and copies, before or after it gathers them. :func:`own_scales` does not
-know these by their ops. It runs what lies between the gather and the matmul on the numbers of the scales,
-and sees in which layout the own ones must be so that each scale arrives where the matmul reads it::
+The scales of block-scaled operands have one of two layouts, plain or SWIZZLE_32_4_4. A graph may convert
+one to the other by a dozen of views and copies, before or after it gathers them. :func:`own_scales` does
+not know these ops. It runs the nodes between the gather and the matmul on numbered scales, and finds the
+layout that a rank's own scales need so that each scale arrives where the matmul reads it::
 
     torchao  scale --gather--> plain --view, permute, clone--> swizzled --> _scaled_mm       own: plain
     vLLM     scaled_fp4_quant --> swizzled --gather--> swizzled --> cutlass_scaled_fp4_mm    own: swizzled
@@ -47,10 +47,10 @@ from interlace.ops.matmul.formats import (
 
 
 class ScaledMatmul(NamedTuple):
-    """An op of scaled operands: ``words`` are what its arguments are, in the order of its schema.
+    """An op on scaled operands: ``words`` name its arguments in the order of its schema.
 
-    ``format``: of operands whose dtypes do not say it. ``weight_by_rows``, ``scales_by_rows``,
-    ``bytes_by_rows``: whether the weight, its scales, and those of one byte, come as ``(n, k)`` instead of
+    ``format``: for operands whose dtypes do not give it. ``weight_by_rows``, ``scales_by_rows``,
+    ``bytes_by_rows``: whether the weight, its scales, and its one-byte scales are ``(n, k)`` instead of
     ``(k, n)``.
     """
 
@@ -89,17 +89,17 @@ SCALED_MATMULS = {
     ),
 }
 BY_COLUMN_BLOCKS = 4
-"""The recipe of ``_scaled_mm_v2`` for scales of 1 x 128 numbers, which of a weight come as ``(n, k)``."""
+"""The recipe of ``_scaled_mm_v2`` for scales of 1 x 128 numbers; for a weight they are ``(n, k)``."""
 
 
 @dataclass(frozen=True)
 class Scales:
     """The scales of a product's operands, and the options of its op.
 
-    ``format``: of operands with blocks, and "" where each has one scale, or one for each row or column.
-    ``whole``: numbers that multiply all of the product. ``swizzled``: whether those of blocks are in the
-    layout SWIZZLE_32_4_4; ``own_swizzled``: of a gather whether those are that its input has. ``gather``:
-    the gather of the scales. Others as of :class:`ScaledMatmul`.
+    ``format``: of operands with blocks; "" if each has one scale, or one for each row or column. ``whole``:
+    numbers that multiply the whole product. ``swizzled``: whether block scales have the layout
+    SWIZZLE_32_4_4; ``own_swizzled``: the same for the input of the scales' gather. ``gather``: the gather
+    of the scales. For other fields see :class:`ScaledMatmul`.
     """
 
     left: fx.Node
@@ -120,7 +120,7 @@ class Scales:
 
 
 def scaled_call(node: object) -> NamedCall | None:
-    """The call of a scaled matmul that ``node`` is, or whose result it is."""
+    """Return the call of a scaled matmul that ``node`` is, or whose result it is."""
     if is_call(node, operator.getitem):
         node = arguments(node)[0]  # type: ignore[arg-type]
     call = named_call(node) if isinstance(node, fx.Node) else None
@@ -132,7 +132,7 @@ def result_of(call: NamedCall) -> fx.Node | None:
 
 
 def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, Scales]:
-    """The left and the right operand, the bias and the scales of a scaled matmul; raises Unfit."""
+    """Return the left and the right operand, the bias and the scales of a scaled matmul; raise Unfit."""
     record, result = SCALED_MATMULS[call.name], result_of(call)
     given = dict(zip(record.words.split(), call.given.values(), strict=False))
     if given.get("scale_result") is not None:
@@ -174,7 +174,7 @@ def scaled_operands(call: NamedCall) -> tuple[fx.Node, fx.Node, fx.Node | None, 
         or whole
         or (value(of_right).numel() != 1 and shape(of_right) != columns)
     ):
-        raise Unfit("its scales are of no kind that is known")
+        raise Unfit("the kind of its scales is unknown")
     return left, right, given.get("bias"), scales
 
 
@@ -183,7 +183,7 @@ def _listed(scales: Any) -> list[Any]:
 
 
 def _number(recipe: Any) -> int:
-    """The first of a list of enums or ints, or a single one; 0 for none."""
+    """Return the first number of a list of enums or ints, or a single one; 0 if there is no number."""
     first = next(iter(_listed(recipe)), None) or 0
     return int(getattr(first, "value", first))
 
@@ -195,9 +195,9 @@ def block_operands(
     *,
     swizzled: bool,
 ) -> list[Scaled]:
-    """Both operands that ``tensors`` are: left, its scales, right, its scales. None without blocks.
+    """Return both operands from ``tensors``: left, its scales, right, its scales. None without blocks.
 
-    ``swizzled``: whether the left one's scales are, here.
+    ``swizzled``: whether the left operand's scales are swizzled here.
     """
     left, of_left, right, of_right = tensors
     right = right.mT if scales.weight_by_rows else right
@@ -215,7 +215,7 @@ def block_operands(
         of_right = of_right.mT if scales.scales_by_rows else of_right
         blocks = -(-left.shape[-1] // FORMATS["fp8_block128"].block)
         if of_right.dim() == 2 and of_right.shape[0] == -(-blocks // 4) * 4:
-            of_right = of_right[:blocks]  # torch has so many rows, of which the last mean nothing
+            of_right = of_right[:blocks]  # torch pads the rows; the last ones are unused
     if of_left.numel() != 1:
         of_left = of_left.reshape(*left.shape[:-1], -1)
     made = block_scaled.operands((left, of_left), [(right, of_right)])
@@ -230,7 +230,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-# -- the scales of the own rows, of those that were gathered ------------------------------------------
+# -- a rank's own scales, from the gathered scales ----------------------------------------------------
 
 _MOVING = {
     *(
@@ -267,13 +267,13 @@ _MOVING = {
         "fill",
     ),
 }
-"""aten's ops that move numbers and compute none."""
+"""aten's ops that move numbers and do not compute."""
 
 
 def own_scales(
     scales: Scales, collective: Collective, gathers: Mapping[fx.Node, Collective]
 ) -> Scales:
-    """With the gather of the scales of what ``collective`` gathers; raises Unfit if there is none."""
+    """Return ``scales`` with the gather of the scales of ``collective``'s rows; raise Unfit without one."""
     not_alike = Unfit("its scales are not gathered as the rows are")
     chain, gather = _chain(scales.left, gathers)
     if gather is None or gather.name != collective.name:
@@ -281,7 +281,7 @@ def own_scales(
     if not static(*shape(collective.result), *shape(gather.result), *shape(scales.left)):
         raise Unfit("scaled, of symbolic shape")
     for own in (False, True) if scales.kind.scale.itemsize == 1 else (False,):
-        with _disable_current_modes():  # of whoever compiles: these numbers are real
+        with _disable_current_modes():  # modes of the compiler: these numbers are real
             if all(_arrives(scales, collective, gather, chain, own)):
                 return replace(scales, gather=gather, own_swizzled=own)
     raise not_alike
@@ -290,7 +290,7 @@ def own_scales(
 def _chain(
     node: fx.Node, gathers: Mapping[fx.Node, Collective]
 ) -> tuple[list[fx.Node], Collective | None]:
-    """The nodes that only move numbers between a gather and ``node``, and the gather."""
+    """Return the nodes that only move numbers between a gather and ``node``, and the gather."""
     seen: set[fx.Node] = set()
     found: set[fx.Node] = set()
     stack = [node]
@@ -328,7 +328,7 @@ def _arrives(
     chain: Sequence[fx.Node],
     own_swizzled: bool,
 ) -> Iterator[bool]:
-    """For each digit of the numbers of all scales: whether they are where the matmul reads them."""
+    """Return for each digit of the numbered scales whether all are where the matmul reads them."""
     kind = scales.kind
     *lead, length = shape(collective.result)
     rows, blocks = math.prod(lead), -(-length * kind.packed // kind.block)
@@ -353,12 +353,12 @@ def _arrives(
 
 
 def _bytes_as_numbers(dtype: torch.dtype) -> torch.dtype:
-    """uint8 in place of a dtype of one byte, some of which can be copied but not much more."""
+    """Return uint8 for a one-byte dtype, as some of these support little more than copies."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
 def _run(chain: Sequence[fx.Node], known: dict[fx.Node, torch.Tensor], last: fx.Node) -> Any:
-    """What a chain of nodes makes of known tensors, on the CPU."""
+    """Run a chain of nodes on known tensors, on the CPU."""
 
     def replaced(each: object) -> object:
         if isinstance(each, fx.Node):

@@ -1,15 +1,14 @@
 """Functional collectives: ``f(input, ..., group=...) -> AsyncTensor``, eager and traced alike.
 
-An op starts and returns at once; its result waits by itself on first use, or in :func:`wait`. The input
-must not change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``,
-``make_fx``, ``torch.export`` and on fake and meta tensors; a graph gets an op of ``torch.ops.interlace``
-where the call is, and a ``wait_tensor`` where the first use is. All are differentiable, see
-``ops/op/op.py``.
+An op starts and returns at once. Its result waits on its first use, or in :func:`wait`. The input must not
+change before that. Every function works eagerly, under ``torch.compile(fullgraph=True)``, ``make_fx``,
+``torch.export`` and on fake and meta tensors. A graph gets an op of ``torch.ops.interlace`` at the call,
+and a ``wait_tensor`` at the first use. All functions are differentiable, see ``ops/op/op.py``.
 
 ``group`` is anything that :func:`interlace.groups.resolve` takes, or a :class:`interlace.GroupSpec`, which
-needs no process group until the op runs; ``tag`` tells groups over the same list of ranks apart. Ranks
-(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError, on every rank of the
-group, before any data moves.
+needs no process group until the op runs. ``tag`` distinguishes groups over the same list of ranks. Ranks
+(``src``, ``dst``) are ranks of the group. Misuse raises ValueError or TypeError on every rank of the group,
+before any data moves.
 
 >>> def doubled():
 ...     y = functional.all_gather(torch.tensor([1.0 + interlace.get_rank()]), group="0")

@@ -1,8 +1,8 @@
-"""Layers whose communication runs inside their matmuls, and the functions that they are made of.
+"""Layers whose communication runs inside their matmuls, and the functions that these layers use.
 
-Megatron-style tensor and sequence parallelism: linear layers split over a group, and what stands between
-them. Weights, initialisation and checkpoints are those of the unsharded layers of ``torch.nn``, for any
-number of ranks. See docs/how-to/train/layers.md.
+The layers implement Megatron-style tensor and sequence parallelism: linear layers split over a group, and
+the layers between them. Weights, initialisation and checkpoints are those from the unsharded layers of
+``torch.nn``, for any number of ranks. See docs/how-to/train/layers.md.
 """
 
 from interlace.nn import functional as functional

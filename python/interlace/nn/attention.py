@@ -1,4 +1,4 @@
-"""Layers of attention over a sequence of which each rank has a part: without projections, and with them."""
+"""Attention layers, without and with projections, over a sequence that is split over the ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,12 +31,12 @@ Tensor = torch.Tensor
 class ContextParallelAttention(OnGroup):
     """:func:`interlace.nn.functional.context_parallel_attention` as a module.
 
-    Takes the place of Megatron-core's ``DotProductAttention`` (with ``context_parallel_size`` above 1), or
-    of TransformerEngine's, between the projections. The options are those of the function.
+    It replaces Megatron-core's ``DotProductAttention`` (with ``context_parallel_size`` above 1), or
+    TransformerEngine's, between the projections. Its options are the options of the function.
 
-    Forward: ``q``, ``k`` and ``v``, ``[batch, tokens, heads, size]`` or as ``layout`` says, ``v`` with any
-    size of heads, and ``cu_seqlens``, ``[n + 1]``. Raises what the function does, of its options when it
-    is made.
+    Forward: ``q``, ``k`` and ``v`` are ``[batch, tokens, heads, size]`` or as ``layout`` says; ``v`` may
+    have any head size. ``cu_seqlens`` is ``[n + 1]``. Raises ValueError or TypeError as the function does;
+    the constructor raises those about options.
 
     >>> def attended():
     ...     layer, x = nn.ContextParallelAttention(causal=True), torch.zeros(1, 2, 1, 4)
@@ -87,30 +87,30 @@ Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class UlyssesAttention(OnGroup):
-    """Self-attention of a transformer over a sequence of which each rank has a part, with its projections.
+    """Self-attention of a transformer, with projections, over a sequence that is split over the ranks.
 
-    The exchange of heads for tokens runs inside the matmuls before and behind it: a tile of queries, keys
-    and values is stored where its heads are computed, and the output projection multiplies each rank's
-    heads as they come. See :func:`interlace.functional.matmul_all_to_all`.
+    Heads are exchanged for tokens inside the matmuls before and after the attention. A tile of queries,
+    keys and values is stored on the rank that computes its heads. The output projection multiplies each
+    rank's heads as they arrive. See :func:`interlace.functional.matmul_all_to_all`.
 
     Parameters
     ----------
     hidden_size : features of the input.
-    num_heads, num_kv_heads, head_dim : as for :class:`QKVParallelLinear`. The group's size divides both
-        numbers of heads; where it does not, heads are exchanged behind the projection and before the other,
-        and ``algorithm="fused"`` is refused.
-    bias : of the projections to queries, keys and values; ``out_bias`` that of the output.
+    num_heads, num_kv_heads, head_dim : as for :class:`QKVParallelLinear`. The group's size should divide
+        both numbers of heads. If it does not, heads are exchanged between the projections, and
+        ``algorithm="fused"`` raises an error.
+    bias : add biases in the projections to queries, keys and values; ``out_bias``: in the output's.
     causal, scale, window, layout, balance, algorithm : as for :class:`ContextParallelAttention`.
 
     Weights are whole on every rank: ``nn.Linear`` modules ``q``, ``k``, ``v`` and ``out``, made in this
-    order. Their gradients are of this rank's tokens: sum them over the group as those of replicas (DDP,
-    FSDP).
+    order. Their gradients are for this rank's tokens only. Sum them over the group like the gradients of
+    replicas (DDP, FSDP).
 
-    Forward: ``input`` ``[batch, tokens, hidden]``, or as ``layout`` says, gives the same shape.
-    ``lengths``: every rank's number of tokens, where these differ; the same on all ranks, which is checked
-    but in graphs. ``cu_seqlens``: as for the function.
-    ``rotary(q, k, positions)``: called on queries and keys in that layout, with int64 ``[tokens]``, the
-    place in the sequence of each of their tokens; returns both.
+    Forward: ``input`` ``[batch, tokens, hidden]``, or as ``layout`` says; the output has the same shape.
+    ``lengths``: every rank's number of tokens, if they differ. It must be the same on all ranks, which is
+    checked except in graphs. ``cu_seqlens``: as for the function.
+    ``rotary(q, k, positions)``: called with queries and keys in that layout, and with an int64 ``[tokens]``
+    tensor, the positions of their tokens in the sequence; returns both.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -180,7 +180,7 @@ class UlyssesAttention(OnGroup):
             "cu_seqlens": cu_seqlens,
         }  # fmt: skip
         if rotary is not None and not callable(rotary):
-            text = f"rotary must be a function or None, got {rotary!r}"
+            text = f"rotary must be callable or None, got {rotary!r}"
             refuse("UlyssesAttention", self.group, "", TypeError(text))
         lengths = self._lengths(input, lengths)
         if not self._found_alike and self.group.world_size > 1:
@@ -194,7 +194,7 @@ class UlyssesAttention(OnGroup):
     def _fused(
         self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
     ) -> Tensor:
-        """The projections with the exchange of heads in their matmuls."""
+        """Run the projections with the exchange of heads in their matmuls."""
         tokens = lengths[self.group.rank]
         x = input.transpose(0, 1) if self.layout == "bshd" else input
         with_group: Any = {"group": self.group, "algorithm": self.algorithm}
@@ -217,7 +217,7 @@ class UlyssesAttention(OnGroup):
         return made.transpose(0, 1) if self.layout == "bshd" else made
 
     def _lengths(self, input: object, lengths: object) -> list[int]:
-        """Every rank's number of tokens."""
+        """Return every rank's number of tokens."""
         op, world, hidden = "UlyssesAttention", self.group.world_size, self.q.in_features
         if not isinstance(input, Tensor):
             text = f"input must be a tensor, got {type(input).__name__}"
@@ -233,15 +233,15 @@ class UlyssesAttention(OnGroup):
         if lengths is not None:
             given = ints(op, self.group, "", "lengths", lengths)
         if len(given) != world or given[self.group.rank] != tokens:
-            text = f"lengths must be of {world} ranks, {tokens} of this one, got {given}"
+            text = f"lengths must have {world} entries, this rank's must be {tokens}; got {given}"
             refuse(op, self.group, "", ValueError(text))
         if not torch.compiler.is_compiling() and not modes_active():
-            # positions follow from them, and what others have no rank can see
+            # positions follow from the lengths, and no rank can see the others' lengths
             self.group.told(Call(op, (("lengths", tuple(given)),)))
         return given
 
     def _by_rank(self) -> tuple[Tensor, Tensor | None]:
-        """The weights and biases of queries, keys and values, those of each rank's heads together."""
+        """Return the weights and biases of queries, keys and values, grouped by the rank of their heads."""
         world = self.group.world_size
 
         def together(parts: Sequence[Tensor]) -> Tensor:
@@ -255,7 +255,7 @@ class UlyssesAttention(OnGroup):
     def _beside(
         self, input: Tensor, lengths: Sequence[int], rotary: Rotary | None, how: dict[str, Any]
     ) -> Tensor:
-        """The projections on the own tokens, and the exchange of heads in the attention."""
+        """Project this rank's tokens, and exchange heads in the attention."""
         q, k, v = (
             each(input).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.k, self.v)
         )

@@ -1,4 +1,4 @@
-"""State dicts of models with layers of ``interlace.nn`` in them, and of their optimizers."""
+"""State dicts of models that contain layers of ``interlace.nn``, and of their optimizers."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ from interlace.nn.sharding import (
     layout,
 )
 
-_WRAPPER = "_checkpoint_wrapped_module."  # which state dicts leave out of their keys
+_WRAPPER = "_checkpoint_wrapped_module."  # state dicts leave it out of their keys
 
 
 def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
-    """The sharding of every parameter below ``module`` that has one, by its key in ``state_dict()``.
+    """Return the sharding of every parameter below ``module`` that has one, by its ``state_dict()`` key.
 
-    ``module`` is any tree of ``torch.nn`` modules; parameters that are not of ``interlace.nn`` have none.
+    ``module`` is any tree of ``torch.nn`` modules; only parameters of ``interlace.nn`` have a sharding.
     No communication.
 
     >>> def dims():
@@ -44,11 +44,11 @@ def shardings(module: torch.nn.Module) -> dict[str, Sharding]:
 def full_state_dict(
     module: torch.nn.Module, *, group_dst: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the unsharded model, which loads into that with ``strict=True``. Collective.
+    """Return the state dict of the unsharded model, which loads it with ``strict=True``. Collective.
 
-    ``module`` is any tree of modules; parameters that are not of ``interlace.nn`` are taken as they are. On
-    all ranks, or on rank ``group_dst`` of each layer's group alone, and empty elsewhere. Tensors that need
-    no gathering are those of the model, not copies, as in ``state_dict()``.
+    ``module`` is any tree of modules; parameters outside ``interlace.nn`` are taken as they are. The result
+    is on all ranks, or only on rank ``group_dst`` of each layer's group, and empty elsewhere. Tensors that
+    need no gathering are the model's own, not copies, as in ``state_dict()``.
 
     >>> def same():
     ...     torch.manual_seed(0)
@@ -74,18 +74,18 @@ def full_state_dict(
 
 
 def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict with this rank's parts as DTensors, for ``torch.distributed.checkpoint``.
+    """Return the state dict with this rank's parts as DTensors, for ``torch.distributed.checkpoint``.
 
-    Nothing is copied or communicated: the DTensors are over the parameters' memory, so a checkpoint is
-    loaded into the model in place. Saved on any number of ranks, it loads on any other. Replicated
-    parameters, and those of groups of one rank without torch.distributed, are plain tensors. What
-    ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: load with
-    ``load_state_dict`` then.
+    Nothing is copied or communicated. The DTensors share the parameters' memory, so loading a checkpoint
+    into them updates the model in place. A checkpoint saved on any number of ranks loads on any other.
+    Replicated parameters, and parameters on one rank without torch.distributed, are plain tensors. A
+    parameter that ``fully_shard`` has split again is gathered over its own mesh. This is collective and
+    makes a copy: then load with ``load_state_dict``.
 
-    Raises ValueError if a group has several ranks and torch.distributed, on which checkpoints are built, is
-    not initialized, or has other ranks.
+    Raises ValueError if a group has several ranks and torch.distributed is not initialized, or has other
+    ranks. Checkpoints need torch.distributed.
 
-    >>> def keys():  # of a group of one rank: plain tensors
+    >>> def keys():  # a group of one rank: plain tensors
     ...     return list(nn.sharded_state_dict(nn.ColumnParallelLinear(4, 6)))
     >>> interlace.run(keys, 1)
     [['weight', 'bias']]
@@ -100,7 +100,7 @@ def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
-    """This rank's part as a DTensor over the same memory. One that ``fully_shard`` split is gathered."""
+    """Return this rank's part as a DTensor over the same memory. Gather it if ``fully_shard`` split it."""
     from torch.distributed.tensor import DTensor
 
     if sharding.dim is None:
@@ -122,18 +122,19 @@ def as_dtensor(local: torch.Tensor, sharding: Sharding) -> Any:
 def sharded_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """``{"weight.exp_avg": tensor, ...}``: the state by the parameters' keys, for
+    """Return ``{"weight.exp_avg": tensor, ...}``: the state by the parameters' keys, for
     ``torch.distributed.checkpoint``.
 
-    What has a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`, anything else
-    (step counts) a plain tensor. All are over the optimizer's memory, so a checkpoint is loaded into the
-    optimizer in place, on any number of ranks. An optimizer that has made no step gets the state first that
-    it starts with, zeros as a rule. Learning rates and other options are not in the dictionary. What
-    ``fully_shard`` has split again is gathered over its own mesh, which is collective and copies: give what
-    was loaded to :func:`interlace.nn.load_optimizer_state_dict` then.
+    State with a parameter's shape is a DTensor as in :func:`interlace.nn.sharded_state_dict`; other state
+    (step counts) is a plain tensor. All share the optimizer's memory, so loading a checkpoint updates the
+    optimizer in place, on any number of ranks. If the optimizer has made no step, its initial state, mostly
+    zeros, is made first. Learning rates and other options are not in the dictionary. State that
+    ``fully_shard`` has split again is gathered over its own mesh, which is collective and makes a copy:
+    then pass the loaded dictionary to :func:`interlace.nn.load_optimizer_state_dict`.
 
-    Raises ValueError for a parameter that ``module`` has not, and before the first step for momentum with
-    dampening, which torch's SGD takes from the first gradient alone; TypeError for state that is no tensor.
+    Raises ValueError for a parameter that ``module`` does not have. Also raises it before the first step
+    for momentum with dampening, because torch's SGD starts this state from the first gradient. Raises
+    TypeError for state that is not a tensor.
 
     >>> def keys():
     ...     layer = nn.RMSNorm(2)
@@ -157,13 +158,13 @@ def sharded_optimizer_state_dict(
 def load_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, object]
 ) -> None:
-    """Take over what :func:`sharded_optimizer_state_dict` gave, after a checkpoint was loaded into it.
+    """Load the result of :func:`sharded_optimizer_state_dict` after a checkpoint was loaded into it.
 
-    Needed beside ``fully_shard`` alone, of whose parts the dictionary has copies; elsewhere it is over the
-    optimizer's own memory. DTensors may lie in any way, plain tensors are this rank's parts. Collective.
+    This is needed only with ``fully_shard``, where the dictionary has copies; otherwise it shares the
+    optimizer's memory. DTensors may have any layout, plain tensors are this rank's parts. Collective.
 
-    Raises ValueError for an entry that is missing, or of another shape, or for a parameter that ``module``
-    has not, and TypeError for an entry that is no tensor, on all ranks.
+    Raises ValueError on all ranks for a missing entry, for another shape, or for a parameter that
+    ``module`` does not have. Raises TypeError on all ranks for an entry that is not a tensor.
 
     >>> def copied():
     ...     layer = nn.RMSNorm(2)
@@ -183,7 +184,7 @@ def load_optimizer_state_dict(
     with contextlib.nullcontext() if group is None else group.accepting(op):
         copies = _copies(module, optimizer, state_dict, own)
     if group is not None:
-        group.agree(op, None)  # else ranks that refuse nothing would not hear of one that does
+        group.agree(op, None)  # otherwise ranks without an error would not learn of another's
     for value, found, sharding in copies:
         if sharding is not None and _is_dtensor(found):
             found = _part_of(found, sharding)
@@ -198,12 +199,12 @@ def _copies(
     state_dict: Mapping[str, object],
     own: Mapping[str, Sharding],
 ) -> list[tuple[torch.Tensor, torch.Tensor, Sharding | None]]:
-    """A state, the entry that is to be copied there, and how it lies if it is split over a group."""
+    """Return each state, the entry to copy into it, and its sharding if it is split over a group."""
     result = []
     for key, name, parameter, value in _entries(module, optimizer):
         entry = f"{key}.{name}"
         if entry not in state_dict:
-            raise ValueError(f"state_dict has no {entry}, which the optimizer has")
+            raise ValueError(f"state_dict has no entry {entry}, which the optimizer has")
         found = state_dict[entry]
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"state_dict: {entry} is a {type(found).__name__}, not a tensor")
@@ -223,17 +224,17 @@ def _copies(
 def _entries(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Key of a parameter, name of a state of it, the parameter, and the state."""
+    """Yield the parameter's key, the name of one of its states, the parameter, and the state."""
     names = {parameter: key for key, parameter in module.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             key = names.get(parameter)
             if key is None:
                 raise ValueError(
-                    f"optimizer has a parameter of shape {tuple(parameter.shape)} that the module has not"
+                    f"optimizer has a parameter of shape {tuple(parameter.shape)}, the module does not"
                 )
             for name, value in optimizer.state.get(parameter, {}).items():
-                if value is None:  # momentum that is off
+                if value is None:  # momentum is off
                     continue
                 if not isinstance(value, torch.Tensor):
                     kind = type(value).__name__
@@ -246,16 +247,16 @@ def _check_start(optimizer: torch.optim.Optimizer) -> None:
         momentum, dampening = group.get("momentum", 0), group.get("dampening", 0)
         if momentum and dampening:
             raise ValueError(
-                f"optimizer: momentum={momentum} with dampening={dampening} has no state to start with: "
-                "the first gradient is taken as it is, later ones are damped; make a step first"
+                f"optimizer: momentum={momentum} with dampening={dampening} has no initial state: torch "
+                "does not damp the first gradient, only later ones; make a step first"
             )
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """The state that ``optimizer`` starts with, by a step of which nothing else is left.
+    """Make the initial state of ``optimizer``, by a step that changes nothing else.
 
-    Its gradients are zero, and so is the weight decay, which some optimizers add to them; learning rates
-    stay, from which others make their state. The step is not counted.
+    The step's gradients are zero. So is the weight decay, as some optimizers add it to them.
+    Learning rates stay, as some optimizers make their state from them. The step is not counted.
     """
     decays = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
     parameters = [parameter for g in optimizer.param_groups for parameter in g["params"]]
@@ -275,6 +276,6 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
                 parameter.copy_(value)
                 parameter.grad = grad
     for state in optimizer.state.values():
-        for name, start in (("step", 0), ("mu_product", 1)):  # of NAdam
+        for name, start in (("step", 0), ("mu_product", 1)):  # the latter is NAdam's
             if isinstance(state.get(name), torch.Tensor):
                 state[name].fill_(start)

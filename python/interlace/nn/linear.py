@@ -1,4 +1,4 @@
-"""Linear layers split over a group: one layer, the feed-forward block, and the projections of attention."""
+"""Linear layers split over a group: single layers, the feed-forward block, and attention's projections."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LinearOptions:
     dtype: torch.dtype | None = None
 
     def keep(self, layer: Any) -> None:
-        """Make attributes of ``layer`` of the options that its forward reads, where they can be changed."""
+        """Set options that the forward of ``layer`` reads as its attributes, so users can change them."""
         layer.sequence_parallel, layer.batch_first = self.sequence_parallel, self.batch_first
         layer.gradient_accumulation_fusion = self.gradient_accumulation_fusion
         layer.deferred, layer.format = self.deferred, self.format
@@ -91,10 +91,10 @@ def with_options(constructor: Constructor) -> Constructor:
 
 
 class LinearParameters(ShardedModule):
-    """The weight ``[out, in]`` and bias of a linear layer, or parts of them; initialised as ``nn.Linear``.
+    """The weight ``[out, in]`` and bias of a linear layer, or their parts; initialised as ``nn.Linear``.
 
-    ``dim`` is that of the weight which is split: 0, and the bias with it, or 1, and the bias is replicated.
-    ``init_method(weight)`` is called on the unsharded weight in place of ``nn.Linear``'s own
+    ``dim`` is the dimension along which the weight is split. With 0 the bias is also split; with 1 it is
+    replicated. ``init_method(weight)`` is called on the unsharded weight instead of ``nn.Linear``'s
     initialisation; the bias is then zero, as in Megatron-core.
     """
 
@@ -145,11 +145,11 @@ class LinearParameters(ShardedModule):
             yield "bias", bias
 
     def load_scaled(self, weight: Scaled) -> None:
-        """Take a block-scaled weight ``[out, in]``, whole or this rank's part, in place of the parameter.
+        """Use a block-scaled weight ``[out, in]``, whole or this rank's part, instead of the parameter.
 
-        For inference: the layer's input has no gradient then. ``weight`` becomes a buffer of packed bytes,
-        which no state dict has. Raises ValueError or TypeError on all ranks for another shape, or if the
-        part of a rank would divide a block.
+        For inference: the layer's input then has no gradient. ``weight`` becomes a buffer of packed bytes,
+        which is not in state dicts. Raises ValueError or TypeError on all ranks for another shape, or if
+        the part of a rank would divide a block.
 
         >>> def forward():
         ...     layer = nn.ColumnParallelLinear(64, 4, bias=False)
@@ -178,7 +178,7 @@ class LinearParameters(ShardedModule):
 
     @property
     def _factor(self) -> Any:
-        """The weight as the functions take it: the parameter, or the scaled one that was loaded."""
+        """Return the weight for the functions: the parameter, or the scaled weight that was loaded."""
         return unpacked_rows(self.weight, *self._loaded) if self._loaded else self.weight
 
     def extra_repr(self) -> str:
@@ -189,7 +189,7 @@ class LinearParameters(ShardedModule):
 
 
 def _options(layer: object) -> dict[str, Any]:
-    """The options of the linear functions that are attributes of a layer."""
+    """Return the options of the linear functions that are attributes of a layer."""
     names = ("group", "sequence_parallel", "gradient_accumulation_fusion", "deferred", "out_dtype")
     return {name: getattr(layer, name) for name in (*names, "format")}
 
@@ -202,9 +202,9 @@ def check_features(
     weight: Tensor | None = None,
     name: str = "weight",
 ) -> None:
-    """Raise unless ``input`` has so many features, and the dtype of the layer's ``weight``.
+    """Raise unless ``input`` has ``features`` features and the dtype of the layer's ``weight``.
 
-    What is no tensor is left to the function.
+    The function checks an input that is not a tensor.
     """
     with layer.group.on(input).accepting(kind := type(layer).__name__):
         if not isinstance(input, Tensor):
@@ -220,7 +220,7 @@ def check_features(
 def gathering_linear(
     layer: Any, input: Tensor, weights: list[Any], biases: list[Any], names: Sequence[str]
 ) -> list[Tensor]:
-    """:func:`column_parallel_linear` with the options of ``layer``."""
+    """Call :func:`column_parallel_linear` with the options of ``layer``."""
     return column_parallel_linear(
         input,
         weights,
@@ -237,23 +237,23 @@ class ColumnParallelLinear(LinearParameters):
 
     Parameters
     ----------
-    in_features, out_features : of the unsharded layer. The group's size divides ``out_features``.
-    bias : add a bias, of which a rank has the part of its features.
+    in_features, out_features : sizes of the unsharded layer. The group's size divides ``out_features``.
+    bias : add a bias; a rank holds its part for its own features.
     group : anything that :func:`interlace.groups.resolve` takes.
     sequence_parallel : the input is this rank's equal shard of the sequence, which is gathered inside the
-        matmul. Else it is the whole, the same on all ranks.
-    batch_first : the sequence is dim 1 of ``[b, s, h]``, not dim 0 of ``[s, b, h]``; of ``[s, h]`` it is
+        matmul. Otherwise it is the whole, the same on all ranks.
+    batch_first : the sequence is dim 1 of ``[b, s, h]``, not dim 0 of ``[s, b, h]``; in ``[s, h]`` it is
         dim 0.
-    gather_output : give all features on all ranks, which go on alike.
-    skip_bias_add : return ``(output, bias)`` and let the caller add it, to fuse it with what follows.
+    gather_output : return all features on all ranks, which then compute the same.
+    skip_bias_add : return ``(output, bias)``; the caller adds the bias, to fuse it with what follows.
     init_method : see :class:`LinearParameters`.
     gradient_accumulation_fusion, save_gathered, deferred, out_dtype, format : see
         :func:`interlace.nn.column_parallel_linear`; ``deferred`` may be set later.
-    device, dtype : of the parameters, as torch has it.
+    device, dtype : as for ``torch.nn.Linear``.
 
     Forward: ``input`` ``[s / world size, b, in] -> [s, b, out / world size]``. All gradients are complete
-    after backward: those of the weight and the bias belong to this rank alone, that of the input is summed
-    over the group.
+    after backward: the weight's and the bias' belong to this rank alone, the input's is summed over the
+    group.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -302,18 +302,18 @@ class RowParallelLinear(LinearParameters):
 
     Parameters
     ----------
-    in_features, out_features : of the unsharded layer. The group's size divides ``in_features``.
-    bias : add a bias, which all ranks have whole.
+    in_features, out_features : sizes of the unsharded layer. The group's size divides ``in_features``.
+    bias : add a bias, which every rank holds whole.
     sequence_parallel : the output is this rank's equal shard of the sequence, scattered inside the matmul,
-        so the group's size divides the sequence. Else it is the whole, on all ranks.
-    input_is_parallel : the input has this rank's features, as a :class:`ColumnParallelLinear` gives them;
-        else all, the same on all ranks.
-    skip_bias_add : return ``(output, bias)``. The bias is whole, and to be added on each rank: to its rows.
+        so the group's size divides the sequence. Otherwise it is the whole, on all ranks.
+    input_is_parallel : the input has only this rank's features, as in a :class:`ColumnParallelLinear`'s
+        output; otherwise it has all features, the same on all ranks.
+    skip_bias_add : return ``(output, bias)``. The bias is whole, and each rank adds it to its own rows.
     other parameters : as for :class:`ColumnParallelLinear`.
 
     Forward: ``input`` ``[s, b, in / world size] -> [s / world size, b, out]``. The bias is on all ranks and
-    is added once. All gradients are complete after backward; under sequence parallelism that of the bias is
-    summed over the group, also where the caller adds it.
+    is added once. All gradients are complete after backward. With sequence parallelism the bias' gradient
+    is summed over the group, even if the caller adds the bias.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -372,15 +372,15 @@ class SequenceParallelMLP(OnGroup):
     Parameters
     ----------
     hidden_size : features of input and output.
-    intermediate_size : features between, a multiple of the group's size.
-    activation : "relu", "gelu", "gelu_tanh" or "silu", or a function of a tensor that goes elementwise.
-    gated : there is a second first layer, ``gate``, that shares the gather (SwiGLU for "silu").
-    output_init_method : ``init_method`` of ``down``, by default the same.
+    intermediate_size : intermediate features, a multiple of the group's size.
+    activation : "relu", "gelu", "gelu_tanh" or "silu", or an elementwise function of a tensor.
+    gated : add a second first layer, ``gate``, that shares the gather (SwiGLU for "silu").
+    output_init_method : ``init_method`` of ``down``; ``init_method`` by default.
     other parameters : as for :class:`ColumnParallelLinear`, for all layers.
 
-    Forward: ``input`` ``[s / world size, b, hidden]`` to the same; without ``sequence_parallel`` the whole
-    on all ranks. State dicts are those of a module that has ``gate`` (if gated), ``up`` and ``down`` as
-    ``nn.Linear``, made in this order.
+    Forward: ``input`` ``[s / world size, b, hidden]``; the output has the same shape. Without
+    ``sequence_parallel`` both are whole on all ranks. State dicts match a module with ``gate`` (if gated),
+    ``up`` and ``down`` as ``nn.Linear``, made in this order.
 
     Raises ValueError or TypeError naming the argument, the values and the rank. Semantics:
     ``torch.nn.Linear`` twice; Megatron-core's ``MLP``.
@@ -442,24 +442,24 @@ class SequenceParallelMLP(OnGroup):
 
 
 class QKVParallelLinear(OnGroup):
-    """Queries, keys and values of this rank's heads, from one gather of the input.
+    """A projection to the queries, keys and values of this rank's heads, from one gather of the input.
 
     Parameters
     ----------
     hidden_size : features of the input.
     num_heads : query heads, a multiple of the group's size.
-    num_kv_heads : heads of keys and values, by default ``num_heads``, of which they are a divisor; a
-        multiple of the group's size, or a divisor: then ``world size / num_kv_heads`` neighbouring ranks
-        hold and compute the same head, and its gradient is summed over them.
+    num_kv_heads : heads of keys and values, a divisor of ``num_heads``, which is the default; a multiple or
+        a divisor of the group's size. If it is a smaller divisor, ``world size / num_kv_heads``
+        neighbouring ranks hold and compute the same head, and its gradient is summed over these ranks.
     head_dim : features of a head, by default ``hidden_size / num_heads``.
-    other parameters : as for :class:`ColumnParallelLinear`. Where heads are replicated,
-        ``gradient_accumulation_fusion`` and ``deferred`` are refused, which would leave that sum out.
+    other parameters : as for :class:`ColumnParallelLinear`. If heads are replicated,
+        ``gradient_accumulation_fusion`` and ``deferred`` raise an error, as they would leave out that sum.
 
     Forward: ``input`` ``[s / world size, b, hidden]`` gives ``(q, k, v)``, ``[s, b, local heads *
     head_dim]`` each. This rank has query heads ``rank * n .. (rank + 1) * n - 1``, and the key-value heads
-    that these look at. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases, as a
-    module that has ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, which is also how they are
-    initialised.
+    for these queries. State dicts have ``q.weight``, ``k.weight``, ``v.weight`` and their biases. They
+    match a module with ``q``, ``k`` and ``v`` as ``nn.Linear`` made in this order, and so does the
+    initialisation.
 
     Raises ValueError or TypeError naming the argument, the values and the rank.
 
@@ -502,20 +502,20 @@ class QKVParallelLinear(OnGroup):
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
         check_features(self, input, self.hidden_size, "hidden_size", q.weight, "q.weight")
-        q._check_alike(self.group, layer=self)  # k and v are drawn after it
+        q._check_alike(self.group, layer=self)  # k and v are drawn after q
         shared: Any = (k._factor, v._factor, k.bias, v.bias)
         if self.copies > 1:
             with self.group.accepting("QKVParallelLinear"):
                 for name in ("gradient_accumulation_fusion", "deferred"):
                     if getattr(self, name) not in (None, False):
                         raise ValueError(
-                            f"{name} needs a key-value head per rank or more: num_kv_heads is "
-                            f"{self.num_kv_heads}, the group's size {self.group.world_size}"
+                            f"{name} needs at least one key-value head per rank: num_kv_heads is "
+                            f"{self.num_kv_heads}, the group's size is {self.group.world_size}"
                         )
             replicas = self._held.of_replicas(self.copies)
             for part in (k, v):
                 part._check_alike(replicas, "weight", "bias", layer=self)
-            scaled = [isinstance(each, Scaled) for each in shared]  # which have no gradient
+            scaled = [isinstance(each, Scaled) for each in shared]  # they have no gradient
             learning = [None if s else each for s, each in zip(scaled, shared, strict=True)]
             copied = regions.copy_to_group(*learning, group=replicas)
             shared = [own if s else c for s, own, c in zip(scaled, shared, copied, strict=True)]
@@ -538,7 +538,7 @@ def _checked_heads(
     head_dim: int | None,
     communicator: Communicator,
 ) -> int:
-    """The number of key-value heads; raises unless the ranks can share all heads."""
+    """Return the number of key-value heads. Raise unless the heads can be split over the ranks."""
     world_size = communicator.world_size
     divisible("num_heads", num_heads, communicator)
     kv = num_heads if num_kv_heads is None else num_kv_heads
@@ -551,6 +551,6 @@ def _checked_heads(
         )
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"head_dim: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}, so give one"
+            f"hidden_size {hidden_size} is not a multiple of num_heads {num_heads}: pass head_dim"
         )
     return kv

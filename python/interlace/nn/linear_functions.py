@@ -10,20 +10,20 @@ parallelism (Korthikanti et al. 2022) activations outside the pair are shards al
     row      matmul_reduce_scatter    all_gather_matmul: the input's gradient, and the gathered one
                                       the weight's gradient       beside   all_reduce of the bias'
 
-Without it, activations are whole on all ranks: column-parallel layers communicate in backward alone
-(``matmul_all_reduce``), row-parallel ones in forward alone. A collective is started before the matmul that
-it hides behind, and waited for after it. The order is that of streams and events, so
-``CUDA_DEVICE_MAX_CONNECTIONS`` may have any value.
+Without it, activations are whole on all ranks. Then column-parallel layers communicate only in backward
+(``matmul_all_reduce``), row-parallel ones only in forward. A collective is started before the matmul that
+hides it, and waited for after it. Streams and events give the order, so ``CUDA_DEVICE_MAX_CONNECTIONS``
+may have any value.
 
-Backward computes what ``requires_grad`` of the arguments asks for, and skips the collectives of what it
-does not: it must be the same on all ranks. Under sequence parallelism they compare it in forward. Shards
-must be equal. Gradients have no gradients themselves.
+Backward computes only the gradients that the arguments require, and skips the collectives for others. So
+``requires_grad`` must be the same on all ranks, which they compare in forward under sequence parallelism.
+Shards must be equal. Gradients have no gradients themselves.
 
 Backward works on matrices, with one row per token and the rows of one rank's shard together: ``grad`` is
 ``[tokens, out]``, ``input`` ``[tokens, in]``, and the gradient of a weight ``[out, in]`` is ``grad.t() @
-input``. It is computed at once or later, and returned or added to ``weight.main_grad``: Megatron-core's
-convention, a buffer beside the weight, wider than it as a rule, to which the backward of every microbatch
-adds. Autograd must then not add the gradient a second time, so it gets a placeholder that nobody reads.
+input``. It is computed at once or later, and returned or added to ``weight.main_grad``. This is
+Megatron-core's convention: a buffer beside the weight, usually wider, to which the backward of every
+microbatch adds. Autograd must not add the gradient again, so it gets a placeholder that is never read.
 """
 
 from __future__ import annotations
@@ -77,27 +77,29 @@ def column_parallel_linear(
     format: BlockFormatName | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Tensor]:
-    """``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``, this rank's columns of each.
+    """Return this rank's columns of ``[whole_input @ w.t() + b for w, b in zip(weights, biases)]``.
 
     Parameters
     ----------
     input : ``[..., in]``, 2-D or more; with ``sequence_parallel`` this rank's equal shard along
-        ``gather_dim``, as ``[s / world size, b, in]``, else the whole, the same on all ranks.
-    weights : ``[out_local, in]`` each; one gather feeds all of them. Or an :class:`interlace.Scaled` each,
+        ``gather_dim``, as ``[s / world size, b, in]``, otherwise the whole, the same on all ranks.
+    weights : ``[out_local, in]`` each; one gather serves all of them. Or all are :class:`interlace.Scaled`,
         for inference.
     biases : ``[out_local]`` or None for each weight.
     group : anything that :func:`interlace.groups.resolve` takes.
     gather_dim : the sequence dimension, 0 for ``[s, b, h]``, 1 for ``[b, s, h]``; not the last.
     gradient_accumulation_fusion : add the weights' gradients to their ``main_grad`` (fp32 or bf16, summed
-        in fp32) instead of returning them; ``weight.grad`` then stays None, or is a placeholder of
-        undefined values if the weight has Megatron's attribute ``grad_added_to_main_grad``, set to True.
-    save_gathered : keep the gathered input for backward, where it is gathered again otherwise.
-    deferred : leave the weights' gradients there, for its ``run()``.
-    out_dtype : dtype of the outputs, default the input's.
-    format : multiply in a block-scaled format, as "mxfp8", forward and backward; see docs/formats.md. By
-        default that of weights which are scaled.
-    names : of the modules whose weights and biases they are, for errors: those of ``"q"`` are ``q.weight``
-        and ``q.bias``, of ``""`` ``weight`` and ``bias``; by default ``weights[0]`` and ``biases[0]``.
+        in fp32) instead of returning them. ``weight.grad`` then stays None. If the weight has Megatron's
+        attribute ``grad_added_to_main_grad``, this is set to True, and ``weight.grad`` is a placeholder
+        with undefined values.
+    save_gathered : keep the gathered input for backward; otherwise backward gathers it again.
+    deferred : the object that takes the weights' gradients until its ``run()``.
+    out_dtype : dtype of the outputs, by default the input's.
+    format : multiply in a block-scaled format, such as "mxfp8", forward and backward; see docs/formats.md.
+        The default is the format of scaled weights.
+    names : names of the modules with these weights and biases, for errors: ``"q"`` gives ``q.weight`` and
+        ``q.bias``, ``""`` gives ``weight`` and ``bias``. The default gives ``weights[0]`` and
+        ``biases[0]``.
 
     The gradient of ``input`` is summed over the group, and scattered like ``input``. Inside
     ``torch.autocast`` operands are cast as ``torch.nn.functional.linear`` casts them.
@@ -150,18 +152,18 @@ def row_parallel_linear(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor:
-    """``(sum over ranks of input @ weight.t()) + bias``: this rank's shard of it, or all of it.
+    """Return this rank's shard, or all, of ``(sum over ranks of input @ weight.t()) + bias``.
 
     Parameters
     ----------
     input : ``[..., in_local]``, 2-D or more, whole along the sequence.
     weight : ``[out, in_local]``.
-    bias : ``[out]``, the same on all ranks; added once, to the sum. With ``sequence_parallel`` a rank
-        sees its own rows only, so the bias' gradient is summed over the group: the same on all ranks.
-    scatter_dim : the sequence dimension, whose length the size of the group divides; not the last.
-    sequence_parallel : give this rank's shard along ``scatter_dim``; else the whole, on all ranks.
+    bias : ``[out]``, the same on all ranks; added once, to the sum. With ``sequence_parallel`` a rank sees
+        only its own rows. The bias' gradient is then summed over the group: the same on all ranks.
+    scatter_dim : the sequence dimension, whose length must be a multiple of the group's size; not the last.
+    sequence_parallel : return this rank's shard along ``scatter_dim``; otherwise the whole, on all ranks.
     group, gradient_accumulation_fusion, deferred, out_dtype, format : as for
-        :func:`column_parallel_linear`, and so may the weight be scaled.
+        :func:`column_parallel_linear`. The weight may also be scaled.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on all ranks. Semantics:
     Megatron-core's ``RowParallelLinear``, whose reduce-scatter follows its matmul; here it is part of it.
@@ -195,7 +197,7 @@ def row_parallel_linear(
 
 
 def _learnt(layer: Layer, tensors: dict[str, Sequence[Tensor | None]]) -> str:
-    """For whose gradients a backward communicates, in words: what ranks compare in a forward that does."""
+    """Return in words which gradients need communication in backward: ranks compare them in forward."""
     if not (layer.sharded and torch.is_grad_enabled()):
         return ""
     return " and ".join(
@@ -224,7 +226,7 @@ def _checked_input(
 def _packed_weights(
     weights: Any, input: Tensor, learning: bool, format: BlockFormatName | None
 ) -> tuple[Any, str]:
-    """The weights, with packed rows for those that are block-scaled, and the format of all.
+    """Return the weights, block-scaled ones as packed rows, and the format of all.
 
     ``learning``: the input requires a gradient.
     """
@@ -234,7 +236,7 @@ def _packed_weights(
         return weights, format or ""
     if learning and torch.is_grad_enabled():
         raise RuntimeError(
-            "a linear function of a scaled weight has no gradient of its input; call it under "
+            "a linear function of a scaled weight has no gradient for its input; call it under "
             "torch.no_grad()"
         )
     made: list[Any] = []
@@ -263,7 +265,7 @@ def _checked_weights(
     modules: Sequence[str] | None,
     format: str,
 ) -> tuple[list[Tensor], list[Tensor | None], list[str]]:
-    """Weights, biases and the names of weights; ``modules``: the names of those that have them."""
+    """Return weights, biases and names of weights; ``modules``: names of the modules that own them."""
     if isinstance(weights, Tensor) or not isinstance(weights, Sequence) or not weights:
         raise TypeError(
             f"weights must be a non-empty sequence of tensors, got {type(weights).__name__}"
@@ -299,10 +301,10 @@ def _checked_weights(
 
 
 def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> None:
-    """Raise unless ``layer`` can do with these weights what it is to do."""
+    """Raise unless ``layer`` can apply its options to these weights."""
     learning = {n: w for n, w in weights.items() if w.requires_grad and torch.is_grad_enabled()}
     for name, weight in learning.items() if layer.fused else ():
-        if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP has the buffer
+        if not hasattr(weight, "__fsdp_param__"):  # Megatron's FSDP provides the buffer
             check_main_grad(name, weight)
     deferred: Any = layer.deferred
     if deferred is not None and not isinstance(deferred, DeferredWeightGradients):
@@ -310,14 +312,16 @@ def _check_layer(layer: Layer, input: Tensor, weights: dict[str, Tensor]) -> Non
             f"deferred must be a DeferredWeightGradients or None, got {type(deferred).__name__}"
         )
     if deferred is not None and not all(weight.is_leaf for weight in learning.values()):
-        raise ValueError("deferred: gradients of weights that are results of other ops cannot wait")
+        raise ValueError(
+            "deferred: weights must be leaves, got a weight that is the result of an op"
+        )
     checks.output_dtype(layer.out_dtype, input)
     if not layer.format:
         return
     if layer.save_gathered:
         raise ValueError(
-            f"save_gathered must be False with format={layer.format!r}: what is gathered has blocks along "
-            "the features, and the weights' gradients need blocks along the rows"
+            f"save_gathered must be False with format={layer.format!r}: gathered input has blocks along "
+            "the features, but the weights' gradients need blocks along the rows"
         )
 
 
@@ -326,7 +330,7 @@ StepOfFunction = TypeVar("StepOfFunction", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Layer:
-    """A call's way to communicate: not at all without a ``communicator``, which a lone rank has not."""
+    """How a call communicates: not at all if ``communicator`` is None, as on a single rank."""
 
     communicator: Communicator | None
     dim: int
@@ -339,16 +343,16 @@ class Layer:
 
     @staticmethod
     def of(communicator: Communicator, dim: int, *, sharded: bool, **options: Any) -> Layer:
-        """The layer on these ranks, of which there may be one."""
+        """Return the layer on these ranks, of which there may be one."""
         if communicator.world_size == 1:
             return Layer(None, 0, False, **options)
         return Layer(communicator, dim if sharded else 0, bool(sharded), **options)
 
 
 def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
-    """A step of an autograd function which, where it fails on one rank, fails on all as ``op``.
+    """Decorate a step of an autograd function: if it fails on one rank, it fails on all as ``op``.
 
-    The first argument of forward is a communicator, or has one, or None: backward goes on with that.
+    The first argument of forward is a communicator, has one, or is None. Backward uses the same one.
     """
 
     def around(step: StepOfFunction) -> StepOfFunction:
@@ -367,7 +371,7 @@ def on_all_ranks(op: str) -> Callable[[StepOfFunction], StepOfFunction]:
 
 
 def casts(input: Tensor) -> bool:
-    """Whether autocast casts the operands of a linear function of ``input``: as torch, none of float64."""
+    """Return whether autocast casts the operands of a linear function; as in torch, never float64."""
     return torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64
 
 
@@ -376,12 +380,12 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
 
 
 def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in that dtype; packed rows are left as they are."""
+    """Return a weight in that dtype, or packed rows as they are."""
     return weight if weight.dtype == torch.uint8 else weight.to(dtype)
 
 
 def _as_is(kind: str) -> Any:
-    """Around matmuls whose operands were cast."""
+    """Return a context for matmuls whose operands have been cast."""
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
@@ -401,12 +405,12 @@ def _linear(
 
 
 def _finished(started: Started) -> list[Tensor]:
-    """The outputs, complete, as tensors of their own: autograd forbids to change views in place."""
+    """Return the complete outputs as separate tensors: autograd forbids in-place changes of views."""
     return [each.data for each in finish(started)]
 
 
 def _deferred(layer: Layer) -> DeferredWeightGradients | None:
-    """Where this backward leaves the weights' gradients, if it does."""
+    """Return the object where this backward leaves the weights' gradients, or None."""
     return layer.deferred if layer.deferred is not None and layer.deferred.accepts() else None
 
 
@@ -418,7 +422,7 @@ def _of_weights(
     input: Tensor,
     over: Communicator | None,
 ) -> list[Tensor | None]:
-    """The weights' gradients, or what stands for deferred ones, for which ``input`` may be a shard."""
+    """Return the weights' gradients, or placeholders for deferred ones, whose ``input`` may be a shard."""
     if deferred is None:
         return [
             weight_gradient(weight, grad, input, fused=layer.fused, format=layer.format)
@@ -430,7 +434,7 @@ def _of_weights(
 
 
 class ColumnParallelLinearFunction(torch.autograd.Function):
-    """Arguments: the layer, the number of weights, the input, the weights, the biases."""
+    """An autograd function of the layer, the number of weights, the input, the weights and the biases."""
 
     @staticmethod
     @on_all_ranks("column_parallel_linear")
@@ -483,7 +487,7 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
             rows = {i: rows_of(grads[i].to(kept.dtype), layer.dim) for i in used}  # type: ignore[union-attr]
             input = rows_of(kept, layer.dim)
             over = layer.communicator if layer.sharded and not ctx.gathered else None
-            # under way while the gradient of the input is computed
+            # the gather runs while the gradient of the input is computed
             deferred = _deferred(layer) if wanted else None
             over_now = over if wanted and deferred is None else None
             whole = gather_rows(over_now, input, layer.format)
@@ -507,13 +511,13 @@ class ColumnParallelLinearFunction(torch.autograd.Function):
 
 
 def _unrows(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """A matrix of rows in the order of ``dim``, as the leading dimensions of ``shape``."""
+    """Return a matrix with rows in the order of ``dim``, with the leading dimensions of ``shape``."""
     others = [length for index, length in enumerate(shape[:-1]) if index != dim]
     return unrows(matrix, [shape[dim], *others], dim)
 
 
 def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) -> Started:
-    """The sum of ``grads[i] @ weights[i]`` over all i and ranks, in flight; own rows of it if sharded."""
+    """Start to sum ``grads[i] @ weights[i]`` over all i and ranks; only this rank's rows if sharded."""
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights, 0)
     over = layer.communicator
@@ -525,7 +529,7 @@ def _start_of_input(layer: Layer, grads: list[Tensor], weights: list[Tensor]) ->
 
 
 class RowParallelLinearFunction(torch.autograd.Function):
-    """Arguments: the layer, the input, the weight, the bias."""
+    """An autograd function of the layer, the input, the weight and the bias."""
 
     @staticmethod
     @on_all_ranks("row_parallel_linear")
@@ -561,7 +565,7 @@ class RowParallelLinearFunction(torch.autograd.Function):
         with _as_is(kept.device.type):
             rows = rows_of(grad.to(kept.dtype), layer.dim)
             started = None
-            # in a format the two matmuls want other blocks
+            # with a format, the two matmuls need different blocks
             at_once = shared and weighed and not layer.format
             gathered = gather_rows(over if weighed and not at_once else None, rows, layer.format)
             if shared and over is None:
@@ -592,21 +596,21 @@ class RowParallelLinearFunction(torch.autograd.Function):
         return None, of_input, of_weight, of_bias
 
 
-ROWS_AT_ONCE = 4096  # that are widened at a time where there is no matmul with a wider output
+ROWS_AT_ONCE = 4096  # rows that are widened at once without a matmul with wider output
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def _gradient_matrix(grad: Tensor, input: Tensor, format: str) -> Tensor:
-    """``grad.t() @ input``, ``[out, in]``; in a format with the bits of the ops, whose weights are ``(in,
-    out)``."""
+    """Return ``grad.t() @ input``, ``[out, in]``. With a format the bits are as in the ops, whose weights
+    are ``(in, out)``."""
     return product_of_rows(input, grad, format).t() if format else grad.t() @ input
 
 
 def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = "") -> None:
-    """``weight.main_grad += grad.t() @ input``, summed in fp32, or in fp64 if ``main_grad`` is.
+    """Add ``grad.t() @ input`` to ``weight.main_grad``, summed in fp32, or fp64 if ``main_grad`` is fp64.
 
-    ``main_grad`` may be wider or narrower than the operands; what is narrower than fp32 is rounded once.
-    A weight of Megatron's FSDP (``__fsdp_param__``) gets its buffer here, which is written, not added to.
+    ``main_grad`` may be wider or narrower than the operands; a dtype narrower than fp32 is rounded once.
+    A weight of Megatron's FSDP (``__fsdp_param__``) gets its buffer here, which is overwritten.
     """
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
@@ -634,31 +638,31 @@ def add_to_main_grad(weight: Tensor, grad: Tensor, input: Tensor, format: str = 
 
 
 def check_main_grad(name: str, weight: Tensor) -> None:
-    """Raise unless ``weight`` has a ``main_grad`` that its gradient can be added to."""
+    """Raise unless ``weight`` has a ``main_grad`` to which its gradient can be added."""
     main = getattr(weight, "main_grad", None)
     if not isinstance(main, Tensor):
         raise ValueError(
-            f"gradient_accumulation_fusion: {name} has main_grad {main!r}; give it a buffer, as "
+            f"gradient_accumulation_fusion: {name} has main_grad {main!r}; set a buffer, such as "
             "weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
         )
     if main.shape != weight.shape:
         raise ValueError(
-            f"gradient_accumulation_fusion: {name} has shape {tuple(weight.shape)}, its main_grad "
+            f"gradient_accumulation_fusion: {name} has shape {tuple(weight.shape)}, but its main_grad has "
             f"{tuple(main.shape)}"
         )
     if not main.dtype.is_floating_point:
         raise TypeError(
-            f"gradient_accumulation_fusion: main_grad of {name} must be of a float dtype, got "
+            f"gradient_accumulation_fusion: main_grad of {name} must have a float dtype, got "
             f"{main.dtype}"
         )
 
 
 def gradient_placeholder(weight: Tensor) -> Tensor | None:
-    """The gradient that autograd gets for a weight whose own goes to ``main_grad``.
+    """Return autograd's gradient for a weight whose real gradient goes to ``main_grad``.
 
-    None, unless the weight has the attribute ``grad_added_to_main_grad``: then that is set to True, and the
-    placeholder is a tensor of undefined values, or of zeros if ``weight.zero_out_wgrad``. Megatron's
-    data-parallel hooks run on a gradient only, and look at the attribute to know that it says nothing.
+    This is None, unless the weight has the attribute ``grad_added_to_main_grad``. Then the attribute is set
+    to True, and the placeholder has undefined values, or zeros if ``weight.zero_out_wgrad``. Megatron's
+    data-parallel hooks run only if there is a gradient, and read the attribute to ignore its values.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -670,7 +674,7 @@ def gradient_placeholder(weight: Tensor) -> Tensor | None:
 def weight_gradient(
     weight: Tensor, grad: Tensor, input: Tensor, *, fused: bool, format: str = ""
 ) -> Tensor | None:
-    """The gradient that backward returns for ``weight``; ``fused``: it is added to ``main_grad`` now."""
+    """Return backward's gradient for ``weight``; ``fused``: add it to ``main_grad`` now."""
     if fused:
         add_to_main_grad(weight, grad, input, format)
         return gradient_placeholder(weight)
@@ -678,14 +682,14 @@ def weight_gradient(
 
 
 def gather_rows(communicator: Communicator | None, rows: Tensor, format: str = "") -> Started:
-    """Start to gather ``rows``, equally many on all ranks; without a communicator they are all."""
+    """Start to gather ``rows``, equally many on all ranks. Without a communicator, return ``rows``."""
     if communicator is None:
         return Started([rows], None)
     return records.ALL_GATHER.begin(communicator, (gathered_rows(rows, format), 0))
 
 
 class _Deferred(NamedTuple):
-    """``communicator``: the group over which ``input`` is still to be gathered, or None."""
+    """Deferred gradients. ``communicator``: the group over which to gather ``input`` first, or None."""
 
     weights: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -699,18 +703,18 @@ class _Deferred(NamedTuple):
 
 
 class DeferredWeightGradients:
-    """Weight gradients that are computed when the user says so, not in backward.
+    """Weight gradients that are computed when the user asks, not in backward.
 
-    Given to a layer as ``deferred=``, its backward leaves here what the weights' gradients need, and
-    computes that of the input alone, as for pipeline schedules that fill their bubbles with the rest.
-    :meth:`run` computes the oldest, adding each to ``weight.grad``, or to ``main_grad`` where
-    ``gradient_accumulation_fusion`` was set. ``len()`` is the number of backwards that wait here.
+    Pass it to a layer as ``deferred=``. The layer's backward then stores here the tensors for the weights'
+    gradients, and computes only the input's gradient. Pipeline schedules fill their bubbles with the rest.
+    :meth:`run` computes the oldest ones and adds each to ``weight.grad``, or to ``main_grad`` with
+    ``gradient_accumulation_fusion``. ``len()`` is the number of backwards that wait here.
 
-    One object may serve any number of layers. What it holds, an input and the outputs' gradients per
-    backward, is freed as it is used. A sequence-parallel input is held as this rank's shard and gathered in
-    :meth:`run`, so all ranks call that for the same backwards, in the same order; hooks on the weights'
-    gradients do not run. The semantics are those of Megatron-core's ``wgrad_deferral_limit`` and of
-    TransformerEngine's ``delay_wgrad_compute``.
+    One object may serve any number of layers. It holds an input and the outputs' gradients per backward,
+    and frees them as they are used. A sequence-parallel input is held as this rank's shard and gathered in
+    :meth:`run`. So all ranks must call it for the same backwards, in the same order. Hooks on the weights'
+    gradients do not run. Semantics: Megatron-core's ``wgrad_deferral_limit`` and TransformerEngine's
+    ``delay_wgrad_compute``.
 
     >>> def step():
     ...     weight, deferred = torch.ones(2, 4, requires_grad=True), nn.DeferredWeightGradients()
@@ -730,7 +734,7 @@ class DeferredWeightGradients:
         return len(self._pending)
 
     def accepts(self) -> bool:
-        """Whether the backward that asks is to leave its gradients here; others compute them at once."""
+        """Return whether a backward leaves its gradients here; otherwise it computes them at once."""
         return True
 
     def add(
@@ -743,8 +747,8 @@ class DeferredWeightGradients:
         fused: bool = False,
         format: str = "",
     ) -> None:
-        """Called by backward. ``grads``: a matrix ``[tokens, out]`` per weight; ``input``: ``[tokens,
-        in]``, or this rank's equal part of the rows, which :meth:`run` gathers over ``communicator``.
+        """Store the tensors of a backward. ``grads``: a matrix ``[tokens, out]`` per weight. ``input``:
+        ``[tokens, in]``, or this rank's equal part of its rows, which :meth:`run` gathers.
         """
         self._pending.append(
             _Deferred(list(weights), list(grads), input, communicator, fused, format)
@@ -752,10 +756,10 @@ class DeferredWeightGradients:
 
     @torch.no_grad()
     def run(self, limit: int | None = None) -> int:
-        """Compute the gradients of the ``limit`` oldest backwards, by default of all; how many that was.
+        """Compute the gradients of the ``limit`` oldest backwards (default: all), and return their number.
 
-        The next input is gathered while the gradients of one are computed. Raises TypeError or ValueError
-        for a ``limit`` that is no number of backwards, on all ranks if the oldest has to be gathered.
+        The next input is gathered while gradients are computed. Raises TypeError or ValueError for a
+        ``limit`` that is not a number of backwards; on all ranks, if the oldest input must be gathered.
         """
         over = self._pending[0].communicator if self._pending else None
         op = "DeferredWeightGradients.run"

@@ -1,8 +1,7 @@
-"""A mixture of experts: the feed-forward block of which every token takes a few parts, by two fused ops.
+"""A mixture of experts and its router: a feed-forward block where two fused ops move tokens to experts.
 
-The router of a mixture of experts: which experts a token takes, and by what it weighs them.
-
-All in fp32, by torch, on this rank's tokens alone. Legend: T tokens, E experts, K of them for each token.
+The router chooses the experts of each token and their weights. It runs in fp32, with torch ops, on this
+rank's tokens alone. Legend: T tokens, E experts, K experts for each token.
 """
 
 import math
@@ -34,14 +33,15 @@ from interlace.runtime.core.context import comparing
 from interlace.runtime.numerics.norms import activate
 
 Tensor = torch.Tensor
-SMALLEST = 1e-20  # added to a sum of scores, which sigmoids may leave at 0
-BEST = 2  # experts of a group by which it is chosen
+SMALLEST = 1e-20  # added to a sum of scores, as sigmoids may add up to 0
+BEST = 2  # a group is chosen by its 2 best experts
 
 
 class Routed(NamedTuple):
-    """``chosen`` and ``weights`` ``[T, K]``; ``kept`` is ``chosen`` with -1 where a row is dropped.
+    """The router's result: ``chosen`` and ``weights`` are ``[T, K]``.
 
-    ``share`` ``[T, E]``: the scores of a token, which add up to 1.
+    ``kept`` is ``chosen`` with -1 for dropped rows. ``share`` ``[T, E]``: scores that add up to 1 per
+    token.
     """
 
     chosen: Tensor
@@ -76,7 +76,7 @@ class Router(NamedTuple):
         return Routed(chosen, weights * self.scale, self._kept(chosen, weights.detach()), share)
 
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
-        """Experts of other groups are not to be chosen."""
+        """Mask the experts outside the best groups."""
         if self.topk_groups == self.groups:
             return ranked
         by_group = ranked.view(-1, self.groups, self.num_experts // self.groups)
@@ -99,7 +99,7 @@ class Router(NamedTuple):
 
 
 WHOLE = "router", "shared_up", "shared_down"
-"""Parameters of which every rank has all."""
+"""Parameters that every rank holds whole."""
 
 
 def _is_number(value: object) -> bool:
@@ -107,13 +107,13 @@ def _is_number(value: object) -> bool:
 
 
 class LoadBalance(NamedTuple):
-    """How evenly the tokens of the last forward went to experts, of all ranks of the group.
+    """Statistics over the group: how evenly the last forward's tokens were distributed over the experts.
 
     Attributes
     ----------
     tokens_per_expert : int64 ``(num_experts,)``: how often each expert was chosen, dropped rows included.
-    loss : this rank's share of the balance loss; the sum over ranks is ``num_experts * sum(f * p)``, where
-        ``f`` is an expert's share of all rows and ``p`` the mean of its probability: 1 if both are even.
+    loss : this rank's share of the balance loss. The sum over ranks is ``num_experts * sum(f * p)``, where
+        ``f`` is an expert's share of all rows and ``p`` its mean probability; it is 1 if both are even.
 
     >>> def on_rank():
     ...     layer = nn.MoE(4, 8, 2, 1)
@@ -128,49 +128,52 @@ class LoadBalance(NamedTuple):
 
 
 class MoE(ShardedModule):
-    """Experts that are spread over a group, a router, and an expert that all tokens share, if asked for.
+    """Experts that are spread over a group, a router, and optionally an expert that all tokens share.
 
     Parameters
     ----------
     hidden_size : features of input and output.
-    intermediate_size : features between, of each expert.
-    num_experts : of all ranks, a multiple of the group's size; rank r has the r-th part of them.
+    intermediate_size : intermediate features of each expert.
+    num_experts : experts on all ranks, a multiple of the group's size; rank r has the r-th part.
     topk : how many experts a token goes to.
     activation : "relu", "gelu", "gelu_tanh" or "silu".
-    gated : ``down(activation(gate(x)) * up(x))``: ``up`` has the rows of ``gate`` before its own.
-    shared_size : features between of the shared expert, 0 for none. Every rank has it all.
+    gated : compute ``down(activation(gate(x)) * up(x))``; ``up`` holds ``gate``'s rows before its own.
+    shared_size : intermediate features of the shared expert, 0 for no shared expert. Every rank holds it
+    whole.
     scoring : "softmax" or "sigmoid" of the router's products, in fp32.
-    normalize : a token's weights are divided by their sum.
-    scale : a factor of all weights.
-    groups, topk_groups : experts are chosen from ``topk_groups`` of ``groups`` groups of neighbours, those
-        whose two best experts have the largest sum.
-    expert_bias : experts are chosen by scores plus a bias, a buffer ``expert_bias`` ``(num_experts,)`` that
-        stays in fp32 and that :meth:`update_expert_bias` moves; weights are scores without it.
-    capacity_factor : of this rank's rows an expert gets at most ``capacity_factor`` times the mean, rounded
-        up; others are dropped, and count as 0 in a token's sum. None: dropless.
-    num_max_dispatch_tokens_per_rank : a bound of every rank's tokens. Rows are dispatched and multiplied by
-        :func:`interlace.experts.multiply`, and no host waits for counts where that does not; results
-        between are as long as they can get. None: by the two fused ops, whose counts the host reads.
-    drop : which stay, those with the largest weights, "probs", or those of the first tokens, "position".
+    normalize : divide a token's weights by their sum.
+    scale : a factor for all weights.
+    groups, topk_groups : choose experts only from ``topk_groups`` of ``groups`` groups of neighbours: the
+        groups whose two best experts have the largest sum.
+    expert_bias : choose experts by scores plus a bias; weights are scores without it. The bias is a buffer
+        ``expert_bias`` ``(num_experts,)``, which stays in fp32; :meth:`update_expert_bias` changes it.
+    capacity_factor : an expert gets at most ``capacity_factor`` times the mean of this rank's rows, rounded
+        up. Other rows are dropped and count as 0 in a token's sum. None: dropless.
+    num_max_dispatch_tokens_per_rank : the most tokens of any rank. Rows are then dispatched and multiplied
+        by :func:`interlace.experts.multiply`, and the host waits for counts only where that function does.
+        Intermediate results have their largest possible size. None: two fused ops; the host reads counts.
+    drop : the rows that stay: those with the largest weights ("probs") or of the first tokens ("position").
     sequence_parallel : ranks have different tokens, so gradients of the router and the shared expert are
-        summed over the group; else all ranks have all tokens, and the sum already.
-    algorithm : of both fused ops.
+        summed over the group. Otherwise all ranks have all tokens, and gradients are already complete.
+    algorithm : the algorithm of both fused ops.
 
-    Forward: ``input`` ``(..., hidden)``, this rank's tokens, gives the same shape; the numbers of tokens
-    may differ between ranks. :meth:`load_balance` has the statistics. Compiled, it is one graph, in which
-    rows are dispatched.
+    Forward: ``input`` ``(..., hidden)``, this rank's tokens; the output has the same shape. Numbers of
+    tokens may differ between ranks. :meth:`load_balance` returns statistics. The compiled forward is one
+    graph, in which rows are dispatched.
 
     Parameters are ``router`` ``(num_experts, hidden)``, ``up`` ``(num_experts, intermediate, hidden)`` and
-    ``down`` ``(num_experts, hidden, intermediate)``, of which a rank has its experts', ``shared_up`` and
-    ``shared_down``: stacked ``nn.Linear`` weights, initialised as such, in this order. A state
-    dict has this rank's part, :func:`interlace.nn.full_state_dict` the whole; either can be loaded.
+    ``down`` ``(num_experts, hidden, intermediate)``, then ``shared_up`` and ``shared_down``. A rank holds
+    its experts' part of ``up`` and ``down``. They are stacked ``nn.Linear`` weights, initialised as such,
+    in this order. A state dict has this rank's part, :func:`interlace.nn.full_state_dict` has all; both
+    load.
 
-    Raises ValueError or TypeError naming the argument, the values and the rank. Compared with torchtitan's
-    ``MoE`` (``w1``, ``w3`` are the halves of ``up``, ``w2`` is ``down``; ``route_norm``, ``route_scale``,
-    ``num_expert_groups``, ``num_limited_groups`` and ``load_balance_coeff`` are ``normalize``, ``scale``,
-    ``groups``, ``topk_groups`` and the rate of the bias) and Megatron-core's ``MoELayer`` (``linear_fc1``,
-    ``linear_fc2`` of its grouped MLP; ``moe_expert_capacity_factor``, ``moe_token_drop_policy``): the same
-    sums, without token permutation, dispatcher and buffers. Groups, bias and scale are DeepSeek-V3's.
+    Raises ValueError or TypeError naming the argument, the values and the rank. The sums are the same as in
+    torchtitan's ``MoE`` and Megatron-core's ``MoELayer``, without token permutation, dispatcher and
+    buffers. In torchtitan, ``w1`` and ``w3`` are the halves of ``up``, and ``w2`` is ``down``. Its
+    ``route_norm``, ``route_scale``, ``num_expert_groups``, ``num_limited_groups`` and
+    ``load_balance_coeff`` are ``normalize``, ``scale``, ``groups``, ``topk_groups`` and the rate of the
+    bias. Megatron-core has ``linear_fc1`` and ``linear_fc2`` of its grouped MLP,
+    ``moe_expert_capacity_factor`` and ``moe_token_drop_policy``. Groups, bias and scale are DeepSeek-V3's.
 
     >>> def forward():
     ...     torch.manual_seed(0)  # the same on all ranks
@@ -210,7 +213,7 @@ class MoE(ShardedModule):
             positive(hidden_size=hidden_size, intermediate_size=intermediate_size, topk=topk)
             divisible("num_experts", num_experts, self.group)
             if topk > num_experts:
-                raise ValueError(f"topk is {topk}, there are {num_experts} experts")
+                raise ValueError(f"topk is {topk}, it must be at most num_experts, {num_experts}")
             if shared_size:
                 positive(shared_size=shared_size)
             self.activation = checks.activation("activation", activation)
@@ -268,7 +271,7 @@ class MoE(ShardedModule):
             self._add_parameter("shared_down", (hidden_size, shared_size), None, **made)
         self._routed: tuple[Tensor, Tensor] | None = None
         self.expert_bias: Tensor | None
-        self._chosen: Tensor | None  # how often, since the bias was moved last
+        self._chosen: Tensor | None  # counts since the bias was last changed
         bias = torch.empty(num_experts, device=device, dtype=torch.float32) if expert_bias else None
         self.register_buffer("expert_bias", bias)
         counts = None if bias is None else torch.empty_like(bias, dtype=torch.int64)
@@ -287,7 +290,7 @@ class MoE(ShardedModule):
         result = super()._apply(fn, recurse)
         after: Tensor | None = self.expert_bias
         if before is not None and after is not None and after.dtype != before.dtype:
-            self.expert_bias = before.to(after.device)  # another dtype is too coarse for its steps
+            self.expert_bias = before.to(after.device)  # other dtypes are too coarse for its steps
         return result
 
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, object]]:
@@ -302,7 +305,7 @@ class MoE(ShardedModule):
         return {
             **super().__getstate__(),
             "_routed": None,
-        }  # what a copy has no use for, and torch does not copy
+        }  # a copy does not need these, and torch does not copy them
 
     def _between(self, hidden: Tensor) -> Tensor:
         if not self.gated:
@@ -311,7 +314,7 @@ class MoE(ShardedModule):
         return activate(gate, self.activation) * up
 
     def _routing(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of each token, -1 of a row that is dropped, and weights, ``(t, topk)``."""
+        """Return each token's experts, -1 for a dropped row, and their weights, both ``(t, topk)``."""
         with torch.autocast(x.device.type, enabled=False):
             routed = self.router_options(F.linear(x.float(), router.float()), self.expert_bias)
         self._routed = routed.chosen, routed.share
@@ -320,11 +323,14 @@ class MoE(ShardedModule):
         return routed.kept, routed.weights
 
     def _compared(self) -> Terms:
-        """In what a rank must not differ from others, whose numbers or gradients were wrong then."""
+        """Return values that must be equal on all ranks; otherwise results or gradients would be wrong."""
         summed = WHOLE if self.sequence_parallel and torch.is_grad_enabled() else ()
         parameters = [(name, self._parameters.get(name)) for name in summed]
         learnt = [name for name, each in parameters if each is not None and each.requires_grad]
-        return (*self._terms, ("what of MoE requires a gradient", " and ".join(learnt) or None))
+        return (
+            *self._terms,
+            ("list of MoE parameters with gradients", " and ".join(learnt) or None),
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         with self.group.accepting("MoE"):
@@ -361,7 +367,7 @@ class MoE(ShardedModule):
         self, x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor
     ) -> Any:
         how: Any = {"group": self.group, "algorithm": self.algorithm}
-        traced = torch.compiler.is_compiling()  # a graph knows no splits
+        traced = torch.compiler.is_compiling()  # a graph does not know splits
         if traced or self.most_tokens is not None:
             how["num_max_dispatch_tokens_per_rank"] = self.most_tokens
             there: Any = functional.dispatch if traced else dispatch
@@ -378,9 +384,12 @@ class MoE(ShardedModule):
         return grouped_matmul_combine(hidden, down, splits, chosen, weights, **how)
 
     def load_balance(self) -> LoadBalance:
-        """Of the last forward, over the group. Collective. Raises RuntimeError before the first."""
+        """Return the statistics of the last forward over the group. Collective.
+
+        Raises RuntimeError before the first forward.
+        """
         if self._routed is None:
-            raise RuntimeError("load_balance: there was no forward yet")
+            raise RuntimeError("load_balance: there was no forward yet; call the layer first")
         chosen, share = self._routed
         counts = F.pad(_counted(chosen, self.num_experts), (0, 1), value=chosen.shape[0])
         _all_reduce(self.group.on(counts), (counts,))
@@ -390,12 +399,13 @@ class MoE(ShardedModule):
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float = 1e-3) -> None:
-        """Move the bias of experts that were chosen less often than the mean up by ``rate``, others down.
+        """Raise the bias of experts that were chosen less often than the mean by ``rate``; lower the
+        others.
 
-        Of all forwards in training since the last call, over the group; then the mean of the step is taken
-        off. To be called once per step of the optimizer, on every rank. Collective. Raises RuntimeError for
-        a layer without ``expert_bias``, TypeError or ValueError on every rank for a rate that is no finite
-        number on one. Semantics: DeepSeek-V3's balance without a loss; torchtitan's
+        The counts are from all training forwards since the last call, over the group. The mean of the step
+        is then subtracted. Call this once per optimizer step on every rank. Collective. Raises RuntimeError
+        for a layer without ``expert_bias``. Raises TypeError or ValueError on every rank if the rate is not
+        a finite number on one rank. Semantics: DeepSeek-V3's balance without a loss; torchtitan's
         ``load_balance_coeff``.
 
         >>> def on_rank():
@@ -408,7 +418,9 @@ class MoE(ShardedModule):
         [[-0.5, 0.5], [-0.5, 0.5]]
         """
         if self.expert_bias is None or self._chosen is None:
-            raise RuntimeError("update_expert_bias: the layer has no expert_bias")
+            raise RuntimeError(
+                "update_expert_bias: the layer has no expert_bias; make it with expert_bias=True"
+            )
         communicator = self.group.on(self._chosen)
         with communicator.accepting("update_expert_bias"):
             if isinstance(rate, bool) or not isinstance(rate, (int, float)):
@@ -427,7 +439,7 @@ class MoE(ShardedModule):
 
 
 def _counted(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen; no host waits for it."""
+    """Return how often each expert was chosen. The host does not wait for the result."""
     flat = chosen.reshape(-1)
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 

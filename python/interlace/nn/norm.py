@@ -1,4 +1,4 @@
-"""Layer norms on sequence shards: torch's, with weights' gradients summed over the group."""
+"""Layer norms on sequence shards: torch's norms, with the weights' gradients summed over the group."""
 
 import numbers
 from collections.abc import Iterable, Sequence
@@ -55,17 +55,17 @@ class _Norm(ShardedModule):
 
 
 class LayerNorm(_Norm):
-    """``torch.nn.LayerNorm`` for inputs of which each rank has its shard of the sequence.
+    """``torch.nn.LayerNorm`` for inputs that are this rank's shard of the sequence.
 
     Parameters
     ----------
     normalized_shape, eps, elementwise_affine, bias : as for ``torch.nn.LayerNorm``.
     sequence_parallel : ranks have different rows, so the gradients of the weight and the bias are summed
-        over the group, in one all-reduce and at least fp32; else all ranks have all rows, and the sum
-        already.
+        over the group, in one all-reduce and at least fp32. Otherwise all ranks have all rows, and
+        gradients are already complete.
 
-    Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises RuntimeError, torch's,
-    for another shape; ValueError or TypeError for what is no group.
+    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises RuntimeError
+    (torch's) for another shape; ValueError or TypeError for a ``group`` that is not a group.
 
     >>> interlace.run(lambda: nn.LayerNorm(2)(torch.tensor([[1.0, 3.0]])).tolist(), 1)
     [[[-0.9999949932098389, 0.9999949932098389]]]
@@ -94,12 +94,12 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``torch.nn.RMSNorm`` for inputs of which each rank has its shard of the sequence.
+    """``torch.nn.RMSNorm`` for inputs that are this rank's shard of the sequence.
 
-    ``sequence_parallel`` as for :class:`LayerNorm`, the rest as for ``torch.nn.RMSNorm``.
+    ``sequence_parallel`` is as for :class:`LayerNorm`, the other parameters as for ``torch.nn.RMSNorm``.
 
-    Forward: ``input``, ``[..., *normalized_shape]``, gives the same shape. Raises what :class:`LayerNorm`
-    does.
+    Forward: ``input`` ``[..., *normalized_shape]``; the output has the same shape. Raises as
+    :class:`LayerNorm` does.
 
     >>> interlace.run(lambda: nn.RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 3.0]])).tolist(), 1)
     [[[1.0, 1.0]]]

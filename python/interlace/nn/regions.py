@@ -1,4 +1,4 @@
-"""Ways from replicated to sharded activations and back, each with its gradient.
+"""Conversions between replicated and sharded activations, each with its gradient.
 
 ===========================  ======================================  ==================================
 function                     forward                                 backward
@@ -11,10 +11,10 @@ reduce_scatter_to_sequence   reduce-scatter                          all-gather
 gather_from_sequence         all-gather                              reduce-scatter
 ===========================  ======================================  ==================================
 
-``scatter`` and ``gather`` are for parts of what is computed alike on all ranks, so that gradients are not
-summed. ``gather_from_sequence`` is for what ranks then use differently. Parts are equal. Semantics:
-Megatron-core's ``tensor_parallel.mappings``; the loss is one for all ranks, or the sum over sequence
-shards. Ranks must agree on which tensors require gradients, which cannot be differentiated again.
+``scatter_to_group`` and ``gather_from_group`` are for values that all ranks compute alike, so gradients are
+not summed. ``gather_from_sequence`` is for values that ranks then use differently. Parts are equal.
+Semantics: Megatron-core's ``tensor_parallel.mappings``. All ranks have the same loss, or the loss is the
+sum over sequence shards. Ranks must agree on which tensors require gradients. No second derivatives.
 """
 
 import functools
@@ -65,7 +65,7 @@ def _reduced_part(tensor: Tensor, dim: int, group: Communicator) -> Tensor:
 
 
 class _Region(torch.autograd.Function):
-    """``there`` in forward, ``back`` in backward."""
+    """A function with the collective ``there`` in forward and ``back`` in backward."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class _Region(torch.autograd.Function):
 
 @functools.cache
 def _region(op: str) -> type[_Region]:
-    """It under the name of ``op``, which a profile shows."""
+    """Return a :class:`_Region` under the name of ``op``, which a profile shows."""
     return type(op, (_Region,), {})
 
 
@@ -117,7 +117,7 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # at least fp32 on the way, as gradients of few rows are summed up in
+        # sum in at least fp32, as gradients of few rows are summed
         dtypes = [grad.dtype for grad in grads]
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
@@ -129,11 +129,11 @@ class _CopyToGroup(torch.autograd.Function):
 def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ...]:
     """Return ``tensors`` as they are; their gradients are summed over ``group``, all in one collective.
 
-    For parameters that every rank has, and uses on other data than the rest, as layer norms and positions
-    on sequence shards. Any shapes; None stays None. Without it each rank has its share of the gradient
-    only.
+    For parameters that every rank holds and applies to different data, such as layer norms and positions on
+    sequence shards. Tensors have any shapes; None stays None. Without this function each rank has only its
+    share of the gradient.
 
-    Raises TypeError on this rank for what is neither a tensor nor None. Semantics: Megatron-core's
+    Raises TypeError on this rank for a value that is neither a tensor nor None. Semantics: Megatron-core's
     ``copy_to_tensor_model_parallel_region``.
 
     >>> def grad():
@@ -160,7 +160,7 @@ def copy_to_group(*tensors: Tensor | None, group: Group = None) -> tuple[Any, ..
 
 
 def reduce_from_group(tensor: Tensor, *, group: Group = None) -> Tensor:
-    """The sum of ``tensor`` over ranks, on all ranks, which go on alike: the gradient is not summed again.
+    """Return the sum of ``tensor`` over ranks, for the same use on all ranks: its gradient is not summed.
 
     ``tensor``: any shape, equal on all ranks. Raises ValueError or TypeError on every rank, before any data
     moves. Semantics: Megatron-core's ``reduce_from_tensor_model_parallel_region``.
@@ -172,7 +172,7 @@ def reduce_from_group(tensor: Tensor, *, group: Group = None) -> Tensor:
 
 
 def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:
-    """This rank's part, along ``dim``, of ``tensor``, which is the same on all ranks.
+    """Return this rank's part, along ``dim``, of ``tensor``, which is the same on all ranks.
 
     The group's size divides the length of ``dim``. Raises ValueError or TypeError on every rank, before any
     data moves. Semantics: Megatron-core's ``scatter_to_tensor_model_parallel_region``.
@@ -184,7 +184,7 @@ def scatter_to_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> T
 
 
 def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> Tensor:
-    """All ranks' parts along ``dim``, on all ranks, which go on alike: the gradient is not summed.
+    """Return all ranks' parts along ``dim``, for the same use on all ranks: the gradient is not summed.
 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
     rank, before any data moves. Semantics: Megatron-core's ``gather_from_tensor_model_parallel_region``.
@@ -196,7 +196,7 @@ def gather_from_group(tensor: Tensor, dim: int = -1, *, group: Group = None) -> 
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
-    """This rank's part, along ``dim``, of the sum of ``tensor`` over ranks.
+    """Return this rank's part, along ``dim``, of the sum of ``tensor`` over ranks.
 
     Shapes are equal on all ranks, and the group's size divides the length of ``dim``. Raises ValueError or
     TypeError on every rank, before any data moves. Semantics: Megatron-core's
@@ -209,7 +209,7 @@ def reduce_scatter_to_sequence(tensor: Tensor, dim: int = 0, *, group: Group = N
 
 
 def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -> Tensor:
-    """All ranks' parts along ``dim``; each uses the whole in its own way, so gradients are summed.
+    """Return all ranks' parts along ``dim``. Each rank uses them differently: gradients are summed.
 
     ``tensor``: this rank's part, of equal shapes on all ranks. Raises ValueError or TypeError on every
     rank, before any data moves. Semantics: Megatron-core's ``gather_from_sequence_parallel_region``.
@@ -221,5 +221,5 @@ def gather_from_sequence(tensor: Tensor, dim: int = 0, *, group: Group = None) -
 
 
 def sequence_dim(tensor: object, batch_first: bool) -> int:
-    """1 for ``[b, s, h]``, else 0: also for what is no tensor, of which the op tells all ranks."""
+    """Return 1 for ``[b, s, h]``, otherwise 0, also if ``tensor`` is not a tensor: the op reports that."""
     return 1 if batch_first and isinstance(tensor, Tensor) and tensor.dim() > 2 else 0

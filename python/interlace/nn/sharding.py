@@ -1,8 +1,8 @@
-"""Parameters that are parts of unsharded ones: how they lie over a group, and the base of the layers.
+"""Parameters that are parts of unsharded ones: their layout over a group, and the base of the layers.
 
-Initialisation makes each unsharded parameter, as the unsharded layer does and with its draws from torch's
-generator, and keeps this rank's part. So for one seed the weights are those of the unsharded model on any
-number of ranks, and so is what is drawn next. At most one unsharded layer is in memory at a time.
+Initialisation makes each unsharded parameter as the unsharded layer does, with the same draws from torch's
+generator, and keeps this rank's part. So for one seed, the weights equal the unsharded model's on any
+number of ranks, and later draws are the same. At most one unsharded layer is in memory at a time.
 """
 
 import abc
@@ -26,7 +26,7 @@ from interlace.runtime.core.communicator import Communicator
 
 
 class HeldGroup:
-    """A group as a module keeps it: as it was named, and resolved. Copies of the module share it."""
+    """A group as a module keeps it: its name and the resolved group. Copies of the module share it."""
 
     def __init__(self, named: Group) -> None:
         self.named = named
@@ -35,7 +35,7 @@ class HeldGroup:
         self.meshes: dict[tuple[int, str], Any] = {}
 
     def of_replicas(self, copies: int) -> Communicator:
-        """The group of the ``copies`` neighbouring ranks of which this rank is one. Collective at first."""
+        """Return the group of ``copies`` neighbouring ranks with this rank. Collective at first."""
         if copies not in self.replicas:
             for first in range(0, self.communicator.world_size, copies):
                 part = self.communicator.split(range(first, first + copies))
@@ -54,7 +54,7 @@ class HeldGroup:
 
 
 class OnGroup(torch.nn.Module):
-    """A module that communicates over ``group``, which may be one that another module holds."""
+    """A module that communicates over ``group``, which several modules may share."""
 
     def __init__(self, group: Group | HeldGroup) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class OnGroup(torch.nn.Module):
         return self._held.communicator
 
     def _on_all_ranks(self, step: Callable[..., torch.Tensor], *given: object) -> torch.Tensor:
-        """``step(*given)``, in the middle of the layer: where it fails on one rank, it does on all."""
+        """Run ``step(*given)``, a part of the layer. If it fails on one rank, it fails on all ranks."""
         if torch.compiler.is_compiling() or modes_active():
             return step(*given)
         with self.group.accepting(type(self).__name__):
@@ -79,10 +79,10 @@ class Sharding:
     Attributes
     ----------
     dim : the dimension that is split as ``torch.chunk`` splits; None if every rank holds the whole.
-    size : length of the whole along ``dim``; 0 if that is None.
-    copies : so many neighbouring ranks hold the same part, as key-value heads that are fewer than ranks.
+    size : length of the whole along ``dim``; 0 if ``dim`` is None.
+    copies : so many neighbouring ranks hold the same part, if there are fewer key-value heads than ranks.
 
-    Parts are those of ``torch.chunk``; a DTensor would have ``Shard(dim)``.
+    Parts are as in ``torch.chunk``; the placement of a DTensor would be ``Shard(dim)``.
 
     >>> def shapes():
     ...     weight = nn.ColumnParallelLinear(4, 6).weight
@@ -91,10 +91,10 @@ class Sharding:
     ...     return tuple(weight.shape), tuple(whole.shape), weight.sharding.part()
     >>> interlace.run(shapes, 2)
     [((3, 4), (6, 4), (0, 3)), ((3, 4), (6, 4), (3, 3))]
-    >>> def told():
+    >>> def shapes_of_parts():
     ...     sharding = nn.ColumnParallelLinear(4, 6).weight.sharding
     ...     return sharding.local_shape((6, 4)), sharding.full_shape((3, 4))
-    >>> interlace.run(told, 2)[0]
+    >>> interlace.run(shapes_of_parts, 2)[0]
     ((3, 4), (6, 4))
     """
 
@@ -109,15 +109,15 @@ class Sharding:
         return self.held.communicator
 
     def part(self, rank: int | None = None) -> tuple[int, int]:
-        """First index along ``dim`` and length of what ``rank`` holds, by default the calling one."""
+        """Return the first index along ``dim`` and the length of the part of ``rank`` (default: own)."""
         rank = self.group.rank if rank is None else rank
         parts = split_rows(self.size, self.group.world_size // self.copies)
         return parts[rank // self.copies]  # type: ignore[no-any-return]
 
     def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part, a view of ``whole``, which has the unsharded shape. No communication.
+        """Return this rank's part, a view of ``whole``, which has the unsharded shape. No communication.
 
-        Raises RuntimeError, torch's, for a whole that is too short.
+        Raises RuntimeError (torch's) if ``whole`` is too short.
         """
         return whole if self.dim is None else whole.narrow(self.dim, *self.part())
 
@@ -127,19 +127,19 @@ class Sharding:
         return (*shape[: self.dim], length, *shape[self.dim + 1 :])
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this rank's part of a whole of ``shape``."""
+        """Return the shape of this rank's part if the whole has ``shape``."""
         return self._with_length(shape, self.part()[1])
 
     def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole of which this rank has a part of ``shape``."""
+        """Return the shape of the whole if this rank's part has ``shape``."""
         return self._with_length(shape, self.size)
 
     def full(self, local: torch.Tensor, *, group_dst: int | None = None) -> torch.Tensor | None:
-        """The whole of every rank's ``local``: a parameter, its gradient, an optimizer's moment.
+        """Gather the whole from every rank's ``local``: a parameter, a gradient or an optimizer's moment.
 
-        ``local`` has this rank's shape. On all ranks, or on rank ``group_dst`` of the group alone and None
-        on the others. Collective, unless every rank has the whole. No gradients flow through it.
-        Raises ValueError or TypeError on every rank, before any data moves.
+        ``local`` has this rank's shape. The result is on all ranks, or only on rank ``group_dst`` of the
+        group, and None on the others. Collective, unless every rank has the whole. No gradients flow
+        through it. Raises ValueError or TypeError on every rank, before any data moves.
         """
         group = self.group.on(local)
         here = group_dst is None or group_dst == group.rank
@@ -156,7 +156,7 @@ class Sharding:
 
 
 def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the placements under which a DTensor lies as a parameter of ``sharding``."""
+    """Return the mesh and the placements of a DTensor that has the layout of ``sharding``."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements: tuple[object, ...] = (Replicate() if sharding.dim is None else Shard(sharding.dim),)
@@ -170,7 +170,7 @@ def layout(sharding: Sharding, device_type: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _mesh(sharding: Sharding, device_type: str) -> Any:
-    """The mesh of the group's ranks: the caller's own, else one that makes no process groups."""
+    """Return the mesh of the group's ranks: the caller's, or a new one that makes no process groups."""
     from torch.distributed.device_mesh import DeviceMesh
 
     named, ranks = sharding.held.named, list(sharding.group.ranks)
@@ -197,12 +197,12 @@ def _mesh(sharding: Sharding, device_type: str) -> Any:
         if isinstance(dim, int) and names is None:
             return DeviceMesh.from_group(mesh.get_group(dim), device_type)
         return mesh[dim if isinstance(dim, str) else names[dim]]
-    # torch's ops on such DTensors, full_tensor() among them, need a group of torch: name one
+    # torch's ops on such DTensors, such as full_tensor(), need a group of torch: name one
     return DeviceMesh(device_type, torch.tensor(ranks), _init_backend=False)
 
 
 def positive(**sizes: object) -> None:
-    """TypeError or ValueError for the first of ``sizes``, by argument, that is no positive int."""
+    """Raise TypeError or ValueError for the first of ``sizes`` (by argument) that is not a positive int."""
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
@@ -221,7 +221,7 @@ def divisible(argument: str, value: int, group: Communicator) -> None:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What parameters were initialised from: the ``state`` of torch's generator, if it was used."""
+    """The ``state`` of torch's generator before parameters were initialised, if that used it."""
 
     state: torch.Tensor
     versions: list[tuple[int, int, list[float]]]
@@ -230,11 +230,11 @@ class _Drawn:
 class ShardedModule(OnGroup):
     """A module whose own parameters carry a :class:`Sharding`.
 
-    ``state_dict()`` gives this rank's parts. ``load_state_dict`` takes for each of them this rank's part,
-    the unsharded tensor (told by its shape), or a DTensor.
+    ``state_dict()`` returns this rank's parts. For each of them, ``load_state_dict`` accepts this rank's
+    part, the unsharded tensor (recognised by its shape), or a DTensor.
 
-    Raises ValueError or TypeError for a ``group`` that is none; ``load_state_dict`` RuntimeError, as
-    torch's, for other shapes. The keys are those of the unsharded ``torch.nn`` layers.
+    Raises ValueError or TypeError for a ``group`` that is not a group; ``load_state_dict`` raises torch's
+    RuntimeError for other shapes. The keys are those from the unsharded ``torch.nn`` layers.
 
     >>> def loaded():
     ...     layer = nn.ColumnParallelLinear(2, 4)  # a ShardedModule, as all layers of interlace.nn
@@ -253,7 +253,7 @@ class ShardedModule(OnGroup):
     def _add_parameter(
         self, name: str, shape: tuple[int, ...], dim: int | None, copies: int = 1, **made: Any
     ) -> None:
-        """This rank's part of a parameter of ``shape``, not initialised; ``made``: as ``torch.empty``'s."""
+        """Add this rank's uninitialised part of a parameter of ``shape``; ``made``: for torch.empty."""
         size = 0 if dim is None else shape[dim]
         sharding = self._shardings[name] = Sharding(dim, size, self._held, copies)
         local = torch.empty(sharding.local_shape(shape), **made)
@@ -261,7 +261,7 @@ class ShardedModule(OnGroup):
         self._attach()
 
     def _attach(self) -> None:
-        """Parameters that torch has replaced get their shardings again."""
+        """Attach shardings again to parameters that torch has replaced."""
         for name, sharding in self._shardings.items():
             parameter: Any = self._parameters.get(name)
             if parameter is not None:
@@ -269,11 +269,11 @@ class ShardedModule(OnGroup):
 
     @abc.abstractmethod
     def _initial(self, device: torch.device, dtype: torch.dtype) -> Iterable[tuple[str, Any]]:
-        """Name and whole value of each parameter, in the order in which the unsharded layer draws."""
+        """Yield name and whole value of each parameter, in the order of the unsharded layer's draws."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise, as the unsharded layer would under the generator's state. Nothing on ``meta``."""
+        """Initialise as the unsharded layer would with the generator's state. Do nothing on ``meta``."""
         some = next(iter(self._parameters.values()), None)
         if some is None or some.is_meta:
             return
@@ -288,15 +288,16 @@ class ShardedModule(OnGroup):
         self._drawn = _Drawn(before, self._versions()) if drew and counted else None
 
     def _versions(self) -> list[tuple[int, int, list[float]]]:
-        """They change with the values of the parameters."""
+        """Return numbers that change with the values of the parameters."""
         there = [each for each in self._parameters.values() if each is not None]
         return [(id(each), each._version, _beginning(each)) for each in there]
 
     def _check_alike(self, group: Communicator, *names: str, layer: object = None) -> None:
         """Raise on all ranks unless parameters are equal: one host message, before the first forward.
 
-        Those called ``names`` themselves; of the others, which are parts, the state of torch's generator
-        that they were drawn from, if they are still what was drawn. ``layer``: whose part this module is.
+        Parameters in ``names`` are compared by value. Other parameters are parts: if they have not changed
+        since they were drawn, ranks compare the state of torch's generator before. ``layer``: the layer
+        that contains this module.
         """
         if self._found_alike or group.world_size == 1:
             return
@@ -341,7 +342,7 @@ class ShardedModule(OnGroup):
             parameter, value = self._parameters.get(name), own.get(prefix + name)
             if parameter is None or not isinstance(value, torch.Tensor):
                 continue
-            again = _is_dtensor(parameter)  # split once more, by fully_shard
+            again = _is_dtensor(parameter)  # fully_shard has split it once more
             if _is_dtensor(value):
                 if again and _lie_alike(value, parameter):
                     continue
@@ -356,7 +357,7 @@ class ShardedModule(OnGroup):
             own[prefix + name] = parameter
             error_msgs.append(
                 f"size mismatch for {prefix + name}: got shape {tuple(value.shape)}; rank "
-                f"{self.group.rank} of {self.group.world_size} takes its part, {here}, or the whole, "
+                f"{self.group.rank} of {self.group.world_size} accepts its part, {here}, or the whole, "
                 f"{whole}."
             )
         super()._load_from_state_dict(
@@ -366,7 +367,7 @@ class ShardedModule(OnGroup):
 
 
 def _beginning(parameter: torch.Tensor) -> list[float]:
-    """The first values, as ``parameter.data`` is changed without another version; of plain memory."""
+    """Return the first values, which also show changes of ``parameter.data``; [] unless memory is plain."""
     plain = type(parameter) is torch.nn.Parameter and not parameter.is_meta
     there = plain and parameter.untyped_storage().nbytes()
     return parameter.detach().flatten()[:8].tolist() if there else []
@@ -377,9 +378,9 @@ def _generator_state(device: torch.device) -> torch.Tensor:
 
 
 def check_equal(kind: str, group: Communicator, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise on all ranks unless each of ``tensors`` has the same bytes on all; keys are what is said then.
+    """Raise on all ranks unless each of ``tensors`` has the same bytes on all ranks that have it.
 
-    One host message. A rank may have no tensor of a key.
+    The keys begin the error messages. Ranks exchange one host message.
     """
     found = group.agree(kind, {said: _digest(each) for said, each in tensors.items()})
     for said in dict.fromkeys(said for own in found for said in own):
@@ -394,7 +395,7 @@ def check_equal(kind: str, group: Communicator, tensors: Mapping[str, torch.Tens
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    # a copy: numpy would pin memory that fully_shard wants to give back
+    # a copy: numpy would pin memory that fully_shard has to release
     data = tensor.detach().flatten().clone().view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
 
@@ -406,13 +407,13 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _lie_alike(one: Any, other: Any) -> bool:
-    """Whether two DTensors have their parts on the same ranks."""
+    """Return whether two DTensors have their parts on the same ranks."""
     alike = one.shape == other.shape and one.device_mesh == other.device_mesh
     return alike and tuple(one.placements) == tuple(other.placements)
 
 
 def _split_as(parameter: Any, value: torch.Tensor) -> Any:
-    """``value``, which all ranks of the parameter's own mesh have, as that DTensor."""
+    """Return ``value``, which all ranks of the parameter's own mesh have, as a DTensor like it."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -420,7 +421,7 @@ def _split_as(parameter: Any, value: torch.Tensor) -> Any:
 
 
 def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
-    """A DTensor's part on this rank, or on all of them; communicates if it lies otherwise."""
+    """Return a DTensor's part on this rank, or the whole. Communicates if its layout is another one."""
     mesh, placements = layout(sharding, value.device_mesh.device_type)
     same_ranks = torch.equal(value.device_mesh.mesh, mesh.mesh)
     same = same_ranks and tuple(value.placements) == tuple(placements)
@@ -429,7 +430,7 @@ def _part_of(value: Any, sharding: Sharding) -> torch.Tensor:
 
 @torch.no_grad()
 def _gathered(value: Any) -> torch.Tensor:
-    """All of a DTensor, also on a mesh that has no process groups of torch, as of a list of ranks."""
+    """Return the whole of a DTensor, even on a mesh without torch's process groups, as for a rank list."""
     from interlace.tensor import from_dtensor
 
     try:

@@ -2,8 +2,8 @@
 
 The logits are never gathered. Ranks exchange three numbers per token, in two all-reduces: the largest
 logit, then the sum of exponentials, the target's logit and, for label smoothing, the sum of logits.
-Backward needs no communication. Both take rows in pieces, so what they hold in fp32 is bounded; logits and
-their log-sum-exp is all that is kept.
+Backward needs no communication. Forward and backward process rows in pieces, which bounds their fp32
+memory. Between them only the logits and numbers per token, such as the log-sum-exp, are kept.
 """
 
 from collections.abc import Iterable
@@ -30,23 +30,23 @@ Tensor = torch.Tensor
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """``torch.nn.Embedding`` whose rows are split over the group; the ranks' findings are summed.
+    """``torch.nn.Embedding`` whose rows are split over the group; the ranks' partial results are summed.
 
     Parameters
     ----------
-    num_embeddings : size of the vocabulary, any: rows are split as ``torch.chunk`` does, so the last ranks
-        may have fewer or none. Nothing is padded, and state dicts are those of ``nn.Embedding``.
+    num_embeddings : size of the vocabulary, any number. Rows are split as ``torch.chunk`` does, so the last
+        ranks may have fewer or none. Nothing is padded, and state dicts are those from ``nn.Embedding``.
     embedding_dim, padding_idx : as for ``torch.nn.Embedding``.
-    sequence_parallel : the output is this rank's shard of the sequence, whose length the group's size
-        divides; else the whole, on all ranks.
+    sequence_parallel : the output is this rank's shard of the sequence, and the group's size must divide
+        its length; otherwise the output is the whole, on all ranks.
     batch_first : indices are ``[b, s]``, the output ``[b, s, h]``, instead of ``[s, b]`` and ``[s, b, h]``.
     init_method : called on the unsharded weight in place of ``nn.Embedding``'s own initialisation.
 
-    Forward: ``[s, b] -> [s / world size, b, h]``; ``input`` are int indices of the whole sequence, the same
-    on all ranks. The weight's gradient is this rank's alone, and complete. Semantics:
+    Forward: ``[s, b] -> [s / world size, b, h]``. ``input`` has int indices for the whole sequence, the
+    same on all ranks. The weight's gradient is for this rank's rows only, and complete. Semantics:
     ``torch.nn.functional.embedding``, Megatron-core's ``VocabParallelEmbedding``. Raises ValueError or
-    TypeError on every rank, IndexError for indices outside the vocabulary; on a GPU these are not looked
-    for, and give zeros.
+    TypeError on every rank, and IndexError for indices outside the vocabulary. On a GPU such indices are
+    not detected and give zeros.
 
     >>> def forward():
     ...     torch.manual_seed(0)
@@ -119,9 +119,9 @@ class VocabParallelEmbedding(ShardedModule):
                 )
 
     def _found(self, input: Tensor) -> Tensor:
-        """Rows that this rank has, zeros for the others."""
+        """Look up the rows that this rank has; the others are zeros."""
         first, count = self._shardings["weight"].part()
-        if not count:  # the graph still has this rank in it, as it has the others
+        if not count:  # keep this rank in the graph like the others
             return self.weight.sum() + self.weight.new_zeros(*input.shape, self.embedding_dim)
         own = (input >= first) & (input < first + count)
         padding = None if self.padding_idx is None else self.padding_idx - first
@@ -134,7 +134,7 @@ class VocabParallelEmbedding(ShardedModule):
         return f"{self.num_embeddings}, {self.embedding_dim}, world_size={self.group.world_size}"
 
 
-ELEMENTS_AT_ONCE = 1 << 22  # of which there are copies in fp32
+ELEMENTS_AT_ONCE = 1 << 22  # elements that are copied to fp32 at once
 REDUCTIONS = ("mean", "sum", "none")
 NAME = "vocab_parallel_cross_entropy"
 
@@ -150,25 +150,26 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` of logits of which each rank has its classes.
+    """``torch.nn.functional.cross_entropy`` for logits whose classes are split over the ranks.
 
     Parameters
     ----------
     logits : ``[..., local classes]``, float, the classes last; all tokens on all ranks.
     target : int64 classes ``[...]``, the same on all ranks.
-    vocab_size : number of classes, if ranks have different numbers of them, split as ``torch.chunk`` does;
-        by default the group's size times this rank's.
+    vocab_size : number of classes, if ranks have different numbers of them, split as ``torch.chunk`` does.
+        The default is the group's size times this rank's number.
     label_smoothing, ignore_index, reduction : as for ``torch.nn.functional.cross_entropy``.
 
-    Returns the loss, a scalar or ``[...]`` for ``reduction="none"``, in fp32 (fp64 for fp64 logits), on all
-    ranks, which go on alike. Sums are taken in that dtype; the gradient has the logits'. It is complete on
-    each rank, for its classes. "mean" divides by the tokens that are not ignored; without any it is nan.
+    Returns the loss, a scalar or ``[...]`` for ``reduction="none"``, in fp32 (fp64 for fp64 logits), the
+    same on all ranks. Sums have that dtype. The gradient has the logits' dtype; each rank has the complete
+    gradient for its classes. "mean" divides by the number of tokens that are not ignored; if all are
+    ignored, the loss is nan.
 
-    Raises ValueError or TypeError naming the argument, the values and the rank, on all ranks; targets out
-    of range are found on the CPU only. Class probabilities and weights are not supported.
+    Raises ValueError or TypeError naming the argument, the values and the rank, on all ranks. Targets out
+    of range are detected on the CPU only. Class probabilities and weights are not supported.
 
     >>> def loss():
-    ...     logits = torch.zeros(3, 4)  # of 8 classes
+    ...     logits = torch.zeros(3, 4)  # each rank has 4 of 8 classes
     ...     return round(nn.vocab_parallel_cross_entropy(logits, torch.tensor([1, 7, 2])).item(), 4)
     >>> interlace.run(loss, 2)  # log(8)
     [2.0794, 2.0794]
@@ -193,14 +194,14 @@ def vocab_parallel_cross_entropy(
 def _checked(
     logits: Any, target: Any, vocab_size: Any, ignore_index: int, communicator: Communicator
 ) -> tuple[int, int]:
-    """The number of classes of all ranks, and the first of this rank."""
+    """Return the number of classes on all ranks, and this rank's first class."""
     rank, size = communicator.rank, communicator.world_size
     for name, value in (("logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     checks.float_dtype("logits", logits.dtype)
     if target.dtype != torch.int64:
-        raise TypeError(f"target must be of int64, got {target.dtype}")
+        raise TypeError(f"target must be an int64 tensor, got {target.dtype}")
     if not logits.dim() or logits.shape[:-1] != target.shape:
         raise ValueError(
             f"target must have shape {tuple(logits.shape[:-1])} for logits of shape {tuple(logits.shape)}, "
@@ -220,7 +221,7 @@ def _checked(
 
 
 class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
-    """Losses of ``logits`` in fp32; ``local`` are classes of this rank if they are in its range."""
+    """Losses of ``logits`` in fp32. ``local`` are classes of this rank if they are in its range."""
 
     @staticmethod
     @on_all_ranks(NAME)
@@ -252,7 +253,7 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
                 torch.sum(part, 1, out=sums[2, at])
             torch.sum(part.exp_(), 1, out=sums[0, at])
         _all_reduce(group, (sums,))
-        log_sum = sums[0].log()  # beside the highest logit: their sum would round what is small
+        log_sum = sums[0].log()  # without the highest logit, which would round small values
         losses = (1 - smoothing) * (log_sum - sums[1])
         if smoothing:
             losses += smoothing * (log_sum - sums[2] / classes)
@@ -284,16 +285,16 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
 
 
 def _pieces(tokens: int, here: int) -> list[slice]:
-    """Rows to take at once."""
+    """Return the slices of rows that are processed at once."""
     step = max(1, ELEMENTS_AT_ONCE // max(1, here))
     return [slice(first, first + step) for first in range(0, tokens if here else 0, step)]
 
 
 class VocabParallelCrossEntropy(OnGroup):
     """:func:`vocab_parallel_cross_entropy` as a module, with the options of ``torch.nn.CrossEntropyLoss``.
-
-    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as there. Raises what that does,
-    when it is called.
+    Forward: ``logits`` ``[..., local classes]`` and ``target`` ``[...]`` as for the function. Raises
+    ValueError or TypeError in forward, as the function does.
+    raises the function's errors.
 
     >>> def loss():
     ...     return nn.VocabParallelCrossEntropy(reduction="sum")(torch.zeros(1, 2), torch.tensor([0]))

@@ -1,4 +1,4 @@
-"""All ops, registered with torch as this is imported, which is once per process."""
+"""All ops. The import of this file registers them with torch, once per process."""
 
 from interlace.ops.attention import context_parallel, decode, head_exchange
 from interlace.ops.collectives import records

@@ -1,21 +1,21 @@
 """The ops under torch's ``LocalTensorMode``, where one process holds the tensors of all ranks.
 
-Torch would run an op that it does not know once per rank, each alone: a wrong result without a word. So
-every op has a rule here, which finds the ranks of each group and lets the reference of the op compute all.
-A rule needs no group that is alive; what a group's name stands for is found in this order::
+torch would run an unknown op once per rank, each alone, which silently gives a wrong result. So every op
+has a rule here, which finds the ranks of each group and calls the reference of the op for all of them. A
+rule needs no live group. It looks up a group's name in this order::
 
-    a name given to define()          what was said there
+    a name passed to define()         the lists passed with it
     "ranks:0,2|1,3#tag"               these lists
     "0"                               all ranks, of torch's default group or of the mode
     a bound GroupSpec, a name of      the ranks of that group, and, for ranks outside of it, the groups that
-    new_group, of a torch group       it gives when it is shifted, as torch assumes for LocalTensor too
+    new_group, of a torch group       it gives when it is shifted, as torch assumes for LocalTensor, too
     any other                         all ranks of the mode, if there are as many as the group has
 
-Everything else is a ValueError: a rank that is in no group or in two, a group of which only some ranks are
-simulated, sizes that do not fit. A plain tensor beside a LocalTensor is the same on all ranks; without any
-LocalTensor an op raises TypeError, for then it would be computed for whom? Results are complete at once.
+All other cases raise ValueError: a rank that is in no group or in two, a group of which only some ranks are
+simulated, sizes that do not fit. A plain tensor beside a LocalTensor is the same on all ranks. Without any
+LocalTensor an op raises TypeError, as its ranks would be unknown. Results are complete at once.
 
-In the mode ``LocalTensorMode`` itself, not in classes derived from it, for torch looks up exactly that one.
+Rules are for ``LocalTensorMode`` itself, not for derived classes, as torch looks up exactly this class.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ RankLists = list[list[int]]
 
 
 def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[str]) -> None:
-    """Give every op its rule."""
+    """Register the rule of every op."""
     _rule("group_size", _group_size)
     for name, op in ops.items():
         _rule(name, _simulation(op))
@@ -55,7 +55,7 @@ def register(ops: Mapping[str, Op], with_out: Sequence[str], in_place: Sequence[
 
 
 def define(name: str, ranks: Sequence[Sequence[int]]) -> None:
-    """Define a group's name, as that of a ``GroupSpec``, under LocalTensorMode: by lists of ranks.
+    """Define a group's name (as in a ``GroupSpec``) for LocalTensorMode, as lists of ranks.
 
     >>> define("dp", [[0, 2], [1, 3]])
     """
@@ -71,24 +71,24 @@ def _group_size(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = 
         return func(*args, **(kwargs or {}))
     sizes = [len(row) for row in _known(mode, args[0], None)]
     if min(sizes) != max(sizes):
-        raise ValueError(f"group {args[0]!r} is groups of different sizes, {sizes}")
+        raise ValueError(f"group {args[0]!r} stands for groups of different sizes, {sizes}")
     return sizes[0]
 
 
 def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
-    """A rule that computes for all ranks; into ``written``, "out" or "input", if that is given."""
+    """Return a rule that computes for all ranks; ``written``: the argument to fill, "out" or "input"."""
 
     def rule(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if simulation._check_for_subclass(tree_leaves((args, named))):
-            return NotImplemented  # it has to unwrap itself first
+            return NotImplemented  # the subclass must unwrap itself first
         ranks = _ranks_of(mode, func, (args, named))
         if ranks is None:
             return func(*args, **named)
         target = named["out"] if written == "out" else args[0]
         if written and not isinstance(target, _LocalTensor):
             raise TypeError(
-                f"{written} must be a LocalTensor, as the others are, got {type(target).__name__}"
+                f"{written} must be a LocalTensor like the other tensors, got {type(target).__name__}"
             )
         with _outside():
             made = _computed(op, mode, args, ranks)
@@ -105,7 +105,7 @@ def _simulation(op: Op, written: str = "") -> Callable[..., Any]:
 
 
 def _write(name: str, place: torch.Tensor, made: torch.Tensor, rank: int) -> None:
-    """Into the part of a LocalTensor that is rank's."""
+    """Copy ``made`` to rank's part of a LocalTensor."""
     if isinstance(place, _LocalTensor):
         raise TypeError(
             f"{name} is a LocalTensor of LocalTensors: make its parts outside of the mode, or with its "
@@ -120,7 +120,7 @@ def _write(name: str, place: torch.Tensor, made: torch.Tensor, rank: int) -> Non
 
 
 def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
-    """The ranks that the LocalTensors hold; None where the mode is switched off."""
+    """Return the ranks of the LocalTensors, or None if the mode is switched off."""
     held = [leaf._ranks for leaf in tree_leaves(args) if isinstance(leaf, _LocalTensor)]
     if not held:
         if mode._disable:
@@ -129,13 +129,15 @@ def _ranks_of(mode: Any, func: Any, args: Any) -> list[int] | None:
             f"{func}: under LocalTensorMode an argument must be a LocalTensor, got plain tensors only"
         )
     if any(ranks != held[0] for ranks in held):
-        raise ValueError(f"{func}: LocalTensors of different ranks: {[sorted(r) for r in held]}")
+        raise ValueError(
+            f"{func}: LocalTensors must have the same ranks, got {[sorted(r) for r in held]}"
+        )
     return sorted(held[0])
 
 
 @contextlib.contextmanager
 def _outside() -> Any:
-    """A context in which new tensors are plain ones, whatever modes are nested."""
+    """Return a context in which new tensors are plain tensors, whatever modes are nested."""
     with contextlib.ExitStack() as stack:
         for mode in reversed(simulation.get_local_tensor_mode_list()):
             stack.enter_context(mode.disable())
@@ -143,7 +145,7 @@ def _outside() -> Any:
 
 
 def _computed(op: Op, mode: Any, args: Any, ranks: list[int]) -> dict[int, list[torch.Tensor]]:
-    """Outputs by rank."""
+    """Return the outputs by rank."""
     *own, size, name = args
     outputs = {}
     for row in _rows(mode, name, int(size), ranks):
@@ -162,10 +164,10 @@ def _on_rank(value: Any, rank: int) -> Any:
 
 
 def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> RankLists:
-    """The groups, of all that ``name`` stands for, whose ranks are simulated."""
+    """Return the groups with simulated ranks among all groups that ``name`` stands for."""
     rows = _known(mode, name, size)
     if any(len(row) != size for row in rows):
-        raise ValueError(f"group {name!r} is {rows}, the op was made for {size} ranks")
+        raise ValueError(f"group {name!r} is {rows}, but the op was called for {size} ranks")
     held = set(ranks)
     chosen = [row for row in rows if held & set(row)]
     for row in chosen:
@@ -185,7 +187,7 @@ def _rows(mode: Any, name: str, size: int, ranks: list[int]) -> RankLists:
 
 
 def _known(mode: Any, name: str, size: int | None) -> RankLists:
-    """All groups that ``name`` stands for; ``size`` may be given as unknown."""
+    """Return all groups that ``name`` stands for; ``size`` None means unknown."""
     everyone = sorted(mode.ranks)
     if name in _defined:
         return _defined[name]
@@ -199,14 +201,14 @@ def _known(mode: Any, name: str, size: int | None) -> RankLists:
         return _shifted(name, members, max(world, everyone[-1] + 1))
     if size is not None and size != len(everyone):
         raise ValueError(
-            f"group {name!r} has {size} ranks, {len(everyone)} are simulated: give the ranks of all "
+            f"group {name!r} has {size} ranks, but {len(everyone)} are simulated: pass the ranks of all "
             "groups, as [[0, 2], [1, 3]], or name them with interlace.ops.local_tensor.define"
         )
     return [everyone]
 
 
 def _alive(name: str) -> Sequence[int] | None:
-    """The ranks of the group that has this name on the real rank of this process."""
+    """Return the ranks of the group with this name on the real rank of this process, or None."""
     whole = groups.joined()
     if whole is not None:
         found = specs._bound.get(whole, {}).get(name) or rank_lists.named(whole, name)
@@ -222,10 +224,10 @@ def _alive(name: str) -> Sequence[int] | None:
 
 
 def _shifted(name: str, members: Sequence[int], world: int) -> RankLists:
-    """``members`` and the same pattern from every first rank that is left, as along a mesh."""
+    """Return ``members`` and the same pattern shifted to every first rank that is left, as in a mesh."""
     pattern = [rank - members[0] for rank in members]
     if pattern != sorted(pattern):
-        raise ValueError(f"group {name!r}: ranks {list(members)} are not in ascending order")
+        raise ValueError(f"group {name!r}: ranks must be in ascending order, got {list(members)}")
     left, rows = set(range(world)), []
     for first in range(world):
         row = [first + step for step in pattern]

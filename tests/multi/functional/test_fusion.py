@@ -141,13 +141,13 @@ MOVING = (
     "interlace.reduce_scatter.default",
 )
 REASONS = {
-    "batch gathered": "the batch is what is gathered",
+    "batch gathered": "its batch dimension is gathered",
     "scatter max": "reduce op 'max'",
-    "product kept": "read by others too",
+    "product kept": "also read elsewhere",
     "gather alone": "no matmul reads",
     "gathered weight": "the gathered tensor is the weight",
     "weight from the gathered": "its weight comes from the gathered",
-    "normed, reduced kept": "left out a norm: what is reduced is read by others",
+    "normed, reduced kept": "left out a norm: the reduced tensor is also read elsewhere",
 }
 
 

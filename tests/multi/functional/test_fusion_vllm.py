@@ -143,8 +143,8 @@ def define_vllm() -> None:
 TAKEN, NORM = "its rows leave as fp8", "matmul_all_reduce_norm"
 STATIC = f"{TAKEN} by a scale that is an input"
 LEFT = (
-    "left out a quantisation: its scale is not that of the largest number of a row, nor is it there "
-    "before the rows are"
+    "left out a quantisation: its scale is not from the largest number of a row, and does not exist "
+    "before the rows"
 )
 CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] = {
     "ops": (by_ops, [(NORM, (TAKEN,))]),
@@ -168,7 +168,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[str, tuple[str, ...]]]]] =
         read_by_others,
         [
             (NORM, (TAKEN,)),
-            (NORM, ("left out a quantisation: the normed rows are read by others, too",)),
+            (NORM, ("left out a quantisation: the normed rows are also read elsewhere",)),
         ],
     ),
 }

@@ -124,7 +124,7 @@ TARGET = torch.zeros(4, dtype=torch.int64)
             "target must have shape (4,) for logits of shape (4, 3), got (3,)",
         ),
         ({"target": TARGET + 6}, ValueError, "target must be within 0..5, got 6"),
-        ({"target": TARGET.float()}, TypeError, "target must be of int64, got torch.float32"),
+        ({"target": TARGET.float()}, TypeError, "target must be an int64 tensor, got torch.float32"),
         ({"reduction": "average"}, ValueError, "reduction must be one of"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be within 0..1, got 1.5"),
         ({"vocab_size": 4}, ValueError, "logits must have 2 of vocab_size 4 classes, got 3"),

@@ -164,10 +164,10 @@ REFUSED_BY_THE_LAYER: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "TypeError: input must be a tensor, got NoneType"),
     ({"input": TOKENS[0]}, "input must have 3 dimensions and 8 features"),
     ({"lengths": 6}, "TypeError: lengths must be a list of ints, got 6"),
-    ({"lengths": [6]}, "lengths must be of 2 ranks, 3 of this one, got [6]"),
+    ({"lengths": [6]}, "lengths must have 2 entries, this rank's must be 3; got [6]"),
     ({"lengths": [4, 3]}, "lengths differs between ranks: (3, 3) on rank 0"),
-    ({"lengths": [4, 2]}, "3 of this one, got [4, 2]"),
-    ({"rotary": "x"}, "TypeError: rotary must be a function or None, got 'x'"),
+    ({"lengths": [4, 2]}, "this rank's must be 3; got [4, 2]"),
+    ({"rotary": "x"}, "TypeError: rotary must be callable or None, got 'x'"),
 ]
 
 

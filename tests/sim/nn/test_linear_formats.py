@@ -255,7 +255,7 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
         (
             lambda layer, w: nn.RowParallelLinear(192, 256).load_scaled(w),
             ValueError,
-            "blocks of 128 numbers along k, and .* are not whole ones",
+            "blocks of 128 numbers along k, but .* is not a range of whole blocks",
         ),
         (
             lambda layer, w: column_parallel_linear(torch.ones(4, 64), [w], group=None),
@@ -272,7 +272,7 @@ def test_a_compiled_layer_with_a_scaled_weight() -> None:
                 torch.ones(4, 192, requires_grad=True), [w], group=None
             ),
             RuntimeError,
-            "a linear function of a scaled weight has no gradient of its input",
+            "a linear function of a scaled weight has no gradient for its input",
         ),
         (
             lambda layer, w: nn.ColumnParallelLinear(192, 256, format="mxfp8", save_gathered=True)(

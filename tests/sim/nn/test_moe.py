@@ -229,7 +229,7 @@ def test_a_layer_without_a_bias_says_so() -> None:
     ("text", "given"),
     [
         ("num_experts must be a positive multiple of the group's size 2, got 3", (8, 4, 3, 1)),
-        ("topk is 5, there are 4 experts", (8, 4, 4, 5)),
+        ("topk is 5, it must be at most num_experts, 4", (8, 4, 4, 5)),
         ("hidden_size must be positive, got 0", (0, 4, 4, 1)),
         ("activation must be None or one of", (8, 4, 4, 1, "swish")),
         ("num_experts 4 must be a multiple of groups, got 3", (8, 4, 4, 1, {"groups": 3})),
@@ -272,7 +272,7 @@ def test_a_router_that_learns_on_some_ranks_only_is_refused() -> None:
     """By the forward with a bound, where experts' own gradients do not tell: backward would wait."""
     layer = made(num_max_dispatch_tokens_per_rank=2)
     layer.router.requires_grad_(interlace.get_rank() == 0)
-    text = "what of MoE requires a gradient differs between ranks: router on rank 0, None on rank 1"
+    text = "list of MoE parameters with gradients differs between ranks: router on rank 0, None on rank 1"
     with pytest.raises(ValueError, match=text):
         layer(tokens(0)[:2].requires_grad_())
 

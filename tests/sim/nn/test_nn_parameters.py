@@ -83,7 +83,7 @@ def test_the_whole_on_one_rank() -> None:
 def test_state_dicts_of_other_shapes_or_keys_are_refused() -> None:
     layer, rank = inn.ColumnParallelLinear(3, 8, bias=False), interlace.get_rank()
     before = layer.weight.detach().clone()
-    text = f"got shape (5, 3); rank {rank} of 2 takes its part, (4, 3), or the whole, (8, 3)."
+    text = f"got shape (5, 3); rank {rank} of 2 accepts its part, (4, 3), or the whole, (8, 3)."
     with pytest.raises(
         RuntimeError, match=re.escape(f"size mismatch for weight: {text}")
     ) as caught:

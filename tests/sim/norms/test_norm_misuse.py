@@ -23,8 +23,8 @@ def arguments(op: str) -> dict[str, Any]:
 
 
 MISUSE: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (SCATTER, {"residual": torch.ones(2, 8), "norm": None}, "for a call with norm, which is None"),
-    (REDUCE, {"quantize": "fp8", "norm": None}, "for a call with norm, which is None"),
+    (SCATTER, {"residual": torch.ones(2, 8), "norm": None}, "need a norm, but norm is None"),
+    (REDUCE, {"quantize": "fp8", "norm": None}, "need a norm, but norm is None"),
     (SCATTER, {"norm": torch.nn.RMSNorm(8)}, "TypeError: norm must be an interlace.RMSNorm or"),
     (ROWS, {"norm": None}, "TypeError: norm must be an interlace.RMSNorm or"),
     (SCATTER, {"scatter_dim": 1}, "is the last dimension"),
@@ -107,5 +107,5 @@ def test_functional_forms_refuse_too() -> None:
         with pytest.raises(TypeError, match=text):
             call(torch.ones(2, 8), **{"norm": RMS, **changes})
     matmul: Any = functional.matmul_all_reduce
-    with pytest.raises(ValueError, match="for a call with norm"):
+    with pytest.raises(ValueError, match="need a norm"):
         matmul(torch.ones(3, 8), torch.ones(8, 8), residual=torch.ones(3, 8))

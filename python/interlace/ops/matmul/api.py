@@ -1,7 +1,4 @@
-"""The fused ops as they are called: on tensors whose gradients are recorded, or on plain ones.
-
-Reductions that end with a norm of the rows are among them.
-"""
+"""The eager fused matmuls, also those that end with a norm of the rows, with or without gradients."""
 
 from __future__ import annotations
 
@@ -64,24 +61,24 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]] | Work:
-    """``torch.cat(shards of all ranks, gather_dim) @ weight + bias``, gathering inside the matmul.
+    """Return ``torch.cat(shards of all ranks, gather_dim) @ weight + bias``; gather inside the matmul.
 
     Parameters
     ----------
-    input : this rank's shard, ``[..., k]``, 2-D or more. Shards may differ in length along
-        ``gather_dim``; all other lengths agree. Any strides.
+    input : this rank's shard, ``[..., k]``, 2-D or more, with any strides. Shards may differ in length
+        along ``gather_dim``; all other lengths must agree.
     weight : ``(k, n)`` with any strides (a transposed ``nn.Linear.weight`` is read in place), or a
         sequence of weights that share the gather. ``n`` may differ between ranks.
-    gather_dim : dimension of ``input`` that is sharded; the last one too.
+    gather_dim : dimension of ``input`` that is sharded; the last one is allowed.
     bias : ``(n,)``; for several weights a sequence with one entry (or None) each.
-    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu" of the output, taken before
+    activation : "relu", "gelu", "gelu_tanh" (gelu's approximation) or "silu", applied to the output before
         it is rounded; for several weights also a sequence with one entry (or None) each.
     return_gathered : also return the gathered input, contiguous along ``gather_dim``.
     algorithm : "fused" (Triton kernel), "pipelined" (torch matmuls as chunks arrive), "unfused", "auto".
-    out_dtype : dtype of the output, default the input's. float64 only by "unfused" or "auto".
-    format : quantise ``input`` and ``weight`` to a block-scaled format, as "mxfp8", where they are tensors;
-        so do the matmuls of the backward, each in blocks along its own k: see docs/formats.md. Not with
-        ``return_gathered``, nor for the last dimension.
+    out_dtype : dtype of the output, by default the input's. float64 only with "unfused" or "auto".
+    format : quantise ``input`` and ``weight`` to a block-scaled format, such as "mxfp8", if they are
+        tensors. So do the matmuls of the backward, each in blocks along its own k: see
+        docs/formats.md. Not with ``return_gathered``, nor for the last dimension.
 
     Returns
     -------
@@ -91,8 +88,8 @@ def all_gather_matmul(
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded; all ranks' tensors must require them alike, or all ranks refuse. The activation
-    is then torch's, after the op, because its gradient needs what it was taken of.
+    Gradients are recorded. All ranks' tensors must require the same gradients, otherwise all ranks raise an
+    error. With gradients torch applies the activation after the op, as its gradient needs its input.
 
     Semantics: ``torch.ops.symm_mem.fused_all_gather_matmul``.
 
@@ -130,7 +127,7 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
-    """This rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
+    """Return this rank's part of ``sum over ranks of (input @ weight)``, scattered as it is computed.
 
     Parameters
     ----------
@@ -138,46 +135,48 @@ def matmul_reduce_scatter(
     weight : ``(k, n)`` with any strides.
     reduce_op : "sum" or "avg" (sum divided by the world size).
     scatter_dim : dimension of the output that is split over ranks as ``torch.chunk`` does: parts of
-        ``ceil(length / world size)``, trailing ranks get what is left, which may be nothing.
+        ``ceil(length / world size)``. The last ranks get the rest, which may be empty.
     bias : ``(n,)``, added once to the reduced output.
-    activation : as for :func:`all_gather_matmul`, of the reduced output and the bias.
-    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows, taken in the op's tail; any
-        ``scatter_dim`` but the last.
-    residual : with ``norm``, what is added before it, of the shape and dtype of the output, any strides.
+    activation : as for :func:`all_gather_matmul`, applied to the reduced output with the bias.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows, computed at the end of the op; with
+        any ``scatter_dim`` but the last.
+    residual : with ``norm``, a tensor to add before it, with the output's shape and dtype, any strides.
     quantize : with ``norm``, None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each
-        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them: their largest number divided by 448, and at
-        least 1e-12. The normed rows are fp8 times scale. "fp8_static": as float8_e4m3fn as they are, of a
-        norm whose weight was divided by a scale that is known before. A block-scaled format, such as
-        "mxfp8" or "nvfp4": as the :class:`Scaled` that :func:`quantize` makes of the normed rows in fp32;
-        of nvfp4 its ``whole`` is 1; divide the norm's weight by another.
-    gather_normed : with ``norm``, all ranks get all ranks' normed rows, as by an all-gather; the residual
-        stays scattered. The chain of a sequence-parallel block, in one op.
-    algorithm, out_dtype, format : as for :func:`all_gather_matmul`. Partial products travel in
+        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
+        row, ``[..., 1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value
+        divided by 448, and at least 1e-12. The normed rows are fp8 times scale. "fp8_static": the normed
+        rows as float8_e4m3fn, without scales; divide the norm's weight by a known scale first. A
+        block-scaled format, such as "mxfp8" or "nvfp4": the :class:`Scaled` that :func:`quantize` makes
+        from the normed rows in fp32. For nvfp4 its ``whole`` is 1; divide the norm's weight by another one.
+    gather_normed : with ``norm``, all ranks get all ranks' normed rows, as from an all-gather; the residual
+        stays scattered. This is the chain of a sequence-parallel block in one op.
+    algorithm, out_dtype, format : as for :func:`all_gather_matmul`. Partial products are sent in
         ``out_dtype``.
 
     Returns
     -------
-    The own part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
+    This rank's part, or with ``async_op`` a :class:`Work` whose ``wait()`` returns it. Sums are taken in
     fp32 in rank order, so results are bit-identical from run to run. For ``scatter_dim`` other than 0
     the output is a permuted view, as in torch's fused ops.
 
-    With ``norm`` it is ``(normed, residual)``: the sum with the residual, rounded once, and its norm, which
-    is that of the rounded sum; quantised, ``((fp8, scales), residual)``, or ``(scaled, residual)``.
+    With ``norm`` it is ``(normed, residual)``: ``residual`` is the sum with the residual, rounded once, and
+    ``normed`` is the norm of the rounded sum. Quantised: ``((fp8, scales), residual)`` or ``(scaled,
+    residual)``.
 
     Raises ValueError or TypeError naming the argument, both values and the rank.
 
-    Gradients are recorded, of unequal parts too; all ranks' tensors must require them alike, or all ranks
-    refuse.
+    Gradients are recorded, also for unequal parts. All ranks' tensors must require the same gradients,
+    otherwise all ranks raise an error.
 
-    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``; with ``norm`` followed by an addition and
-    ``torch.nn.functional.rms_norm`` or ``layer_norm``, in fp32, where torch rounds after each.
+    Semantics: ``torch.ops.symm_mem.fused_matmul_reduce_scatter``. With ``norm`` an addition and
+    ``torch.nn.functional.rms_norm`` or ``layer_norm`` follow, in fp32, whereas torch rounds after each.
 
     >>> interlace.run(lambda: interlace.matmul_reduce_scatter(torch.ones(4, 8), torch.ones(8, 1)), 2)
     [tensor([[16.],
             [16.]]), tensor([[16.],
             [16.]])]
     """
-    given = ReductionArguments(  # by position, for names take twice the time
+    given = ReductionArguments(  # by position, as names take twice the time
         input, weight, bias, residual, None, None, reduce_op, scatter_dim, None, algorithm, out_dtype,
         "", 0.0, "", gather_normed, activation, format or "",
     )  # fmt: skip
@@ -200,13 +199,13 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled | Work:
-    """``sum over ranks of (input @ weight) + bias`` on every rank, bitwise equal on all of them.
+    """Return ``sum over ranks of (input @ weight) + bias`` on every rank, with the same bits on all ranks.
 
-    ``input``: ``[..., k]``, ``weight``: ``(k, n)``, and the rest as for :func:`matmul_reduce_scatter`, but
-    ``bias`` must be the same on all ranks, of which each adds it to a part of the rows. Small outputs go
-    one-shot, in one kernel that sends every tile to every rank; larger ones as matmul + reduce-scatter and
-    an all-gather of the parts. ``residual``, which must be the same on all ranks, ``norm`` and ``quantize``
-    as there; the normed rows and the residual are on every rank.
+    ``input``: ``[..., k]``, ``weight``: ``(k, n)``; other parameters are as for
+    :func:`matmul_reduce_scatter`. But ``bias`` must be the same on all ranks: each rank adds it to a part
+    of the rows. Small outputs use one kernel that sends every tile to every rank (one-shot). Larger outputs
+    use a matmul + reduce-scatter and an all-gather of the parts. ``residual`` must be the same on all
+    ranks. With ``norm`` the normed rows and the residual are on every rank.
 
     Raises ValueError or TypeError naming the argument, both values and the rank. Semantics:
     ``torch.matmul``, then ``torch.distributed.all_reduce``.
@@ -233,36 +232,39 @@ def all_reduce_norm(
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
 ) -> Normed | Quantized | NormedScaled | Work:
-    """``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
+    """Return ``h = sum over ranks of input + bias + residual`` and its norm, on every rank, in one op.
 
     Parameters
     ----------
-    input : ``[..., n]``, of equal shape on all ranks, any strides; float32, float16, bfloat16 or float64.
-    norm : an :class:`RMSNorm` or :class:`LayerNorm` of whole rows of ``n``.
-    residual : of the shape and dtype of ``input``. It, ``bias``, ``(n,)``, and the vectors of ``norm`` must
-        be the same on all ranks, which is not compared: whose numbers count depends on the algorithm.
+    input : ``[..., n]``, with equal shapes on all ranks, any strides; float32, float16, bfloat16 or
+        float64.
+    norm : an :class:`RMSNorm` or :class:`LayerNorm` over whole rows of ``n``.
+    residual : has the shape and dtype of ``input``. ``residual``, ``bias`` ``(n,)`` and the vectors of
+        ``norm`` must be the same on all ranks. This is not checked: the algorithm decides which rank's
+        values are used.
     quantize : None or "fp8": the normed rows as float8_e4m3fn with a float32 scale for each row, ``[...,
-        1]``, as ``torch._scaled_mm`` takes them: the row's largest number divided by 448, at least 1e-12.
-        "fp8_static": as float8_e4m3fn as they are, of a norm whose weight was divided by a known scale.
-        A block-scaled format, such as "mxfp8" or "nvfp4": as for :func:`matmul_reduce_scatter`.
+        1]``, as ``torch._scaled_mm`` takes them. The scale is the row's largest absolute value divided by
+        448, and at least 1e-12. "fp8_static": the normed rows as float8_e4m3fn, without scales; divide the
+        norm's weight by a known scale first. A block-scaled format, such as "mxfp8" or "nvfp4": as for
+        :func:`matmul_reduce_scatter`.
     reduce_op : "sum" or "avg".
-    algorithm : "fused" (one Triton kernel; more than 256 KiB in two shots: every rank norms a part of the
-        rows, and all gather), "pipelined" (torch's operators, likewise in parts), "unfused" (all-reduce,
-        then the norm of all rows), "low_latency" (one kernel whose words carry their own flags, for up to
-        64 KiB, every row in whole KiB), "auto".
+    algorithm : "fused" is one Triton kernel; for more than 256 KiB it has two steps: every rank norms a
+        part of the rows, then all ranks gather the parts. "pipelined" uses torch's operators, also in
+        parts. "unfused" is an all-reduce, then the norm of all rows. "low_latency" is one kernel whose
+        words carry their own flags, for up to 64 KiB, every row in whole KiB. "auto" chooses one.
 
     Returns ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
-    :class:`Work` whose ``wait()`` returns that. h is summed in fp32 in rank order and rounded once; the
-    norm is that of the rounded h, in fp32. Every rank gets the same bits.
+    :class:`Work` whose ``wait()`` returns that. h is summed in fp32 in rank order and rounded once. The
+    norm is computed from the rounded h, in fp32. Every rank gets the same bits.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
     Semantics: ``torch.distributed.all_reduce``, an addition, ``torch.nn.functional.rms_norm`` or
-    ``layer_norm``, where torch rounds after each, and "unfused" after the all-reduce. Like vLLM's fused
-    all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
-    ``all_reduce_bias_rms_norm``. It differs: nothing is in place, h is a new tensor; sums do not depend on
-    the order of arrival; the largest number of a row is taken of its fp32 norm; the norm may be a
-    ``LayerNorm``; it has gradients; scales of blocks are not swizzled.
+    ``layer_norm``; torch rounds after each of them, and "unfused" rounds after the all-reduce. Similar to
+    vLLM's fused all-reduce + RMSNorm + quantisation, FlashInfer's ``trtllm_allreduce_fusion`` and Kraken's
+    ``all_reduce_bias_rms_norm``. The differences: nothing is in place, h is a new tensor. Sums do not
+    depend on the order of arrival. A row's largest value is taken from its fp32 norm. The norm may be a
+    ``LayerNorm``. There are gradients. Scales of blocks are not swizzled.
 
     >>> def normed():
     ...     h = torch.full((1, 2), 1.0 + interlace.get_rank())
@@ -290,30 +292,29 @@ def reduce_scatter_norm(
     async_op: bool = False,
     algorithm: NormAlgorithm = "auto",
 ) -> Normed | Quantized | NormedScaled | Work:
-    """``h``, this rank's part of the sum over ranks of ``input``, with bias and residual, and its norm.
+    """Return ``h``, this rank's part of the sum of ``input`` with bias and residual, and its norm.
 
     Parameters
     ----------
     input, norm, bias, quantize, reduce_op : as for :func:`all_reduce_norm`, at least 2-D.
-    residual : of the shape of the own part.
-    scatter_dim : any but the last; parts as of :func:`matmul_reduce_scatter`, also uneven or empty.
+    residual : has the shape of this rank's part.
+    scatter_dim : any but the last; parts as in :func:`matmul_reduce_scatter`, also uneven or empty ones.
     gather_normed : all ranks get all ranks' normed rows: reduce-scatter, norm and all-gather of a
         sequence-parallel block in one op. Normed rows are stored once here and once at every peer, as they
-        are made; there is no shard of them.
-    algorithm : as there, without "low_latency".
+        are computed, without a shard between.
+    algorithm : as for :func:`all_reduce_norm`, without "low_latency".
 
     Returns
     -------
     ``(normed, h)``, quantised ``((fp8, scales), h)`` or ``(scaled, h)``, or with ``async_op`` a
-    :class:`Work`. For ``scatter_dim``
-    other than 0 they are permuted views.
+    :class:`Work`. For ``scatter_dim`` other than 0 they are permuted views.
 
     Raises ValueError or TypeError naming the argument, both values and the rank, on every rank.
 
     Semantics: ``torch.distributed.reduce_scatter_tensor``, an addition, ``torch.nn.functional.rms_norm`` or
-    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``; like the reduce-scatter + norm +
-    all-gather of vLLM's sequence parallelism and FlashInfer's two-shot ``trtllm_allreduce_fusion``, from
-    which it differs as :func:`all_reduce_norm` does.
+    ``layer_norm``, and ``torch.distributed.all_gather_into_tensor``. Similar to the reduce-scatter + norm +
+    all-gather of vLLM's sequence parallelism and FlashInfer's two-shot ``trtllm_allreduce_fusion``. The
+    differences are those in :func:`all_reduce_norm`.
 
     >>> def normed():
     ...     h = torch.full((2, 2), 1.0 + interlace.get_rank())
@@ -331,10 +332,10 @@ def reduce_scatter_norm(
 def run_reduction(
     op: str, given: ReductionArguments, norm: Any, quantize: Any, group: Group, async_op: bool
 ) -> Any:
-    """An eager reduction of a product, or of rows that are there already."""
+    """Run an eager reduction of a product, or of existing rows."""
     communicator = resolve(group)
     with communicator.accepting(op):
-        if given.op != op:  # by a None, which no caller may give
+        if given.op != op:  # the caller passed None for a required argument
             if op in (SCATTER, ALL_REDUCE):
                 checks.tensor("weight", given.weight, communicator)
             checks.integer("scatter_dim", given.scatter_dim)
@@ -354,7 +355,7 @@ def run_reduction(
 def _recorded_gather(
     communicator: Communicator, given: gather.AllGatherMatmulArguments, async_op: bool
 ) -> Any:
-    """The activation is torch's, after the op, because its gradient needs what it was taken of."""
+    """Run the gather with gradients. torch applies the activation afterwards, for its gradient."""
     several = not isinstance(given.weights, Tensor)
     count = len(given.weights) if isinstance(given.weights, (list, tuple)) else 1
     with communicator.accepting(gather.OP):
@@ -386,8 +387,8 @@ def _recorded_gather(
 def _recorded_reduction(
     communicator: Communicator, given: ReductionArguments, async_op: bool
 ) -> Any:
-    """An activation is torch's, after the op, because its gradient needs what it was taken of; so then is a
-    norm."""
+    """Run the reduction with gradients. If there is an activation, torch applies it and the norm after it,
+    as the activation's gradient needs its input."""
     terms: Terms = ()
     plain = dataclasses.replace(given, activation=None)
     with communicator.accepting(given.op):
@@ -423,12 +424,12 @@ def _recorded_reduction(
 
 
 def in_format(given: Any) -> Any:
-    """A record as the kernels take it: with packed rows, if it has a format."""
+    """Return the record for the kernels: with packed rows, if it has a format."""
     return block_scaled.quantized(given) if given.format else given
 
 
 def _normed(communicator: Communicator, given: ReductionArguments, total: Tensor) -> Any:
-    """The norm of a reduction that was activated, by torch."""
+    """Norm, with torch, a reduction to which an activation was applied."""
     total = total if given.residual is None else total + given.residual
     normed = unrounded(total, norms.norm_of(given)).to(total.dtype)
     if given.gather_normed:

@@ -1,20 +1,20 @@
-"""Fused ops on block-scaled operands: the plain ops, of rows that carry their scales.
+"""Fused ops on block-scaled operands: the plain ops, on rows that contain their scales.
 
-A matrix in a block-scaled format is packed: in bytes, each row's values and then its scales, see
-``formats.py``. So what moves rows moves their scales under the same signal, and an op has one argument
-more, ``format``. Scales are not swizzled, so shards may be of any length. A row is padded to a multiple of
-128 numbers, and to one of 16 bytes.
+A matrix in a block-scaled format is packed as bytes: each row's values, then its scales, see
+``formats.py``. So rows and their scales move together under one signal, and an op has only one more
+argument, ``format``. Scales are not swizzled, so shards may have any length. A row is padded to a multiple
+of 128 numbers, and to a multiple of 16 bytes.
 
-Operands that are floats are quantised by the op, in the format that it is told; then it has a gradient.
-With an input x, a weight w and the gradient dy of their product, three matmuls have six operands, each in
-blocks along the dimension that is summed::
+Float operands are quantised by the op, in the requested format; then the op has a gradient. With an input
+x, a weight w and the gradient dy of their product, three matmuls have six operands, each in blocks along
+the dimension that is summed::
 
     y = x @ w           x along k, w along k
     dx = dy @ w.T       dy along n, w along n
     dw = x.T @ dy       x along rows, dy along rows
 
-So what autograd saves are the floats. Of rows that are gathered for ``dw`` each rank quantises its own, and
-sends bytes: a block never has rows of two ranks. The other factor, which a rank has whole, is cut likewise.
+So autograd saves the floats. If rows are gathered for ``dw``, each rank quantises its own rows and sends
+bytes: a block never has rows from two ranks. The other factor, which a rank has whole, is split likewise.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ from interlace.runtime.core.stream import Outcome
 
 FACTORS = ("input", "weight", "weights")
 OF_EXPERTS = ("input_splits", "home_splits", "segments")
-"""Arguments of ops that have a weight for each expert."""
+"""Names of arguments that only ops with a weight for each expert have."""
 
 
 def _refuse(*_: Any) -> Any:
@@ -74,7 +74,7 @@ def _refuse(*_: Any) -> Any:
 
 
 def with_format(op: Op) -> Op:
-    """The op of block-scaled operands: the same with a ``format``."""
+    """Return the op for block-scaled operands: the same op with a ``format``."""
     if f"block_scaled_{op.name}" in OPS:
         return OPS[f"block_scaled_{op.name}"]  # type: ignore[no-any-return]
     without = [name for name in op.without if name != "format"]
@@ -108,20 +108,20 @@ def with_format(op: Op) -> Op:
 
 
 def op_of(name: str, format: str) -> Op:
-    """The op of that name, or with a format the one of block-scaled operands."""
+    """Return the op of that name; with a format, the op for block-scaled operands."""
     op: Op = OPS[name]
     return with_format(op) if format else op
 
 
 def call_in(format: str, name: str, *arguments: Any) -> Any:
-    """Call an op, or with a format the one of block-scaled operands; the last arguments are the group."""
+    """Call an op; with a format, the op for block-scaled operands. The last arguments are the group."""
     *own, size, group = arguments
     of_format = [format] if format else []
     return call(op_of(name, format).name, *own, *of_format, size, group)
 
 
 def _of_floats(gradient: OpGradient) -> OpGradient:
-    """The gradient of operands that the op quantises; it has none itself."""
+    """Return the gradient for operands that the op quantises. It has no gradient itself."""
 
     def save(ctx: Any, given: Any, output: Any) -> None:
         _, _, operands = _factors(given)
@@ -138,7 +138,7 @@ def _of_floats(gradient: OpGradient) -> OpGradient:
 
 
 def _packed_example(make: Example, weight: bool) -> Example:
-    """The packed rows of an example, whose small whole numbers mxfp8 has exactly."""
+    """Return packed rows of an example, whose small integers are exact in mxfp8."""
 
     def packed_numbers(numbers: torch.Tensor) -> torch.Tensor:
         scaled = quantize(numbers.mT, "mxfp8").t() if weight else quantize(numbers, "mxfp8")
@@ -157,10 +157,10 @@ def are_scaled(*operands: object) -> bool:
 
 
 def format_of(values: Any, scales: Any, inner: int) -> str:
-    """The format of tensors that ``torch.nn.functional.scaled_mm`` takes; "" without blocks.
+    """Return the format of tensors for ``torch.nn.functional.scaled_mm``, or "" without blocks.
 
-    The dtypes say it, and the shape of scales in float32: one for all numbers, or for each row or column,
-    is no block. With k <= 128 such a scale is also that of a block, and means the same.
+    The dtypes decide, and the shape of float32 scales: one for all numbers, or one for each row or column,
+    is not a block scale. With k <= 128 such a scale is also a block's scale, with the same meaning.
     """
     if not isinstance(values, torch.Tensor) or not isinstance(scales, torch.Tensor):
         return ""
@@ -181,9 +181,9 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
 
 
 def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
-    """Scales that ``torch._scaled_mm`` takes, by row and block: it has those of one byte swizzled.
+    """Return scales for ``torch._scaled_mm`` by row and block; one-byte scales arrive swizzled.
 
-    Whatever their shape, as that is not what it goes by. Raises ValueError for another number of them.
+    Their shape does not matter, as torch ignores it. Raises ValueError for another number of scales.
     """
     if scales.dtype not in (E8M0, E4M3):
         return scales
@@ -205,17 +205,17 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
 
 
 def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list[Scaled]:
-    """The input and the weights that pairs of values and scales are; none if they have no blocks."""
+    """Return the input and the weights, made from values and scales; [] if they have no blocks."""
     if any(isinstance(part, Scaled) for pair in (input, *weights) for part in pair):
         raise TypeError(
-            "input and weight must be tensors with scales beside them, got an interlace.Scaled, which the "
-            "op of the same name without 'scaled' takes"
+            "input and weight must be tensors with separate scales, got an interlace.Scaled; pass that to "
+            "the op of the same name without 'scaled'"
         )
     pairs = [input, *weights]
     formats = [format_of(*each, -2 if index else -1) for index, each in enumerate(pairs)]
     if not any(formats):
         return []
-    # What has no blocks should have those of the others.
+    # Operands without blocks should have the others' format.
     likely = next(filter(None, formats))
     made = []
     for index, (pair, format) in enumerate(zip(pairs, formats, strict=True)):
@@ -225,7 +225,7 @@ def operands(input: tuple[Any, Any], weights: Sequence[tuple[Any, Any]]) -> list
 
 
 def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scaled]) -> None:
-    """Raise ValueError on all ranks if scales are by block on some only: then ranks would call two ops."""
+    """Raise ValueError on all ranks if only some have block scales: ranks would call different ops."""
     kind = "by block" if operands else "one, or by row"
     call = Call(op, (("the kind of scales", kind),))
 
@@ -237,7 +237,7 @@ def agree_on_scales(communicator: Communicator, op: str, operands: Sequence[Scal
 
 
 def name_of(index: int, several: bool) -> str:
-    """The name of an operand: the input is the first."""
+    """Return the name of an operand: the input is the first."""
     if not index:
         return "input"
     return f"weight[{index - 1}]" if several else "weight"
@@ -245,7 +245,7 @@ def name_of(index: int, several: bool) -> str:
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Within, errors say to which operand they belong."""
+    """Return a context in which errors name their operand."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -253,7 +253,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def with_gathered(input: Any, made: Any, *, async_op: bool = False) -> Any:
-    """``(gathered, *results)`` of an op on a block-scaled ``input``: what was gathered is one, too."""
+    """Return ``(gathered, *results)`` of an op; ``gathered`` is block-scaled if ``input`` is."""
     if not isinstance(input, Scaled):
         return made
 
@@ -273,11 +273,11 @@ def run_packed(
     *,
     gathers: bool = False,
 ) -> Any:
-    """Call ``run(communicator, given, async_op)`` with packed operands; ranks compare k, too.
+    """Call ``run(communicator, given, async_op)`` with packed operands. Ranks also compare k.
 
     ``given``: the record of a call of ``op`` on block-scaled operands, or on floats with a format. Floats
     stay as they are if gradients are recorded. ``gathers``: the result of ``run`` begins with the gathered
-    input. ValueError or TypeError on all ranks if an operand is wrong.
+    input. Raises ValueError or TypeError on all ranks if an operand is wrong.
     """
     with communicator.accepting(op):
         made = packed(given, check_scales=True)
@@ -288,20 +288,20 @@ def run_packed(
 
 
 def are_formatted(given: Any) -> bool:
-    """Whether the operands of a record are block-scaled, or are to be."""
+    """Return whether the operands of a record are block-scaled, or will be."""
     asked = getattr(given, "format", "")
     return bool(asked) or are_scaled(*[getattr(given, name, None) for name in FACTORS])
 
 
 def learns(given: Any) -> bool:
-    """Whether autograd is to know of a call with this record."""
+    """Return whether autograd must record a call with this record."""
     kind: Any = type(given)
     every = tensors([getattr(given, name) for name in names_of_tensors(kind)])
     return torch.is_grad_enabled() and any(each.requires_grad for each in every)
 
 
 def _factors(given: Any) -> tuple[str, bool, list[Any]]:
-    """The name of the weights of a record, whether they are several, and the input and each of them."""
+    """Return the name of a record's weights, whether there are several, and the input and each weight."""
     name = "weights" if hasattr(given, "weights") else "weight"
     weights = getattr(given, name)
     several = isinstance(weights, (list, tuple))
@@ -309,16 +309,16 @@ def _factors(given: Any) -> tuple[str, bool, list[Any]]:
 
 
 def packed(given: Any, *, check_scales: bool) -> Any:
-    """A record of an op with the packed rows of its block-scaled operands, and their format.
+    """Return a record of an op with the packed rows of its block-scaled operands, and their format.
 
-    If a format is asked for, and all operands are floats, they stay as they are, for the op quantises them.
+    If a format is requested and all operands are floats, they stay, as the op quantises them.
     """
     name, several, operands = _factors(given)
     dim = getattr(given, "gather_dim", 0)
     if isinstance(given.input, Scaled) and dim in (-1, given.input.values.dim() - 1):
         raise ValueError(
-            f"gather_dim={dim} is k, the last dimension of input, along which its blocks lie: block-scaled "
-            f"operands are gathered along another one; shape of input is {tuple(given.input.shape)}"
+            f"gather_dim={dim} is k, the last dimension of input and the dimension of its blocks: gather "
+            f"block-scaled operands along another one; shape of input is {tuple(given.input.shape)}"
         )
     by_expert = any(hasattr(given, each) for each in OF_EXPERTS)
     if given.format:
@@ -345,11 +345,11 @@ def packed(given: Any, *, check_scales: bool) -> Any:
 
 
 def _formatted(given: Any, operands: list[Any]) -> list[Any]:
-    """The operands of a call with ``format``: if some are block-scaled, the others are quantised."""
+    """Return the operands of a call with ``format``: if some are block-scaled, quantise the others."""
     kind = format_named(given.format)
     if getattr(given, "return_gathered", False):
         raise ValueError(
-            "return_gathered gives what travels, which with format= is block-scaled: pass "
+            "return_gathered returns the sent data, which with format= is block-scaled: pass "
             f"interlace.quantize(input, {kind.name!r}) without format="
         )
     if not are_scaled(*operands):
@@ -365,7 +365,7 @@ def _formatted(given: Any, operands: list[Any]) -> list[Any]:
 
 
 def _check_numbers(given: Any, *, packed: bool = False) -> None:
-    """Raise unless the input and the weights, which are floats, can be quantised and multiplied.
+    """Raise unless the input and the weights are floats that can be quantised and multiplied.
 
     ``packed``: weights may be packed columns already.
     """
@@ -378,7 +378,9 @@ def _check_numbers(given: Any, *, packed: bool = False) -> None:
         if packed and index and each.dtype == torch.uint8:
             continue
         if not each.is_floating_point() or each.dtype.itemsize < 2:
-            raise TypeError(f"{name} must be of floats that format= quantizes, got {each.dtype}")
+            raise TypeError(
+                f"{name} must be a float tensor that format= quantizes, got {each.dtype}"
+            )
         kind.check_shape(name, each.shape[::-1] if index else each.shape)
         if index and each.shape[-2] != input.shape[-1]:
             raise ValueError(
@@ -391,13 +393,13 @@ def _check_numbers(given: Any, *, packed: bool = False) -> None:
     if dim in (-1, input.dim() - 1) and (gathers or learns(given)):
         raise ValueError(
             f"{name} must not be the last one, {dim}, with format={kind.name!r}: blocks would have numbers "
-            "of several ranks"
+            "from several ranks"
         )
 
 
 @torch.no_grad()
 def quantized(given: Any) -> Any:
-    """A record with packed rows in place of factors that are floats."""
+    """Return a record with packed rows instead of float factors."""
     name, several, (input, *weights) = _factors(given)
     if all(each.dtype == torch.uint8 for each in (input, *weights)):
         return given
@@ -413,16 +415,16 @@ def _as_weight(weight: Any, format: str) -> Scaled:
 
 
 def packed_weight(weight: torch.Tensor, format: str) -> torch.Tensor:
-    """Packed columns of a weight ``(k, n)``, which it may be already."""
+    """Return packed columns of a weight ``(k, n)``, which may be packed already."""
     return weight if weight.dtype == torch.uint8 else packed_rows(_as_weight(weight, format))
 
 
 def packed_by_functional(
     op: str, given: Any, group: FunctionalGroup, tag: str
 ) -> tuple[str, Any, contextlib.AbstractContextManager[None]]:
-    """The name of an op, its record with packed operands, and a block in which ranks compare k.
+    """Return the name of an op, its record with packed operands, and a context in which ranks compare k.
 
-    A graph compares no k, and looks at no scales.
+    In a graph, k is not compared, and scales are not checked.
     """
     if not are_formatted(given):
         return op, given, contextlib.nullcontext()
@@ -431,8 +433,8 @@ def packed_by_functional(
     try:
         if torch.is_grad_enabled() and learning is not None and learning.requires_grad:
             raise RuntimeError(
-                f"functional.{op} of block-scaled operands has no gradient of topk_weights; interlace.{op} "
-                "has one"
+                f"functional.{op} of block-scaled operands has no gradient for topk_weights; call "
+                f"interlace.{op}, which has one"
             )
         made = packed(given, check_scales=known)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -442,14 +444,14 @@ def packed_by_functional(
 
 
 def traced() -> bool:
-    """Whether the call is one of a graph, or of a mode."""
+    """Return whether the call is part of a graph, or under a mode."""
     return torch.compiler.is_compiling() or bool(modes_active())
 
 
 def packed_tokens(
     tokens: Scaled,
 ) -> tuple[torch.Tensor, contextlib.AbstractContextManager[None]]:
-    """The packed rows of a dispatch, ``(tokens, row_bytes)``, and a block that compares format and k."""
+    """Return the packed rows of a dispatch, ``(tokens, row_bytes)``, and a context that compares k."""
     if tokens.inner != -1 or tokens.values.dim() != 2:
         raise ValueError(
             f"x must be (tokens, hidden), its blocks along hidden; got shape {tuple(tokens.shape)}, blocks "
@@ -462,7 +464,7 @@ def packed_tokens(
 
 
 def _check_scales(name: str, operand: Scaled) -> None:
-    """Look at scales, unless the host would wait for a device, or tensors stand for others."""
+    """Check scales, unless the host would wait for a device, or tensors have no real values."""
     like = operand.values.new_empty(1)
     if like.is_cpu and has_memory(like):
         with naming(name):
@@ -476,7 +478,7 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
         )
     if not index:
         if operand.inner != -1:
-            raise ValueError("input must be [..., k], its blocks along k; this one is transposed")
+            raise ValueError("input must be [..., k] with blocks along k, got a transposed one")
         return
     dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
     if operand.inner != -2 or operand.values.dim() != dims:
@@ -500,8 +502,9 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
 
 @torch.library.custom_op("interlace::multiply_parts", mutates_args=())
 def multiply_parts(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
-    """The sum over p of ``left[p] @ right[p].T`` of packed rows ``(parts, m, row_bytes)`` and ``(parts, n,
-    row_bytes)``, in float32, in the order of parts."""
+    """Return the sum over p of ``left[p] @ right[p].T`` in float32, in the order of parts.
+
+    Operands are packed rows ``(parts, m, row_bytes)`` and ``(parts, n, row_bytes)``."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float32, device=left.device)
     for rows, columns in zip(left, right, strict=True):
         total += multiply_packed(rows, columns.mT, FORMATS[format])
@@ -515,16 +518,16 @@ def _(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
 
 @torch.no_grad()
 def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
-    """A matrix ``(m, k)`` in blocks along m, which begin anew in each of equal ``parts`` of its rows:
-    ``(parts, k, row_bytes)``."""
+    """Pack a matrix ``(m, k)`` in blocks along m, in equal ``parts`` of its rows: ``(parts, k,
+    row_bytes)``."""
     of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
     return packed_rows(quantize(of_parts.mT, format))  # type: ignore[arg-type]
 
 
 def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> torch.Tensor:
-    """``left.T @ right`` of matrices with as many rows; in a format in float32.
+    """Return ``left.T @ right`` of matrices with as many rows; with a format in float32.
 
-    Either may be :func:`packed_parts` already, and the other is cut into as many parts then.
+    Either may be :func:`packed_parts` already; then the other is split into as many parts.
     """
     if not format:
         return left.mT @ right
@@ -538,7 +541,7 @@ def product_of_rows(left: torch.Tensor, right: torch.Tensor, format: str) -> tor
 
 
 def gathered_rows(rows: torch.Tensor, format: str) -> torch.Tensor:
-    """What a rank sends of its ``rows`` for a :func:`product_of_rows`, to be gathered along dimension 0."""
+    """Return the form of a rank's ``rows`` to gather along dimension 0 for :func:`product_of_rows`."""
     return packed_parts(rows, 1, format) if format else rows
 
 

@@ -38,22 +38,22 @@ SMALLEST = torch.finfo(torch.float32).tiny
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, FP4: 6.0}
 """The largest number of each dtype of values."""
 FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of e2m1 by their three low bits. The fourth bit is the sign."""
+"""The e2m1 numbers by their three low bits. The fourth bit is the sign."""
 KERNEL_NAMES = {E4M3: "e4m3", E5M2: "e5m2", FP4: "e2m1", E8M0: "e8m0", torch.float32: "fp32"}
-"""As ``kernels/block_scales.py`` has them."""
+"""The name of each dtype in ``kernels/block_scales.py``."""
 ROW_ALIGNMENT = 16
-"""A packed row is a multiple of so many bytes, which one instruction moves."""
+"""A packed row is a multiple of this many bytes, which one instruction moves."""
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4
-"""The scales that lie together in the layout SWIZZLE_32_4_4."""
+"""The size of a tile of scales in the layout SWIZZLE_32_4_4."""
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One format.
+    """A block-scaled format.
 
     Attributes
     ----------
-    block : the numbers along k that share a scale; ``across``: those across k, of a weight.
+    block : the numbers along k that share a scale; ``across``: for a weight, the numbers across k.
     packed : the numbers in one element of the values.
     whole : whether one more float32 scales the whole tensor.
     """
@@ -68,22 +68,22 @@ class BlockFormat:
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """The bytes of 128 numbers in a packed row: of their values, and of their scales."""
+        """The bytes of 128 numbers in a packed row: for their values, and for their scales."""
         return INNER // self.packed, INNER // self.block * self.scale.itemsize
 
     @property
     def kernel_constants(self) -> dict[str, Any]:
-        """What kernels are told of it."""
+        """The constants of kernels for this format."""
         names = {"VALUES": KERNEL_NAMES[self.values], "SCALE": KERNEL_NAMES[self.scale]}
         return {**names, "BLOCK": self.block}
 
     def row_bytes(self, numbers: int) -> int:
-        """The length of a packed row of so many numbers; also of none it has bytes, all padding."""
+        """Return the length of a packed row with so many numbers. Even 0 numbers need bytes (padding)."""
         used = _blocks(numbers, INNER) * sum(self.step_bytes) + 4 * self.whole
         return _blocks(max(1, used), ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise ValueError that begins with ``name`` if rows of that shape have no such format."""
+        """Raise a ValueError that begins with ``name`` if rows of that shape cannot have this format."""
         if len(shape) < 2:
             raise ValueError(f"{name} must have at least 2 dimensions, got shape {tuple(shape)}")
         if shape[-1] % self.packed:
@@ -93,27 +93,27 @@ class BlockFormat:
             )
 
     def packed_rows(self, rows: Tensor) -> Tensor:
-        """Numbers ``[..., rows, k]`` as packed rows; one more scale of the whole tensor is 1."""
+        """Quantise and pack rows of numbers ``[..., rows, k]``; the scale of the whole tensor is 1."""
         whole = rows.new_ones((), dtype=torch.float32) if self.whole else None
         return packed_rows(quantize(rows, self.name, whole=whole))  # type: ignore[arg-type]
 
     @property
     def fast_accum(self) -> bool:
-        """Whether tensor cores add up all of k; if not, sums of 128 numbers are added beside them."""
+        """Whether tensor cores sum all of k; otherwise sums of 128 numbers are added outside them."""
         return self.scale != torch.float32
 
     def native_kind(self, configuration: Configuration) -> str:
-        """``NATIVE`` of ``kernels/block_scales.py``."""
+        """Return ``NATIVE`` of ``kernels/block_scales.py``."""
         if configuration.native_scales and self.scale != torch.float32:
             return "scales"
         return "values" if configuration.native_values else ""
 
     def loads_by_descriptor(self, configuration: Configuration) -> bool:
-        """Whether kernels may load values by TMA. On 10.0 scales in fp32 need the registers for sums."""
+        """Return whether kernels may load values by TMA. On 10.0 fp32 scales need the sums' registers."""
         return self.scale != torch.float32 or not configuration.native_scales
 
     def steps(self, row_bytes: int) -> int:
-        """How often 128 numbers are in a packed row of that length."""
+        """Return the number of steps of 128 numbers in a packed row of that length."""
         return row_bytes // sum(self.step_bytes)
 
 
@@ -130,12 +130,12 @@ FORMATS = {
 
 
 def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
-    """What a problem of the tuning cache says of operands in that format."""
+    """Return the terms of a tuning problem that describe operands in that format."""
     return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
 
 
 def format_named(name: object) -> BlockFormat:
-    """The format of that name. Raises ValueError that lists the names."""
+    """Return the format of that name. Raise a ValueError that lists the names."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(
             f"format must be one of {', '.join(get_args(BlockFormatName))}, got {name!r}"
@@ -150,21 +150,21 @@ class Scaled:
     Parameters
     ----------
     values : ``[..., rows, k]``. A 4-bit format has two numbers in an element, the first in the low bits:
-        ``[..., rows, k / 2]``; uint8 is taken for it.
-    scales : ``[..., rows, ceil(k / block)]``; of ``fp8_block128`` also ``[..., ceil(rows / 128),
-        ceil(k / 128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is taken for float8_e8m0fnu. Those of
-        the MX formats and nvfp4 may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat or
+        ``[..., rows, k / 2]``; uint8 is accepted for it.
+    scales : ``[..., rows, ceil(k / block)]``; for ``fp8_block128`` also ``[..., ceil(rows / 128),
+        ceil(k / 128)]``, as DeepSeek's ``weight_scale_inv``. uint8 is accepted for float8_e8m0fnu. For the
+        MX formats and nvfp4 they may also be in the layout SWIZZLE_32_4_4 of torch and cuBLAS, flat or
         ``[32 * ceil(rows / 128), 16 * ceil(blocks / 4)]``.
-    format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" of float8_e5m2 values is
+    format : "fp8_block128", "mxfp8", "mxfp8_e5m2", "mxfp4" or "nvfp4". "mxfp8" with float8_e5m2 values is
         "mxfp8_e5m2".
-    whole : of nvfp4, a float32 by which everything is multiplied, one element or one for each row,
-        ``[..., rows, 1]``; None is 1.
+    whole : for nvfp4, a float32 factor of all numbers, one element or one for each row, ``[..., rows, 1]``;
+        None is 1.
     inner : the dimension k, -1 or -2. :meth:`t` exchanges both, for a weight, which is ``(k, n)``.
 
-    Raises ValueError or TypeError that says what was given and what the format asks.
+    Raises ValueError or TypeError that names the value that was passed and the format's requirement.
 
-    Only the same object is equal to it; to compare numbers, compare what :meth:`dequantize` returns. It can
-    be pickled, copied, and stored by ``torch.save``, which ``torch.load`` reads as it reads tensors.
+    Only the same object is equal to it; to compare numbers, compare the results of :meth:`dequantize`. It
+    can be pickled, copied, and stored by ``torch.save``; ``torch.load`` reads it as it reads tensors.
 
     >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8").t()
     >>> tuple(weight.values.shape), tuple(weight.scales.shape)
@@ -198,7 +198,7 @@ class Scaled:
             object.__setattr__(self, "whole", whole)
 
     def _plain(self, kind: BlockFormat, scales: Tensor) -> Tensor:
-        """The scales by row and block, whatever layout they came in."""
+        """Return the scales by row and block, whatever their layout is."""
         *others, rows, length = self.values.shape if self.inner == -1 else self.values.mT.shape
         blocks = _blocks(length * kind.packed, kind.block)
         shapes = [(*others, rows, blocks)]
@@ -222,27 +222,28 @@ class Scaled:
 
     @property
     def kind(self) -> BlockFormat:
-        """The format's record."""
+        """The record of the format."""
         return FORMATS[self.format]
 
     @property
     def shape(self) -> torch.Size:
-        """The shape in numbers."""
+        """The shape, counted in numbers."""
         shape = list(self.values.shape)
         shape[self.inner] *= self.kind.packed
         return torch.Size(shape)
 
     def t(self) -> Scaled:
-        """The same numbers with the last two dimensions exchanged; nothing is copied."""
+        """Return the same numbers with the last two dimensions exchanged. Nothing is copied."""
         whole = self.whole if self.whole is None or self.whole.numel() == 1 else self.whole.mT
         made = Scaled(self.values.mT, self.scales.mT, self.format, whole, -3 - self.inner)
         return made if self._rows is None else made._of_rows(self._rows.mT)
 
     def narrow(self, dim: int, start: int, length: int) -> Scaled:
-        """As ``torch.narrow``: ``length`` indices from ``start`` on, along one of the last two dimensions.
+        """Return ``length`` indices from ``start`` on, along one of the last two dimensions.
 
-        Along k it is cut where blocks begin. Across k anywhere: of scales for 128 x 128 numbers it has one
-        for each row then. Raises ValueError for another dimension, and a cut within a block.
+        As ``torch.narrow``. Along k, only at borders of blocks; across k anywhere. If scales are for 128 x
+        128 numbers, the result has one scale for each row. Raises ValueError for another dimension, and for
+        a range that divides a block.
 
         >>> weight = interlace.quantize(torch.ones(4, 64), "mxfp8")
         >>> tuple(weight.narrow(0, 2, 2).shape), tuple(weight.narrow(1, 32, 32).shape)
@@ -257,13 +258,13 @@ class Scaled:
         values, scales, whole = self.values, self.scales, self.whole
         if not 0 <= start <= end <= (numbers if dim == -1 else rows):
             raise ValueError(
-                f"there is no {start} to {end} in dimension {dim} of {tuple(self.shape)}"
+                f"{start} to {end} is outside of dimension {dim} of shape {tuple(self.shape)}"
             )
         if dim == -1:
             if start % kind.block or (end % kind.block and end != numbers):
                 raise ValueError(
-                    f"{kind.name} has blocks of {kind.block} numbers along k, and {start} to {end} are not "
-                    "whole ones"
+                    f"{kind.name} has blocks of {kind.block} numbers along k, but {start} to {end} is not "
+                    "a range of whole blocks"
                 )
             values = values.narrow(-1, start // kind.packed, length // kind.packed)
             scales = scales.narrow(-1, start // kind.block, _blocks(length, kind.block))
@@ -275,7 +276,7 @@ class Scaled:
         return Scaled(values, scales, kind.name, whole)
 
     def _scales_of_rows(self) -> Tensor:
-        """The scales with one for each row, blocks along the last dimension."""
+        """Return the scales with one for each row, blocks along the last dimension."""
         rows = self.values.shape[-2]
         if self.scales.shape[-2] == rows:
             return self.scales
@@ -283,30 +284,30 @@ class Scaled:
 
     @property
     def advice(self) -> str:
-        """What an error adds to the name of this class, where only a tensor can be taken."""
+        """The text that an error adds to this class' name if only a tensor is accepted."""
         return (
-            f" in {self.format}, which only matmuls and dispatches take; pass what its dequantize() "
-            "returns, or its values and scales one after the other"
+            f" in {self.format}, which only matmuls and dispatches accept; pass dequantize()'s result, "
+            "or its values and scales one after the other"
         )
 
     def to(self, device: torch.device | str | int) -> Scaled:
-        """The same numbers on ``device``, packed if they are. Raises TypeError for a dtype.
+        """Return the same numbers on ``device``, packed if they are. Raise TypeError for a dtype.
 
         >>> interlace.quantize(torch.ones(1, 32), "mxfp8").to("cpu").dequantize().sum()
         tensor(32.)
         """
         if isinstance(device, torch.dtype):
             raise TypeError(
-                f"the dtypes of a Scaled are those of its format, {self.format}; "
+                f"the dtypes of a Scaled belong to its format, {self.format}; "
                 f"dequantize({device}) returns the numbers in another one"
             )
         restore, parts = self.__reduce__()
         return restore(*(each.to(device) if isinstance(each, Tensor) else each for each in parts))
 
     def __reduce__(self) -> tuple[Callable[..., Scaled], tuple[Any, ...]]:
-        """For pickle, copy and torch.save: bytes, as pickle does not have all dtypes of values and scales.
+        """Reduce to bytes for pickle, copy and torch.save: pickle does not have all dtypes of formats.
 
-        What is packed stays packed.
+        Packed operands stay packed.
         """
         if self._rows is not None:
             rows = self._rows if self.inner == -1 else self._rows.mT
@@ -319,7 +320,7 @@ class Scaled:
 
     @property
     def _rows(self) -> Tensor | None:
-        """The packed rows of which values and scales are views."""
+        """Return the packed rows if values and scales are views of them, otherwise None."""
         rows: Tensor | None = self.__dict__.get("rows")
         return rows
 
@@ -328,19 +329,19 @@ class Scaled:
         return self
 
     def packed(self) -> Scaled:
-        """The same numbers, in memory as ops move and multiply them: a call with them copies nothing.
+        """Return the same numbers in the memory layout that ops use: a call with them copies nothing.
 
-        Do this once with a weight. Its values and scales are views of that memory then; of scales for 128 x
-        128 numbers there is one for each row.
+        Do this once with a weight. Values and scales are then views of that memory. If scales are for 128 x
+        128 numbers, the result has one scale for each row.
         """
         if self.inner == -2:
             return self.t().packed().t()
         return unpacked_rows(packed_rows(self), self.kind, self.shape[-1])
 
     def check_scales(self) -> None:
-        """Look at every scale: each is finite and above 0, or 0 with values of 0. Waits for the device.
+        """Raise unless every scale is finite and above 0, or 0 with values of 0. Waits for the device.
 
-        Raises ValueError that names the first scale that is not.
+        The ValueError names the first wrong scale.
         """
         rows_first = self if self.inner == -1 else self.t()
         values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
@@ -368,7 +369,7 @@ class Scaled:
                 )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers, computed in float32 and rounded once to ``dtype``."""
+        """Return the numbers, computed in float32 and rounded once to ``dtype``."""
         rows_first = self if self.inner == -1 else self.t()
         kind, scales = self.kind, rows_first._scales_of_rows().float()
         numbers = _numbers(rows_first.values, kind)
@@ -379,7 +380,7 @@ class Scaled:
 
 
 def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
-    """``tensor``, which has that dtype, or bytes instead of one that torch has no arithmetic for."""
+    """Return ``tensor`` in that dtype, or its bytes if torch has no arithmetic for the dtype."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype == torch.uint8 and dtype in (FP4, E8M0):
@@ -390,7 +391,7 @@ def _of_dtype(name: str, tensor: object, of: str, dtype: torch.dtype) -> Tensor:
 
 
 def _whole(kind: BlockFormat, whole: object, shape: Sequence[int], inner: int) -> Tensor:
-    """``whole`` as :class:`Scaled` has it beside values of that shape: of no dimension, or by row."""
+    """Return ``whole`` as :class:`Scaled` keeps it for values of that shape: a scalar, or by row."""
     if not kind.whole:
         raise ValueError(f"{kind.name} has no scale for the whole tensor, got whole={whole!r}")
     taken = _of_dtype("whole", whole, kind.name, torch.float32)
@@ -417,27 +418,26 @@ NormedScaled = tuple[Scaled, Tensor]
 def quantize(
     x: Tensor, format: BlockFormatName, *, weight: bool = False, whole: Tensor | None = None
 ) -> Scaled:
-    """``x`` in a block-scaled format, each block scaled by its largest number.
+    """Return ``x`` in a block-scaled format, each block scaled by its largest absolute value.
 
     Parameters
     ----------
     x : ``[..., rows, k]``, float32, float16, bfloat16 or float64; blocks are along k. A weight ``(n, k)``
         becomes the operand of a matmul by :meth:`Scaled.t`.
-    weight : of fp8_block128, one scale for 128 x 128 numbers instead of 1 x 128.
-    whole : of nvfp4, one float32 that is known before. Numbers beyond 6 * 448 times it saturate.
+    weight : for fp8_block128, one scale for 128 x 128 numbers instead of 1 x 128.
+    whole : for nvfp4, one float32 that is known before. Numbers beyond 6 * 448 times it saturate.
 
-    The scale of fp8_block128 is the largest number of the block divided by 448; of the MX formats the least
-    power of two with which no number is larger than the largest value; of nvfp4 the largest number divided
-    by 6, relative to ``whole``, by default the largest of all divided by 6 * 448. A block of zeros has the
-    least scale that there is. Values are rounded to nearest, ties to even. None saturates, except that
-    a scale of nvfp4 is itself rounded to nearest, so the largest number of a block may lose 1 part in 16,
-    and 1 in 3 where it is less than 2**-14 of the largest of all. NaN and infinity make all numbers of
-    their block NaN; of nvfp4, of the tensor.
+    The scale of fp8_block128 is the largest number of the block divided by 448. For the MX formats it is
+    the least power of two with which no number is larger than the largest value. For nvfp4 it is the
+    largest number divided by 6, relative to ``whole``, whose default is the largest of all numbers divided
+    by 6 * 448. A block of zeros has the least possible scale. Values are rounded to nearest, ties to even.
+    No value saturates, with one exception. A scale of nvfp4 is itself rounded to nearest. So the largest
+    number of a block may lose 1 part in 16, or 1 in 3 if it is less than 2**-14 of the largest of all. NaN
+    and infinity make all numbers of their block NaN; for nvfp4, of the tensor.
 
     Raises ValueError or TypeError naming the argument, and RuntimeError for a tensor that requires a
-    gradient. Source: OCP MX Specification v1.0, section 6.3. It
-    rounds the exponent of a scale down, so that the largest numbers saturate; NVIDIA's Transformer Engine
-    rounds it up, as here.
+    gradient. Source: OCP MX Specification v1.0, section 6.3. The specification rounds the exponent of a
+    scale down, so that the largest numbers saturate. NVIDIA's Transformer Engine rounds it up, as here.
 
     >>> interlace.quantize(torch.tensor([[1.0, -3.0]]), "mxfp4").dequantize()
     tensor([[ 1., -3.]])
@@ -459,7 +459,7 @@ def quantize(
         whole = (most / (LARGEST[kind.values] * LARGEST[E4M3])).clamp(min=SMALLEST)
     if whole is not None:
         largest = largest / whole
-    # By a tensor: by a number torch divides on a GPU by multiplying with its reciprocal.
+    # Divide by a tensor: for a number, torch on a GPU multiplies with its reciprocal.
     wanted = largest / largest.new_full((), LARGEST[kind.values])
     scales = _scales(wanted, kind.scale)
     factor = scales.float() if whole is None else scales.float() * whole
@@ -470,7 +470,7 @@ def quantize(
 
 
 def _tiles(numbers: Tensor, block: int, across: int) -> Tensor:
-    """``[..., rows, k]`` as ``[..., bands, across, blocks, block]``, with zeros at the ends."""
+    """Return ``[..., rows, k]`` as ``[..., bands, across, blocks, block]``, with zeros at the ends."""
     *others, rows, length = numbers.shape
     blocks, bands = _blocks(length, block), _blocks(rows, across)
     padded = pad(numbers, (0, blocks * block - length, 0, bands * across - rows))
@@ -478,7 +478,7 @@ def _tiles(numbers: Tensor, block: int, across: int) -> Tensor:
 
 
 def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales that are at least as ``wanted``, in float32."""
+    """Return scales that are at least ``wanted``, in float32."""
     if dtype == torch.float32:
         return wanted.clamp(min=SMALLEST)
     if dtype == E8M0:
@@ -489,19 +489,19 @@ def _scales(wanted: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pairs(numbers: Tensor) -> Tensor:
-    """Numbers of at most 6 as e2m1, two in a byte: ``[..., k]`` to ``[..., k / 2]``."""
+    """Return numbers of at most 6 as e2m1, two in a byte: ``[..., k]`` to ``[..., k / 2]``."""
     size = numbers.abs()
     bits = torch.zeros_like(size, dtype=torch.uint8)
     for low, high in itertools.pairwise(FP4_NUMBERS):
         middle = (low + high) / 2
         odd = FP4_NUMBERS.index(low) % 2  # a tie goes to the number whose last bit is 0
-        bits += ~(size < middle) if odd else ~(size <= middle)  # nan is 6, as of a GPU's conversion
+        bits += ~(size < middle) if odd else ~(size <= middle)  # nan becomes 6, as on a GPU
     bits |= numbers.signbit().to(torch.uint8) << 3
     return (bits[..., ::2] | bits[..., 1::2] << 4).view(FP4)
 
 
 def unpaired(values: Tensor) -> Tensor:
-    """The numbers of packed e2m1 as float32: ``[..., k / 2]`` to ``[..., k]``."""
+    """Return the numbers of packed e2m1 as float32: ``[..., k / 2]`` to ``[..., k]``."""
     both = values.view(torch.uint8)
     bits = torch.stack([both & 15, both >> 4], -1).flatten(-2).long()
     sizes = torch.tensor(FP4_NUMBERS, dtype=torch.float32, device=values.device)
@@ -509,7 +509,7 @@ def unpaired(values: Tensor) -> Tensor:
 
 
 def _swizzled(rows: int, blocks: int) -> int:
-    """How many scales the swizzled layout of ``rows x blocks`` has, with its padding."""
+    """Return the number of scales in the swizzled layout of ``rows x blocks``, with its padding."""
     return (
         _blocks(rows, SWIZZLE_ROWS)
         * SWIZZLE_ROWS
@@ -519,10 +519,10 @@ def _swizzled(rows: int, blocks: int) -> int:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """``[rows, blocks]`` scales of one byte in the layout SWIZZLE_32_4_4, flat, padded with zeros.
+    """Return ``[rows, blocks]`` one-byte scales in the layout SWIZZLE_32_4_4, flat, padded with zeros.
 
-    Tiles of 128 x 4 follow each other by row; in a tile, row ``32 a + b`` and column ``c`` is at ``16 b + 4
-    a + c``.
+    Tiles of 128 x 4 follow each other by row. In a tile, row ``32 a + b`` and column ``c`` is at ``16 b +
+    4 a + c``.
     """
     rows, blocks = scales.shape
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
@@ -533,7 +533,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """The inverse of :func:`swizzled`: ``[rows, blocks]``."""
+    """Return the inverse of :func:`swizzled`: ``[rows, blocks]``."""
     bands, groups = _blocks(rows, SWIZZLE_ROWS), _blocks(blocks, SWIZZLE_COLUMNS)
     tiles = scales.contiguous().view(torch.uint8).view(bands, groups, 32, 4, 4)
     whole = tiles.permute(0, 3, 2, 1, 4).reshape(bands * SWIZZLE_ROWS, groups * SWIZZLE_COLUMNS)
@@ -544,9 +544,9 @@ def unswizzled(scales: Tensor, rows: int, blocks: int) -> Tensor:
 
 
 def packed_rows(scaled: Scaled) -> Tensor:
-    """Each row's values and its scales, in bytes: ``[..., rows, row_bytes]``, contiguous.
+    """Return each row's values and scales as bytes: ``[..., rows, row_bytes]``, contiguous.
 
-    A weight ``(..., k, n)`` becomes ``(..., row_bytes, n)``, whose columns are packed.
+    A weight ``(..., k, n)`` becomes ``(..., row_bytes, n)``, with packed columns.
     """
     if scaled._rows is not None:
         return scaled._rows
@@ -564,7 +564,7 @@ def packed_rows(scaled: Scaled) -> Tensor:
 
 
 def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
-    """The matrix whose packed rows these are, of so many numbers each; an op takes it without a copy."""
+    """Return the matrix with these packed rows of ``numbers`` numbers; an op accepts it without a copy."""
     values, scales, whole = _views(rows, kind)
     values = values[..., : numbers // kind.packed].view(kind.values)
     made = Scaled(values, scales[..., : _blocks(numbers, kind.block)], kind.name, whole)
@@ -572,7 +572,7 @@ def unpacked_rows(rows: Tensor, kind: BlockFormat, numbers: int) -> Scaled:
 
 
 def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
-    """What :meth:`Scaled.__reduce__` took apart, of packed rows."""
+    """Rebuild packed rows from the result of :meth:`Scaled.__reduce__`."""
     made = unpacked_rows(rows, format_named(format), numbers)
     return made if inner == -1 else made.t()
 
@@ -580,7 +580,7 @@ def _of_packed(rows: Tensor, format: str, numbers: int, inner: int) -> Scaled:
 def _of_bytes(
     values: Tensor, scales: Tensor, format: str, whole: Tensor | None, inner: int
 ) -> Scaled:
-    """What :meth:`Scaled.__reduce__` took apart, of values and scales."""
+    """Rebuild values and scales from the result of :meth:`Scaled.__reduce__`."""
     kind = format_named(format)
     return Scaled(values.view(kind.values), scales.view(kind.scale), format, whole, inner)
 
@@ -589,7 +589,7 @@ torch.serialization.add_safe_globals([_of_packed, _of_bytes])
 
 
 def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The values, as bytes, the scales, and the scale of the whole tensor of packed rows."""
+    """Return the values as bytes, the scales, and the scale of the whole tensor of packed rows."""
     of_values, of_scales = kind.step_bytes
     steps = kind.steps(rows.shape[-1])
     first, end = steps * of_values, steps * (of_values + of_scales)
@@ -598,10 +598,10 @@ def _views(rows: Tensor, kind: BlockFormat) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
-    """``left @ right`` of packed matrices, ``(m, row_bytes)`` and ``(row_bytes, n)``, in float32.
+    """Return ``left @ right`` of packed matrices, ``(m, row_bytes)`` and ``(row_bytes, n)``, in float32.
 
-    On the CPU bit by bit as kernels compute it: 128 numbers along k at a time, whose products are summed
-    exactly, rounded once, and added in float32. On a GPU by torch, of float32 numbers.
+    On the CPU the bits are as in kernels: for each 128 numbers along k, products are summed exactly,
+    rounded once, and added in float32. On a GPU torch multiplies float32 numbers.
     """
     sides = [_views(each.contiguous(), kind) for each in (left, right.mT)]
     wholes = [whole for *_, whole in sides]
@@ -624,7 +624,7 @@ def multiply_packed(left: Tensor, right: Tensor, kind: BlockFormat) -> Tensor:
 
 
 def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tensor:
-    """The product of the 128 numbers along k with that number."""
+    """Return the product of the 128 numbers along k in that step."""
     factors, of_rows = [], []
     for values, scales, _ in sides:
         own = scales[:, step * INNER // kind.block : (step + 1) * INNER // kind.block].float()
@@ -640,5 +640,5 @@ def _product_of_step(sides: Sequence[Any], step: int, kind: BlockFormat) -> Tens
 
 
 def _numbers(values: Tensor, kind: BlockFormat) -> Tensor:
-    """The numbers of bytes, in float32, without their scales."""
+    """Return the numbers for these bytes in float32, without their scales."""
     return unpaired(values) if kind.packed > 1 else values.view(kind.values).float()

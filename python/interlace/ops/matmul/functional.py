@@ -1,6 +1,6 @@
 """The functional forms of the fused matmuls and norms; part of ``interlace.functional``.
 
-See ``ops/matmul/scaled.py`` for what the scales of fp8 operands are.
+``ops/matmul/scaled.py`` describes the scales of fp8 operands.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
-    """``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
+    """Return ``all_gather(input, gather_dim) @ weight + bias``, as :func:`interlace.all_gather_matmul`.
 
     ``input``: this rank's shard, ``[..., k]``; shards must be equal. ``weight``: ``(k, n)``, or a list of
-    such, which makes the output a list; ``bias``: ``(n,)``, or a list with one or None for each. Returns
-    ``[..., n]``, or ``(gathered, output)`` with ``return_gathered``. ``save_gathered``: keep the gathered
-    input for the weights' gradients; without, it is gathered again in backward, while the gradient of the
-    input is computed; in a ``format`` it always is. ``algorithm``, ``out_dtype``, ``format`` as there.
+    weights, which makes the output a list. ``bias``: ``(n,)``, or a list with one bias or None for each.
+    Returns ``[..., n]``, or ``(gathered, output)`` with ``return_gathered``. ``save_gathered``: keep the
+    gathered input for the weights' gradients. Otherwise backward gathers it again while it computes the
+    input's gradient; with a ``format`` it always does. Other parameters: as for the eager op.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_all_gather_matmul``.
@@ -88,7 +88,7 @@ def gather(
     *,
     save_gathered: bool = True,
 ) -> Any:
-    """Start all_gather_matmul on a record whose weights and biases are as callers give them."""
+    """Start all_gather_matmul on a record with weights and biases as callers pass them."""
     op = "all_gather_matmul"
     scaled = isinstance(given.input, Scaled) or isinstance(given.weights, Scaled)
     if not (given.format or scaled):
@@ -106,7 +106,7 @@ def _gather(
     check(op, group, tag, {"gather_dim": given.gather_dim}, input=given.input)
     several = not isinstance(weight, Tensor)
     if several and (not isinstance(weight, (list, tuple)) or not weight):
-        text = f"weight must be a tensor or a list of some, got {type(weight).__name__}"
+        text = f"weight must be a tensor or a list of tensors, got {type(weight).__name__}"
         refuse(op, group, tag, TypeError(text))
     weights: list[Any] = list(weight) if several else [weight]
     biases: list[Any] = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
@@ -128,7 +128,7 @@ def _gather(
 
 
 def _blocks(op: str, group: FunctionalGroup, tag: str, input: Any, weights: Any) -> list[Scaled]:
-    """The block-scaled operands that pairs of values and scales are; none if they have no blocks."""
+    """Return the block-scaled operands, made from values and scales; [] if no operand has blocks."""
     try:
         found = block_scaled.operands(input, weights)
     except (TypeError, ValueError) as error:
@@ -155,12 +155,13 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
-    """This rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
+    """Return this rank's part of ``reduce_scatter(input @ weight, reduce_op, scatter_dim) + bias``.
 
-    As :func:`interlace.matmul_reduce_scatter`. Of unequal parts a graph has the length of the own one: who
-    traces must be a rank, and an export has equal parts. ``input``: ``[..., k]``; ``weight``: ``(k, n)``;
-    ``bias``: ``(n,)``, added once, to the reduced rows. ``reduce_op``: "sum" or "avg". ``residual``,
-    ``norm``, ``quantize``, ``gather_normed`` as there; with a norm it returns ``(normed, residual)``.
+    As :func:`interlace.matmul_reduce_scatter`. If parts are unequal, a graph has the length of this rank's
+    part: it must be traced on a rank, and an export needs equal parts. ``input``: ``[..., k]``; ``weight``:
+    ``(k, n)``; ``bias``: ``(n,)``, added once, to the reduced rows. ``reduce_op``: "sum" or "avg".
+    ``residual``, ``norm``, ``quantize``, ``gather_normed``: as for the eager op. With a norm it returns
+    ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics:
     ``torch.ops.symm_mem.fused_matmul_reduce_scatter``.
@@ -192,11 +193,11 @@ def matmul_all_reduce(
     out_dtype: torch.dtype | None = None,
     format: BlockFormatName | None = None,
 ) -> Tensor | Normed | Quantized | NormedScaled:
-    """``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
+    """Return ``all_reduce(input @ weight, reduce_op) + bias``, as :func:`interlace.matmul_all_reduce`.
 
-    ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, of which
-    each adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg". ``residual``,
-    ``norm``, ``quantize`` as there; with a norm it returns ``(normed, residual)``.
+    ``input``: ``[..., k]``; ``weight``: ``(k, n)``; ``bias``: ``(n,)``, the same on all ranks, each of
+    which adds it to a part of the rows. Returns ``[..., n]``. ``reduce_op``: "sum" or "avg". ``residual``,
+    ``norm``, ``quantize``: as for the eager op. With a norm it returns ``(normed, residual)``.
 
     Raises ValueError or TypeError on every rank, before any data moves. Semantics: ``torch.matmul``, then
     ``torch.distributed.all_reduce``.
@@ -225,11 +226,10 @@ def all_reduce_norm(
     tag: str = "",
     algorithm: NormAlgorithm = "auto",
 ) -> Normed | Quantized | NormedScaled:
-    """``norm(all_reduce(input, reduce_op) + bias + residual)`` and what was normed.
+    """Return the norm of ``h = all_reduce(input, reduce_op) + bias + residual``, and ``h``.
 
-    As :func:`interlace.all_reduce_norm`: ``input``, ``[..., n]``, and ``residual``, which is the same on
-    all ranks, of its shape; ``bias``, ``(n,)``. Returns ``(normed, residual)``, or ``((fp8, scales),
-    residual)``, or ``(scaled, residual)``.
+    As :func:`interlace.all_reduce_norm`. ``input``: ``[..., n]``; ``residual``: its shape, the same on all
+    ranks; ``bias``: ``(n,)``. Returns ``(normed, h)``, or ``((fp8, scales), h)``, or ``(scaled, h)``.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.all_reduce``, then ``torch.nn.functional.rms_norm`` or
@@ -261,12 +261,12 @@ def reduce_scatter_norm(
     tag: str = "",
     algorithm: NormAlgorithm = "auto",
 ) -> Normed | Quantized | NormedScaled:
-    """``norm(reduce_scatter(input, reduce_op, scatter_dim) + bias + residual)`` and what was normed.
+    """Return the norm of ``h = reduce_scatter(input, reduce_op, scatter_dim) + bias + residual``, and
+    ``h``.
 
-    As :func:`interlace.reduce_scatter_norm`; unequal parts as of :func:`matmul_reduce_scatter`. ``input``,
-    ``[..., n]``; ``residual`` is of the shape of the own part; ``bias``, ``(n,)``. Returns ``(normed,
-    residual)``, or ``((fp8, scales), residual)``, or ``(scaled, residual)``; with ``gather_normed`` all
-    ranks' normed rows.
+    As :func:`interlace.reduce_scatter_norm`; unequal parts as in :func:`matmul_reduce_scatter`. ``input``:
+    ``[..., n]``; ``residual``: the shape of this rank's part; ``bias``: ``(n,)``. Returns ``(normed, h)``,
+    or ``((fp8, scales), h)``, or ``(scaled, h)``; with ``gather_normed`` all ranks' normed rows.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in the backward of
     fp8. Semantics: ``torch.distributed.reduce_scatter_tensor``, then ``torch.nn.functional.rms_norm`` or
@@ -293,7 +293,7 @@ def reduce(
     group: FunctionalGroup,
     tag: str = "",
 ) -> Any:
-    """Start a reduction of a product, or of rows that are there already; ``op`` is the eager one."""
+    """Start a reduction of a product, or of existing rows; ``op`` is the eager one."""
     multiplies = op in (SCATTER, ALL_REDUCE)
     scaled = isinstance(given.input, Scaled) or isinstance(given.weight, Scaled)
     if not multiplies or not (given.format or scaled):
@@ -312,7 +312,7 @@ def _reduce(
     group: FunctionalGroup,
     tag: str,
 ) -> Any:
-    """``op`` is ``eager``, or the op of block-scaled operands."""
+    """Start ``op``, which is ``eager`` or the op for block-scaled operands."""
     factors: dict[str, Any] = {"input": given.input}
     scatters, multiplies = eager in (SCATTER, SCATTER_NORM), eager in (SCATTER, ALL_REDUCE)
     if multiplies:
@@ -351,15 +351,16 @@ def all_gather_scaled_matmul(
     use_fast_accum: bool = False,
     algorithm: ScaledAlgorithm = "auto",
 ) -> Tensor | list[Tensor] | tuple[Tensor, Tensor | list[Tensor]]:
-    """``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``; fp8 travels.
+    """Return ``(all_gather(input * input_scale, gather_dim) @ (weight * weight_scale)) + bias``, sent as
+    fp8.
 
     ``input``: float8, ``[..., k]``, equal shards, gathered along any dimension but the last.
     ``input_scale``: float32, one element that is the same on all ranks, or ``[..., 1]``, one per row, which
     is gathered with the rows. ``weight``: float8 ``(k, n)``, or several; ``weight_scale``: one element or
-    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``
-    gives the gathered, unscaled ``input`` first. ``algorithm``: "fused" (one Triton kernel that multiplies
-    fp8 where it arrives; weights must be contiguous along k), "unfused" (``torch._scaled_mm`` after the
-    gather), "auto".
+    ``(1, n)`` for each; ``bias``: ``(n,)``. ``out_dtype`` is bfloat16 by default. ``return_gathered``: also
+    return the gathered, unscaled ``input``, as the first result. ``algorithm``: "fused" (one Triton kernel
+    that multiplies fp8 where it arrives; weights must be contiguous along k), "unfused"
+    (``torch._scaled_mm`` after the gather), "auto".
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
     no gradients. Semantics: ``torch.ops.symm_mem.fused_all_gather_scaled_matmul``.
@@ -417,13 +418,13 @@ def scaled_matmul_reduce_scatter(
     use_fast_accum: bool = False,
     algorithm: ScaledAlgorithm = "auto",
 ) -> Tensor:
-    """``reduce_scatter((input * input_scale) @ (weight * weight_scale), reduce_op, scatter_dim) + bias``.
+    """Return ``reduce_scatter((input * input_scale) @ (weight * weight_scale), ...) + bias``.
 
-    ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, in which products travel, as
-    for :func:`all_gather_scaled_matmul`, but every rank may have another scale; any dimension of the
-    product may be scattered. ``reduce_op``: "sum" or "avg". ``bias``, ``(n,)``, equal on all ranks, is
-    added once. ``algorithm`` as there; with "unfused" the matmul is done when the call returns, and the
-    reduction is in flight.
+    ``input``, ``weight``, ``input_scale``, ``weight_scale`` and ``out_dtype``, the dtype in which products
+    are sent, are as for :func:`all_gather_scaled_matmul`. But every rank may have another scale. Any
+    dimension of the product may be scattered. ``reduce_op``: "sum" or "avg". ``bias``, ``(n,)``, must be
+    equal on all ranks and is added once. ``algorithm``: as there; with "unfused" the matmul is complete
+    when the call returns, and the reduction is in flight.
 
     Raises ValueError or TypeError on every rank, before any data moves; RuntimeError in backward: there are
     no gradients. Semantics: ``torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter``, which adds the bias

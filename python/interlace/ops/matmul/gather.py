@@ -1,11 +1,11 @@
-"""The fused op before a matmul: all-gather + matmul.
+"""The fused op all-gather + matmul.
 
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
-``python/interlace/ops/matmul/launch_gather.py``.
+rank before any data moves) and brought into 2-D form. Then one of the algorithms in
+``python/interlace/ops/matmul/launch_gather.py`` runs it.
 
-The gradient of the input is a matmul_reduce_scatter; that of a weight the gathered input times the
-product's. The one that communicates is started first, and waited for last.
+The gradient of the input is a matmul_reduce_scatter. The gradient of a weight is the gathered input times
+the product's gradient. The op that communicates is started first, and waited for last.
 """
 
 import dataclasses
@@ -61,8 +61,9 @@ _ops: Any = Ops()
 class AllGatherMatmulArguments:
     """The arguments of the op; see :func:`interlace.all_gather_matmul`.
 
-    Of an eager call ``weights`` may be one, and ``biases`` too, or None. ``recorded``: autograd records it,
-    so it returns the results of the op, and ``lengths``: the shards' by rank, None if they are equal.
+    In an eager call ``weights`` may be one weight, and ``biases`` one bias or None. ``recorded``: autograd
+    records the call, which then returns the op's results. ``lengths``: the shards' lengths by rank, None if
+    they are equal.
     """
 
     input: Annotated[Any, "Tensor"]
@@ -81,7 +82,7 @@ class AllGatherMatmulArguments:
 def prepared(
     communicator: Communicator, given: AllGatherMatmulArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
-    """Checked on this rank. ``buffers``, one per weight and one for what is gathered, get the results."""
+    """Check the call on this rank. ``buffers`` for results: one per weight, one for the gathered input."""
     biases = None if buffers is not None and not given.biases else given.biases
     operands = checks.operands(
         communicator, given.input, given.weights, biases, given, given.gather_dim
@@ -100,7 +101,7 @@ def prepared(
         if buffers is not None and min(lengths) != max(lengths):
             raise ValueError(
                 f"{OP}: input must be equally long on all ranks along dimension {dim}, lengths by rank "
-                f"are {lengths}; pad the shorter ones, or call interlace.{OP} itself, which takes them"
+                f"are {lengths}; pad the shorter ones, or call interlace.{OP}, which accepts them"
             )
         inner = sum(lengths) if along_k else input.shape[-1]
         for number, each in enumerate(operands.weights):
@@ -158,7 +159,7 @@ def _agreed(
     return_gathered: bool,
     format: str,
 ) -> tuple[list[int], list[int]]:
-    """Every rank's length along ``dim``, and all weights' columns; raises unless all else agrees."""
+    """Return every rank's length along ``dim`` and all weights' columns. Raise unless all else agrees."""
     shape, dtype = operands.input.shape, operands.input.dtype
     mine = shape[dim], tuple(each.shape[1] for each in operands.weights)
     terms = (
@@ -214,7 +215,7 @@ def _multiply_rows(
 
 
 def results(given: AllGatherMatmulArguments, size: int) -> list[Output]:
-    """A product per weight, then the gathered input if asked for."""
+    """Make a product per weight, then the gathered input if it is requested."""
     input = given.input
     if input.dim() < 2:
         raise ValueError(f"input must have at least 2 dimensions, got shape {tuple(input.shape)}")
@@ -230,7 +231,7 @@ def results(given: AllGatherMatmulArguments, size: int) -> list[Output]:
 def _outputs(
     input: Tensor, dim: int, length: Any, weights: Sequence[Tensor], dtype: Any, gathered: bool
 ) -> list[Output]:
-    """The results, where shards are of that ``length`` together."""
+    """Make the results for shards with this total ``length``."""
     made = [gathered_rows(input, dim, length, each.shape[1], dtype) for each in weights]
     return [*made, gathered_input(input, dim, length)] if gathered else made
 
@@ -239,9 +240,9 @@ _takes_any_lengths: ContextVar[bool] = ContextVar("interlace_any_lengths", defau
 
 
 class taking_any_lengths:
-    """Within it the op takes shards of unequal lengths, which are its last result then.
+    """A context in which the op accepts shards of unequal lengths and adds these to its results.
 
-    For an eager call that goes through torch's dispatcher. A compiler could not know of that result.
+    For an eager call that goes through torch's dispatcher. A compiler could not know this result.
     """
 
     def __enter__(self) -> None:
@@ -271,7 +272,7 @@ def _save(ctx: Any, given: AllGatherMatmulArguments, output: Sequence[Tensor]) -
     ctx.shared = given.input.requires_grad
     ctx.weighed = [each.requires_grad for each in given.weights]
     ctx.biased = [each is not None and each.requires_grad for each in given.biases]
-    ctx.set_materialize_grads(False)  # zeros for the gathered input would keep the fused op away
+    ctx.set_materialize_grads(False)  # zeros for the gathered input would prevent the fused op
     ctx.save_for_backward(output[count] if ctx.with_gathered else given.input, *given.weights)
 
 
@@ -303,7 +304,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Any]:
 
 
 def _start_of_rows(ctx: Any, shard: Tensor) -> Any:
-    """The gathered rows of the input, in flight; in a format as parts, which are packed."""
+    """Start to gather the rows of the input; with a format as packed parts."""
     if not ctx.format:
         return _ops.all_gather(shard, ctx.dim, ctx.size, ctx.name)
     dim = ctx.dim % shard.dim()
@@ -313,7 +314,7 @@ def _start_of_rows(ctx: Any, shard: Tensor) -> Any:
 
 
 def _part_rows(ctx: Any, product: Tensor) -> Tensor:
-    """The rows of a product's gradient; in a format each rank's are as many as the most."""
+    """Return the rows of a product's gradient; with a format, each rank's part is padded to the longest."""
     lengths = ctx.lengths if ctx.format else None
     return rows(spread(product, lengths, ctx.dim), ctx.dim)
 
@@ -324,9 +325,9 @@ def _of_shards(
     weights: Sequence[Tensor],
     of_gathered: Tensor | None,
 ) -> Any:
-    """The input's gradient, in flight: products' gradients times their weights, reduced and scattered.
+    """Start the input's gradient: products' gradients times their weights, reduced and scattered.
 
-    Unequal shards have zeros behind them.
+    Unequal shards are padded with zeros.
     """
     dim, size, name, lengths = ctx.dim, ctx.size, ctx.name, ctx.lengths
     pairs = [(p, w) for p, w in zip(products, weights, strict=True) if p is not None]
@@ -348,14 +349,14 @@ def _of_shards(
 
 
 def listed(weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
-    """The weights and biases of a call as the op takes them: all biases or none, for some get zeros."""
+    """Return the weights and biases for the op: all biases or none; a missing one becomes zeros."""
     several = not isinstance(weights, Tensor)
     weights = list(weights) if several else [weights]
     biases = list(biases) if isinstance(biases, (list, tuple)) else [biases] * len(weights)
     there = next((each for each in biases if each is not None), None)
     if there is None:
         return weights, []
-    # a list of which some are None has no gradients in torch's custom ops
+    # in torch's custom ops, a list with None has no gradients
     pairs = zip(weights, biases, strict=True)
     return weights, [there.new_zeros(w.shape[1:]) if b is None else b for w, b in pairs]
 

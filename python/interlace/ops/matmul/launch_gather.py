@@ -7,12 +7,12 @@
 Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
 strides, results are contiguous. ``rows`` lists the rows of every rank.
 
-Fused ops between nodes: matmuls that run while rows or sums travel within and between nodes.
+Fused ops between nodes: matmuls that run while rows or sums are sent within and between nodes.
 
-All-gather + matmul keeps its kernel: it takes chunks in the order in which they come over both links, and
-the kernel of moves brings them. Fused matmul + reduce-scatter is in ``node_matmul_reduce.py``. The other
-algorithms multiply part by part in the order in which parts are needed, those of other nodes first; each
-is handed over as soon as it is done, and one kernel sums within the node, puts, and adds what the other
+All-gather + matmul keeps its kernel, which takes chunks in the order in which they arrive over both links;
+a kernel of moves brings them. Fused matmul + reduce-scatter is in ``node_matmul_reduce.py``. The other
+algorithms multiply part by part in the order in which parts are needed, other nodes' parts first. Each part
+is passed on as soon as it is ready, and one kernel sums within the node, puts, and adds the sums that other
 nodes have put::
 
     compute  | mm part of node 1 | mm part of node 1 | mm own node's ... |
@@ -41,7 +41,7 @@ from interlace.runtime.tuning.table import threshold
 
 
 class GatherMoves:
-    """Moves of chunks of rows by ``programs`` of ``all_gather_matmul_fused``, in place of copiers."""
+    """Moves of chunks of rows by ``programs`` of ``all_gather_matmul_fused``, instead of copiers."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GatherMoves:
         self.programs = min(max(1, configuration.copiers), most)
 
     def chunk_lines(self, block_m: int, tiles_n: int) -> list[list[int]]:
-        """The ``launch_formulas.chunk_lines`` in the order in which chunks come between nodes."""
+        """Return ``launch_formulas.chunk_lines`` in the order in which chunks arrive between nodes."""
         rank, _, rows, _ = self._known
         arrivals = algorithms.arrival_lines(*self._known, own=False)
         return formulas.numbered_lines(rank, rows, arrivals, block_m, tiles_n)
@@ -77,7 +77,7 @@ def pipelined_between_nodes(
     gathered: torch.Tensor | None,
     configuration: Configuration,
 ) -> Event:
-    """A torch matmul per chunk, each as soon as its chunk is there."""
+    """Run a torch matmul per chunk, each as soon as its chunk has arrived."""
     rank, inner = communicator.rank, input.shape[1]
     size = max(1, formulas.ceil_div(max(rows), configuration.chunks))
     moves = GatherMoves(communicator, rows, size, configuration)
@@ -109,7 +109,7 @@ def matmul_reduce_scatter(
     linear: operands.Linear,
     segments: Sequence[tuple[int, int]],
 ) -> Event:
-    """``linear.output`` = own rows of the sum over ranks of products; ``segments``: (first row, rows)."""
+    """Write this rank's rows of the summed products; ``segments``: (first row, rows)."""
     columns, output = linear.weight.shape[1], linear.output
     product = torch.empty(input.shape[0], columns, dtype=output.dtype, device=output.device)
     if output.dtype not in plain.KERNEL_DTYPES or not product.numel():
@@ -143,7 +143,7 @@ def matmul_all_reduce(
     linear: operands.Linear,
     reduce_scatter: Callable[[operands.Linear, Sequence[tuple[int, int]]], Event],
 ) -> Event:
-    """Every rank sums a part of the rows, by ``reduce_scatter``; then all gather the parts."""
+    """Sum a part of the rows on every rank, by ``reduce_scatter``; then gather the parts on all ranks."""
     rank, output = communicator.rank, linear.output
     segments = split_rows(output.shape[0], communicator.world_size)
     parts = [output[first : first + count] for first, count in segments]
@@ -156,9 +156,9 @@ def matmul_all_reduce(
     return algorithms.gather_parts(communicator, whole, whole[rank], event) or event
 
 
-# gathered; from there on, staging for peers to read is no slower than an engine
+# gathered bytes from which staging for peers to read is as fast as a copy engine
 SMALL_BYTES = threshold("engine_gather_bytes")
-MOST_SIZES = 1024  # kept for shapes that come again
+MOST_SIZES = 1024  # sizes kept for repeated shapes
 
 
 class _GatherSizes(NamedTuple):
@@ -181,7 +181,7 @@ def _sizes(
     row_bytes: int,
     scale_bytes: int,
 ) -> _GatherSizes:
-    """``scale_bytes`` travel with every row; ``columns`` are those of the own weights."""
+    """Compute sizes. ``scale_bytes`` are sent with every row; ``columns`` are this rank's weights'."""
     key = "all_gather_matmul", configuration, tuple(rows), tuple(columns), row_bytes, scale_bytes
     known: _GatherSizes | None = communicator.derived.get(key)
     if known is not None:
@@ -230,15 +230,15 @@ def all_gather_matmul_fused(
     gathered: torch.Tensor | None,
     configuration: Configuration,
 ) -> Event:
-    """One kernel per weight; the first carries the copiers, or the copy engine sends.
+    """Launch one kernel per weight. The first has the copiers, or the copy engine sends.
 
-    Between nodes a kernel of its own moves the rows (``node_moves.py``). Where the weights' ``scales`` are
-    "row", that of each row travels with it.
+    Between nodes a separate kernel moves the rows (``node_moves.py``). If the weights' ``scales`` are
+    "row", each row is sent with its scale.
     """
     rank, inner = communicator.rank, input.shape[1]
     total = sum(rows)
     sent_scale = linears[0].row_scale if linears[0].scales == "row" else None
-    # Made before the op begins on the streams: they wait for what the caller has issued until then.
+    # Made before the op begins on the streams: they wait for all work issued until then.
     sizes = _sizes(
         communicator,
         configuration,
@@ -276,7 +276,7 @@ def all_gather_matmul_fused(
             }
             plainly = not copiers and not operand["TILES"].BIAS
             if plainly and operands.may_have_roles(configuration, input, operand):
-                # Gluon is a language of its own, which most processes never need.
+                # Gluon is a separate language, which most processes never need.
                 from interlace.kernels.matmul import all_gather_matmul_roles as roles
 
                 kernel, extents = roles.all_gather_matmul_roles_kernel, (rows[rank], total, tiles)
@@ -286,7 +286,7 @@ def all_gather_matmul_fused(
             communicator.compute.launch(workspace.kernel_launch(kernel, grid, arguments, **options))
             copiers = 0
         if not any(linear.weight.shape[1] for linear in linears):
-            # No tile, so no program has waited; but what arrives late would hit the next op.
+            # No tile, so no program has waited; but a late arrival would reach the next op.
             lines = formulas.arrival_lines(rank, communicator.world_size, rows, size, False)
             for source, *_, slot in lines:
                 communicator.compute.wait(workspace, source, slot)
@@ -307,7 +307,7 @@ def all_gather_matmul_fused(
 def multicast_path(
     communicator: Communicator, configuration: Configuration, workspace: Workspace
 ) -> str:
-    """Copiers' way to all ranks at once: "multimem", "peers" where kernels are interpreted, or ""."""
+    """Return how copiers reach all ranks at once: "multimem", "peers" if interpreted, or ""."""
     if not configuration.multimem:
         return ""
     if workspace.buffer.multicast:
@@ -323,10 +323,10 @@ def all_gather_matmul_pipelined(
     gathered: torch.Tensor | None,
     configuration: Configuration,
 ) -> Event:
-    """Torch matmuls on chunks in the order of arrival.
+    """Run torch matmuls on chunks in the order of arrival.
 
-    Every rank stages its shard in its own workspace, chunk by chunk. Where a peer's memory is as good
-    as the own, matmuls read it there; elsewhere the copy stream brings each chunk over first.
+    Every rank stages its shard in its own workspace, chunk by chunk. If a peer's memory is as fast as the
+    rank's own, matmuls read it there. Otherwise the copy stream copies each chunk first.
     """
     if communicator.place.nodes is not None:
         return pipelined_between_nodes(communicator, input, linears, rows, gathered, configuration)
@@ -400,7 +400,7 @@ def all_gather_inner_matmul(
     lengths: Sequence[int],
     gathered: torch.Tensor,
 ) -> Event:
-    """Shards are slices of K; ``shard`` ``[own K, rows]`` and ``gathered`` ``[K, rows]`` are transposed."""
+    """Gather slices of K: ``shard`` ``[own K, rows]`` and ``gathered`` ``[K, rows]`` are transposed."""
     parts = [part.view(-1) for part in torch.split(gathered, list(lengths))]
     plain.gather_made(communicator, shard.view(-1), parts)
     for linear in linears:

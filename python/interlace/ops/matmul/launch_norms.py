@@ -1,12 +1,12 @@
-"""The launch side of the kernels whose tail norms rows (``kernels/matmul/row_norms.py``).
+"""The launch side of the kernels that end with a norm of rows (``kernels/matmul/row_norms.py``).
 
-``Linear.tail`` says what becomes of the rows of a sum. The algorithms of ``matmul_reduce.py`` that multiply
-with torch heed it where they add a bias (``operands.finish_sum``); here is the fused one, and the reduction
-of rows that are there already, for which a ``Linear`` has a weight without an inner dimension.
+``Linear.tail`` describes the steps after a sum of rows. The algorithms of ``matmul_reduce.py`` that
+multiply with torch apply it where they add a bias (``operands.finish_sum``). This file has the fused
+algorithm, and the reduction of existing rows, whose ``Linear`` has a weight without an inner dimension.
 
-``linear.output`` is the sum with the residual, of the own rows; ``whole`` are all ranks' rows of the
-results, of which the own ones are part: the normed rows, the scales if there are some, and the sums, or
-None where these are not gathered.
+``linear.output`` is this rank's rows of the sum with the residual. ``whole`` are all ranks' rows of the
+results, which include this rank's: the normed rows, any scales, and the sums, or None if these are not
+gathered.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ from interlace.runtime.tuning.table import threshold
 from interlace.runtime.tuning.tuning import UNMEASURED, Measured
 
 ONE_SHOT_BYTES = threshold("one_shot_bytes")
-MOST_ROWS = 16  # of a slice: more leave programs without one
+MOST_ROWS = 16  # in a slice: with more rows, some programs have no slice
 Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
 
 
 class WholeRows(NamedTuple):
-    """All ranks' rows of what is gathered."""
+    """All ranks' rows of the gathered tensors."""
 
     normed: torch.Tensor
     scale: torch.Tensor | None
@@ -52,10 +52,10 @@ class WholeRows(NamedTuple):
 def slice_blocks(
     columns: int, configuration: Configuration, itemsize: int, least: int = 1
 ) -> tuple[int, int]:
-    """(rows, columns) that a kernel looks at at once: powers of two, ``block_elements`` together at most.
+    """Return (rows, columns) that a kernel reads at once: powers of two, at most ``block_elements`` in all.
 
-    Nor are they more than 32 bytes for each thread, of each of four ranks: of twice as many ptxas spills.
-    But there are ``least`` columns.
+    They are also at most 32 bytes for each thread and each of four ranks: with twice as many, ptxas spills.
+    There are at least ``least`` columns.
 
     >>> slice_blocks(100, Configuration(), 2), slice_blocks(8192, Configuration(), 2)
     ((16, 128), (1, 4096))
@@ -66,14 +66,14 @@ def slice_blocks(
 
 
 def _blocks_of(linear: Linear, configuration: Configuration) -> tuple[int, int]:
-    """As :func:`slice_blocks`, for the rows of a sum."""
+    """Return :func:`slice_blocks` for the rows of a sum."""
     packed = linear.tail is not None and linear.tail.format is not None
     columns, itemsize = linear.output.shape[1], linear.output.element_size()
     return slice_blocks(columns, configuration, itemsize, INNER if packed else 1)
 
 
 def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
-    """Rows of a tile that is sent and signalled as one: a slice, or as many whole ones as IN_FLIGHT takes.
+    """Return the rows that are sent with one signal: a slice, or as many slices as IN_FLIGHT allows.
 
     >>> sent_rows(4096, 1, 2), sent_rows(100, 16, 2), sent_rows(65536, 1, 2)
     (4, 16, 1)
@@ -85,7 +85,7 @@ def sent_rows(columns: int, slice_rows: int, itemsize: int) -> int:
 def tail_arguments(
     linear: Linear, blocks: tuple[int, int], whole: WholeRows | None = None
 ) -> dict[str, Any]:
-    """The operands of the norm, and its constants; ``blocks`` as of :func:`slice_blocks`."""
+    """Return the operands of the norm, and its constants; ``blocks``: see :func:`slice_blocks`."""
     tail = linear.tail
     assert tail is not None
     constants = Tail(
@@ -102,7 +102,7 @@ def tail_arguments(
     if tail.format is not None:
         constants = constants._replace(**tail.format.kernel_constants)
     vectors = tail.norm.weight, tail.norm.bias
-    # what there is not is None, which a kernel has compiled in
+    # missing operands are None, a constant in the kernel
     return {
         "norm": NormOperands(tail.residual, *vectors, tail.normed, tail.scale),
         "TAIL": constants,
@@ -117,7 +117,7 @@ def gathering(
     linear: Linear,
     whole: WholeRows | None,
 ) -> dict[str, Any]:
-    """The argument about rows that come from other ranks, whose memory is added to ``layout``."""
+    """Return the argument about rows from other ranks, and add memory for them to ``layout``."""
     tail, output = linear.tail, linear.output
     assert tail is not None
     if whole is None:
@@ -135,7 +135,7 @@ def gathering(
 
 
 def _launch_options(input: torch.Tensor, configuration: Configuration) -> dict[str, Any]:
-    """As of other products; sums and norms need more registers, of which ptxas, left alone, takes fewer."""
+    """Return launch options. Sums and norms need more registers than ptxas would choose."""
     return {"options": {"maxnreg": 255}, **operands.launch_options(configuration, input)}
 
 
@@ -147,9 +147,9 @@ def matmul_reduce_scatter_fused(
     configuration: Configuration,
     whole: WholeRows | None = None,
 ) -> Event:
-    """One kernel: own rows of the product summed and normed; with ``whole`` all ranks get them.
+    """Run one kernel that sums and norms this rank's rows of the product; ``whole``: of all ranks.
 
-    Between nodes the kernels of the op without a norm, whose sums torch norms.
+    Between nodes, run the op's kernels without a norm; torch norms the sums.
     """
     if communicator.place.nodes is not None:
         total = torch.empty_like(linear.output)
@@ -184,13 +184,13 @@ def matmul_reduce_scatter_fused(
 def matmul_all_reduce_fused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
-    """One-shot: one kernel, every tile to every rank, all of which norm all rows."""
+    """Run one kernel that sends every tile to every rank (one-shot); every rank norms all rows."""
     (rows, columns), block_m = linear.output.shape, configuration.block_m
     tiles_n = formulas.ceil_div(columns, configuration.block_n)
     itemsize = linear.output.element_size()
     layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, columns * itemsize)
     known = operands.product(communicator, configuration, input, linear)
-    # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+    # A tile is stored into every rank's memory in turn, but a descriptor is for one rank.
     known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
     arguments = {
         **known,
@@ -209,7 +209,7 @@ def matmul_all_reduce_fused(
 
 
 def product_in_words(communicator: Communicator, input: torch.Tensor, linear: Linear) -> Event:
-    """A torch matmul, whose few rows one low-latency kernel sums and norms on all ranks."""
+    """Run a torch matmul with few rows; one low-latency kernel sums and norms them on all ranks."""
     product = torch.empty_like(linear.output)
     communicator.compute.call(
         lambda: operands.multiply(product, input, linear.weight, None, format=linear.format),
@@ -229,7 +229,7 @@ def reduce_fused(
     configuration: Configuration,
     whole: WholeRows | None = None,
 ) -> Event:
-    """One kernel: the own rows of ``input``, which is dense, summed over ranks and normed."""
+    """Run one kernel that sums this rank's rows of the dense ``input`` over ranks and norms them."""
     columns = linear.output.shape[1]
     itemsize = linear.output.element_size()
     tail = tail_arguments(linear, _blocks_of(linear, configuration), whole)
@@ -263,7 +263,7 @@ def _norm_and_gather(
     segments: Segments | None,
     whole: WholeRows | None,
 ) -> Event:
-    """What becomes of rows whose sums, ``total``, are rounded."""
+    """Finish rows whose sums, ``total``, are rounded: norm them, and gather them with ``whole``."""
     communicator.compute.call(
         lambda: operands.finish_sum(total.to(wide(total.dtype)), linear), "norm"
     )
@@ -274,7 +274,7 @@ def _norm_and_gather(
 
 
 def gather(communicator: Communicator, whole: WholeRows, segments: Segments, event: Event) -> Event:
-    """All ranks' rows in ``whole``, of which this rank has its own after ``event``."""
+    """Gather all ranks' rows in ``whole``. This rank's rows are ready after ``event``."""
     for tensor in whole.tensors():
         parts = [tensor[first : first + count].view(-1) for first, count in segments]
         event = plain.gather_made(communicator, parts[communicator.rank], parts)
@@ -283,10 +283,10 @@ def gather(communicator: Communicator, whole: WholeRows, segments: Segments, eve
 
 @dataclass
 class RowReduction:
-    """A reduction of rows that are there already, with a norm; ``segments`` None: all ranks get all rows.
+    """A reduction of existing rows with a norm. ``segments`` is None if all ranks get all rows.
 
-    ``input`` is dense. ``linear`` has no product, but the bias and all that becomes of the sum.
-    ``measured``: what tuning has found for the kernel.
+    ``input`` is dense. ``linear`` has no product, only the bias and the steps after the sum.
+    ``measured``: the tuned values for the kernel.
     """
 
     communicator: Communicator
@@ -298,7 +298,7 @@ class RowReduction:
     measured: Measured = UNMEASURED
 
     def run(self, algorithm: str) -> Event:
-        """By "fused", "pipelined", "unfused" or "low_latency"; of no elements scales and padding move."""
+        """Run the algorithm of that name. Without elements there are only scales and padding to move."""
         if not self.input.numel():
             total = self.linear.output.clone()
             about = self.linear, self.segments, self.whole
@@ -307,7 +307,7 @@ class RowReduction:
         return event
 
     def _by_owner(self) -> tuple[Linear, Segments, WholeRows | None]:
-        """What becomes of the own rows, whose rows are which, and what all ranks get of all."""
+        """Return the steps for this rank's rows, the rows by owner, and all ranks' results."""
         linear = self.linear
         if self.segments is not None:
             return linear, self.segments, self.whole
@@ -319,7 +319,7 @@ class RowReduction:
         return replace(linear, output=own, tail=tail), segments, whole
 
     def fused(self) -> Event:
-        """One kernel: few rows in one shot, where every rank norms all; else every rank norms its own."""
+        """Run one kernel. For few rows every rank norms all (one-shot); otherwise each norms its own."""
         place, rows = self.communicator.place, self.input.shape[0]
         default = choose(place, self.input.dtype, rows, self.input.shape[1], 1)
         configuration = self.measured.over(default)
@@ -331,11 +331,11 @@ class RowReduction:
         return reduce_fused(*call)
 
     def low_latency(self) -> Event:
-        """One kernel for few bytes, whose words carry their flags; a program for every row."""
+        """Run one kernel for few bytes, whose words contain their flags, with a program for every row."""
         linear, (rows, columns) = self.linear, self.input.shape
         nbytes = columns * self.input.element_size()
         (units,) = in_units(self.input.view(-1))
-        if nbytes % units.element_size():  # a row begins between two units
+        if nbytes % units.element_size():  # a row begins within a unit
             units = self.input.view(-1).view(torch.int16)
         blocks = rows * blocks_of_row(columns, self.input.element_size())
         in_block = 4 * BLOCK_WORDS // self.input.element_size()
@@ -353,7 +353,7 @@ class RowReduction:
         return run_words(self.communicator, self.op, kernel, rows, own, blocks)
 
     def pipelined(self) -> Event:
-        """Torch operators: own rows are summed in fp32 and normed, then all gather."""
+        """Run torch operators: sum this rank's rows in fp32, norm them, then gather on all ranks."""
         linear, segments, whole = self._by_owner()
         communicator, columns = self.communicator, self.input.shape[1]
         row_bytes = columns * self.input.element_size()
@@ -372,7 +372,7 @@ class RowReduction:
         return event if whole is None else gather(communicator, whole, segments, event)
 
     def unfused(self) -> Event:
-        """The collective, whose sums are rounded; then torch's norm of them."""
+        """Run the collective, whose sums are rounded, then torch's norm of them."""
         communicator, linear, segments = self.communicator, self.linear, self.segments
         reduction, flat = "avg" if linear.average else "sum", self.input.view(-1)
         total = torch.empty_like(linear.output)

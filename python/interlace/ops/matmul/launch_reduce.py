@@ -1,12 +1,12 @@
 """The launch side of matmul + reduce-scatter and matmul + all-reduce.
 
 ``fused``      one Triton kernel communicates and multiplies
-``pipelined``  torch matmuls per owner, each product on its way as soon as it is done
+``pipelined``  torch matmuls per owner; each product is sent as soon as it is ready
 ``unfused``    matmul, then the collective; any dtype
 
 Matrices are 2-D here: ``input`` is ``[rows, K]`` with contiguous K, weights are ``[K, N]`` with any
-strides, results are contiguous. ``segments`` lists (first row, rows) by
-owner; ``linear.output`` is what this rank owns.
+strides, results are contiguous. ``segments`` lists (first row, rows) by owner. ``linear.output`` has the
+rows that this rank owns.
 
 The launch side of the fused matmul + reduce-scatter between nodes: tables, workspace, launches.
 
@@ -14,10 +14,10 @@ See ``kernels/matmul/node_matmul_reduce_scatter.py``, which has the two kernels:
 
     copy stream     node_sums_kernel, a few programs; quiet_kernel
     compute stream  matmul_node_reduce_scatter_kernel, all others
-    at the end      put_credits_kernel, then what ends every op
+    at the end      put_credits_kernel, then the end of every op
 
-The few come first, so that they are resident whatever the many do. Neither waits for a program of its
-own kind, and both fit the device together.
+The few programs start first, so they are resident whatever the others do. No program waits for another one
+in the same kernel, and both kernels fit the device together.
 """
 
 import functools
@@ -48,7 +48,7 @@ from interlace.runtime.tuning.table import threshold
 
 @dataclass(frozen=True)
 class OwnerTables:
-    """Tables that tell the kernels of one rank of owners; see the legends of the kernels."""
+    """Tables of owners for the kernels of one rank; see the legends of the kernels."""
 
     segments: list[list[int]]
     duties: list[list[int]]
@@ -58,13 +58,13 @@ class OwnerTables:
 def tables_of(
     rank: int, nodes: Nodes, segments: Sequence[tuple[int, int]], block_m: int, tiles_n: int
 ) -> OwnerTables:
-    """``segments`` are (first row, rows) by owner."""
+    """Return the tables; ``segments`` are (first row, rows) by owner."""
     pieces = [formulas.ceil_div(rows, block_m) * tiles_n for _, rows in segments]
     known = algorithms.reductions_of(rank, nodes, pieces)
     return OwnerTables(
         [[by, *segments[owner], start, place] for owner, by, place, start in known.parts],
         [[owner, place, segments[owner][1], start] for owner, place, start in known.duties],
-        # the first that a rank reduces are its own rows, which are no duty
+        # a rank first reduces its own rows, which are not a duty
         [[by, max(0, place - 1)] for by, place in known.sums],
     )
 
@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
     segments: Sequence[tuple[int, int]],
     configuration: Configuration,
 ) -> Event:
-    """``matmul_reduce.matmul_reduce_scatter_fused`` between nodes; neither rows nor columns are 0."""
+    """Run ``matmul_reduce_scatter_fused`` between nodes. Neither rows nor columns are 0."""
     rank, nodes = communicator.rank, communicator.nodes
     columns, block_m, block_n = linear.weight.shape[1], configuration.block_m, configuration.block_n
     tiles_n = formulas.ceil_div(columns, block_n)
@@ -95,7 +95,7 @@ def matmul_reduce_scatter(
     partial = layout.add_data((most_sums - 1) * each * tile_bytes)
     landing = layout.add_data(names * each * tile_bytes)
 
-    # before the streams wait for what the caller has issued
+    # before the streams wait for the caller's earlier work
     operands = product(communicator, configuration, input, linear, published=True)
     known = tables_of(rank, nodes, segments, block_m, tiles_n)
     key = (tuple(segments), block_m, tiles_n)
@@ -130,7 +130,7 @@ def matmul_reduce_scatter(
             "GROUP_M": configuration.group_m,
             "BLOCK": configuration.block_elements,
         }
-        # Left alone, ptxas takes so few registers that a load waits for the one before it.
+        # By default ptxas chooses so few registers that each load waits for the one before.
         more = {**nodes.options, "maxnreg": 128}
         how = {"num_warps": configuration.num_warps, "options": more}
         kernel = kernels.node_sums_kernel
@@ -154,7 +154,7 @@ def matmul_reduce_scatter(
 
 
 Segments = Sequence[tuple[int, int]]  # (first row, rows) by owner
-SMALL_BYTES = threshold("engine_reduce_bytes")  # of a product
+SMALL_BYTES = threshold("engine_reduce_bytes")  # size of a product
 
 
 def matmul_reduce_scatter_fused(
@@ -164,7 +164,7 @@ def matmul_reduce_scatter_fused(
     segments: Segments,
     configuration: Configuration,
 ) -> Event:
-    """One kernel, or with ``warp_roles`` two; between nodes ``node_matmul_reduce_scatter.py`` has it."""
+    """Run one kernel, or two with ``warp_roles``; between nodes see :func:`matmul_reduce_scatter`."""
     if communicator.place.nodes is not None:
         if input.shape[0] and linear.weight.shape[1]:
             return matmul_reduce_scatter(communicator, input, linear, segments, configuration)
@@ -175,7 +175,7 @@ def matmul_reduce_scatter_fused(
     tiles = formulas.tiles_of(rows, block_m, tiles_n)
     row_bytes = columns * linear.output.element_size()
     layout = plain.pushed_layout(communicator, rows, block_m, tiles_n, row_bytes)
-    # before the streams wait for what the caller has issued
+    # before the streams wait for the caller's earlier work
     known = operands.product(communicator, configuration, input, linear, published=True)
     table = plain.segment_table(communicator, segments, block_m, tiles_n)
     resident = plain.resident_programs(communicator, configuration)
@@ -191,17 +191,17 @@ def matmul_reduce_scatter_fused(
     options = operands.launch_options(configuration, input)
     op, then = "matmul_reduce_scatter", []
     if operands.may_have_roles(configuration, input, known):
-        # Gluon is a language of its own, which most processes never need.
+        # Gluon is a separate language, which most processes never need.
         from interlace.kernels.matmul import matmul_reduce_scatter_roles as roles
 
         own = rows[communicator.rank]
         sums = matmul_reduce_scatter_kernels.sum_tiles_kernel
         own_tiles = formulas.tiles_of([own], block_m, tiles_n)
         programs = formulas.persistent_grid(0, own_tiles, resident)
-        # Left alone, ptxas takes so few registers that a load waits for the one before it.
+        # By default ptxas chooses so few registers that each load waits for the one before.
         more = {**options, "options": {"maxnreg": 128}}
         then = [(sums, programs, operands.taken_by(sums, arguments), more)]
-        # Bias and activation are for the sums.
+        # Bias and activation apply to the sums.
         arguments["TILES"] = known["TILES"]._replace(BIAS="", ACTIVATION="")
         kernel, extents = roles.matmul_reduce_scatter_roles_kernel, (own, input.shape[0], tiles)
         arguments = operands.with_roles(kernel, arguments, extents, configuration.num_stages)
@@ -211,7 +211,7 @@ def matmul_reduce_scatter_fused(
 def matmul_reduce_scatter_pipelined(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """A torch matmul per owner, straight into the owner's workspace; then sums in rank order."""
+    """Run a torch matmul per owner into the owner's workspace; then sum in rank order."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
@@ -242,13 +242,13 @@ def matmul_reduce_scatter_pipelined(
 def matmul_reduce_scatter_unfused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, segments: Segments
 ) -> Event:
-    """The whole product first, staged in the own workspace; then everyone sums its part of all."""
+    """Compute the whole product in this rank's workspace; then every rank sums its part."""
     if communicator.place.nodes is not None:
         return node_fused.matmul_reduce_scatter(communicator, input, linear, segments)
     rank, world_size = communicator.rank, communicator.world_size
     columns, dtype = linear.weight.shape[1], linear.output.dtype
     nbytes = input.shape[0] * columns * dtype.itemsize
-    # one rounding either way
+    # one rounding in both cases
     exact = linear.bias is None and not linear.activation
     exact = exact and dtype in (torch.float32, torch.float64)
     least_work = communicator.place.direct_access and exact and nbytes <= SMALL_BYTES
@@ -282,7 +282,7 @@ def matmul_reduce_scatter_unfused(
 def matmul_all_reduce_fused(
     communicator: Communicator, input: torch.Tensor, linear: Linear, configuration: Configuration
 ) -> Event:
-    """One-shot: one kernel, every tile to every rank."""
+    """Run one kernel that sends every tile to every rank (one-shot)."""
     if communicator.place.nodes is not None:
 
         def reduce_scatter(own: Linear, segments: Segments) -> Event:
@@ -295,7 +295,7 @@ def matmul_all_reduce_fused(
     row_bytes = columns * linear.output.element_size()
     layout = plain.pushed_layout(communicator, [rows], block_m, tiles_n, row_bytes)
     known = operands.product(communicator, configuration, input, linear)
-    # A tile is stored into every rank's memory in turn: a descriptor is for one place.
+    # A tile is stored into every rank's memory in turn, but a descriptor is for one rank.
     known["TILES"] = known["TILES"]._replace(OUT_DESCRIPTOR=False)
     resident = plain.resident_programs(communicator, configuration)
     bias, average = operands.bias_or_none(linear), linear.average

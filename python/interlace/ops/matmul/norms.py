@@ -1,16 +1,18 @@
-"""Reductions whose rows are normed: after a matmul, and of rows that are there already.
+"""Reductions with a norm of the rows: after a matmul, and for existing rows.
 
-As ``reduce.py``, whose checks and choices the matmuls have. Results are a pair, what is normed and the sum
-with the residual; quantised, what is normed is a pair itself, fp8 and scales, or a :class:`Scaled`.
+They extend ``reduce.py``, with the matmuls' checks and choices. A call returns a pair, the normed rows and
+the sum with the residual. Quantised, the normed rows are a pair themselves, fp8 and scales, or a
+:class:`Scaled`.
 
-As ops they all return a list: the normed rows, the sum with the residual, and, quantised by row, the scales
-of the normed rows; in a block-scaled format the normed rows are packed ones, of bytes. With h the sum with
-the residual and y its norm, the gradient of h is that of y through the norm, for which h is kept and
-nothing else, and its own. It is the residual's; reduced or gathered as by the op without a norm it gives
-those of the input and the weight. A weight of the norm gets what comes of the rows that a rank norms: of
-the own rows where they are scattered, so replicas of a weight sum their gradients, as sequence-parallel
-layers do; of all rows, on every rank, where all ranks have them. Rows that were gathered give their
-gradients back by a reduce-scatter. fp8 has no gradient.
+The ops of torch all return a list: the normed rows, the sum with the residual, and, quantised by row, the
+scales of the normed rows. In a block-scaled format the normed rows are packed bytes.
+
+Let h be the sum with the residual and y its norm. The gradient of h is its own gradient plus y's gradient
+through the norm. For this only h is kept. The residual gets this gradient; the input and the weight get it
+reduced or gathered as in the op without a norm. A weight of the norm gets the gradient from the rows that a
+rank norms. If rows are scattered, these are its own rows, so replicas of a weight sum their gradients, as
+sequence-parallel layers do. Otherwise they are all rows, on every rank. Gathered rows return their
+gradients by a reduce-scatter. fp8 has no gradient.
 """
 
 import dataclasses
@@ -82,23 +84,21 @@ from interlace.runtime.tuning.tuning import FUSED_DTYPES, LARGEST_LOW_LATENCY_BY
 Tensor = torch.Tensor
 _ops: Any = Ops()
 Buffers = Sequence[Tensor] | None
-"""Matrices for the results' rows: the normed, the sums, and, quantised, the scales."""
+"""Matrices for the results' rows: the normed rows, the sums, and, quantised, the scales."""
 
 GATHERED_ROWS = OpVariant("gather_normed", {"gather_normed": True})
-"""The latter where all ranks get the normed rows."""
+"""The case of these ops in which all ranks get the normed rows."""
 NO_FP8 = (
     'algorithm="{}" with quantize needs compute capability 8.9 or more; use "unfused" or "auto"'
 )
-SMALLEST_FP8 = 89  # the compute capability from which on kernels can make fp8
+SMALLEST_FP8 = 89  # the lowest compute capability with which kernels can make fp8
 
 
 def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
-    """Put what a call says about its norm into the record of its arguments; raise for what does not fit."""
+    """Put a call's norm into the record of its arguments. Raise for a norm that does not fit."""
     if norm is None and given.weight is not None:
         if given.residual is not None or quantize is not None or given.gather_normed:
-            raise ValueError(
-                "residual, quantize and gather_normed are for a call with norm, which is None"
-            )
+            raise ValueError("residual, quantize and gather_normed need a norm, but norm is None")
         return
     if not isinstance(norm, RowNorm):
         raise TypeError(
@@ -118,15 +118,15 @@ def take_norm(given: ReductionArguments, norm: Any, quantize: Any) -> None:
 
 
 def norm_of(given: ReductionArguments) -> RowNorm:
-    """The norm of a record, as it was given."""
+    """Return the norm of a record as the caller passed it."""
     return RowNorm(given.kind, given.eps, given.norm_weight, given.norm_bias)
 
 
 class CheckedNorm:
-    """The norm of a call and its residual, if they fit.
+    """The checked norm of a call and its residual.
 
-    ``dim`` of the ``input`` is scattered in ``parts``, (first, count) by rank, if it is not None; ``own``
-    are the leading lengths of the own part. Rows are ``columns`` numbers of ``dtype``.
+    If ``dim`` is not None, it is the dimension of ``input`` that is scattered in ``parts``, (first, count)
+    by rank. ``own`` are the leading lengths of this rank's part. Rows are ``columns`` numbers of ``dtype``.
     """
 
     def __init__(
@@ -142,22 +142,22 @@ class CheckedNorm:
         *self._lengths, _ = input.shape
         self.own, self.gathers = list(self._lengths), given.gather_normed
         if dim == len(self.own):
-            raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
+            raise ValueError(f"scatter_dim {dim} is the last dimension, but norm needs whole rows")
         if dim is not None:
             self.own[dim] = parts[communicator.rank][1]
         elif self.gathers:
-            raise ValueError("gather_normed is for what is scattered; here all ranks have all rows")
+            raise ValueError("gather_normed needs scattered rows, but here all ranks have all rows")
         self.quantize, self._input, self._dim = given.quantize or None, input, dim or 0
         self._columns, self._dtype = columns, dtype
         self.format = FORMATS.get(given.quantize)
         if self.format is not None:
-            self.format.check_shape("what is normed", (*self.own, columns))
+            self.format.check_shape("the normed tensor", (*self.own, columns))
         self.norm = checked_norm(communicator, norm_of(given), columns, dtype)
         shape = (*self.own, columns)
         self.residual = checked_residual(communicator, given.residual, shape, dtype)
 
     def terms(self) -> tuple[Any, ...]:
-        """On what about the norm ranks have to agree."""
+        """Return the norm's properties on which ranks must agree."""
         norm = self.norm
         return (
             ("norm", norm.kind),
@@ -170,9 +170,9 @@ class CheckedNorm:
         )
 
     def rows(self, buffers: Buffers, first: int = 0) -> "NormedRows":
-        """Memory for the results, ``buffers`` if given. ``first`` of all rows is the first own one.
+        """Make memory for the results, or use ``buffers``. ``first`` is the index of this rank's first row.
 
-        Where all ranks' normed rows are gathered, the sum and the residual have own rows only.
+        If all ranks' normed rows are gathered, the sum and the residual have only this rank's rows.
         """
         residual = None if self.residual is None else matrix_of(self.residual, self._dim)
         result, matrices = None, buffers
@@ -193,9 +193,9 @@ class CheckedNorm:
 
 
 def paired(made: Sequence[Tensor], quantize: str | None) -> Any:
-    """What a call returns of an op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``.
+    """Return a call's result from the op's results: ``(normed, sum)``, or ``((fp8, scales), sum)``.
 
-    In a block-scaled format ``normed`` are packed rows, of which a call returns a :class:`Scaled`.
+    In a block-scaled format ``normed`` are packed rows, which become a :class:`Scaled`.
     """
     normed, total, *scales = made
     if quantize in FORMATS:
@@ -204,7 +204,7 @@ def paired(made: Sequence[Tensor], quantize: str | None) -> Any:
 
 
 def listed(made: Any) -> list[Tensor]:
-    """The op's results, of what :func:`paired` makes of them."""
+    """Return the op's results from the result of :func:`paired`."""
     normed, total = made
     if isinstance(normed, Scaled):
         return [packed_rows(normed), total]
@@ -212,14 +212,14 @@ def listed(made: Any) -> list[Tensor]:
 
 
 def matrix_of(tensor: Tensor, dim: int) -> Tensor:
-    """The rows of a tensor, which may be one, dense, ``dim`` first."""
+    """Return the rows of a tensor, or the tensor as one row, as a dense matrix with ``dim`` first."""
     return (rows_of(tensor, dim) if tensor.dim() > 1 else tensor[None]).contiguous()
 
 
 class NormedRows(NamedTuple):
-    """Results as matrices. ``whole``: all ranks' rows, of which the others are this rank's.
+    """Results as matrices. ``whole``: all ranks' rows; the other matrices are this rank's part of them.
 
-    ``result``: what an eager call returns; None where the caller has made the matrices.
+    ``result``: the result of an eager call, or None if the caller has made the matrices.
     """
 
     sum: Tensor
@@ -229,16 +229,18 @@ class NormedRows(NamedTuple):
 
 
 def kernel_makes_fp8(communicator: Communicator) -> bool:
-    """Whether the processors that kernels run on, or are interpreted for, have fp8."""
+    """Return whether the processors on which kernels run, or for which they are interpreted, have fp8."""
     place = communicator.place
     capability = configuration.capability_of(place)
-    if capability is None:  # interpreted, or run as PTX of 9.0, which has descriptors, or of 8.0
+    if (
+        capability is None
+    ):  # interpreted, or run as PTX: 9.0 has descriptors and fp8, 8.0 has neither
         return not place.compiled or place.descriptors
     return capability >= SMALLEST_FP8
 
 
 def in_kernel(communicator: Communicator, quantize: str | None) -> bool:
-    """Whether kernels can make normed rows of that kind: those of formats with integers, everywhere."""
+    """Return whether kernels can quantise normed rows so. Block formats need only integers."""
     return quantize not in QUANTIZE or kernel_makes_fp8(communicator)
 
 
@@ -283,7 +285,7 @@ class NormedReduce(reduce.CheckedReduce):
         return "unfused"
 
     def _by_words(self, output: Tensor) -> bool:
-        """Whether the choice is free, and the words of a low-latency kernel do for the product."""
+        """Return whether "auto" may use a low-latency kernel, and its words suffice for the product."""
         place = self.communicator.place
         if self.algorithm != "auto" or place.direct_access or not place.all_mapped:
             return False
@@ -299,7 +301,7 @@ class NormedReduce(reduce.CheckedReduce):
         whole: WholeRows | None,
         algorithm: str = "",
     ) -> Event:
-        """``left @ linear``, reduced and normed; with ``whole`` all ranks get what it has."""
+        """Compute ``left @ linear``, reduced and normed; with ``whole`` all ranks get its rows."""
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(f"{SCATTER}_norm", max(count for _, count in segments), columns)
         algorithm = algorithm or self.chosen(rows, columns, choice.algorithm)
@@ -314,7 +316,7 @@ class NormedReduce(reduce.CheckedReduce):
         return algorithms.gather(self.communicator, whole, segments, event)
 
     def all_reduce_normed(self, left: Tensor, linear: Linear) -> Event:
-        """One-shot, or the own rows first, which then go to all; a token's by words that carry flags."""
+        """Run one-shot, or this rank's rows first, then a gather. Few rows use words that carry flags."""
         communicator, output, tail = self.communicator, linear.output, linear.tail
         assert tail is not None
         rows, columns = left.shape[0], linear.weight.shape[1]
@@ -337,7 +339,7 @@ class NormedReduce(reduce.CheckedReduce):
         return self.reduce_scatter_normed(left, mine, segments, whole, algorithm)
 
 
-# -- rows that are there already -------------------------------------------------------------------
+# -- existing rows ---------------------------------------------------------------------------------
 
 
 class _CheckedRows:
@@ -361,7 +363,7 @@ class _CheckedRows:
         self.algorithm = self._algorithm(given.algorithm)
 
     def _algorithm(self, given: Any) -> str:
-        """The algorithm, chosen if it is "auto"; between nodes it is "unfused" whatever is asked for."""
+        """Return the algorithm, chosen if it is "auto"; between nodes it is always "unfused"."""
         algorithm = checks.one_of("algorithm", given, get_args(NormAlgorithm))
         place, dtype = self.communicator.place, self.input.dtype
         if algorithm == "low_latency":
@@ -391,11 +393,11 @@ class _CheckedRows:
         return "low_latency" if small and self._in_words() else "fused"
 
     def _in_words(self) -> bool:
-        """Whether one low-latency exchange does."""
+        """Return whether one low-latency exchange suffices."""
         return not launch.why_no_rows(self.input, scattered=self.op == SCATTER_NORM)
 
     def _measured(self) -> tuple[str, tuning.Measured]:
-        """The algorithm, and what was measured of it; the same on all ranks, which have agreed."""
+        """Return the algorithm and its measured values, the same on all ranks, which have agreed."""
         op = GATHERED_ROWS.name if self.normed.gathers else self.op
         rows, size = self.input.numel() // max(1, self.columns), self.communicator.world_size
         problem = tuning.Problem(op, self.input.dtype, rows, self.columns, 1, size)
@@ -447,7 +449,7 @@ class _CheckedRows:
 def prepared(
     communicator: Communicator, given: ReductionArguments, buffers: Buffers
 ) -> PreparedCall:
-    """Any reduction, checked: with a norm, or of a product without."""
+    """Check any reduction: with a norm, or of a product without a norm."""
     start: Callable[[Buffers], Outcome]
     if given.weight is None:
         start = _CheckedRows(communicator, given).start
@@ -466,7 +468,7 @@ FORMS = {op: record_form(op, ReductionArguments, TENSORS, prepared, format="") f
 
 
 def results(given: ReductionArguments, size: Any) -> list[Output]:
-    """The normed rows, the sum with the residual, and, quantised by row, the scales."""
+    """Make the normed rows, the sum with the residual, and, quantised by row, the scales."""
     input = given.input
     if given.weight is not None:
         check_factors(input, given.weight)
@@ -479,7 +481,7 @@ def results(given: ReductionArguments, size: Any) -> list[Output]:
     if given.scatter_dim is not None:
         dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
         if dim == len(lengths):
-            raise ValueError(f"scatter_dim {dim} is the last dimension, and norm is of whole rows")
+            raise ValueError(f"scatter_dim {dim} is the last dimension, but norm needs whole rows")
         part = shapes.divided(lengths[dim], size, f"dimension {dim} of input", given.length)
         own = [part if i == dim else n for i, n in enumerate(lengths)]
     normed = lengths if given.gather_normed else own
@@ -493,11 +495,11 @@ def _outputs(
     dtype: torch.dtype,
     quantize: str | None,
 ) -> list[Output]:
-    """The results. ``rows``: leading lengths of the normed, of the own ones, and which comes first."""
+    """Make the results. ``rows``: leading lengths of the normed rows and of own rows, and the first dim."""
     normed, own, dim = rows
 
     def output(lengths: Sequence[Any], columns: Any, dtype: torch.dtype) -> Output:
-        """``[*lengths, columns]``, in memory with ``dim`` first."""
+        """Make ``[*lengths, columns]``, in memory with ``dim`` first."""
         matrix = like.new_empty([math.prod(lengths), columns], dtype=dtype)
         if not lengths:
             return Output(matrix, matrix.view(columns))
@@ -506,7 +508,7 @@ def _outputs(
 
     if quantize in FORMATS:
         kind = FORMATS[quantize]
-        kind.check_shape("what is normed", (*normed, columns))
+        kind.check_shape("the normed tensor", (*normed, columns))
         return [output(normed, kind.row_bytes(columns), torch.uint8), output(own, columns, dtype)]
     made = [
         output(normed, columns, QUANTIZED if quantize else dtype),
@@ -534,7 +536,7 @@ def _save(ctx: Any, given: ReductionArguments, output: Sequence[Tensor]) -> None
 
 
 def full_name(given: ReductionArguments) -> str:
-    """The op of torch that takes these arguments, which have a norm."""
+    """Return the op of torch for these arguments, which have a norm."""
     return given.op if given.weight is None else f"{given.op}_norm"
 
 
@@ -572,7 +574,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor | No
 
 
 def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
-    """The gradients of all ranks for the own rows, summed."""
+    """Return the sum of all ranks' gradients for this rank's rows."""
     dim, length = ctx.arguments.scatter_dim % grad.dim(), ctx.arguments.length
     if length is not None:
         grad = padded(grad, dim, ctx.size * longest(grad.shape[dim], ctx.size))
@@ -581,7 +583,7 @@ def _own_rows(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
-    """The gradient of rows that were reduced: summed or gathered."""
+    """Return the gradient of rows that were reduced: summed or gathered."""
     if ctx.arguments.scatter_dim is None:
         whole = wait(_ops.all_reduce(part, "sum", ctx.size, ctx.name))
     else:
@@ -592,7 +594,7 @@ def _of_rows(ctx: Any, input: Tensor, part: Tensor) -> Tensor:
 
 
 def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tensor]]:
-    """Sums in fp32, in the order of the ranks, rounded once with the bias and the residual."""
+    """Compute the op: sums in fp32, in rank order, rounded once with the bias and the residual."""
     first, whole = ranks[0], by_rank.inputs(ranks)
     op = full_name(first)
     by_rank.alike(op, "input", whole, but=None if first.weight is None else -1)
@@ -623,14 +625,14 @@ def reference(ranks: Sequence[ReductionArguments], size: int) -> list[list[Tenso
     return made
 
 
-# with gather_normed the gradients of the others are scattered first
+# with gather_normed, gradients of the other arguments are scattered first
 _SCATTERED = {"input": ("input",), "bias, residual or norm": OTHERS}
 _PRODUCT = {"input": ("input",), "weight": ("weight",), **_SCATTERED}
 _ROWS = ("weight", "out_dtype")
 _EXAMPLES: dict[str, Example] = {
     "kind": lambda setting: "rms" if setting.call % 2 else "layer",
     "norm_bias": lambda setting: None if setting.call % 2 else EXAMPLES["norm_weight"](setting),
-    # after a gather all have read what they were sent, credit or none
+    # after a gather, all ranks have read their rows, with or without a credit
     "gather_normed": lambda setting: setting.call != 1,
 }
 OPS = tuple(

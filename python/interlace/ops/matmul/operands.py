@@ -1,4 +1,4 @@
-"""The operands and outputs of a matmul, and what the fused kernels are told about them."""
+"""The operands and outputs of a matmul, and the arguments that describe them to the fused kernels."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from interlace.runtime.tuning.configuration import Configuration
 
 DESCRIPTOR_ALIGNMENT = 16
 LEAST_PACKED = 32
-"""Numbers along k that are multiplied at a time, at least. Products of 16 numbers of 4 bits, which are 8
-bytes, are wrong in the place ptx for 8.0; the cause is not known."""
+"""The fewest numbers along k that are multiplied at once. Products of 16 numbers of 4 bits, which are 8
+bytes, are wrong in the place ptx for 8.0. The cause is unknown."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Linear:
     """One weight of an op: ``output = activation(input @ weight + bias)``. ``bias_along``: "n" or "m".
 
     ``scales`` of fp8 operands: "tensor", one number for each, or "row", one per row of the input and per
-    column of the weight; ``scale`` is the weight's, fp32, ``row_scale`` the input's. ``fast_accum``: fewer
-    bits than fp32 has may be kept while products of fp8 numbers are added up. ``average``: a reduction of
-    products divides by the number of ranks. ``tail``: ``output`` gets a residual too, and its rows are
-    normed. ``format``: of operands that are packed, see ``formats.py``.
+    column of the weight. ``scale`` is the weight's, in fp32, ``row_scale`` the input's. ``fast_accum``:
+    sums of fp8 products may keep fewer bits than fp32 has. ``average``: a reduction of products divides by
+    the number of ranks. ``tail``: a residual is added to ``output`` and its rows are normed. ``format``:
+    the format of packed operands, see ``formats.py``.
     """
 
     weight: torch.Tensor
@@ -54,44 +54,44 @@ class Linear:
         if self.format is None:
             return
         self.fast_accum = self.format.fast_accum
-        if self.weight.stride(-2) != 1:  # columns that are packed have no other stride
+        if self.weight.stride(-2) != 1:  # packed columns must be contiguous
             self.weight = self.weight.mT.contiguous().mT
 
     @property
     def unfinished(self) -> bool:
-        """Whether anything is done to a sum of products before it is the output."""
+        """Whether a sum of products needs more steps before it is the output."""
         return self.bias is not None or bool(self.activation) or self.tail is not None
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """``[..., k]`` as a matrix whose leading index is ``dim``; a copy only if strides demand it."""
-    matrix = tensor.movedim(dim, 0).flatten(0, -2)  # reshape(-1, k) cannot tell the rows if k is 0
+    """Return ``[..., k]`` as a matrix with ``dim`` as its leading index. Copy only if strides need it."""
+    matrix = tensor.movedim(dim, 0).flatten(0, -2)  # reshape(-1, k) fails if k is 0
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
 def factors(
     input: torch.Tensor, weight: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Two matrices whose product has ``dim`` of ``input @ weight`` for its rows; what a bias is along."""
+    """Return two matrices, whose product has ``dim`` of ``input @ weight`` as rows, and the bias' axis."""
     if dim == input.dim() - 1:
         return weight.T, input.flatten(0, -2).T, "m"
     return rows_of(input, dim), weight, "n"
 
 
 def unrows(matrix: torch.Tensor, lengths: Sequence[int], dim: int) -> torch.Tensor:
-    """The inverse of :func:`rows_of` for other columns; ``lengths`` are the leading ones, dim first."""
+    """Invert :func:`rows_of` for other columns; ``lengths`` are the leading lengths, dim first."""
     return matrix.view(*lengths, matrix.shape[-1]).movedim(0, dim)
 
 
 def dense_output(matrix: torch.Tensor, view: torch.Tensor) -> Output:
-    """An output, of no elements with the strides of a new tensor: so does Inductor lay those out."""
+    """Make an output. Without elements it has a new tensor's strides, as in Inductor."""
     if any(isinstance(length, int) and length == 0 for length in view.shape):
         view = view.new_empty(view.shape)
     return Output(matrix, view)
 
 
 def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtype: Any) -> Output:
-    """``[.., length, .., columns]`` for ``input`` of ``[.., n, .., k]``; the matrix has ``dim`` first."""
+    """Make ``[.., length, .., columns]`` for ``input`` ``[.., n, .., k]``; the matrix has ``dim`` first."""
     lengths = [n for i, n in enumerate(input.shape[:-1]) if i != dim]
     if dim == input.dim() - 1:  # every rank has all rows already
         matrix = input.new_empty([math.prod(lengths), columns], dtype=dtype)
@@ -101,7 +101,7 @@ def gathered_rows(input: torch.Tensor, dim: int, length: Any, columns: Any, dtyp
 
 
 def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
-    """The gathered input itself, in memory with ``dim``, now of ``length``, first."""
+    """Make the gathered input. In memory ``dim`` is first and has ``length``."""
     others = [n for i, n in enumerate(input.shape) if i != dim]
     whole = input.new_empty([length, *others])
     flat = whole.view(whole.shape[0] * math.prod(others[:-1]), others[-1])
@@ -111,9 +111,9 @@ def gathered_input(input: torch.Tensor, dim: int, length: Any) -> Output:
 def scattered_product(
     input: torch.Tensor, columns: Any, dim: int, length: Any, size: int, dtype: Any
 ) -> Output:
-    """``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split.
+    """Make ``[.., n / size, .., columns]`` for ``input`` of ``[.., n, .., k]``, or the last dim split.
 
-    ``length``: of the own part, if parts are unequal.
+    ``length``: this rank's part, if parts are unequal.
     """
     lengths = list(input.shape[:-1])
     if dim == input.dim() - 1:
@@ -134,9 +134,9 @@ def multiply(
     activation: str = "",
     format: BlockFormat | None = None,
 ) -> None:
-    """``output = activation(input @ weight (+ bias))`` by torch, rounding once more where dtypes differ.
+    """Write ``activation(input @ weight (+ bias))`` by torch; round once more if dtypes differ.
 
-    ``format``: of packed operands.
+    ``format``: the format of packed operands.
     """
     if output.dtype != input.dtype:
         assert format is not None or input.dtype != torch.uint8, "packed rows without their format"
@@ -156,7 +156,7 @@ def multiply(
 
 
 def finish_sum(total: torch.Tensor, linear: Linear) -> None:
-    """``linear.output`` = activation(total + bias) + residual, rounded once, and what becomes of it.
+    """Write ``activation(total + bias) + residual``, rounded once, and run the steps of the tail.
 
     ``total`` is changed.
     """
@@ -186,7 +186,7 @@ def sum_with_bias(parts: Sequence[torch.Tensor], linear: Linear) -> None:
 def enqueue_product(
     communicator: Communicator, input: torch.Tensor, linear: Linear, rows: slice, label: str
 ) -> None:
-    """``linear.output[rows]`` = activation(input @ weight + bias), by torch on the compute stream."""
+    """Write ``activation(input @ weight + bias)`` for ``rows``, by torch on the compute stream."""
     output = linear.output[rows]
     if output.numel():
         communicator.compute.call(
@@ -203,7 +203,7 @@ def scatter_product(
     linear: Linear,
     segments: Sequence[tuple[int, int]],
 ) -> Event:
-    """``linear.output`` = the engine's sum of the own rows of ``product``, then the rest."""
+    """Write the engine's sum of this rank's rows of ``product``, then run the other steps."""
     parts = [product[first : first + count].view(-1) for first, count in segments]
     reduction = "avg" if linear.average else "sum"
     op, about = "matmul_reduce_scatter", (tuple(segments), product.shape, product.dtype, reduction)
@@ -223,12 +223,12 @@ def is_aligned(tensor: torch.Tensor, row_stride: int) -> bool:
 
 
 def descriptor_path(configuration: Configuration, input: torch.Tensor, weight: torch.Tensor) -> str:
-    """The path of ``kernels/products.py`` for an aligned ``input`` and a weight: "", "kn" or "nk"."""
+    """Return the path in ``kernels/products.py`` for an aligned ``input``: "", "kn" or "nk"."""
     inner = input.shape[1]
     if not configuration.descriptors or inner == 0 or input.stride(0) < inner:
         return ""
     across, along = weight.stride(0), weight.stride(1)
-    # rows that overlap, as of an expanded tensor, are no matter for a pointer but for a descriptor
+    # rows may overlap, as in an expanded tensor: pointers can read them, descriptors cannot
     if along == 1 and across >= weight.shape[1] > 1 and is_aligned(weight, across):
         return "kn"
     if across == 1 and along >= inner > 1 and is_aligned(weight, along):
@@ -242,7 +242,7 @@ def input_precision(dtype: torch.dtype) -> str:
 
 
 def stores_by_descriptor(configuration: Configuration, linear: Linear, descriptors: str) -> bool:
-    """Whether tiles of the product may leave through a descriptor; ``descriptors`` is the loads' path."""
+    """Return whether tiles may be stored by a descriptor; ``descriptors`` is the path of the loads."""
     columns = linear.weight.shape[1]
     return (
         configuration.output_descriptors
@@ -254,9 +254,9 @@ def stores_by_descriptor(configuration: Configuration, linear: Linear, descripto
 
 
 def packed_step(communicator: Communicator, configuration: Configuration) -> int:
-    """How many numbers along k of block-scaled operands are multiplied at a time.
+    """Return how many numbers along k of block-scaled operands are multiplied at once.
 
-    What is interpreted is the definition, of sums of 128.
+    Interpreted kernels follow the definition: sums of 128.
     """
     if not communicator.place.compiled:
         return INNER
@@ -271,13 +271,15 @@ def product(
     *,
     published: bool = False,
 ) -> dict[str, Any]:
-    """The matmul's arguments, without the epilogue's. ``published``: peers wait for its tiles."""
+    """Return the matmul's arguments without the epilogue's. ``published``: peers wait for its tiles."""
     weight, inner = linear.weight, input.shape[1]
     aligned = is_aligned(input, inner) and is_aligned(input, input.stride(0))
     may = aligned and communicator.place.descriptors
     descriptors = descriptor_path(configuration, input, weight) if may else ""
     specialized = configuration.warp_specialize and bool(descriptors)
-    activated = bool(linear.activation) and not published  # of what peers wait for, the sum is
+    activated = (
+        bool(linear.activation) and not published
+    )  # for published tiles, the sum is activated
     tiles = Tiles(
         BLOCK_M=configuration.block_m,
         BLOCK_N=configuration.block_n,
@@ -319,7 +321,7 @@ def product(
 
 
 def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
-    """The constants of tiles that are ``rows`` whole rows, and come from no matmul."""
+    """Return the constants of tiles that are ``rows`` whole rows and come from no matmul."""
     return Tiles(
         BLOCK_M=rows,
         BLOCK_N=1 << max(0, columns - 1).bit_length(),
@@ -343,7 +345,7 @@ def whole_rows(rows: int, columns: int, linear: Linear) -> Tiles:
 def may_have_roles(
     configuration: Configuration, input: torch.Tensor, operands: dict[str, Any]
 ) -> bool:
-    """Whether ``warp_roles`` is asked for, and possible with what :func:`product` has made."""
+    """Return whether ``warp_roles`` is requested and possible with the arguments of :func:`product`."""
     tiles, output = operands["TILES"], operands["output_ptr"]
     whole = 16 * configuration.num_warps == tiles.BLOCK_M and 32 <= tiles.BLOCK_N <= 256
     simple = tiles.OUT_DESCRIPTOR and not tiles.SCALES and tiles.COMPILED
@@ -358,12 +360,12 @@ def taken_by(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def with_roles(
     kernel: Any, arguments: dict[str, Any], extents: tuple[int, int, int], stages: int
 ) -> dict[str, Any]:
-    """The arguments of a ``kernel`` whose warps have roles, by those of the reference."""
+    """Return the arguments of a ``kernel`` with warp roles, made from the reference kernel's."""
     return taken_by(kernel, arguments) | {"extents": Extents(*extents), "STAGES": stages}
 
 
 def bias_or_none(linear: Linear) -> torch.Tensor:
-    """The tensor to hand over as the bias: some tensor of its dtype where there is none."""
+    """Return the bias argument: the bias, or any tensor of its dtype if there is no bias."""
     return linear.output if linear.bias is None else linear.bias
 
 
@@ -374,7 +376,7 @@ def epilogue(linear: Linear) -> dict[str, Any]:
 
 
 def copies(configuration: Configuration, copiers: int, multicast: str = "") -> dict[str, Any]:
-    """The argument about ``copiers`` that send chunks of rows."""
+    """Return the argument about ``copiers`` that send chunks of rows."""
     sizes = configuration.copy_rows, configuration.copy_columns
     return {"COPIES": Copies(copiers, *sizes, multicast)}
 
@@ -382,18 +384,18 @@ def copies(configuration: Configuration, copiers: int, multicast: str = "") -> d
 def launch_options(
     configuration: Configuration, input: torch.Tensor | None = None
 ) -> dict[str, Any]:
-    """How a kernel is compiled; ``input``: of a product, if it has one."""
+    """Return the options to compile a kernel; ``input``: a product's input, if there is one."""
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     if input is None or input.element_size() != 4:
         return options
-    # Products without tensor cores: left alone, ptxas takes fewer for the sake of occupancy, and spills.
+    # Products without tensor cores: by default ptxas uses fewer registers for occupancy, and spills.
     return {**options, "options": {"maxnreg": 144}}
 
 
 def checked_bias(
     bias: torch.Tensor | None, columns: int, input: torch.Tensor
 ) -> torch.Tensor | None:
-    """``bias``, which fits to ``input`` and to so many columns, or is None."""
+    """Return ``bias`` after a check that it fits ``input`` and ``columns``, or is None."""
     if bias is not None:
         if tuple(bias.shape) != (columns,):
             raise ValueError(f"bias must have shape ({columns},), got {tuple(bias.shape)}")
@@ -402,7 +404,7 @@ def checked_bias(
 
 
 def partial_products(ranks: Sequence[Any]) -> list[torch.Tensor]:
-    """Each rank's input times its weight, in fp32 or wider."""
+    """Return each rank's input times its weight, in fp32 or wider."""
     found = []
     for each in ranks:
         input, dtype = each.input, checks.output_dtype(each.out_dtype, each.input)

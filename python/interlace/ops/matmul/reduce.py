@@ -1,12 +1,12 @@
-"""The fused ops after a matmul: reduce-scatter and all-reduce of the product.
+"""The fused ops that reduce a product: matmul + reduce-scatter and matmul + all-reduce.
 
 A call is validated, agreed on with the other ranks (one small host message; a mismatch raises on every
-rank before any data moves), brought into 2-D form, and handed to one of the algorithms in
-``python/interlace/ops/matmul/launch_reduce.py``.
+rank before any data moves) and brought into 2-D form. Then one of the algorithms in
+``python/interlace/ops/matmul/launch_reduce.py`` runs it.
 
-The gradient of a scattered product's input is an all_gather_matmul; that of its weight the input times the
-gathered gradient. Unequal parts get zeros behind them for it, which are then left off. Those of a product
-that all ranks have are an all_reduce, then matmuls.
+If the product is scattered, the gradient of its input is an all_gather_matmul. The gradient of its weight
+is the input times the gathered gradient. Unequal parts are padded with zeros, which are then cut off. If
+all ranks have the product, the gradients are an all_reduce, then matmuls.
 """
 
 import dataclasses
@@ -67,10 +67,10 @@ _ops: Any = Ops()
 
 @dataclasses.dataclass
 class ReductionArguments:
-    """The arguments of all reductions: of a product, or of rows that are there already if there is no
-    ``weight``; scattered, or on all ranks if there is no ``scatter_dim``; with a norm if it has a ``kind``.
+    """The arguments of all reductions: of a product, or of existing rows if ``weight`` is None. They are
+    scattered, or on all ranks if ``scatter_dim`` is None. They have a norm if ``kind`` is set.
 
-    ``length``: of the own part, None for an equal one. ``quantize``: "" for None.
+    ``length``: of this rank's part, None for an equal part. ``quantize``: "" for None.
     """
 
     input: Annotated[Any, "Tensor"]
@@ -93,7 +93,7 @@ class ReductionArguments:
 
     @property
     def op(self) -> str:
-        """The eager op that takes them."""
+        """The eager op with these arguments."""
         if self.weight is None:
             return ALL_REDUCE_NORM if self.scatter_dim is None else SCATTER_NORM
         return ALL_REDUCE if self.scatter_dim is None else SCATTER
@@ -105,7 +105,7 @@ TENSORS = names_of_tensors(ReductionArguments)
 def prepared(
     communicator: Communicator, given: ReductionArguments, buffers: Sequence[Tensor] | None
 ) -> PreparedCall:
-    """Either op, checked; ``buffers``: a matrix for the result's rows, or columns transposed, if given."""
+    """Check either op. ``buffers``: a matrix for the result's rows, or its columns transposed."""
     request = CheckedReduce(communicator, given)
     start = request.summed if request.dim is None else request.scattered
     return functools.partial(start, buffers[0] if buffers else None), (), None
@@ -118,10 +118,10 @@ FORMS = {
 
 
 class Scattering(NamedTuple):
-    """A product whose rows are scattered: its factors, and whose rows are which, (first row, rows).
+    """A product whose rows are scattered: its factors, and the rows by owner, (first row, rows).
 
-    ``length`` indices along the scattered dimension, ``own`` of them this rank's from ``first`` on, are
-    ``others`` rows each; a bias is ``along`` "n" or "m".
+    The scattered dimension has ``length`` indices; this rank has ``own`` of them from ``first`` on. Each
+    index is as many rows as the product of ``others``. A bias is ``along`` "n" or "m".
     """
 
     left: Tensor
@@ -135,7 +135,7 @@ class Scattering(NamedTuple):
 
 
 class CheckedReduce:
-    """The checked arguments of either op. ``more_terms``: on what else ranks have to agree."""
+    """The checked arguments of either op. ``more_terms``: more values on which ranks must agree."""
 
     more_terms: Terms = ()
 
@@ -155,13 +155,13 @@ class CheckedReduce:
         self.largest_inner = self.input.shape[-1]
 
     def _parts(self) -> list[tuple[int, int]]:
-        """First index and length by rank along what is scattered."""
+        """Return first index and length by rank along the scattered dimension."""
         length = (*self.input.shape[:-1], self.weight.shape[1])[self.dim]  # type: ignore[index]
         parts: list[tuple[int, int]] = split_rows(length, self.communicator.world_size)
         return parts
 
     def scattering(self) -> Scattering:
-        """What is multiplied, and who owns what."""
+        """Return the factors of the product, and the rows by owner."""
         input, dim, parts = self.input, self.dim, self._parts()
         assert dim is not None
         left, right, along = factors(input, self.weight, dim)
@@ -221,7 +221,7 @@ class CheckedReduce:
         return Outcome(view if buffer is None else None, event)
 
     def agree(self) -> None:
-        """Exchange with all ranks and raise on any mismatch; learns the largest ``k``."""
+        """Exchange terms with all ranks and raise on any mismatch; find the largest ``k``."""
         *lengths, inner = self.input.shape
         terms = (
             ("dtype of input", self.input.dtype),
@@ -240,14 +240,14 @@ class CheckedReduce:
         self.largest_inner = max(self.communicator.parts(call))
 
     def choice(self, op: str, rows: int, columns: int) -> tuning.Choice:
-        """The choice of the table, the cache or the model for ``op``; ``rows`` of the longest part."""
+        """Choose for ``op`` by the table, the cache or the model; ``rows``: the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
         about = rows, columns, inner, size
         problem = tuning.Problem(op, self.input.dtype, *about, **tuned_as(self.format))
         return tuning.choose(self.communicator, problem, self.algorithm)
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:
-        """The algorithm, once every rank's shapes are known; ``tuned`` is what the choice says."""
+        """Return the algorithm when every rank's shapes are known; ``tuned``: the choice's algorithm."""
         empty = not rows * columns * self.largest_inner
         if self.algorithm != "auto" and not empty:
             return self.algorithm
@@ -261,7 +261,7 @@ class CheckedReduce:
         segments: list[tuple[int, int]],
         algorithm: str = "",
     ) -> Event:
-        """``left @ linear``, reduced; by ``algorithm``, or by what is chosen for these shapes."""
+        """Compute ``left @ linear``, reduced, by ``algorithm`` or by the choice for these shapes."""
         communicator = self.communicator
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(SCATTER, max(count for _, count in segments), columns)
@@ -277,7 +277,7 @@ class CheckedReduce:
         return run(communicator, left, linear, segments)
 
     def all_reduce(self, left: Tensor, linear: Linear) -> Event:
-        """The reduced product on all ranks: one-shot, or the own rows first, then the others'."""
+        """Compute the reduced product on all ranks: one-shot, or this rank's rows first, then a gather."""
         communicator, output = self.communicator, linear.output
         rows, columns = left.shape[0], linear.weight.shape[1]
         choice = self.choice(ALL_REDUCE, rows, columns)
@@ -308,11 +308,11 @@ def check_factors(input: Tensor, weight: Tensor) -> None:
 
 
 def result(given: ReductionArguments, size: int) -> Output:
-    """The own part of the product, or all of it."""
+    """Make this rank's part of the product, or all of it."""
     input, weight = given.input, given.weight
     check_factors(input, weight)
     dtype = checks.output_dtype(given.out_dtype, input)
-    if given.scatter_dim is None:  # all rows, as where the last dimension is gathered
+    if given.scatter_dim is None:  # all rows, as if the last dimension were gathered
         return gathered_rows(input, input.dim() - 1, None, weight.shape[1], dtype)
     dim = shapes.dimension("scatter_dim", given.scatter_dim, input.dim())
     return scattered_product(input, weight.shape[1], dim, given.length, size, dtype)
@@ -335,14 +335,14 @@ def _backward(ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
     grad = equal_part(grad, (*input.shape[:-1], weight.shape[1]), given, size)
     of_bias = grad.flatten(0, -2).sum(0) if "bias" in ctx.needs else None
     if of_bias is not None and given.scatter_dim in (-1, input.dim() - 1):
-        # this rank added its own part of the bias only
+        # this rank added only its own part of the bias
         mine = torch.arange(size, device=grad.device) == _ops.rank(of_bias, size, ctx.name)
         of_bias = (mine.unsqueeze(1) * of_bias).flatten().narrow(0, 0, weight.shape[1])
     return {**factor_gradients(ctx, grad, input, weight), "bias": of_bias}
 
 
 def own_part(given: ReductionArguments, communicator: Communicator) -> int | None:
-    """The length of this rank's part of what is scattered, if parts are unequal, as the op takes it."""
+    """Return the length of this rank's scattered part if parts are unequal, as the op takes it."""
     if given.scatter_dim is None:
         return None
     columns = given.input.shape[-1] if given.weight is None else given.weight.shape[1]
@@ -354,7 +354,7 @@ def own_part(given: ReductionArguments, communicator: Communicator) -> int | Non
 
 
 def equal_part(part: Tensor, whole: Sequence[int], given: Any, size: int) -> Tensor:
-    """The own part of what has the shape ``whole``, with zeros behind it where parts are unequal."""
+    """Return this rank's part of a tensor of shape ``whole``, padded with zeros to the longest part."""
     if given.length is None:
         return part
     dim = given.scatter_dim % len(whole)
@@ -364,7 +364,7 @@ def equal_part(part: Tensor, whole: Sequence[int], given: Any, size: int) -> Ten
 def factor_gradients(
     ctx: Any, grad: Tensor, input: Tensor, weight: Tensor
 ) -> dict[str, Tensor | None]:
-    """Gradients of the factors that need one, from that of the product: all of it, or the equal part."""
+    """Return gradients of factors that need one, from the product's gradient: all, or the equal part."""
     given, size, name = ctx.arguments, ctx.size, ctx.name
     shared, weighed = "input" in ctx.needs, "weight" in ctx.needs
     found: dict[str, Tensor | None] = {}
@@ -387,7 +387,7 @@ def factor_gradients(
     columns, factor, algorithm = dim == input.dim() - 1, weight.t(), given.algorithm
     length = weight.shape[1] if columns else input.shape[dim]
     if columns:
-        algorithm = "auto"  # of the contracted dimension not all can gather
+        algorithm = "auto"  # not all algorithms can gather the contracted dimension
         if given.length is not None:
             factor = padded(factor, 0, size * longest(length, size))
     parts = None
@@ -399,7 +399,7 @@ def factor_gradients(
             grad, [factor], [], dim, weighed and parts is None, algorithm, None, size, name,
         )  # fmt: skip
         of_input = wait(of_input)
-        # what was padded is behind all parts
+        # the padding follows all parts
         found["input"] = of_input if columns else of_input.narrow(dim, 0, length)
     elif parts is None:
         gathered = [_ops.all_gather(grad, dim, size, name)]

@@ -1,19 +1,19 @@
-"""float64 references of every op, and how far a correct result may be from them.
+"""float64 references of every op, and bounds for the error of a correct result.
 
-A bound is derived from the dtypes alone. It has three sources, two of them standard (Higham, *Accuracy and
-Stability of Numerical Algorithms*, chapter 3), with ``u`` a unit roundoff and ``S = |A| |B|``:
+A bound is derived only from the dtypes. It has three sources. Two of them are standard (Higham, *Accuracy
+and Stability of Numerical Algorithms*, chapter 3), with ``u`` a unit roundoff and ``S = |A| |B|``:
 
 accumulation  a sum of n products, in any order, errs by at most ``gamma(n) * S``, where
-              ``gamma(n) = n u / (1 - n u)`` and u is that of fp32 (of float64 if that is accumulated)
+              ``gamma(n) = n u / (1 - n u)`` and u is fp32's (or float64's if float64 is accumulated)
 rounding      each rounding of x to a dtype errs by ``u |x|``, and near zero by half its smallest denormal
 activation    makes an error of x at most its steepest slope times as large, and errs by itself by at most
               ``ACTIVATION_ROUNDINGS`` roundings of fp32, relative to x
 
 Sums over ranks round each rank's part to the output's dtype, add the parts in fp32 and round again.
-Functions that are named after an op take tensors of any float dtype and give two of float64: the value, and
-the largest error that a correct result has. They share no formula with ``Op.reference``, of which
-LocalTensors are made and which rounds as the op does; tests hold one against the other. ``check``, ``demo``
-and ``bench`` take these.
+Functions that are named after an op take tensors of any float dtype. They return two float64 tensors: the
+value, and the largest error of a correct result. They share no formula with ``Op.reference``, which rounds
+as the op does and computes LocalTensors. Tests compare the two. ``check``, ``demo`` and ``bench`` use these
+functions.
 """
 
 from collections.abc import Sequence
@@ -25,37 +25,37 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.matmul.formats import E4M3, FP4, Scaled
 from interlace.runtime.numerics.norms import SLOPES, RowNorm, activate
 
-# Of x, in a product of it with a bounded function of an exponential or of erf: a GPU's exponential errs by
-# 2 units and by one per unit of its argument, which enters times at most 0.23; erf, tanh and quotients of
-# torch and of CUDA by at most 4.
+# Relative to x, for a product of x and a bounded function of an exponential or of erf. A GPU's exponential
+# errs by 2 units and by one per unit of its argument, whose factor is at most 0.23. erf, tanh and quotients
+# of torch and of CUDA err by at most 4.
 ACTIVATION_ROUNDINGS = 8
 Bounded = tuple[torch.Tensor, torch.Tensor]
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding to nearest: half the distance of 1 to the next."""
+    """Return the largest relative error of a rounding to nearest: half the distance from 1 to the next."""
     return torch.finfo(dtype).eps / 2
 
 
 def half_denormal(dtype: torch.dtype) -> float:
-    """The largest absolute error of one rounding near zero."""
+    """Return the largest absolute error of one rounding near zero."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps / 2
 
 
 def accumulation_unit(*dtypes: torch.dtype) -> float:
-    """The unit roundoff of sums: fp32's, on the safe side for float64 output, unless all is float64."""
+    """Return the unit roundoff of sums: fp32's, unless all is float64. This is safe for float64 output."""
     wide = all(dtype == torch.float64 for dtype in dtypes)
     return unit_roundoff(torch.float64 if wide else torch.float32)
 
 
 def gamma(count: int, unit: float) -> float:
-    """``count`` roundings, one after another, are at most this relative error."""
+    """Return the largest relative error of ``count`` successive roundings."""
     return count * unit / (1 - count * unit)
 
 
 def rounded(error: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The error bound of ``value`` (itself off by ``error``) after a rounding to ``dtype``."""
+    """Return the error bound of ``value`` (itself off by ``error``) after a rounding to ``dtype``."""
     return error + unit_roundoff(dtype) * (value.abs() + error) + half_denormal(dtype)
 
 
@@ -66,17 +66,17 @@ def _product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _product_error(
     input: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, extra: int
 ) -> torch.Tensor:
-    """A bound on the error of the product before rounding. ``extra``: operations after the K products."""
+    """Return a bound on the product's error before rounding. ``extra``: operations after K products."""
     unit = accumulation_unit(input.dtype, out_dtype)
     magnitude = _product(input.abs(), weight.abs())
-    # 3 more: the rounding of both operands, which float64 into anything narrower needs; the last addition
+    # 3 more: rounding both operands from float64 to a narrower dtype, and the last addition
     return gamma(input.shape[-1] + 3 + extra, unit) * magnitude
 
 
 def _activated(
     error: torch.Tensor, value: torch.Tensor, name: str, unit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The error bound of an activation of ``value``, which is itself off by ``error``; its value."""
+    """Return the error bound of an activation of ``value``, itself off by ``error``, and its value."""
     own = ACTIVATION_ROUNDINGS * unit * (value.abs() + error) if name else 0.0
     return SLOPES[name] * error + own, activate(value, name)
 
@@ -88,9 +88,9 @@ def matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "",
-    roundings: int = 1,  # to out_dtype; 2: before bias and activation too, as in some of torch's on CPU
+    roundings: int = 1,  # to out_dtype; 2: also before bias and activation, as some of torch's on CPU
 ) -> Bounded:
-    """``activation(input @ weight + bias)``, elementwise ``[..., n]``."""
+    """Return ``activation(input @ weight + bias)`` and its bound, elementwise ``[..., n]``."""
     value, error = _product(input, weight), _product_error(input, weight, out_dtype, 1)
     unit = accumulation_unit(input.dtype, out_dtype)
     for _ in range(roundings - 1):
@@ -111,7 +111,7 @@ def all_gather_matmul(
     gather_dim: int = 0,
     **options: Any,
 ) -> Bounded:
-    """``activation(cat(shards, gather_dim) @ weight + bias)``; ``options`` as for :func:`matmul`.
+    """Return ``activation(cat(shards, gather_dim) @ weight + bias)``; ``options``: see :func:`matmul`.
 
     >>> all_gather_matmul([torch.ones(1, 2), torch.ones(1, 2)], torch.ones(2, 1), torch.float32)[0].tolist()
     [[2.0], [2.0]]
@@ -127,7 +127,8 @@ def matmul_all_reduce(
     reduce_op: str = "sum",
     activation: str = "",
 ) -> Bounded:
-    """``activation(sum or average of inputs[r] @ weights[r], + bias)``: each product is rounded once."""
+    """Return ``activation(sum or average of inputs[r] @ weights[r], + bias)``, each product rounded
+    once."""
     parts = [
         (_product(a, b), _product_error(a, b, out_dtype, 0))
         for a, b in zip(inputs, weights, strict=True)
@@ -147,7 +148,9 @@ def scaled_matmul(
     input_scale: torch.Tensor,
     weight_scale: torch.Tensor,
 ) -> Bounded:
-    """``(input * input_scale) @ (weight * weight_scale)`` in fp32, not rounded: a scale is a rounding more.
+    """Return ``(input * input_scale) @ (weight * weight_scale)`` in fp32, unrounded.
+
+    A scale is one more rounding.
 
     >>> one, two = torch.ones(1, 1), torch.tensor(2.0)
     >>> scaled_matmul(one, one, two, two)[0].tolist()
@@ -161,7 +164,7 @@ def scaled_matmul(
 def sum_of_rounded(
     parts: Sequence[Bounded], dtype: torch.dtype, unit: float, reduce_op: str = "sum"
 ) -> Bounded:
-    """The sum or average of ``parts``, each rounded to ``dtype`` before it travels; not rounded itself.
+    """Return the sum or average of ``parts``, each rounded to ``dtype`` before it is sent; not rounded.
 
     >>> part = torch.ones(1).double(), torch.zeros(1).double()
     >>> sum_of_rounded([part, part], torch.float32, 0.0, "avg")[0].tolist()
@@ -179,7 +182,7 @@ def sum_of_rounded(
 
 
 def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dtype) -> Bounded:
-    """A sum with a residual, which is added before the sum is rounded, or after: both are right."""
+    """Add a residual to a sum, before the sum is rounded or after: both are correct."""
     if residual is None:
         return total
     value, error = total[0] + residual.double(), total[1]
@@ -189,12 +192,12 @@ def with_residual(total: Bounded, residual: torch.Tensor | None, dtype: torch.dt
 def _sum_error(
     errors: Sequence[torch.Tensor], magnitudes: Sequence[torch.Tensor], unit: float
 ) -> torch.Tensor:
-    """A bound for a sum of terms that are off by ``errors``; one operation more is the average's."""
+    """Return a bound for a sum of terms that are off by ``errors``; an average is one operation more."""
     return sum(errors) + gamma(len(errors) + 1, unit) * torch.stack(list(magnitudes)).sum(0)
 
 
 def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype) -> Bounded:
-    """The sum over slots of a token's rows, ``(t, k, n)`` and their bounds, times ``weights`` ``(t, k)``.
+    """Return the sum over slots of a token's rows, ``(t, k, n)``, times ``weights`` ``(t, k)``.
 
     >>> row = torch.ones(1, 2, 1).double()
     >>> combine((row, 0 * row), torch.tensor([[0.5, 2.0]]), torch.float32)[0].tolist()
@@ -212,7 +215,7 @@ def combine(rows: Bounded, weights: torch.Tensor | None, out_dtype: torch.dtype)
 
 
 def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
-    """A norm of whole rows, of which the last dimension is one; ``rows`` are what is normed, exactly.
+    """Norm whole rows along the last dimension; ``rows`` are exact.
 
     >>> norm(torch.tensor([[3.0, -3.0]]), RowNorm("rms", 0.0), torch.float32)[0].tolist()
     [[1.0, -1.0]]
@@ -221,12 +224,12 @@ def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
     sums = gamma(rows.shape[-1] + 8, unit)
     off = torch.zeros_like(x)
     if given.kind == "layer":
-        off = off + sums * x.abs().mean(-1, keepdim=True)  # of the mean
+        off = off + sums * x.abs().mean(-1, keepdim=True)  # the error of the mean
         x = x - x.mean(-1, keepdim=True)
     off = off + unit * (x.abs() + off)
     variance = x.square().mean(-1, keepdim=True)
     wrong = (2 * x.abs() * off + off.square()).mean(-1, keepdim=True) + sums * variance
-    # 8 units: a GPU's reciprocal square root errs by 2, and more are rounded on the way
+    # 8 units: a GPU's reciprocal square root errs by 2, and more steps are rounded
     relative = wrong / (variance + given.eps) + 8 * unit
     value = x / (variance + given.eps).sqrt()
     error = off / (variance + given.eps).sqrt() * (1 + relative) + value.abs() * relative
@@ -239,7 +242,7 @@ def norm(rows: torch.Tensor, given: RowNorm, out_dtype: torch.dtype) -> Bounded:
 
 
 def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bounded:
-    """``exact`` with the error of fp8 times scale; ``scaled``: the fp8 and the scales that were found."""
+    """Return ``exact`` with the error of fp8 times scale; ``scaled``: the fp8 and scales to check."""
     values, scale = scaled
     value, error = exact
     step = scale.double()
@@ -249,13 +252,13 @@ def dequantized(scaled: tuple[torch.Tensor, torch.Tensor], exact: Bounded) -> Bo
 
 
 def block_scaled(scaled: Scaled, exact: Bounded) -> Bounded:
-    """``exact`` with the error of a block-scaled format; ``scaled``: what was found."""
+    """Return ``exact`` with the error of a block-scaled format; ``scaled``: the result to check."""
     value, error = exact
     largest, kind = value.abs() + error, scaled.kind
-    unit, near_zero = 0.25, 0.25  # numbers of e2m1: 0, 0.5, 1, 1.5, ...
+    unit, near_zero = 0.25, 0.25  # e2m1 numbers: 0, 0.5, 1, 1.5, ...
     if kind.values != FP4:
         unit, near_zero = unit_roundoff(kind.values), half_denormal(kind.values)
-    if kind.scale == E4M3:  # one that was rounded down makes the largest numbers saturate
+    if kind.scale == E4M3:  # a scale that was rounded down makes the largest numbers saturate
         error = error + unit_roundoff(E4M3) * largest
     step = scaled.packed().scales.double().repeat_interleave(kind.block, -1)
     step = step[..., : value.shape[-1]]
@@ -264,13 +267,13 @@ def block_scaled(scaled: Scaled, exact: Bounded) -> Bounded:
 
 
 def split(whole: torch.Tensor, world_size: int, dim: int = 0) -> list[torch.Tensor]:
-    """The parts of all ranks, as ``torch.chunk`` cuts them, trailing ranks perhaps with nothing."""
+    """Return the parts of all ranks, as from ``torch.chunk``; the last ranks' may be empty."""
     parts = split_rows(whole.shape[dim], world_size)
     return [whole.narrow(dim, first, count) for first, count in parts]
 
 
 def reduce(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> Bounded:
-    """The sum or average over ranks of tensors of equal shape, in their own dtype."""
+    """Return the sum or average over ranks of tensors with equal shapes, in their dtype."""
     dtype = inputs[0].dtype
     value = torch.stack([tensor.double() for tensor in inputs]).sum(0)
     magnitudes = [tensor.double().abs() for tensor in inputs]
@@ -282,7 +285,7 @@ def reduce(inputs: Sequence[torch.Tensor], reduce_op: str = "sum") -> Bounded:
 
 
 def worst_ratio(actual: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest error as a multiple of its bound: at most 1 is correct, nan anywhere is inf.
+    """Return the largest error as a multiple of its bound: at most 1 is correct, nan anywhere gives inf.
 
     >>> worst_ratio(torch.tensor([1.5]), torch.tensor([1.0]).double(), torch.tensor([0.25]).double())
     2.0

@@ -1,23 +1,22 @@
 """The fused ops on scaled operands: fp8 matrices whose numbers are multiplied by scales.
 
-The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, taken by ``torch._scaled_mm``,
-which has the last word on dtypes and shapes. A scale is float32 and is either one for all numbers, or one
-per row of ``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. One of either kind beside one
-of the other is repeated. The one for all of a gathered input has to be equal on all ranks.
+The product is ``(input * input_scale) @ (weight * weight_scale) + bias``, computed by ``torch._scaled_mm``,
+which decides about dtypes and shapes. A scale is float32. It is one for all numbers, or one per row of
+``input``, ``[..., 1]``, and per column of ``weight``, ``(1, n)``. If the kinds differ, the single scale is
+repeated. A single scale of a gathered input has to be equal on all ranks.
 
 ============================  ========================================================================
-all_gather_scaled_matmul      rows travel in fp8, each with its own scale, if it has one; then the
-                              matmuls. In flight as a whole.
-scaled_matmul_reduce_scatter  the whole product first, before the call returns; then it is reduced, in
-                              ``out_dtype``, in flight.
+all_gather_scaled_matmul      rows are sent in fp8, with their own scales if they have some; then the
+                              matmuls. All of it is in flight.
+scaled_matmul_reduce_scatter  the whole product is computed before the call returns; then it is reduced,
+                              in ``out_dtype``, in flight.
 ============================  ========================================================================
 
-That is ``algorithm`` "unfused". "fused" is one Triton kernel, in flight as a whole, which multiplies fp8
-where it arrives and accumulates in fp32; products of a reduction are scaled before they travel, in
-``out_dtype``. For the kernel one scale of either kind beside one of the other becomes one per row and per
-column.
+This is ``algorithm`` "unfused". "fused" is one Triton kernel, in flight as a whole. It multiplies fp8 where
+it arrives and accumulates in fp32. Products of a reduction are scaled before they are sent, in
+``out_dtype``. If the kinds of scales differ, the kernel uses one per row and per column.
 
-``out_dtype`` is bfloat16 if none is given. There are no gradients.
+``out_dtype`` is bfloat16 by default. There are no gradients.
 """
 
 import dataclasses
@@ -103,7 +102,7 @@ class ScaledOperands(NamedTuple):
 def scaled_mm(
     input: Tensor, weight: Tensor, *scales: Tensor, bias: Any = None, **options: Any
 ) -> Tensor:
-    """``torch._scaled_mm``, which takes no empty matrices."""
+    """Call ``torch._scaled_mm``, also for empty matrices, which it does not accept."""
     if input.numel() and weight.numel():
         product: Tensor = _scaled_mm(input, weight, *scales, bias, **options)
         return product
@@ -114,7 +113,7 @@ def scaled_mm(
 def repeated(
     input: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The scales, with one for all numbers repeated where the other operand has one by row or column."""
+    """Return the scales. If one is by row or column and the other single, the single one is repeated."""
     if input_scale.numel() == weight_scale.numel() == 1:
         return input_scale, weight_scale
     by_row = input_scale.reshape(-1, 1).expand(input.shape[0], 1).contiguous()
@@ -125,7 +124,7 @@ def multiply(
     operands: ScaledOperands,
     given: AllGatherScaledMatmulArguments | ScaledMatmulReduceScatterArguments,
 ) -> Tensor:
-    """The product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
+    """Return the product of two matrices; ``input_scale`` has one element or is ``(rows, 1)``."""
     input, weight, input_scale, weight_scale, bias = operands
     return scaled_mm(
         input.contiguous(),
@@ -138,7 +137,7 @@ def multiply(
 
 
 def is_by_row(input: Tensor, scale: Tensor) -> bool:
-    """Whether ``scale`` is per row of ``input``, as torch takes one number for one row, or for all."""
+    """Return whether ``scale`` is per row of ``input``; for one row, torch takes it as a single scale."""
     if scale.shape == (*input.shape[:-1], 1):
         return True
     if scale.numel() != 1:
@@ -150,7 +149,7 @@ def is_by_row(input: Tensor, scale: Tensor) -> bool:
 
 
 def _check(operands: ScaledOperands) -> None:
-    """Check operands for faults on which ranks would disagree if torch found them."""
+    """Check operands for errors that torch would not find on all ranks."""
     input, weight, input_scale, weight_scale, bias = operands
     if input.dim() < 2 or weight.dim() != 2 or weight.shape[0] != input.shape[-1]:
         raise ValueError(
@@ -175,7 +174,7 @@ def _check(operands: ScaledOperands) -> None:
 def _wants_kernel(
     communicator: Communicator, algorithm: str, rows: int, inner: int, columns: int
 ) -> bool:
-    """Whether ``algorithm`` is "fused", or "auto" takes the kernel if it can; equal on all ranks."""
+    """Return whether to use the kernel: "fused", or "auto" if it can. This is equal on all ranks."""
     checks.one_of("algorithm", algorithm, ALGORITHMS)
     empty = not rows * inner * columns
     chosen = choose_scaled_algorithm(communicator.place, rows, empty=empty)
@@ -185,7 +184,7 @@ def _wants_kernel(
 def _agreed(
     communicator: Communicator, op: str, algorithm: str, terms: Terms, part: Any, why: str
 ) -> tuple[bool, list[Any]]:
-    """Whether all ranks' kernels can, and the parts. Raises for unequal terms, or "fused" where not."""
+    """Return whether all kernels can, and the parts. Raise for unequal terms or an impossible "fused"."""
     terms = (*terms, ("configuration", current().overrides))
     parts, why_not = zip(*communicator.parts(Call(op, terms, part=(part, why))), strict=True)
     for rank, why in enumerate(why_not):
@@ -195,7 +194,7 @@ def _agreed(
 
 
 def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
-    """The operands of each weight's product, checked."""
+    """Return the checked operands of each weight's product."""
     weights, weight_scales, biases = given.weights, given.weight_scales, given.biases
     if len(weight_scales) != len(weights) or len(biases) not in (0, len(weights)):
         raise ValueError(
@@ -213,12 +212,12 @@ def operands(given: AllGatherScaledMatmulArguments) -> list[ScaledOperands]:
 
 
 def gathered_products(given: AllGatherScaledMatmulArguments, size: int) -> list[Output]:
-    """A product per weight, then the gathered input, which is always made."""
+    """Make a product per weight, then the gathered input, which is always made."""
     input = given.input
     if given.gather_dim in (-1, input.dim() - 1):
         raise ValueError(
             f"gather_dim={given.gather_dim} is the contracted dimension, along which scales cannot be "
-            "gathered"
+            "gathered; gather along another one"
         )
     dtype = given.out_dtype or torch.bfloat16
     unscaled = gather.AllGatherMatmulArguments(
@@ -299,7 +298,7 @@ def _gather(communicator: Communicator, part: Tensor, whole: Tensor) -> None:
 
 
 def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> Output:
-    """``[.., n / size, .., columns]``."""
+    """Make ``[.., n / size, .., columns]``."""
     dtype, dim = given.out_dtype or torch.bfloat16, given.scatter_dim
     unscaled = reduce.ReductionArguments(
         given.input, given.weight, scatter_dim=dim, out_dtype=dtype
@@ -308,7 +307,7 @@ def scattered(given: ScaledMatmulReduceScatterArguments, size: int) -> Output:
 
 
 def product(given: ScaledMatmulReduceScatterArguments, rank: int) -> Tensor:
-    """``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
+    """Return ``rank``'s whole product, ``[..., n]``, with its part of the bias, which the sum has once."""
     found, input, scale = given.operands, given.input, given.input_scale
     _check(found)
     matrices = found._replace(
@@ -375,10 +374,10 @@ def why_not(
     weights: Sequence[Tensor],
     out_dtype: torch.dtype | None,
 ) -> str:
-    """Why the kernels cannot multiply these; empty if they can."""
+    """Return why the kernels cannot multiply these operands; "" if they can."""
     for weight in weights:
         across, along = weight.stride()
-        columns = weight.shape[1]  # a stride matters where there is a second row or column
+        columns = weight.shape[1]  # a stride matters only with a second row or column
         if (inner > 1 and across != 1) or (columns > 1 and along < inner):
             return f"weight must be contiguous along k, strides are {weight.stride()}"
         if not communicator.place.interpreted and (inner | columns) % DESCRIPTOR_ALIGNMENT:
@@ -401,7 +400,7 @@ def gather_fused(
     fast_accum: bool,
     columns: Sequence[int],
 ) -> Event:
-    """``operands``: one input, own rows; ``outputs``: all ranks' rows; ``columns``: all ranks' weights'."""
+    """Run the kernel. ``operands``: one input, own rows; ``outputs``: all rows; ``columns``: by rank."""
     input, row_scale = operands[0].input, operands[0].input_scale
     rows, inner = input.shape
     by_row = by_row or any(each.weight_scale.numel() != 1 for each in operands)
@@ -434,7 +433,7 @@ def reduce_fused(
     average: bool,
     inner: int,
 ) -> Event:
-    """Into ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
+    """Write ``output``, the matrix of this rank's part. ``inner`` is the largest k of all ranks."""
     input, weight, row_scale, column_scale, bias = given.operands
     dim, size = given.scatter_dim % input.dim(), communicator.world_size
     by_row = row_scale.numel() != 1 or column_scale.numel() != 1
@@ -501,12 +500,12 @@ def reduce_reference(
 
 
 def _fp8(setting: Setting, rows: int, columns: int) -> Tensor:
-    """fp8 numbers: rows of a matrix have ``FP8_WIDTH`` of them at least."""
+    """Return fp8 numbers: rows of a matrix have at least ``FP8_WIDTH`` of them."""
     return dataclasses.replace(setting, dtype=torch.float8_e4m3fn).numbers(rows, columns)
 
 
 def _right(setting: Setting) -> Tensor:
-    """A weight, column by column."""
+    """Return a weight whose columns are contiguous."""
     return _fp8(setting, FP8_WIDTH, FP8_WIDTH).t()
 
 

@@ -1,9 +1,9 @@
 """``torch.ops.symm_mem.*`` by interlace, with torch's own arguments, shapes, strides and dtypes.
 
-Code written for torch's ops, and torch's compiler with ``_micro_pipeline_tp``, runs with them where there
-is no GPU, and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is that of any group of
-torch, whatever its backend, or of interlace's. Registered by ``functions.py``. Inputs need not lie in
-symmetric memory.
+They serve code written for torch's ops, and torch's compiler with ``_micro_pipeline_tp``: without a GPU,
+and on GPUs after ``interlace.take_over_symm_mem()``. A group's name is the name of a torch group with any
+backend, or of an interlace group. ``functions.py`` registers the ops. Inputs need not be in symmetric
+memory.
 
 ==============================  ======================================================================
 op                              is
@@ -16,7 +16,7 @@ one_shot_*, two_shot_*,         interlace's collectives, complete when they retu
 multimem_*, reduce_scatter_out
 ==============================  ======================================================================
 
-As in torch there are no gradients; inputs that require them get a warning.
+As in torch there are no gradients. Inputs that require gradients cause a warning.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ _BY_NUMBER = {
     15: torch.bfloat16,
     23: torch.float8_e5m2,
     24: torch.float8_e4m3fn,
-}  # c10::ScalarType; torch's own table has the numbers of fp8 wrong (2.13)
+}  # c10::ScalarType; torch's own table has wrong numbers for fp8 (2.13)
 
 Tensor = torch.Tensor
 
 
 def _ranks(group_name: str, tensor: Tensor) -> Communicator:
-    """The ranks of the group, on the device of ``tensor``: a group of torch may serve two kinds."""
+    """Return the group's ranks on the device of ``tensor``: a group of torch may serve two devices."""
     return resolve(group_name).on(tensor)
 
 
@@ -85,7 +85,7 @@ def fused_all_gather_matmul(
 
 
 def _gathered(communicator: Communicator, tensor: Tensor, dim: int) -> Tensor:
-    """Along ``dim``, which is outermost in memory, unless it is the last."""
+    """Gather along ``dim``, which is outermost in memory, unless it is the last dimension."""
     if dim % tensor.dim() == tensor.dim() - 1:
         return _now(ALL_GATHER.begin(communicator, (tensor, dim)))
     first = tensor.movedim(dim, 0).contiguous()
@@ -134,7 +134,7 @@ def fused_all_gather_scaled_matmul(
                     f"len({name}) must be the same as len(Bs), {len(Bs)}, got {len(values)}"
                 )
         dim = shapes.dimension("gather_dim", gather_dim, A.dim())
-        # a list of dtypes comes as torch's numbers for them
+        # torch passes a list of dtypes as numbers
         dtypes = [_BY_NUMBER[each] if isinstance(each, int) else each for each in out_dtypes]
         full = [*A.shape]
         full[dim] *= communicator.world_size
@@ -172,7 +172,7 @@ def fused_all_gather_scaled_matmul(
 def _blocks(
     input: tuple[Tensor, Tensor], Bs: Sequence[Tensor], B_scales: Sequence[Tensor]
 ) -> list[Scaled]:
-    """The block-scaled operands that these are, with scales as ``torch._scaled_mm`` takes them."""
+    """Return these operands as block-scaled ones, with scales in ``torch._scaled_mm``'s layout."""
     weights = [
         (B, block_scaled.plain_scales(B, scale, -2)) for B, scale in zip(Bs, B_scales, strict=True)
     ]
@@ -182,7 +182,7 @@ def _blocks(
 def _own_scales(
     communicator: Communicator, A: Tensor, scales: Tensor, dim: int, full: Sequence[int]
 ) -> Tensor:
-    """The scales of this rank's rows, of those, or of all ranks' rows, which torch takes too."""
+    """Return the scales of this rank's rows, from these or from all ranks' scales, which torch accepts."""
     if list(scales.shape[:-1]) != list(full[:-1]):
         return block_scaled.plain_scales(A, scales, -1)
     whole = torch.empty(full, dtype=A.dtype, device="meta")
@@ -198,7 +198,7 @@ def _gather_blocks(
     result_scales: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gathered values, and the products of block-scaled operands: in fp32, then rounded once."""
+    """Return the gathered values and the block-scaled products, in fp32, rounded once."""
     with communicator.accepting("fused_all_gather_scaled_matmul"):
         _refuse_result_scale(*result_scales)
         wide = [None if each is None else each.float() for each in biases]
@@ -216,7 +216,7 @@ def _gather_blocks(
 
 def _refuse_result_scale(*scales: Tensor | None) -> None:
     if any(each is not None for each in scales):
-        raise ValueError("a result_scale of block-scaled operands is not supported")
+        raise ValueError("result_scale is not supported for block-scaled operands; pass None")
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -281,7 +281,7 @@ def one_shot_all_reduce(
 
 
 def one_shot_all_reduce_copy(symm_buffer: Tensor, *arguments: Any) -> Tensor:
-    """The buffer is where a GPU's kernel stages the input."""
+    """Copy through the buffer in which a GPU's kernel stages the input."""
     return one_shot_all_reduce(*arguments)
 
 
@@ -298,7 +298,7 @@ multimem_one_shot_all_reduce = multimem_one_shot_all_reduce_out = one_shot_all_r
 def multimem_one_shot_reduce_out(
     input: Tensor, reduce_op: str, root: int, group_name: str, out: Tensor
 ) -> Tensor:
-    """Into ``out`` of rank ``root``; others' are left as they are."""
+    """Write to ``out`` on rank ``root``; other ranks' ``out`` stays unchanged."""
     communicator = _ranks(group_name, input)
     reduced = _now(REDUCE.begin(communicator, (input, reduce_op, root)))
     return out.copy_(reduced) if communicator.rank == root else out

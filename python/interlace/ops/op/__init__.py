@@ -1,1 +1,1 @@
-"""Parts that ops share."""
+"""Code that all ops share."""

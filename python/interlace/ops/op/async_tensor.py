@@ -1,4 +1,4 @@
-"""AsyncTensor: what a functional op returns, a tensor that waits by itself when it is first used."""
+"""AsyncTensor, the result of a functional op: a tensor that waits when it is first used."""
 
 import functools
 import sys
@@ -25,7 +25,7 @@ _AS_THEY_ARE = frozenset((int, float, bool, torch.Tensor))
 
 
 class _Failed:
-    """In place of the Work of an op that has failed."""
+    """A stand-in for the Work of an op that has failed."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -50,8 +50,8 @@ _CHANGE_SHAPE = frozenset(
 class AsyncTensor(torch.Tensor):
     """A tensor whose op may still be running. ``size()``, ``stride()``, ``view()`` do not wait.
 
-    :meth:`wait` gives the plain tensor. In a graph that is traced, the wait comes where the first use is.
-    Made by the functions of :mod:`interlace.functional`; semantics: the ``AsyncCollectiveTensor`` of
+    :meth:`wait` returns the plain tensor. In a traced graph, the wait is placed at the first use. The
+    functions of :mod:`interlace.functional` return it. Semantics: the ``AsyncCollectiveTensor`` of
     ``torch.distributed._functional_collectives``.
 
     >>> def summed():
@@ -83,13 +83,13 @@ class AsyncTensor(torch.Tensor):
         return self
 
     def wait(self) -> torch.Tensor:
-        """The plain tensor, complete. Raises what the op failed with. A second call waits for nothing."""
+        """Return the complete plain tensor. Raise the op's error. A second call does not wait."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Opened.apply(self)  # type: ignore[no-any-return,no-untyped-call]
         return self._complete()
 
     def _complete(self) -> torch.Tensor:
-        """The tensor under this one, once the op has ended; without the history that this one has."""
+        """Wait for the op, and return the tensor under this one, without this one's autograd history."""
         if not self._waited:
             if self._work is not None:
                 self._work.wait()
@@ -98,7 +98,7 @@ class AsyncTensor(torch.Tensor):
                 try:
                     self._inner = _wait_tensor(self._inner)
                 except Exception as error:
-                    self._work = _Failed(error)  # torch's registry forgets what it has waited for
+                    self._work = _Failed(error)  # torch's registry forgets the op after this wait
                     raise
             self._waited = True
         if self._of_graph and self.requires_grad:
@@ -109,7 +109,7 @@ class AsyncTensor(torch.Tensor):
 
     @property
     def completed(self) -> bool:
-        """Whether a use would not have to wait; never blocks. False if only torch's registry knows."""
+        """Whether a use would not wait; never blocks. False if only torch's registry knows the op."""
         return self._waited or (self._work is not None and self._work.is_completed())
 
     @classmethod
@@ -118,12 +118,12 @@ class AsyncTensor(torch.Tensor):
     ) -> Any:
         if func is _view or func is _detach or func is _alias:
             source = args[0]
-            # a compiler is to find the wait beside the op: where it is, a view costs nothing
+            # keep the wait next to the op for a compiler: a view costs nothing there
             if not source._waited and (source._work is not None or func is not _view):
                 return AsyncTensor(func(source._inner, *args[1:], **(kwargs or {})), source._work)
         elif func in _CHANGE_SHAPE and type(args[0]) is AsyncTensor:
             raise RuntimeError(
-                f"{func} would change the shape of an AsyncTensor in place: change that of its wait()"
+                f"{func} would change the shape of an AsyncTensor in place: apply it to its wait()"
             )
         plain = [
             each._complete()
@@ -134,12 +134,12 @@ class AsyncTensor(torch.Tensor):
         if kwargs:
             kwargs = {key: _opened(value) for key, value in kwargs.items()}
             if func is _aten.clone.default and type(plain[0]) not in PLAIN_TYPES:
-                # AOTAutograd makes tangents contiguous, and takes them for what they were before
+                # AOTAutograd makes tangents contiguous, and expects the same type as before
                 return completed(func(*plain, **kwargs))
             return func(*plain, **kwargs)
         return func(*plain)
 
-    # -- torch.compile: a pair of a plain tensor and the wait that is still to come ---------------
+    # -- torch.compile: a pair of a plain tensor and a wait that is still to come -----------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self._work is not None:
@@ -166,7 +166,7 @@ class AsyncTensor(torch.Tensor):
         plain = self._complete()
         return plain if expected_type is torch.Tensor else completed(plain)
 
-    # -- what Tensor does without the dispatcher ---------------------------------------------------
+    # -- methods of Tensor that do not use the dispatcher ------------------------------------------
 
     def __dlpack_device__(self) -> Any:
         return self._inner.__dlpack_device__()
@@ -179,7 +179,7 @@ class AsyncTensor(torch.Tensor):
 
 
 def _of_plain(name: str) -> Any:
-    """The method of that name of the plain tensor."""
+    """Return a method that waits and calls the plain tensor's method of that name."""
 
     def method(self: AsyncTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.wait(), name)(*args, **kwargs)
@@ -194,9 +194,9 @@ for _name in (
 
 
 def _operator(name: str, tensors: str = "") -> Any:
-    """An operator that waits first: Tensor's own take a TypeError for "not implemented", and lose it.
+    """Return an operator that waits first: Tensor's operators would hide a TypeError from the wait.
 
-    ``tensors``: the one of the tensor on the left, of a reflected operator.
+    (They take it for "not implemented".) ``tensors``: for a reflected operator, the left tensor's operator.
     """
     own, of_left = getattr(torch.Tensor, name), getattr(torch.Tensor, tensors or name)
 
@@ -221,7 +221,7 @@ for _name in (
 
 
 def _opened(value: Any) -> Any:
-    """``value`` with the plain tensor for every AsyncTensor in it."""
+    """Return ``value`` with the plain tensor for every AsyncTensor in it."""
     if type(value) is AsyncTensor:
         return value._complete()
     if isinstance(value, (list, tuple)):
@@ -230,7 +230,7 @@ def _opened(value: Any) -> Any:
 
 
 def completed(tensor: torch.Tensor) -> AsyncTensor:
-    """``tensor``, which nothing writes any more, as an AsyncTensor."""
+    """Return ``tensor``, which nothing writes any more, as an AsyncTensor."""
     if isinstance(tensor, AsyncTensor):
         tensor = tensor._complete()
     made = AsyncTensor(tensor)
@@ -240,7 +240,7 @@ def completed(tensor: torch.Tensor) -> AsyncTensor:
 
 @functools.cache
 def _wait_in_traces() -> None:
-    """What a traced function returns without a use is waited for at its end."""
+    """Wait at the end of a traced function for results that it returns without a use."""
     returned_by_traces(AsyncTensor, AsyncTensor._complete)
 
 
@@ -248,10 +248,10 @@ def _wait_in_traces() -> None:
 def _take_plain_tangents() -> None:
     """Replace torch's ``process_runtime_tangent``, which runs before the backward of a compiled function.
 
-    Autograd has plain zeros for a result that no loss has used. torch takes them for the tangent of an
-    AsyncTensor that it has guessed wrong, and asks the tangent itself, which has no method for that.
+    For a result that no loss has used, autograd has plain zeros. torch takes these for the tangent of an
+    AsyncTensor whose type it guessed wrong, and calls a method that plain tensors do not have.
     """
-    from torch._functorch._aot_autograd import runtime_wrappers  # brings torch's compilers
+    from torch._functorch._aot_autograd import runtime_wrappers  # imports torch's compilers
 
     dispatch: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
     stock: Any = getattr(dispatch, "process_runtime_tangent", None)
@@ -262,12 +262,12 @@ def _take_plain_tangents() -> None:
             tangent = completed(tangent)
         return stock(tangent, expected, *about, **more)
 
-    if stock is not None:  # a torch without it says what its limit is
+    if stock is not None:  # a torch without this function reports its limit itself
         dispatch.process_runtime_tangent = staticmethod(process)
 
 
 class _Tracked(torch.autograd.Function):
-    """From a tensor with a history to an AsyncTensor that has it."""
+    """Wrap a tensor with an autograd history as an AsyncTensor with the same history."""
 
     @staticmethod
     def forward(ctx: Any, inner: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ class _Tracked(torch.autograd.Function):
 
 
 class _Opened(torch.autograd.Function):
-    """From an AsyncTensor with a history to the plain tensor."""
+    """Unwrap an AsyncTensor with an autograd history to the plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, outer: AsyncTensor) -> torch.Tensor:
@@ -291,9 +291,9 @@ class _Opened(torch.autograd.Function):
 
 
 class _AboveAutograd(AsyncTensor):
-    """For ``torch.export``, which traces above autograd and takes no subclass there: waits before that.
+    """For ``torch.export``, which traces above autograd and allows no subclass there: it waits before.
 
-    Its history is that of the tensor under it.
+    Its autograd history is the history of the tensor under it.
     """
 
     @classmethod
@@ -310,7 +310,7 @@ class _AboveAutograd(AsyncTensor):
         return self._complete()
 
 
-_PEEKED = frozenset(  # what does not look at a tensor's values
+_PEEKED = frozenset(  # these do not read a tensor's values
     [
         getattr(torch.Tensor, name).__get__
         for name in (
@@ -327,8 +327,8 @@ _PEEKED = frozenset(  # what does not look at a tensor's values
 
 
 def wrapped(inner: torch.Tensor) -> torch.Tensor:
-    """``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
-    if transforms_active():  # which take no subclass of a tensor of theirs
+    """Return ``inner``, the output of an op of ``torch.ops.interlace``, as an AsyncTensor."""
+    if transforms_active():  # they allow no subclass of their tensors
         return _wait_tensor(inner)  # type: ignore[no-any-return]
     if modes_active() or above_autograd():
         _wait_in_traces()
@@ -341,10 +341,10 @@ def wrapped(inner: torch.Tensor) -> torch.Tensor:
 
 @allow_in_graph
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of any shape, as a plain one, complete; itself if it is one already.
+    """Return ``tensor``, of any shape, as a complete plain tensor; a plain tensor is returned as it is.
 
-    What torch's functional collectives return is waited for, too. Raises what its op failed with:
-    :class:`CollectiveTimeoutError`, :class:`PeerDiedError` and so on. Semantics:
+    Also accepts results of torch's functional collectives. Raises :class:`CollectiveTimeoutError`,
+    :class:`PeerDiedError` and so on, if the op failed. Semantics:
     ``torch.distributed._functional_collectives.wait_tensor``.
 
     >>> interlace.run(lambda: functional.wait(functional.all_reduce(torch.ones(1))), 2)
@@ -355,6 +355,7 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _of_torch() -> tuple[type, ...]:
-    """torch's class for the same; none before it was imported, which interlace does not do for it."""
+    """Return torch's class for the same purpose; () before it was imported: interlace does not import
+    it."""
     module: Any = sys.modules.get("torch.distributed._functional_collectives")
     return () if module is None else (module.AsyncCollectiveTensor,)

@@ -1,6 +1,6 @@
-"""The way of a functional call: checks, then past torch's dispatcher, or a node in the graph.
+"""The steps of a functional call: checks, then a start past torch's dispatcher, or a node in the graph.
 
-A call that nobody but the group needs to see is started here; ``recording.py`` has the others.
+This file starts calls that only the group needs to see; ``recording.py`` starts the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ NONE = ("out", "bias", "topk_weights", "residual", "weight of norm", "bias of no
 
 
 def _traceable(name: str) -> Callable[..., Any]:
-    """The op of that name with its result wrapped, as one call that Dynamo leaves to the next tracer."""
+    """Return the op of that name with wrapped results. Dynamo leaves its call to the next tracer."""
 
     def start(*args: Any, out: torch.Tensor | None = None) -> Any:
         if out is not None:
@@ -41,7 +41,7 @@ def _traceable(name: str) -> Callable[..., Any]:
 
 
 class _FunctionalOp(NamedTuple):
-    """An op for :func:`run`; ``operands``: where its tensors, or lists of some, are among its arguments."""
+    """An op for :func:`run`. ``operands``: positions of arguments that are tensors or lists of them."""
 
     op: Op
     traceable: Callable[..., Any]
@@ -53,7 +53,7 @@ _known: dict[str, _FunctionalOp] = {}
 
 
 def define(op: Op) -> None:
-    """Let :func:`run` know of the op; ``library.py`` does."""
+    """Make the op known to :func:`run`; ``library.py`` calls this."""
     fields = tuple(op.kinds)
     operands = {name: fields.index(name) for name in fields if op.kinds[name].startswith("Tensor")}
     _known[op.name] = _FunctionalOp(op, _traceable(op.name), operands, fields)
@@ -62,13 +62,15 @@ def define(op: Op) -> None:
 def run(
     op: str, group: FunctionalGroup, tag: str, *args: Any, out: torch.Tensor | None = None
 ) -> Any:
-    """Start ``op``, or leave a node in the graph; its result, or the list of its results."""
+    """Start ``op`` or add a node to the graph; return its result, or the list of its results."""
     known, how = _known[op], {} if out is None else {"out": out}
     if direct(tensors([out, *[args[at] for at in known.operands.values()]])):
         return _results(known.op, known.op.begin(bound(group, tag), args, **how))
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
-        raise RuntimeError(f"{op} with out= has no gradient, and one of the tensors requires it")
+        raise RuntimeError(
+            f"{op} with out= has no gradient, but a tensor requires one; pass no out"
+        )
     return known.traceable(*args, size, name, **how)
 
 
@@ -82,13 +84,13 @@ def run_record(op: str, group: FunctionalGroup, tag: str, given: Any) -> Any:
 
 
 def _results(op: Op, started: Started) -> Any:
-    """The results of an op, which wait by themselves, or the only one."""
+    """Return the results of an op, which wait on their first use, or its only result."""
     made = [AsyncTensor(each, started.work) for each in started.outputs]
     return made if op.several else made[0]
 
 
 def keeps(asked: bool, weights: Sequence[Any]) -> bool:
-    """Whether an op returns what it gathers: ``asked``, or for a backward, which an export has not."""
+    """Return whether an op returns its gathered input: if ``asked``, or for a backward (not in exports)."""
     wanted = torch.is_grad_enabled() and any(each.requires_grad for each in weights)
     return asked or (wanted and not torch.compiler.is_exporting())
 
@@ -98,7 +100,7 @@ def _has_modes() -> bool:
 
 
 def direct(operands: Sequence[torch.Tensor]) -> bool:
-    """Whether nobody but the group needs to see this call: no tracer, mode, subclass or gradient."""
+    """Return whether only the group needs to see this call: no tracer, mode, subclass or gradient."""
     if seen(operands) or AsyncTensor in map(type, operands):
         return False
     return not (torch.is_grad_enabled() and any([each.requires_grad for each in operands]))
@@ -107,9 +109,9 @@ def direct(operands: Sequence[torch.Tensor]) -> bool:
 def own_length(
     group: FunctionalGroup, tag: str, input: torch.Tensor, weight: torch.Tensor, scatter_dim: Any
 ) -> Any:
-    """How long the caller's part of ``input @ weight`` is; None if all are equally long.
+    """Return the length of the caller's part of ``input @ weight``, or None if all parts are equal.
 
-    And where nobody knows yet who the caller is; what is exported is for all ranks, and has equal parts.
+    Also return None if the caller's rank is not known yet. An export is for all ranks and has equal parts.
     """
     shape = (*input.shape[:-1], *weight.shape[-1:])
     if not -len(shape) <= scatter_dim < len(shape) or torch.compiler.is_exporting():
@@ -120,17 +122,17 @@ def own_length(
     rank, longest = rank_in(name, size), (length + size - 1) // size
     if rank is None:
         return None
-    least: Any = torch.sym_min  # of a length that may be symbolic
+    least: Any = torch.sym_min  # the length may be symbolic
     return least(longest, length - least(length, rank * longest))
 
 
 def name_of(reduce_op: Any) -> str:
-    """For the fused ops, whose kernels refuse what they cannot do."""
+    """Return the name of a reduction. The fused ops' kernels check whether they support it."""
     return reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower()
 
 
 def refuse(op: str, group: FunctionalGroup, tag: str, error: Exception) -> NoReturn:
-    """Raise ``error``; where the op would run now, on all ranks of the group."""
+    """Raise ``error``; if the op would run now, on all ranks of the group."""
     if not torch.compiler.is_compiling() and not _has_modes():
         with bound(group, tag).accepting(op):
             raise error
@@ -144,7 +146,7 @@ def flag(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> No
 
 
 def number(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> None:
-    """Raise TypeError for a bool, which a schema takes for a number."""
+    """Raise TypeError for a bool, which a schema accepts as a number."""
     if isinstance(value, bool):
         refuse(op, group, tag, TypeError(f"{name} must be a number or None, got {value!r}"))
 
@@ -152,21 +154,21 @@ def number(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> 
 def check(
     op: str, group: FunctionalGroup, tag: str, ints: dict[str, Any] | None = None, **tensors: Any
 ) -> None:
-    """Raise TypeError unless everything is what its name says, or None where it may."""
+    """Raise TypeError unless the ``tensors`` are tensors (some may be None), and ``ints`` are ints."""
     given = {name: each for name, each in tensors.items() if each is not None or name not in NONE}
     known = not torch.compiler.is_compiling() and not _has_modes()
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             text = f"{name} must be a tensor, got {checks.described(value)}"
             refuse(op, group, tag, TypeError(text))
-        # in a backward, Dynamo would not have the layout read
+        # in a backward, Dynamo cannot read the layout
         if known and value.layout is not torch.strided:
             text = f"{name} must be a strided tensor, got {value.layout}"
             refuse(op, group, tag, TypeError(text))
     if known:
         on_meta = [name for name, value in given.items() if value.is_meta]
         if on_meta and len(on_meta) < len(given):  # torch would run nothing
-            text = f"{on_meta[0]} is on meta, and others are not"
+            text = f"{on_meta[0]} is on meta, but other tensors are not: use one device for all"
             refuse(op, group, tag, TypeError(text))
     for name, value in (ints or {}).items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
@@ -175,7 +177,7 @@ def check(
 
 
 def ints(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> list[Any]:
-    """A list of ints, whatever sequence it came as; else TypeError."""
+    """Return any list or tuple of ints as a list; raise TypeError for other values."""
     if not isinstance(value, (list, tuple)) or not all(
         isinstance(each, (int, torch.SymInt)) and not isinstance(each, bool) for each in value
     ):
@@ -186,7 +188,7 @@ def ints(op: str, group: FunctionalGroup, tag: str, name: str, value: Any) -> li
 def reduction(
     op: str, group: FunctionalGroup, tag: str, reduce_op: Any, input: torch.Tensor
 ) -> tuple[str, torch.Tensor]:
-    """The reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
+    """Return the reduction's name, and ``input`` multiplied by the factor of a PREMUL_SUM."""
     if isinstance(reduce_op, str) and reduce_op in words.OPS and reduce_op != "premul_sum":
         return reduce_op, input
     try:

@@ -1,22 +1,22 @@
-"""One op, declared once: its arguments, what it gives, how it starts, its gradient, and all ranks at once.
+"""One op, declared once: its arguments, results, start and gradient, and a reference for all ranks.
 
-Its arguments are the fields of a dataclass. They make the schema that torch knows, and the order in which
-autograd wants the gradients; all else goes by name. The group, as size and name, follows the arguments.
+Its arguments are the fields of a dataclass. They give the schema for torch, and the order of the gradients
+for autograd; everything else is by name. The group, as size and name, follows the arguments.
 
-``OPS`` has all ops by name, for callers that know nothing else of them.
+``OPS`` has all ops by name, for callers that need no other knowledge of them.
 
-A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It stands beside
-its op. The part of a fused op's gradient that communicates is started first and waited for last.
+A gradient is the gradient of the sum of all ranks' losses, as in torch's functional ops. It is declared
+with its op. The part of a fused op's gradient that communicates is started first and waited for last.
 
 Tests and tools make arguments by name, as examples. An op needs no example for an argument that has a
-default, or that other ops have, too; its record has the others, as ``Op.examples``. An example is a
-function of a :class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small and
-whole, so that sums are exact in every dtype and order.
+default, or that other ops also have. ``Op.examples`` has the other examples. An example is a function of a
+:class:`Setting`, so each rank can make the arguments of all ranks. Numbers are small integers, so sums are
+exact in every dtype and order.
 
 =============  ===================================================================================
 legend
 =============  ===================================================================================
-rows           by rank: how many rows of the whole are a rank's; the others' are before and behind
+rows           by rank: the number of the rank's rows in the whole, after the rows of lower ranks
 width          of all matrices, k and n alike; groups of 2 and of 3 ranks share 6 evenly
 =============  ===================================================================================
 """
@@ -49,7 +49,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Setting:
-    """What the arguments of a rank are made for; no two calls have the same numbers."""
+    """A rank's setting for which example arguments are made. ``call`` makes the numbers differ."""
 
     rank: int
     size: int
@@ -72,7 +72,7 @@ class Setting:
         return sum(self.rows)
 
     def numbers(self, *shape: int, same: bool = False) -> Tensor:
-        """Whole ones from -2 to 2; of ``same`` ones all ranks have the same."""
+        """Return random integers from -2 to 2; with ``same`` they are equal on all ranks."""
         seed = zlib.crc32(self.argument.encode()) + 1000 * self.call + (0 if same else self.rank)
         generator = torch.Generator().manual_seed(seed)
         made = torch.randint(-2, 3, shape, generator=generator)
@@ -88,7 +88,7 @@ class Setting:
 
 
 Example = Callable[[Setting], Any]
-"""Makes an argument of a rank."""
+"""A function that makes an argument of a rank."""
 
 
 def constant(value: Any) -> Example:
@@ -134,23 +134,24 @@ EXAMPLES: Mapping[str, Example] = {
     "return_received": constant(True),
     "return_rows": constant(True),
 }
-"""By the name of an argument; a new op with these arguments needs no others."""
+"""Examples by the name of the argument; a new op with these arguments needs no others."""
 
 
 OPS: dict[str, Any] = {}
-"""Every ``Op`` by name; it puts itself here."""
+"""Every ``Op`` by name; the constructor adds it."""
 
 
 class Started(NamedTuple):
-    """The ``outputs`` of an op, complete after ``work``; None for an op that was done at once."""
+    """The ``outputs`` of an op, complete after ``work``; None if the op is complete already."""
 
     outputs: Sequence[torch.Tensor]
     work: Work | None
 
 
 class _Together(TorchWork):
-    """The Work of an op with several outputs: who waits for one takes all out of torch's registry, which
-    would keep those that nobody uses, and in a graph nobody waits for."""
+    """The Work of an op with several outputs. A wait for one removes all from torch's registry.
+
+    Otherwise the registry would keep unused outputs, and in a graph no code waits for these."""
 
     def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class _Together(TorchWork):
     def wait(self, timeout: timedelta = ZERO) -> Any:
         outputs, self._outputs = self._outputs, []
         for output in outputs:
-            with contextlib.suppress(Exception):  # it is raised below, too
+            with contextlib.suppress(Exception):  # the last line raises it
                 _wait_tensor(output)
         return self._work.wait(timeout)
 
@@ -169,7 +170,7 @@ _wait_tensor: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
 def register(started: Started) -> None:
-    """Let torch's ``wait_tensor`` find the Work by each of the outputs."""
+    """Register the Work for each of the outputs, so that torch's ``wait_tensor`` finds it."""
     work: Any = started.work
     if work is None:
         return
@@ -178,7 +179,7 @@ def register(started: Started) -> None:
         return
     findable = [output for output in started.outputs if output.numel()]
     if not findable:
-        work.wait()  # nobody could, and this rank might leave before the others are through
+        work.wait()  # no later wait is possible, and this rank might leave before the others end
     if len(findable) > 1:
         work = _Together(work, findable)
     for output in findable:
@@ -186,17 +187,17 @@ def register(started: Started) -> None:
 
 
 def finish(started: Started) -> Sequence[torch.Tensor]:
-    """Wait here and now, where an op must be complete when it returns; the outputs."""
+    """Wait now, for an op that must be complete when it returns, and return the outputs."""
     if started.work is not None:
         started.work.wait()
     return started.outputs
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """``tensor``, complete: what an op is to be computed with."""
+    """Return ``tensor``, complete, as an op needs it."""
     traced = torch.compiler.is_compiling() or above_autograd() or _has_tracer()
     if tensor.requires_grad and not (traced or transforms_active()):
-        with torch.no_grad():  # torch's op gives back its argument, and knows no gradient of it
+        with torch.no_grad():  # torch's op returns its argument and has no gradient
             _wait_tensor(tensor)
         return tensor
     waited: Tensor = _wait_tensor(tensor)
@@ -204,26 +205,26 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def _has_tracer() -> bool:
-    """Whether one of the active modes does more than look at calls."""
+    """Return whether an active mode does more than look at calls."""
     return bool(modes_active() and not only_watched())
 
 
 def kept(output: Tensor) -> Tensor:
-    """An output of an op, to be saved for its backward, which takes it as :func:`complete`.
+    """Return an output to save for the op's backward, which reads it with :func:`complete`.
 
-    A graph waits for it in its forward: what it is used for without a gradient is moved there, and a wait
-    that were left in the backward would have the op done again.
+    A graph waits for it in its forward. Uses without a gradient are moved there, and if the wait stayed in
+    the backward, the op would run again.
     """
     return wait(output) if _has_tracer() else output
 
 
 def complete(saved: Tensor) -> Tensor:
-    """What :func:`kept` has saved."""
+    """Return the tensor that :func:`kept` has saved, complete."""
     return saved if _has_tracer() else wait(saved)
 
 
 def rows(tensor: Tensor, dim: int) -> Tensor:
-    """A matrix of the last dimension, its rows in the order in which ``dim`` comes first."""
+    """Return a matrix of the last dimension; its rows are in the order with ``dim`` first."""
     dim = dim % tensor.dim()
     if dim == tensor.dim() - 1:
         return tensor.flatten(0, -2)
@@ -231,14 +232,15 @@ def rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def padded(tensor: Tensor, dim: int, length: Any) -> Tensor:
-    """``tensor`` with zeros behind it, up to ``length`` along ``dim``."""
+    """Return ``tensor`` with zeros at the end, up to ``length`` along ``dim``."""
     behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, length - tensor.shape[dim]]
     return torch.nn.functional.pad(tensor, behind)
 
 
 def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
-    """``tensor`` with zeros behind each of its parts along ``dim``, which are of these ``lengths``, up to
-    the longest. None: they are equal."""
+    """Pad each part of ``tensor`` along ``dim`` with zeros up to the longest part.
+
+    ``lengths``: lengths of the parts; None if they are equal."""
     if lengths is None:
         return tensor
     dim %= tensor.dim()
@@ -247,7 +249,7 @@ def spread(tensor: Tensor, lengths: list[int] | None, dim: int) -> Tensor:
 
 
 def longest(length: Any, size: int) -> Any:
-    """The longest of the ``size`` parts of ``length``: all but the last ones are as long."""
+    """Return the longest of the ``size`` parts of ``length``: only the last parts may be shorter."""
     return (length + size - 1) // size
 
 
@@ -264,9 +266,9 @@ _KINDS: dict[Any, str] = {
 
 
 def kind(annotation: Any) -> str:
-    """The type of an argument as torch's schemas write it: ``list[Tensor | None]`` is "Tensor?[]".
+    """Return the type of an argument in torch's schemas: ``list[Tensor | None]`` is "Tensor?[]".
 
-    ``Annotated[..., text]`` is that text: "" of what only eager calls have.
+    ``Annotated[..., text]`` is that text: "" for arguments of eager calls only.
     """
     if typing.get_origin(annotation) is Annotated:
         return str(annotation.__metadata__[0])
@@ -280,16 +282,16 @@ def kind(annotation: Any) -> str:
 
 @functools.cache
 def kinds_of(arguments: Any) -> dict[str, str]:
-    """The types of a record's fields in schemas, by name; "" of what only eager calls have."""
+    """Return the schema types of a record's fields by name; "" for arguments of eager calls only."""
     hints = typing.get_type_hints(arguments, include_extras=True)
     return {each.name: kind(hints[each.name]) for each in dataclasses.fields(arguments)}
 
 
 class OpGradient(NamedTuple):
-    """How an op is differentiated; in both functions the group is ``ctx.size`` and ``ctx.name``.
+    """The gradient of an op. In both functions the group is ``ctx.size`` and ``ctx.name``.
 
-    ``save(ctx, given, output)`` keeps what the other needs. ``backward(ctx, grad)`` returns gradients by
-    arguments' names; of an op with several results it gets a list.
+    ``save(ctx, given, output)`` saves values for the backward. ``backward(ctx, grad)`` returns gradients by
+    arguments' names. For an op with several results, ``grad`` is a list.
     """
 
     save: Callable[[Any, Any, Any], None]
@@ -297,7 +299,7 @@ class OpGradient(NamedTuple):
 
 
 def without_gradient(op: str) -> OpGradient:
-    """Of an op whose backward raises; without one a loss would lack, unseen, what comes through the op."""
+    """Return a gradient that raises an error: without it, a loss would silently lack this op's part."""
 
     def backward(ctx: Any, grads: Any) -> typing.NoReturn:
         raise RuntimeError(f"interlace's {op} has no gradients")
@@ -306,14 +308,14 @@ def without_gradient(op: str) -> OpGradient:
 
 
 def fused_by(*kernels: str) -> Mapping[str, Sequence[str]]:
-    """``Op.algorithms`` of a fused op, which has these kernels."""
+    """Return ``Op.algorithms`` of a fused op with these kernels."""
     return {"fused": kernels, "pipelined": (), "unfused": ()}
 
 
 class OpVariant(NamedTuple):
-    """A case of an op that tools time, tune and check like an op of its own.
+    """A case of an op that tools time, tune and check like a separate op.
 
-    ``options``: keyword arguments of the eager call of the op which make it this case.
+    ``options``: keyword arguments of the op's eager call for this case.
     """
 
     name: str
@@ -327,19 +329,19 @@ class Op:
     Attributes
     ----------
     arguments : a dataclass; its fields are the arguments, in the order of the schema.
-    without : fields which this op does not take: they keep their defaults.
-    start : called with a communicator and the arguments; with ``out`` where the op has such a form.
-    outputs : called with the arguments and the size of the group; makes the results, on fake tensors too.
-    reference : called with all ranks' arguments and the size of the group; all ranks' results, of one
-        process that plays all of them.
-    communicates : for which arguments' gradients the backward communicates: their names, by the words of
-        error messages. Ranks agree on them, but for plain collectives, whose engines take equal messages
-        alone.
+    without : fields that this op does not have as arguments: they keep their defaults.
+    start : called with a communicator and the arguments, and with ``out`` if the op has such a form.
+    outputs : called with the arguments and the size of the group; makes the results, also as fake tensors.
+    reference : called with all ranks' arguments and the size of the group; returns all ranks' results, in
+        one process.
+    communicates : the arguments whose gradients need communication in the backward: their names, by the
+        words in error messages. Ranks must agree on them, except for plain collectives, whose engines
+        accept only equal messages.
     several : whether it returns a list.
-    variants : its cases that tools list beside it.
-    algorithms : those that a caller can ask for, each with the kernels that it launches. Of an op that has
-        some ``verify`` has a target, and ``check`` cases; "auto" is not among them.
-    examples : by argument, how tests and tools make it, where ``EXAMPLES`` and the default do not.
+    variants : its cases that tools list in addition.
+    algorithms : the algorithms that a caller can choose, except "auto", each with the kernels that it
+        launches. An op with algorithms has a target in ``verify`` and cases in ``check``.
+    examples : by argument, how tests and tools make it, if ``EXAMPLES`` and the default do not suffice.
     """
 
     name: str
@@ -358,12 +360,12 @@ class Op:
     examples: Mapping[str, Example] = dataclasses.field(default_factory=dict)
 
     def without_example(self) -> list[str]:
-        """The arguments that nobody has an example of."""
+        """Return the arguments without an example."""
         known = {**self.defaults, **EXAMPLES, **self.examples}
         return [name for name in self.kinds if name not in known]
 
     def example(self, setting: Setting, **others: Any) -> dict[str, Any]:
-        """The arguments of a rank, by name; ``others`` instead of the examples."""
+        """Return the example arguments of a rank by name; ``others`` replace examples."""
         defaults = {name: constant(value) for name, value in self.defaults.items()}
         makers, found = {**defaults, **EXAMPLES, **self.examples}, {}
         for name in self.kinds:
@@ -372,7 +374,7 @@ class Op:
         return found
 
     def example_records(self, setting: Setting, **others: Any) -> list[Any]:
-        """The records of all ranks' examples."""
+        """Return the records of all ranks' examples."""
         every = [self.example(each, **others) for each in setting.everyone()]
         return [self.record(list(each.values())) for each in every]
 
@@ -381,13 +383,13 @@ class Op:
 
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
-        """The types of the arguments, as schemas write them, by name and in order."""
+        """The schema types of the arguments, by name and in order."""
         every = kinds_of(self.arguments).items()
         return {name: kind for name, kind in every if kind and name not in self.without}
 
     @functools.cached_property
     def defaults(self) -> dict[str, Any]:
-        """The arguments that a caller may leave out, by name."""
+        """The arguments that a caller may leave out, and their values, by name."""
         every = dataclasses.fields(self.arguments)
         return {e.name: e.default for e in every if e.default is not dataclasses.MISSING}
 
@@ -406,7 +408,7 @@ class Op:
         return f"{self.name}({self.parameters}, {GROUP}) -> {self.returns}"
 
     def record(self, given: Sequence[Any]) -> Any:
-        """The record of arguments that are in the order of the schema."""
+        """Return the record of arguments in the order of the schema."""
         return self.arguments(**dict(zip(self.kinds, given, strict=True)))
 
     def begin(self, communicator: Communicator, given: Sequence[Any], **out: Tensor) -> Started:
@@ -414,11 +416,11 @@ class Op:
         return self.start(communicator, self.record(given), **out)
 
     def tensors_of(self, given: Any) -> list[Tensor]:
-        """The tensors of a record, in the order of the schema."""
+        """Return the tensors of a record, in the order of the schema."""
         return tensors(map(vars(given).get, names_of_tensors(self.arguments)))
 
     def needs(self, given: Mapping[str, Any]) -> str:
-        """Those of ``communicates`` that require a gradient among arguments by name, in words."""
+        """Return the names in ``communicates`` whose arguments require a gradient, in words."""
         if not (self.gradient and torch.is_grad_enabled()):
             return ""
         return " and ".join(
@@ -428,13 +430,13 @@ class Op:
         )
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """For autograd: ``inputs`` are the arguments, and the group."""
+        """Save values for autograd. ``inputs`` are the arguments and the group."""
         assert self.gradient is not None
         *given, ctx.size, ctx.name = inputs
         self.gradient.save(ctx, self.record(given), output)
 
     def backward(self, ctx: Any, grad: Any) -> tuple[Any, ...]:
-        """For autograd: a gradient, or None, for each argument in order, and for the group."""
+        """Return for autograd a gradient or None for each argument in order, and for the group."""
         assert self.gradient is not None
         found = self.gradient.backward(ctx, grad)
         assert found.keys() <= self.kinds.keys(), f"{self.name}: {sorted(found)}"
@@ -443,12 +445,12 @@ class Op:
 
 @functools.cache
 def names_of_tensors(arguments: Any) -> list[str]:
-    """The fields of a record that are tensors, or lists of some."""
+    """Return the fields of a record that are tensors, or lists of tensors."""
     return [name for name, kind in kinds_of(arguments).items() if kind.startswith("Tensor")]
 
 
 class Output(NamedTuple):
-    """One output of an op. ``matrix`` is what the matmul writes, ``view`` its form for the caller."""
+    """One output of an op. The matmul writes ``matrix``; the caller gets ``view``."""
 
     matrix: Tensor
     view: Tensor
@@ -457,25 +459,25 @@ class Output(NamedTuple):
 def start_form(
     form: Callable[..., Any], communicator: Communicator, given: Any, made: Sequence[Output]
 ) -> Started:
-    """Start the form of a record; what it fills is ``made``, in views for the caller."""
+    """Start the form of a record. It fills the outputs ``made``, which the caller gets as views."""
     work = form(communicator, given, [each.matrix for each in made], True)
     return Started([each.view for each in made], work)
 
 
 def without_tensors(given: Any) -> Any:
-    """A record as ``given``, with None for its tensors, for autograd to keep."""
+    """Return the record ``given`` with None for its tensors, so that autograd can keep it."""
     kind: Any = type(given)
     return kind(**{**vars(given), **dict.fromkeys(names_of_tensors(kind))})
 
 
 def requiring(given: Any) -> set[str]:
-    """The names of those arguments, fields of ``given``, that require a gradient."""
+    """Return the names of those fields of ``given`` that require a gradient."""
     named = vars(given).items()
     return {name for name, value in named if any(each.requires_grad for each in tensors([value]))}
 
 
 def tensors(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among ``values`` and the lists in it, in their order."""
+    """Return the tensors among ``values`` and the lists in it, in their order."""
     found = []
     for each in values:
         if isinstance(each, Tensor):
@@ -486,11 +488,11 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def requires_gradients(*tensors: Any) -> bool:
-    """Whether autograd is to know of a call with these tensors and lists of tensors."""
+    """Return whether autograd must record a call with these tensors and lists of tensors."""
     if not torch.is_grad_enabled():
         return False
     for each in tensors:
-        if each is None:  # as most are, and the next question takes longer
+        if each is None:  # the most frequent case, and faster than the next question
             continue
         if isinstance(each, Tensor):
             if each.requires_grad:

@@ -1,9 +1,9 @@
-"""Calls of ops that autograd records: the op runs first, to its end or in flight, then one node records it.
+"""Calls of ops that autograd records: the op is started or run first, then one node records it.
 
-The node is Python (:class:`_RecordedOp`), with the op's own gradient by name. Nothing of the call is below
-torch's dispatcher, so an eager call runs as one without a gradient does, and simulated ranks, which share
-one stack of C++ frames, may wait for each other in it. Who looks at the calls of ops does see them: under a
-tracer, a mode, a transform or a subclass of tensors they go through the dispatcher.
+The node is Python (:class:`_RecordedOp`), with the op's gradient by name. Nothing of the call is below
+torch's dispatcher, so an eager call runs like a call without a gradient. Simulated ranks share one stack of
+C++ frames; here they may wait for each other. Under a tracer, a mode, a transform or a subclass of tensors,
+calls of ops must be visible to it. Then they go through the dispatcher.
 
 =========  =========================================  =================================================
            through the dispatcher                     past it
@@ -14,7 +14,7 @@ backward   calls ops by :class:`Ops`                  the same, so it has a grad
 seen by    compilers and modes                        nobody
 =========  =========================================  =================================================
 
-All ranks' tensors must require gradients alike: it is in what ranks agree on when the op runs.
+All ranks' tensors must require the same gradients. Ranks compare this when the op runs.
 """
 
 import contextlib
@@ -59,16 +59,16 @@ _dispatched: Any = torch.ops.interlace
 
 
 class Ops:
-    """The ops as attributes, as ``torch.ops.interlace`` has them, for what is written in terms of these."""
+    """The ops as attributes, as in ``torch.ops.interlace``, for code that uses ops by name."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(call, name)
 
 
 def call(name: str, *args: Any) -> Any:
-    """``torch.ops.interlace.<name>(*args)``, the last two being the size and the name of a group.
+    """Call ``torch.ops.interlace.<name>(*args)``. The last two arguments are a group's size and name.
 
-    In place of the name there may be the group itself.
+    The group itself may replace the name.
     """
     *own, size, group = args
     op: Op = OPS[name]
@@ -86,16 +86,16 @@ def call(name: str, *args: Any) -> Any:
             started = op.start(communicator, given)
         try:
             outputs = record(op, communicator, given, started.outputs)
-        except BaseException:  # a checkpoint that computes again stops when it has what it needs
+        except BaseException:  # a recomputing checkpoint stops when it has all it needs
             finish(started)
             raise
-        # ranks that are simulated cannot wait within a backward of another's
+        # a simulated rank cannot wait within another rank's backward
         (finish if communicator.place.simulated else register)(started)
     return outputs if op.several else outputs[0]
 
 
 def call_out(name: str, *args: Any, out: torch.Tensor) -> None:
-    """``torch.ops.interlace.<name>_out(*args, out=out)``, which records nothing."""
+    """Call ``torch.ops.interlace.<name>_out(*args, out=out)``, without recording a gradient."""
     *own, size, group = args
     _check_types(OPS[name], own, size, group)
     if seen(tensors([*own, out])):
@@ -117,7 +117,7 @@ _TYPES: dict[str, tuple[str, Any]] = {
 
 
 def _through(name: str, overload: str, args: tuple[Any, ...], **out: torch.Tensor) -> Any:
-    """Through the dispatcher."""
+    """Call the op through the dispatcher."""
     *own, size, group = args
     if isinstance(group, Communicator):
         group, size = specs.describe(group)
@@ -131,7 +131,7 @@ def _bound(group: Communicator | str, size: int) -> Communicator:
 
 
 def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
-    """Refuse on all ranks, before anything runs, what the schema does not take."""
+    """Raise on all ranks, before anything runs, for an argument that does not fit the schema."""
     for (name, kind), value in zip(op.kinds.items(), own, strict=True):
         words, fits = _accepted(kind)
         if not fits(value):
@@ -143,7 +143,7 @@ def _check_types(op: Op, own: Sequence[Any], size: Any, group: Any) -> None:
 
 @functools.cache
 def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
-    """The values of a type of a schema, in words, and whether a value is one."""
+    """Return the values of a schema type in words, and a test for such values."""
     if kind.endswith("?"):
         words, fits = _accepted(kind[:-1])
         return f"{words} or None", lambda value: value is None or fits(value)
@@ -158,7 +158,7 @@ def _accepted(kind: str) -> tuple[str, Callable[[Any], bool]]:
 
 
 def seen(operands: Sequence[torch.Tensor]) -> bool:
-    """Whether somebody looks at a call with these: a tracer, a mode, a transform or a subclass."""
+    """Return whether a tracer, a mode, a transform or a subclass looks at a call with these tensors."""
     if torch.compiler.is_compiling() or above_autograd():
         return True
     if modes_active() and not (only_watched() and _simulated()):
@@ -178,14 +178,14 @@ def seen(operands: Sequence[torch.Tensor]) -> bool:
 
 
 def _simulated() -> Communicator | None:
-    """The rank that runs here, if it is one of several in this thread: none must wait below C++ frames."""
+    """Return the rank that runs here if this thread simulates several: they cannot wait in C++ frames."""
     rank = groups.joined()
     return rank if rank and rank.place.simulated and rank.world_size > 1 else None
 
 
 @functools.cache
 def _is_parameter(kind: type) -> bool:
-    """Whether it is a class of parameters that look at no call."""
+    """Return whether ``kind`` is a class of parameters that does not intercept calls."""
     plain: Any = torch.nn.Parameter
     return issubclass(kind, plain) and all(
         getattr(kind, name) == getattr(plain, name)
@@ -194,7 +194,7 @@ def _is_parameter(kind: type) -> bool:
 
 
 def unseen(operands: Sequence[torch.Tensor]) -> bool:
-    """Nobody sees the call."""
+    """Return False: nothing looks at the call."""
     return False
 
 
@@ -202,7 +202,7 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 
 
 def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
-    """A record, before its op runs, with plain tensors that are complete."""
+    """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(given)
     if torch.is_grad_enabled() and any([each.requires_grad for each in operands]):
         prepare(communicator, *operands)
@@ -215,8 +215,8 @@ def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
 def record(
     op: Op, communicator: Communicator, given: Any, outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """``outputs``, what the op has made of the record ``given``, with their history if there is one."""
-    # what the op still writes must not count as a change of what autograd saves: own versions
+    """Return ``outputs``, the results of the op for the record ``given``, with their autograd history."""
+    # new versions: later writes of the op must not count as changes of tensors that autograd saves
     outputs = [each.data for each in outputs]
     if torch.is_grad_enabled() and op.gradient is not None:
         operands = op.tensors_of(given)
@@ -226,7 +226,7 @@ def record(
 
 
 class _RecordedOp(torch.autograd.Function):
-    """Arguments: an op, its group, the record that it was given, what it has made, the record's tensors."""
+    """An autograd function of an op, its group, the record, the op's results and the record's tensors."""
 
     @staticmethod
     def forward(
@@ -241,7 +241,7 @@ class _RecordedOp(torch.autograd.Function):
         ctx.op, ctx.size, ctx.name = op, communicator.world_size, communicator
         op.gradient.save(ctx, given, outputs if op.several else outputs[0])
         ctx.changed = False
-        ctx.places = [*_places(given)]  # which keeps no tensor alive
+        ctx.places = [*_places(given)]  # keeps no tensor alive
         return tuple(outputs)
 
     @staticmethod
@@ -263,7 +263,7 @@ class _RecordedOp(torch.autograd.Function):
 
 
 def _places(given: Any) -> Iterator[tuple[str, int | None]]:
-    """Where the tensors of a record are, in their order: the field, and the index in a list."""
+    """Yield the places of a record's tensors, in order: the field, and the index in a list."""
     for name in names_of_tensors(given.__class__):
         value = getattr(given, name)
         if isinstance(value, torch.Tensor):
@@ -294,15 +294,15 @@ def run_recorded(
     look: Callable[[Sequence[torch.Tensor]], bool] = seen,
     differs: bool = False,
 ) -> Any:
-    """What ``finish`` makes of the results of an eager call, which are recorded, or a Work of that.
+    """Make an eager call, record it, and return ``finish`` of its results, or a Work for that.
 
-    ``run`` makes the call, of ``given`` and ``async_op``. ``results`` gives, for the arguments and what the
-    call has returned, the arguments and the results as the op of torch has them. Where somebody else looks,
-    as ``look`` says, the call goes through the dispatcher, and has returned None.
+    ``run(given, async_op)`` makes the call. ``results`` converts the arguments and the call's results to
+    those in torch's op. If ``look`` says that the call must be visible, it goes through the dispatcher, and
+    ``results`` gets None.
 
-    What requires a gradient is part of what ranks agree on: another rank's backward would wait for this.
-    Tensors whose gradients need no communication, as a bias', are not; but if the call ``differs`` from one
-    without any gradient.
+    Ranks agree on the tensors that require a gradient: another rank's backward would wait for this one.
+    Tensors whose gradients need no communication, such as a bias, are not compared. But if the call
+    ``differs`` from a call without any gradient, ranks compare whether there is one.
     """
     if look(op.tensors_of(given)):
         given, _ = results(given, None)
@@ -339,15 +339,15 @@ def run_recorded(
 
 
 def _sequence_number() -> int:
-    """The number that autograd gives a node now. In a backward the higher one of two runs first."""
+    """Return the number that autograd gives a node now. Backward runs nodes with higher numbers first."""
     node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
 def _number_as_started(found: Any, before: int, started: int, *, changed: bool) -> None:
-    """Give the nodes of a call that was in flight the number of its start, and what it must know.
+    """Give the nodes of an asynchronous call the number of its start, and the flag ``changed``.
 
-    They are made by ``wait()``, which ranks call in any order; their backwards must run in the same one.
+    ``wait()`` makes the nodes, and ranks call it in any order, but their backwards must run in one order.
     ``before`` is a number from before they were made.
     """
     nodes = [each.grad_fn for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
@@ -364,7 +364,7 @@ def _number_as_started(found: Any, before: int, started: int, *, changed: bool) 
 
 
 class ContinuedWork(TorchWork):
-    """The handle of an eager call whose result is made of that of an op: ``then`` is called once."""
+    """The handle of an eager call whose result is computed from an op's result: ``then`` is called once."""
 
     def __init__(self, work: Work, then: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ class ContinuedWork(TorchWork):
         self._results: list[Any] = []
 
     def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """The result, complete. Raises what the op failed with."""
+        """Return the complete result. Raise the op's error."""
         return self._results[0] if self._results else self._finished(self._work.wait(timeout))
 
     def _finished(self, made: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Results of ops, from shapes, dtypes and the size of the group: nothing here needs a live group.
+"""Results of ops, from shapes, dtypes and the size of the group, without a live group.
 
-The functions make the outputs themselves, on real and on fake tensors alike, from an op's arguments and the
-group's size, which comes last; what they need not know they skip. Kernels and fake kernels share them, so
-that a compiled graph and the run agree on every stride. Sizes may be symbolic.
+The functions make the outputs themselves, also as fake tensors, from an op's arguments and the group's
+size, which is the last argument. They skip arguments that they do not need. Kernels and fake kernels share
+them, so that a compiled graph and the run agree on every stride. Sizes may be symbolic.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from interlace.arguments import checks
 
 
 def dimension(name: str, dim: int, ndim: int) -> int:
-    """``dim`` counted from 0; 0-dim tensors have a dimension 0."""
+    """Return ``dim`` counted from 0. 0-dim tensors have a dimension 0."""
     return checks.index(name, dim, max(ndim, 1))
 
 
@@ -27,7 +27,7 @@ def number(input: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
+    """Make ``[.., size * n, ..]`` for ``input`` of ``[.., n, ..]``; ``[size]`` for a 0-dim one."""
     *_, dim, size = rest
     dim = dimension("gather_dim", dim, input.dim())
     if not input.dim():
@@ -36,7 +36,7 @@ def gathered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``[.., n / size, ..]``; ValueError unless ``size`` divides ``n``."""
+    """Make ``[.., n / size, ..]``. Raise ValueError unless ``size`` divides ``n``."""
     *_, dim, size = rest
     if not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
@@ -46,7 +46,7 @@ def scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def divided(length: Any, size: int, what: str, part: Any = None) -> Any:
-    """The own part of ``length``, which is ``part`` if that is given, else an equal one."""
+    """Return ``part``, this rank's part of ``length``; if it is None, an equal part."""
     if part is not None:
         return part
     if isinstance(length, int) and isinstance(size, int) and length % size:
@@ -62,7 +62,7 @@ def exchanged(
     input_split_sizes: Sequence[int] | None,
     size: int,
 ) -> torch.Tensor:
-    """An all_to_all's result along dim 0: rows as in ``output_split_sizes``, by default the input's."""
+    """Make an all_to_all's result along dim 0: rows as in ``output_split_sizes`` or in the input."""
     if not input.dim():
         raise ValueError("input must have at least 1 dimension, got a 0-dim tensor")
     for name, sizes in (

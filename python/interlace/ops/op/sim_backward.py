@@ -1,9 +1,9 @@
-"""Backward on simulated ranks: each rank's autograd engine in a thread of its own, one at a time.
+"""Backward on simulated ranks: each rank's autograd engine has its own thread, and one runs at a time.
 
-torch's engine keeps its queue of nodes, and how deep it is, per thread. Ranks of ``sim`` share a thread:
-one that waited for another within a node's backward would leave its nodes to that rank's engine, which
-would run them there, or fail. So the engine of a rank gets a thread, and hands every backward that is
-Python back to the rank, which alone can wait in the simulation::
+torch's engine keeps its queue of nodes, and its depth, per thread. Ranks of ``sim`` share a thread. If one
+rank waited for another within a node's backward, the other rank's engine would take over its nodes, and run
+them or fail. So the engine of a rank gets a thread. It passes every Python backward to the rank, because
+only the rank can wait in the simulation::
 
     rank (a coroutine of the simulation)      engine (a thread)
     loss.backward() ........................> runs nodes of C++
@@ -11,12 +11,12 @@ Python back to the rank, which alone can wait in the simulation::
     gives its result ......................> goes on
     returns <............................... has finished
 
-The rank sleeps while its engine runs and the engine while the rank runs, so the order of everything is
-the one that the seed says. What a hook on saved tensors unpacks, the rank unpacks too, and so computes
-again what ``torch.utils.checkpoint`` left out; that asks torch which backward it is for, and is told the
-engine's. Ops that the rank's modes of torch's dispatcher are to see are dispatched by the rank. Hooks of
-tensors run in the engine's thread, and communicate through :func:`in_rank` alone, as the ops of
-``interlace.tensor`` do. Other places, and a single simulated rank, have torch's engine as it is.
+The rank sleeps while its engine runs, and the engine sleeps while the rank runs, so the seed determines the
+order of all steps. The rank also calls hooks that unpack saved tensors, and so recomputes for
+``torch.utils.checkpoint``. Checkpoints ask torch for the current backward, and get the engine's. If the
+rank has modes of torch's dispatcher, the rank dispatches the engine's ops, so that the modes see them.
+Hooks of tensors run in the engine's thread, and communicate only through :func:`in_rank`, as the ops of
+``interlace.tensor`` do. Other places, and a single simulated rank, use torch's engine unchanged.
 """
 
 import contextlib
@@ -40,22 +40,22 @@ _Answer = Future[Any]
 
 
 class _EngineRequests:
-    """Requests of an engine's thread to its rank: calls, one at a time, and the thread's own end."""
+    """Requests of an engine's thread to its rank: calls, one at a time, and the end of the thread."""
 
     def __init__(self) -> None:
         self.asked: SimpleQueue[Callable[[], Any] | _Answer] = SimpleQueue()
         self.answers: SimpleQueue[_Answer] = SimpleQueue()
-        self.ended: BaseException | None = None  # what ended the rank from outside, if it did
+        self.ended: BaseException | None = None  # the error that ended the rank from outside
 
     def end(self, error: BaseException) -> None:
-        """Whatever the engine asks, has asked or will, ends with ``error``."""
+        """End all requests of the engine, earlier and later ones, with ``error``."""
         self.ended = error
         answer: _Answer = Future()
         answer.set_exception(error)
         self.answers.put(answer)
 
 
-_thread = threading.local()  # its ``channel``, in the thread of an engine
+_thread = threading.local()  # has a ``channel`` in the thread of an engine
 _graph: contextvars.ContextVar[int] = contextvars.ContextVar("graph", default=-1)
 _installing = threading.Lock()
 _GRACE = 1.0  # seconds for an engine whose rank has been ended; it may be in a hook that never ends
@@ -70,12 +70,12 @@ _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
 
 
 def prepare(communicator: Communicator, *tensors: Any) -> None:
-    """Before an op whose backward communicates is recorded, if it is. Refuses virtual ranks of a GPU."""
+    """Prepare for recording an op whose backward communicates. Raise for virtual ranks of a GPU."""
     place = communicator.place
     if communicator.world_size == 1:
         return
     recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
-    # torch runs all their nodes in one thread, the device's: who waits there holds up whom it waits for
+    # torch runs all their nodes in the device's one thread: a waiting rank would block the others
     if recorded and place.virtual:
         raise InterlaceError(
             f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "
@@ -84,7 +84,7 @@ def prepare(communicator: Communicator, *tensors: Any) -> None:
 
 
 def in_rank(function: Callable[[], Result]) -> Result:
-    """``function()``, where the calling rank may communicate, also from a hook in its backward."""
+    """Call ``function`` where the calling rank may communicate, also from a hook in its backward."""
     channel = _channel()
     return function() if channel is None else _asked(channel, function)
 
@@ -92,7 +92,7 @@ def in_rank(function: Callable[[], Result]) -> Result:
 def install() -> None:
     """Let simulated ranks compute gradients that communicate. Idempotent.
 
-    It must come before they enter hooks on saved tensors, as those of a checkpoint.
+    Call it before ranks enter hooks on saved tensors, such as a checkpoint's.
     """
     with _installing:
         _torch._engine_run_backward = _run
@@ -103,7 +103,7 @@ def install() -> None:
 
 
 class _InRank(DispatchMode):
-    """In the thread of an engine: its ops are dispatched by the rank, below autograd."""
+    """A mode in an engine's thread: the rank dispatches the engine's ops, below autograd."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def dispatched() -> Any:
@@ -117,7 +117,7 @@ def _outcome(call: Callable[[], Any]) -> _Answer:
     outcome: _Answer = Future()
     try:
         outcome.set_result(call())
-    except BaseException as error:  # a coroutine's end too: it goes on where the call came from
+    except BaseException as error:  # also a coroutine's end: raise it in the thread of the call
         outcome.set_exception(error)
     return outcome
 
@@ -127,7 +127,7 @@ def _channel() -> _EngineRequests | None:
 
 
 def _run(*args: Any, **kwargs: Any) -> Any:
-    """In place of torch's ``_engine_run_backward``."""
+    """Replace torch's ``_engine_run_backward``."""
     rank = groups.joined()
     if rank is None or not rank.place.simulated or rank.world_size == 1 or _channel() is not None:
         return _run_here(*args, **kwargs)
@@ -142,7 +142,7 @@ def _run(*args: Any, **kwargs: Any) -> Any:
             _empty_queue()
         channel.asked.put(outcome)
 
-    # with the rank's context, by which hooks too know whose they are
+    # with the rank's context, so that hooks also know their rank
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(engine,), name="backward", daemon=True)
     try:
@@ -151,7 +151,7 @@ def _run(*args: Any, **kwargs: Any) -> Any:
             channel.answers.put(_outcome(asked))
         thread.join()
     except BaseException as error:
-        # Ctrl-C, or a limit of time: nobody else would answer the engine
+        # Ctrl-C or a time limit: otherwise the engine would wait for an answer forever
         channel.end(error)
         if thread.is_alive():
             thread.join(_GRACE)
@@ -160,17 +160,17 @@ def _run(*args: Any, **kwargs: Any) -> Any:
 
 
 def _empty_queue() -> None:
-    """Drop what an error has left in the queue of this thread's engine, while its gradients can be.
+    """Run and drop the nodes that an error has left in the queue of this thread's engine.
 
-    With the thread they would go when Python itself may be gone, which aborts the process. A backward of
-    a node that is this thread's first comes behind all of them.
+    Otherwise they would be freed with the thread, maybe after Python has ended, which aborts the process.
+    The first node of a new backward in this thread comes after all of them.
     """
     with torch.enable_grad():
         (torch.ones((), requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
 
 
 def _in_rank(name: str) -> Callable[..., Any]:
-    """In place of a method of ``BackwardCFunction``, by which the engine calls a Function's backward."""
+    """Replace a method of ``BackwardCFunction`` with which the engine calls a Function's backward."""
     here = _apply_here[name]
 
     def apply(self: Any, *grads: Any) -> Any:
@@ -183,7 +183,7 @@ def _in_rank(name: str) -> Callable[..., Any]:
 
 
 def _enter_hooks(self: Any) -> None:
-    """In place of ``saved_tensors_hooks.__enter__``."""
+    """Replace ``saved_tensors_hooks.__enter__``."""
     unpack_here = self.unpack_hook
 
     def unpack(packed: Any) -> Any:
@@ -196,13 +196,13 @@ def _enter_hooks(self: Any) -> None:
 
 
 def _current_graph() -> int:
-    """In place of torch's ``_current_graph_task_id``: also where a rank runs something for its engine."""
+    """Replace torch's ``_current_graph_task_id``, to work also for a rank that helps its engine."""
     graph = _graph_here()
     return _graph.get() if graph == -1 else graph
 
 
 def _asked_alike(channel: _EngineRequests, call: Callable[[], Any]) -> Any:
-    """:func:`_asked`, with the grad mode and the number of the backward that the engine has."""
+    """Call :func:`_asked` with the grad mode and the number of the engine's backward."""
     recording, graph = torch.is_grad_enabled(), _graph_here()
 
     def asked() -> Any:

@@ -1,8 +1,8 @@
 """Registration of ops with torch: schemas, kernels, fake kernels, gradients; and lowerings for Inductor.
 
-These are as those of torch's own collectives. An op in flight reads its inputs and writes its outputs
-until its wait. ``_CollectiveKernel`` says so, of the first input; as what Inductor makes of an op that it
-does not know, memory might be used again before.
+They are like torch's own collectives. An op in flight reads its inputs and writes its outputs until its
+wait. ``_CollectiveKernel`` tells Inductor so, for the first input. If the op were unknown to Inductor, it
+might reuse the memory earlier.
 """
 
 import operator
@@ -35,9 +35,9 @@ _complete_at_once: ContextVar[bool] = ContextVar("interlace_complete_at_once", d
 
 
 class completing:
-    """Within it ops of ``torch.ops.interlace`` are complete when they return.
+    """A context in which ops of ``torch.ops.interlace`` are complete when they return.
 
-    A checkpoint that computes again may stop behind the op, and then nobody waits for its results.
+    A recomputing checkpoint may stop after the op, and then its results are never waited for.
     """
 
     def __enter__(self) -> None:
@@ -80,14 +80,14 @@ def register(op: Op) -> None:
 
 
 def register_group_size() -> None:
-    """Define the op by which a graph asks for the size of a group."""
+    """Define the op with which a graph gets the size of a group."""
     _library.define("group_size(str group_name) -> SymInt", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl("group_size", specs.size_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::group_size", _unknown_size, lib=_library)
 
 
 def _unknown_size(name: str) -> Any:
-    """The size of a group that the tracer knows by name only: the graph is for any size."""
+    """Return the size of a group that the tracer knows only by name: the graph is for any size."""
     return torch.library.get_ctx().new_dynamic_size(min=1)
 
 
@@ -98,16 +98,16 @@ def _implement(name: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def _bound(name: str, size: int) -> Communicator:
-    """The group, in whose place a rank may wait while torch's dispatcher is on its stack.
+    """Return the group. Raise unless its ranks may wait while torch's dispatcher is on the stack.
 
-    Simulated ranks share one stack of C++ frames, which must end in the order in which they began: one that
-    gave way in here would leave its own below the others', and end the process.
+    Simulated ranks share one stack of C++ frames, which must end in the reverse order of their start. If a
+    rank waited here, its frames would stay below those from other ranks, and end the process.
     """
     communicator = specs.bind(name, size)
     if communicator.place.simulated and communicator.world_size > 1:
         raise InterlaceError(
-            f"rank {communicator.rank}: ops of torch.ops.interlace and compiled graphs need ranks of their "
-            'own: interlace.run(..., place="shm"). In "sim", call interlace.functional'
+            f"rank {communicator.rank}: ops of torch.ops.interlace and compiled graphs need a process per "
+            'rank: interlace.run(..., place="shm"). In "sim", call interlace.functional'
         )
     return communicator
 
@@ -119,7 +119,7 @@ def _kernel(op: Op) -> Callable[..., Any]:
         with needing(UNTOLD if needs is None else needs):
             started = op.begin(_bound(name, size), own)
         (finish if _complete_at_once.get() else register_work)(started)
-        # what the op still writes must not count as a change of what autograd saves: own versions
+        # new versions: later writes of the op must not count as changes of tensors that autograd saves
         made = [each.data for each in started.outputs]
         return made if op.several else made[0]
 
@@ -136,7 +136,7 @@ def _fake(op: Op) -> Callable[..., Any]:
 
 
 def _out_kernel(op: Op) -> Callable[..., Any]:
-    """Complete when it returns: compilers do not know that an op with ``out`` may still read its input."""
+    """Return a kernel that waits: compilers do not know that an op with ``out`` still reads its input."""
 
     def kernel(*args: Any, out: torch.Tensor) -> None:
         *own, size, name = args
@@ -163,7 +163,7 @@ def _in_place_fake(op: Op) -> Callable[..., Any]:
 
 
 def _functional_form(name: str) -> Callable[..., Any]:
-    """The functional form of an op in place, for graphs that must not change tensors."""
+    """Return the functional form of an in-place op, for graphs that must not change tensors."""
 
     def functional(ctx: Any, input: torch.Tensor, *args: Any) -> torch.Tensor:
         unwrapped = ctx.unwrap_tensors(input)
@@ -181,15 +181,15 @@ def _functional_form(name: str) -> Callable[..., Any]:
 
 
 def _register_lowering(op: Op) -> None:
-    """Tell Inductor of the op, once, when it is there.
+    """Register the op's lowering once Inductor is imported.
 
-    Fake kernels call this: what is lowered was traced before.
+    Fake kernels call this, as an op is traced before it is lowered.
     """
     if op.name in _lowered or "torch._inductor.lowering" not in sys.modules:
         return
     lowering: Any = sys.modules["torch._inductor.lowering"]
     if not hasattr(lowering, "register_lowering"):
-        return  # it is being imported
+        return  # Inductor is being imported
     _lowered.add(op.name)
     function = getattr(_ops, op.name).default
     if op.name not in IN_PLACE:
@@ -213,13 +213,13 @@ def _out_of_place(lowering: Any, op: Any) -> Any:
 
     def lower(*args: Any) -> Any:
         if V.graph.current_node.meta.get("unbacked_bindings"):
-            return unknown(*args)  # a dispatch without a bound, which has ended when it returns
+            return unknown(*args)  # a dispatch without a bound is complete when it returns
         _wait_late(V.graph.current_node)
         made: Any = ir._CollectiveKernel.create_out_of_place(op, *args)
         kernel = made[0].inputs[0] if isinstance(made, list) else made
         kernel.inputs = _Inputs(kernel.inputs)
         for each in kernel.inputs:
-            # the wait holds on to the first one only, and may not be in this graph
+            # the wait keeps only the first one alive, and may not be in this graph
             V.graph.never_reuse_buffers.add(each.get_name())
         return torch.utils._pytree.tree_map(ir.TensorBox.create, made)
 
@@ -227,7 +227,7 @@ def _out_of_place(lowering: Any, op: Any) -> Any:
 
 
 class _Inputs(list[Any]):
-    """Of a kernel. The wait for its n-th result asks for its n-th input; results may be more."""
+    """Inputs of a kernel. The wait for its n-th result asks for its n-th input; results may be more."""
 
     def __getitem__(self, at: Any) -> Any:
         return super().__getitem__(min(at, len(self) - 1) if isinstance(at, int) else at)
@@ -245,7 +245,7 @@ def _in_place(op: Any) -> Any:
 
 
 def _cloned(lowering: Any, in_place: Any) -> Any:
-    """On a copy, which Inductor leaves out where the input is not needed any more."""
+    """Return a lowering on a copy; Inductor drops the copy if the input is not needed any more."""
     from torch._inductor.virtualized import V
 
     def lower(input: Any, *args: Any) -> Any:
@@ -256,11 +256,11 @@ def _cloned(lowering: Any, in_place: Any) -> Any:
 
 
 def _wait_late(start: torch.fx.Node) -> None:
-    """Put what does not need the results of ``start`` before the waits for them.
+    """Move nodes that do not need the results of ``start`` before the waits for them.
 
-    Inductor moves what makes a value to where it is used (``reorder_for_locality``): the work that was
-    between start and wait goes behind the wait. What is moved here comes later in a graph that is being
-    interpreted. Nothing passes a node that writes to memory, which might be an input of the op.
+    Inductor moves the computation of a value to its use (``reorder_for_locality``). Then the work between
+    start and wait would follow the wait. A node that is moved here comes later in a graph that is being
+    interpreted. No node passes a node that writes to memory, which might be an input of the op.
     """
     from torch._inductor.virtualized import V
 
@@ -276,7 +276,7 @@ def _wait_late(start: torch.fx.Node) -> None:
                 node = node.next
             for node in before:
                 wait.prepend(node)
-    V.graph.user_to_last_uses.clear()  # the interpreter's, of the order that was
+    V.graph.user_to_last_uses.clear()  # it was computed for the old order
 
 
 def _writes(node: torch.fx.Node) -> bool:
