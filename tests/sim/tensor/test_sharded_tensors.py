@@ -174,7 +174,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (
         scattered(ones(3)),
         scattered(None, [Replicate()]),
-        "on rank 1, (Shard(dim=0),) on the source",
+        "on rank 1, but (Shard(dim=0),) on the source",
     ),
     (scattered(ones(3)), scattered(Placeholder((4,))), "tensor is (4,) of torch.float32 on rank 1"),
 ]
