@@ -523,7 +523,7 @@ def RMSNorm(weight: Tensor | None = None, eps: float = 1e-6) -> RowNorm:  # a no
     in Llama and in vLLM; torch's own default is the dtype's ``eps``. It is not a module: a layer's norm is
     ``interlace.RMSNorm(layer.weight, layer.eps)``.
 
-    The op that gets it raises ValueError or TypeError, naming the argument that does not fit.
+    Raises ValueError or TypeError in the op that gets it, naming the argument that does not fit.
 
     >>> interlace.RMSNorm(torch.ones(4)).eps
     1e-06
@@ -537,7 +537,7 @@ def LayerNorm(
     """Describe ``torch.nn.functional.layer_norm`` over the last dimension, for ``norm=``.
 
     ``weight`` and ``bias``: ``(n,)`` in the output's dtype or float32, or None for none. ``eps`` as in
-    torch. Raises like :func:`RMSNorm`.
+    torch. Raises as :func:`RMSNorm`.
 
     >>> interlace.LayerNorm(torch.ones(4), torch.zeros(4)).eps
     1e-05

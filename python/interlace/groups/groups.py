@@ -473,7 +473,7 @@ def get_rank(group: object = None) -> int:
 def get_world_size(group: object = None) -> int:
     """Return the number of ranks of ``group``, by default of all ranks.
 
-    Raises the errors of :func:`get_rank`. Semantics: ``torch.distributed.get_world_size``, which returns -1
+    Raises as :func:`get_rank`. Semantics: ``torch.distributed.get_world_size``, which returns -1
     on ranks outside the group.
 
     >>> interlace.run(interlace.get_world_size, 2)

@@ -98,7 +98,7 @@ class SymmetricMemory:
     multicast_ptr : an address that ``multimem`` instructions take for all ranks' buffers, in ``sim``; 0 in
         ``shm``.
 
-    Waits raise CollectiveTimeoutError or PeerDiedError that name the ranks waited for. Semantics:
+    Raises CollectiveTimeoutError or PeerDiedError in waits, naming the ranks waited for. Semantics:
     the handle of that name in ``torch.distributed._symmetric_memory``.
 
     >>> def on_rank():

@@ -64,9 +64,8 @@ class ShardedTensor:
     placements : one per mesh dim, ``Shard`` or ``Replicate``.
     sizes : by mesh dim that shards, the lengths of the parts in this rank's row of the mesh.
 
-    ``local``, this rank's part, may have any length along the dims that are sharded. The functions that
-    make or gather it raise ValueError or TypeError on every rank; the class does not. Semantics:
-    ``DTensor``.
+    ``local``, this rank's part, may have any length along the dims that are sharded. Raises
+    ValueError or TypeError on every rank when it is made or gathered, not here. Semantics: ``DTensor``.
 
     >>> from torch.distributed.tensor import Shard
     >>> def methods():

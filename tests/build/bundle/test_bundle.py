@@ -289,7 +289,13 @@ ERRORS = {
         "nk",
     ],
     "average is not an option of all_gather": ["--op=all_gather", "--out", "{out}", "--average"],
-    "--set is 'block_m'": ["--op=all_reduce", "--out", "{out}", "--set", "block_m"],
+    "--set must be like block_m=64, got 'block_m'": [
+        "--op=all_reduce",
+        "--out",
+        "{out}",
+        "--set",
+        "block_m",
+    ],
     "--set tiles=1: 'tiles' is no field": ["--op=all_reduce", "--out", "{out}", "--set", "tiles=1"],
     "--set block_m=3: block_m is 3;": ["--op=all_reduce", "--out", "{out}", "--set", "block_m=3"],
     "chunks is 300; a bundle has 256": ["--op=all_gather", "--out", "{out}", "--set", "chunks=300"],
@@ -312,7 +318,7 @@ def test_command_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("option", "value", "known"),
     [
-        ("--arch", "70", "known are 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
+        ("--arch", "70", "must be among 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
         ("--op", "all", "invalid choice: 'all' (choose from"),
     ],
 )

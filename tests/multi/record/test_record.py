@@ -305,7 +305,7 @@ def test_a_hang_is_seen_from_outside(tmp_path: Path, op: str) -> None:
 
 def test_another_process_is_no_rank(tmp_path: Path) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
-        for pid, why in ((other.pid, "is in no group"), (99999999, "no process 99999999")):
+        for pid, why in ((other.pid, "are in no group"), (99999999, "no process 99999999")):
             with pytest.raises(ValueError, match=why):
                 shown(pid)
     (tmp_path / "file").write_bytes(b"x" * 100)
@@ -318,7 +318,7 @@ def test_another_process_is_no_rank(tmp_path: Path) -> None:
     with mock.patch.object(Path, "iterdir", side_effect=refused):
         with pytest.raises(ValueError, match="If it is a rank of interlace, run inspect with"):
             shown(os.getpid())
-        text = r"is of uid \d+, and this .* run this as that user"
+        text = r"belongs to uid \d+, and this .* run inspect as that user"
         with mock.patch.object(os, "getuid", lambda: -1), pytest.raises(ValueError, match=text):
             shown(os.getpid())
 

@@ -318,7 +318,7 @@ def test_prepared_in_torchs_way(mesh: DeviceMesh) -> None:
     module = torch_styles.parallelize_module(NormedBlock(), mesh, plan)
     module(sequence(1)())
     said = styles.explain(module)["attention.wq"]
-    assert "nothing to gather" in said and "interlace.tensor leaves to linears" in said, said
+    assert "nothing to gather" in said and "use interlace.tensor's PrepareModuleInput" in said, said
 
 
 @on_meshes

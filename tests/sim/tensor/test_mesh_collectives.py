@@ -69,7 +69,9 @@ def test_without_a_source_nobody_communicates(async_op: bool) -> None:
         ValueError, match="every rank takes an entry of the list that it passes, got None"
     ):
         tensor.mesh_scatter(part, None, mesh, group_src=None)
-    with pytest.raises(ValueError, match=r"scatter_list\[1\] has shape \(3,\), output \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"scatter_list\[1\] has shape \(3,\), but output has \(2,\)"
+    ):
         tensor.mesh_scatter(part, [mine, torch.ones(3)], mesh, group_src=None)
 
 

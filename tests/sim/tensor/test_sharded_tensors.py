@@ -164,7 +164,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (local(ones(2)), local(ones(2), "guess"), 'sizes must be "infer"'),
     (local(ones(2), "chunk"), local(ones(2), "chunk", shape=(3,)), "makes it (1,)"),
     (local(ones(2), {0: [2, 3]}), local(ones(2), {0: [2, 3]}), "makes it (3,)"),
-    (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got those for [1]"),
+    (local(ones(2), {0: [2, 2]}), local(ones(2), {1: [2, 2]}), "got lengths for [1]"),
     (local(ones(2), {0: [2, 2]}), local(ones(2), {0: [2, 2, 2]}), "one length per rank, 2"),
     (whole(1, [1, 3], "gather"), whole(2, [2, 2], "gather"), "where parts lie differs"),
     (whole(1, [1, 3], "full_tensor"), whole(2, [2, 2], "full_tensor"), "sizes is [1, 3] on rank 0"),
@@ -174,7 +174,7 @@ MISUSE: list[tuple[Any, Any, str]] = [
     (
         scattered(ones(3)),
         scattered(None, [Replicate()]),
-        "on rank 1, (Shard(dim=0),) on the source",
+        "on rank 1, but (Shard(dim=0),) on the source",
     ),
     (scattered(ones(3)), scattered(Placeholder((4,))), "tensor is (4,) of torch.float32 on rank 1"),
 ]
