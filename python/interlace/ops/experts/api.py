@@ -497,8 +497,8 @@ def all_to_all_grouped_matmul(
     and may contain zeros.
 
     ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
-    Everything else is as for :func:`all_gather_grouped_matmul`. Raises what that does. Gradients do not need
-    equal numbers of rows.
+    Everything else is as for :func:`all_gather_grouped_matmul`. Raises what that does. Gradients do not
+    need equal numbers of rows.
 
     To bring each row back to its place in ``input``, sort ``output`` by source, then by expert
     (``splits.T``), and call ``all_to_all_single`` with the sizes exchanged.
