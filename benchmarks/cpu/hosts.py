@@ -1,6 +1,6 @@
 """interlace's place ``hosts`` against gloo: ranks on two hosts, network namespaces of this machine.
 
-``measurements`` starts this module as a process of its own. It makes the namespaces (``two_networks.py`` in
+``measurements`` starts this module in a separate process. It makes the namespaces (``two_networks.py`` in
 ``tests/multi/hosts``), joined by a pair of virtual cables, and forks the ranks: the first half of them on
 one host, the others on the second. Every op is called as a user calls it, on two groups of the same
 processes, and timed as in ``torch_backend.py``. ``bytes`` is the size of the input tensor on each rank.

@@ -171,11 +171,11 @@ def matmul_reduce_scatter_kernel(
 ):
     """``output[own_rows, N] = activation(sum over ranks of (input_r @ weight_r)[own] (+ bias))``.
 
-    Legend: ``input`` is ``[M, K_r]``, ``weight`` ``[K_r, N]``; ``output`` is contiguous and its dtype
-    is that of the contributions. ``segments``: a line per owner in ``tiling.owner_order``: owner, first
-    row, rows, number of the first tile. Program p of P takes tiles t with ``t % P == p``. ``SCALES``:
-    of this rank's product; "row": ``row_scale`` is ``[M]`` and ``column_scale`` ``[N]``; "tensor": one
-    number each.
+    Legend: ``input`` is ``[M, K_r]``, ``weight`` ``[K_r, N]``; ``output`` is contiguous and has the dtype
+    of the contributions. ``segments``: a line per owner in ``tiling.owner_order``: owner, first
+    row, rows, number of the first tile. Program p of P takes tiles t with ``t % P == p``. ``SCALES``
+    describes this rank's product: "row": ``row_scale`` is ``[M]`` and ``column_scale`` ``[N]``; "tensor":
+    one number each.
 
     Ordering: a producer waits for the owner's credit, stores its tiles of that owner, and waits until
     descriptor stores among them are complete; then it publishes the slot (source, tile) of each. The

@@ -1,8 +1,8 @@
-"""Ranks, their GPUs and wires, and what they tell each other.
+"""Ranks, their GPUs and wires, and their flags.
 
-By default one rank stands for all. Every order in ``tiling`` is relative to the rank, so where all ranks
-have equally many rows they do the same at the same time: what rank 0 sends to the peer d ahead arrives
-there when what the peer d behind sends arrives at rank 0. A flag is therefore named by how far its source
+By default one rank stands for all. Every order in ``tiling`` is relative to the rank. So if all ranks have
+equally many rows they do the same at the same time. A message from rank 0 to the peer d ahead arrives there
+at the same time as the message to rank 0 from the peer d behind. A flag is named by how far its source
 is behind its receiver, ``(nodes, places within the node)``, and publishing to any peer sets the flag of
 that distance at rank 0. With ``everyone`` all ranks are simulated one by one, for unequal shards, for
 ranks that share one GPU, and for tests that the short way gives the same.

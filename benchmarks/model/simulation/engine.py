@@ -3,16 +3,16 @@
 Times are microseconds, links are in GB/s (1 GB/s moves 1000 bytes per microsecond).
 
 A *process* is a generator. It yields a number, how long it sleeps, or a :class:`Signal`, for which it
-waits. What happens at one time happens in the order in which it was asked for, so a run is deterministic.
+waits. Events at one time happen in the order of their requests, so a run is deterministic.
 
 Legend of the resources:
 
 ``Link``    one direction of a wire. It serves packets one after another at its rate: it is never busy for
             longer than time has passed, and packets of several transfers that are under way alternate.
-``Cores``   the SMs of one GPU. A program holds one. What the tensor cores do is counted in microseconds of
-            one SM at full clock; all that are at work together advance at the same rate, 1 while there
-            are no more of them than ``budget`` and ``budget / n`` beyond: the chip's power limits their
-            sum. That is why a wave of 100 tiles is faster than one of 132.
+``Cores``   the SMs of one GPU. A program holds one. The work of tensor cores is counted in microseconds of
+            one SM at full clock. All jobs advance at the same rate: 1 up to ``budget`` jobs, and
+            ``budget / n`` for more, because the chip's power limits their sum. That is why a wave of 100
+            tiles is faster than one of 132.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Cores:
         self._jobs: list[tuple[float, int, Signal]] = []
         self._order = 0
         self._virtual = (
-            0.0  # microseconds at full clock that a job which began at 0 would have behind it
+            0.0  # microseconds at full clock that a job which began at 0 would have done
         )
         self._seen = 0.0
         self._owed = 0.0  # time in which no job advances

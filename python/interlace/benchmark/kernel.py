@@ -27,10 +27,11 @@ ARGUMENTS = ("nbytes", "dtype", "m", "n", "k")
 class Kernel:
     """One kernel at one size, on one rank.
 
-    Parameters ---------- run : called as ``run(*inputs(number))``; its result goes to ``check``.
-    Collective. inputs : the arguments of set ``number``, made anew in each call. Not collective, and not
-    timed. Sets are
-        used in turn, as many as do not fit the cache together.
+    Parameters
+    ----------
+    run : called as ``run(*inputs(number))``; its result goes to ``check``. Collective.
+    inputs : the arguments of set ``number``, made anew in each call. Not collective, and not timed. Sets
+        are used in turn, as many as do not fit the cache together.
     check : ``check(result, number)``: None or True if the result is right, False or AssertionError if it is
         wrong. Or its largest error as a multiple of the allowed one: one number, wrong if it is negative or
         nan. Tensors and NumPy arrays without dimensions count as their element; anything else is a

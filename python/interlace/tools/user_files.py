@@ -12,9 +12,9 @@ from interlace.runtime.compat.triton_launcher import driver_of
 def load_function(
     text: str, hint: Callable[[BaseException], str] = lambda error: ""
 ) -> Callable[..., Any]:
-    """The function of "path/to/file.py::function"; errors say what is wrong with the text or the file.
+    """Return the function of "path/to/file.py::function"; errors name the fault of the text or the file.
 
-    ``hint``: what to add for an error of the import.
+    ``hint``: returns an addition for an error of the import.
     """
     path_text, _, name = text.partition("::")
     path = pathlib.Path(path_text)
@@ -45,7 +45,7 @@ def load_function(
     if not callable(fn):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise ValueError(f"{path}: has no function {name!r}; it has {', '.join(public) or 'none'}")
-    # as jit functions of Triton have, interpreted or not
+    # like jit functions of Triton, interpreted or not
     if hasattr(fn, "fn") and hasattr(fn, "run"):
         raise ValueError(f"{path}: {name!r} is a kernel; name a function that launches it")
     return fn  # type: ignore[no-any-return]

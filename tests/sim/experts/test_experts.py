@@ -512,7 +512,7 @@ def test_multiply_names_what_does_not_fit() -> None:
     multiply: Any = experts.multiply
     with pytest.raises(ValueError, match=r"weight must have shape \(1, 4, n\)"):
         multiply(received, torch.ones(1, 3, 4))
-    with pytest.raises(TypeError, match="received must be what a dispatch has, got Tensor"):
+    with pytest.raises(TypeError, match="received must be the Received of a dispatch, got Tensor"):
         multiply(received.x, torch.ones(1, 4, 4))
     with pytest.raises(TypeError, match="weight must be a tensor, got list"):
         multiply(received, [])

@@ -101,9 +101,10 @@ def matmul_all_to_all(
     ----------
     input : this rank's rows, ``[m, ..., k]``. If ranks have different ``m``, also 0, pass ``length``.
     weight : ``(k, n)``, the same on all ranks; any strides. The number of ranks W divides ``n``. Rank r
-        gets the columns from ``r * n / W`` on. bias : ``(n,)``, the same on all ranks. length : the length
-    of the result along dimension 0, which is the sum of all ``m``; by default ``W * m``. algorithm :
-    "fused" (one Triton kernel stores each tile where it is needed), "pipelined" (torch, a
+        gets the columns from ``r * n / W`` on.
+    bias : ``(n,)``, the same on all ranks.
+    length : the length of the result along dimension 0, the sum of all ``m``; by default ``W * m``.
+    algorithm : "fused" (one Triton kernel stores each tile where it is needed), "pipelined" (torch, a
         product per receiver), "unfused" (torch, then a plain all-to-all), "auto".
 
     Returns ``[length, ..., n / W]``, by rank. Differentiable: the gradient of the input is

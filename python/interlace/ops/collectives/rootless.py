@@ -584,7 +584,7 @@ def all_gather_into_tensor_coalesced(
 ) -> Work | None:
     """Run :func:`all_gather_coalesced` under the name that backends of torch use.
 
-    ``inputs`` and ``outputs`` may differ in shape and dtype. Raises the same errors.
+    ``inputs`` and ``outputs`` may differ in shape and dtype. Raises what that does.
 
     >>> def on_rank():
     ...     outputs = [torch.empty(2), torch.empty(4)]

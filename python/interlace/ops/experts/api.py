@@ -106,7 +106,9 @@ def dispatch(
     algorithm : "fused", Triton kernels; "pipelined", torch, rank after rank; "unfused", an all-to-all and
         torch; "auto".
 
-    Returns ------- ``(received, handle)``: a :class:`Received` and the handle that :func:`combine` needs.
+    Returns
+    -------
+    ``(received, handle)``: a :class:`Received` and the handle that :func:`combine` needs.
     ``received.x`` has a row for each token and expert of this rank, sorted by expert, then by source rank,
     then in the order of the source's tokens. With ``async_op`` a :class:`Work` whose ``wait()`` returns the
     pair.
@@ -279,7 +281,7 @@ def permute(
     ``topk_idx`` integers ``(t, k)``, -1 for none. Returns ``(rows, splits)``: ``(r, hidden)`` sorted by
     expert, then by token, and int64 ``(num_experts,)``. No communication; gradients go to ``x``. The host
     of a GPU waits for ``r`` unless ``num_out_tokens`` is passed. With the maximum, ``t * k``, rows of slots
-    without an expert are the last ones. Raises torch's RuntimeError for shapes that do not fit. On a CPU,
+    without an expert are the last ones. Raises RuntimeError, torch's, for shapes that do not fit. On a CPU,
     without ``num_out_tokens``, raises ValueError for an expert out of range. Semantics: Megatron-core's
     ``permute``.
 
@@ -439,9 +441,9 @@ def all_gather_grouped_matmul(
     ----------
     input : this rank's rows, ``(t, k)``, sorted by expert. ``t`` may differ between ranks. Any strides.
     weight : ``(E, k, n)`` with any strides; the ``(E, n, k)`` of stacked ``nn.Linear`` weights is read in
-        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks. input_splits : rows for each of
-    the E experts: ints, or a tensor of integers (the host waits for a tensor
-        on a GPU). Their sum is ``t``.
+        place as ``weight.transpose(1, 2)``. ``n`` may differ between ranks.
+    input_splits : rows for each of the E experts: ints, or a tensor of integers (the host waits for a
+        tensor on a GPU). Their sum is ``t``.
     output_splits : the expected result's rows, E * W ints by expert and source rank; compared with the
         actual rows. None: not compared.
     bias : ``(E, n)``.
@@ -495,8 +497,8 @@ def all_to_all_grouped_matmul(
     and may contain zeros.
 
     ``bias`` is ``(E / W, n)``, ``output_splits`` has E / W * W ints and ``splits`` is ``(E / W, W)``.
-    Everything else is as for :func:`all_gather_grouped_matmul`, with the same errors. Gradients do not need
-    equal numbers of rows.
+    Everything else is as for :func:`all_gather_grouped_matmul`. Raises what that does. Gradients do not
+    need equal numbers of rows.
 
     To bring each row back to its place in ``input``, sort ``output`` by source, then by expert
     (``splits.T``), and call ``all_to_all_single`` with the sizes exchanged.

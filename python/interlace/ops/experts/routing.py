@@ -188,11 +188,13 @@ def next_power(number: int) -> int:
 class Received(NamedTuple):
     """The results of a dispatch: rows by expert, then by source rank, then in the source's order.
 
-    Attributes ---------- x : ``(rows, hidden)``; after a low-latency dispatch ``(experts, most rows,
-    hidden)``. scales : a row for each row of ``x``, if it was sent with scales; otherwise None.
-    topk_weights : float32 ``(rows,)``, if weights were passed; otherwise None. segments : int64 ``(experts
-    of this rank, ranks, 3)``, on the device, for each expert and source rank: the
-        first row, the number of rows, and the first row among that rank's rows, sorted by expert.
+    Attributes
+    ----------
+    x : ``(rows, hidden)``; after a low-latency dispatch ``(experts, most rows, hidden)``.
+    scales : a row for each row of ``x``, if it was sent with scales; otherwise None.
+    topk_weights : float32 ``(rows,)``, if weights were passed; otherwise None.
+    segments : int64 ``(experts of this rank, ranks, 3)``, on the device, for each expert and source rank:
+        the first row, the number of rows, and the first row among that rank's rows, sorted by expert.
 
     >>> def on_rank():
     ...     received, _ = interlace.experts.dispatch(torch.ones(1, 4), torch.tensor([[0, 1]]), None, 2)

@@ -1,7 +1,7 @@
-"""A group that is not there: ops run on it as far as their launches, which become entries of the catalogue.
+"""A group without ranks: ops run on it up to their launches, which become entries of the catalogue.
 
-So nothing of a launch is written down twice. Tensors are torch's "meta" ones, which have a dtype, a shape
-and address 0, a multiple of 16 as nearly every address is; what is copied or signalled is passed over.
+So no part of a launch is written down twice. Tensors are torch's "meta" ones, with a dtype, a shape and
+address 0, a multiple of 16 like nearly every address. Copies and signals are ignored.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 class Passed:
-    """A stream or a place, as far as algorithms look: what has no answer here is passed over."""
+    """A stream or a place, as far as algorithms use it: unknown calls are ignored."""
 
     def __init__(self, **known: Any) -> None:
         self.__dict__.update(known)

@@ -1,7 +1,7 @@
 """Build the catalogue: every kernel of interlace, for a GPU that need not be here, with a verdict.
 
-``pool.py`` compiles and measures; what is judged here is what only the catalogue knows: which
-variants are defaults, and which kernels load by descriptor what peers have written.
+``pool.py`` compiles and measures. This file judges what only the catalogue knows: which variants are
+defaults, and which kernels load by descriptor what peers have written.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class BuildReport(Measurement):
     default: bool
 
     def problems(self) -> list[str]:
-        """Why this fails a build; empty if it does not."""
+        """The reasons why this fails a build; empty if it does not."""
         if self.error is not None:
             return [f"does not compile: {self.error}"]
         found = [str(fault) for fault in self.faults]
@@ -50,10 +50,10 @@ def build(
     workers: int | None = None,
     on_report: Callable[[BuildReport], None] = lambda report: None,
 ) -> list[BuildReport]:
-    """Compile and measure ``entries`` in worker processes; reports in the same order.
+    """Compile and measure ``entries`` in worker processes; return reports in the same order.
 
     ``workers`` is one per core by default. ``on_report`` is called as each entry is done. With
-    ``artifacts``, one path per entry, what is compiled is kept there (``worker.py``).
+    ``artifacts``, one path per entry, the compiled files are kept there (``worker.py``).
     """
     stems = artifacts or [""] * len(entries)
     measured = compile_all(

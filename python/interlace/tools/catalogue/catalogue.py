@@ -1,15 +1,15 @@
 """The catalogue of kernels: each in the variants that the default configuration launches.
 
 One :class:`Entry` is one compilation, as the launch of an op specialises it: the types of the arguments,
-which of them are divisible by 16, the constexprs, warps and stages. The ops themselves say so, see
-``absent_group.py``; the sizes come from ``tuning/configuration.py``.
+which of them are divisible by 16, the constexprs, warps and stages. They come from the launches of the ops,
+see ``absent_group.py``; the sizes come from ``tuning/configuration.py``.
 
 Variants of a fused kernel, named in this order::
 
     bf16, fp16, fp32   dtype of all operands
     kn, nk             B contiguous along N, or along K (a transposed nn.Linear weight)
     tma, pointers      the path through kernels/products.py; tma where the chip has it
-    odd N, odd K       extents that are no multiples of 16: elements move one by one
+    odd N, odd K       extents that are not multiples of 16: elements move one by one
     bias n, bias m     one value per column, one per row
     copiers            programs of this kernel push the chunks; without, the copy engine does
     few rows           at most 64 rows per rank
@@ -17,16 +17,16 @@ Variants of a fused kernel, named in this order::
     fast               as many bits as the tensor cores keep while they add up, and not fp32's
     silu, ...          the activation
     multimem           copiers send once for all ranks, through the switch
-    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised, by a scale for each row
-                       or, "fp8_static", by one that the weight has, or by its format
+    rms, layer         the norm of rows, with a residual; "fp8" if it is quantised by a scale for each row,
+                       "fp8_static" by a scale within the weight, or the name of a block-scaled format
     mxfp8, ...         block-scaled operands; bf16 output
     gathered           own rows go to all ranks: "normed", or "both", the sums too
 
-Kernels between nodes are as tests run them, and linked with NVSHMEM::
+Kernels between nodes are built like in tests, and linked with NVSHMEM::
 
-    stores        puts are stores: what the lint rules are about, without code that is not ours
-    nvshmem       linked with ``libnvshmem_device.bc``: it must compile with no symbol left over. What
-                  the library does with registers, stack and memory ordering is not judged
+    stores        puts are stores: the lint rules check these, without code from outside
+    nvshmem       linked with ``libnvshmem_device.bc``: it must compile with no symbol left over. The
+                  library's own registers, stack and memory ordering are not judged
     bytes, bf16   of the moves: a flat tensor of bytes, or rows of bf16 for all-gather + matmul
 """
 
@@ -78,9 +78,9 @@ SCALED_DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 MANY_ROWS = 4096
 EXPERTS = 2
 TOPK = 8  # slots of a token
-ELEMENTS = 1 << 20  # of a shard
+ELEMENTS = 1 << 20  # in a shard
 UNITS = {torch.int32: "", torch.int16: "by 2 bytes", torch.int8: "by bytes"}
-"""What the units of a low-latency kernel are called in the name of an entry."""
+"""The names of a low-latency kernel's units in the name of an entry."""
 
 
 def signals(arch: int) -> Iterator[Entry]:
@@ -88,7 +88,7 @@ def signals(arch: int) -> Iterator[Entry]:
     table, peers = meta(RANKS), Peers(meta(RANKS), 0, RANKS)
     pads = {"pads_ptr": table, "status_ptr": table, "rank": 0, "world_size": RANKS, "channel": 0}
     polls = {"polls": 1 << 40}
-    word = torch.empty(2, dtype=torch.uint32)[1:]  # of a progress array, anywhere in it
+    word = torch.empty(2, dtype=torch.uint32)[1:]  # anywhere in a progress array
     kernels: dict[Any, dict[str, Any]] = {
         signal.publish_kernel: {"peers": peers, "peer": 0, "slot_byte": 0},
         signal.wait_kernel: {"peers": peers, "source": 0, "slot_byte": 0},
@@ -153,15 +153,15 @@ def by_the_switch(arch: int, dtype: str, configuration: Configuration) -> Iterat
 def _by_words(
     arch: int, variant: str, op: Callable[..., object], *values: Any, **named: Any
 ) -> Entry:
-    """Polls are relaxed, because what they look at is the data itself: nothing has to be acquired."""
+    """Return an entry with relaxed polls: they read the data itself, so nothing has to be acquired."""
     (launch,) = launched(op, *values, **named)
     return entry(launch, variant, arch, ignore=("weak poll",))
 
 
 def low_latency(arch: int) -> Iterator[Entry]:
-    """One-shot, of words that carry their flags."""
+    """Yield one-shot collectives of words that carry their flags."""
     for unit, word in UNITS.items():
-        # behind the first unit, so that no larger ones do
+        # after the first unit, so that larger units do not fit
         data = meta(65, dtype=unit)[0 if unit is torch.int32 else 1 :]
         yield _by_words(arch, word, small.all_gather, data, data)
         yield _by_words(arch, word, small.broadcast, data, 0)
@@ -173,12 +173,12 @@ def low_latency(arch: int) -> Iterator[Entry]:
 
 
 def broadcast(arch: int, dtype: str) -> list[Entry]:
-    """Of few bytes, in units of 4."""
+    """Return broadcasts of few bytes, in units of 4."""
     return [_by_words(arch, dtype, small.broadcast, meta(65, dtype=torch.int32), 0)]
 
 
 def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
-    """The kernels between nodes, with puts of this kind."""
+    """Yield the kernels between nodes, with puts of this kind."""
     dtype = torch.bfloat16
     configuration = gpu_default(arch, dtype, MANY_ROWS)
     whole, lengths = meta(NODE_RANKS * ELEMENTS, dtype=dtype), [ELEMENTS] * NODE_RANKS
@@ -201,22 +201,22 @@ def between_nodes(arch: int, put: str = "stores") -> Iterator[Entry]:
         if made.kernel == "move_kernel":
             made = replace(made, variant=f"{put} {FORMS[launch.arguments['input'].ptr.dtype]}")
         found.setdefault(made.name, made)
-    # the kernel that multiplies puts nothing, and is with those of one node
+    # the kernel that multiplies does not put, and is among the kernels of one node
     return iter(each for each in found.values() if "PUT" in each.constants)
 
 
 def linked(arch: int, folder: str | None = None) -> list[Entry]:
-    """Entries between nodes, linked with what ``nvshmem_library`` finds, or PlaceUnavailableError."""
+    """Return entries between nodes, linked with NVSHMEM's library, or raise PlaceUnavailableError."""
     library = {LIBRARY: device_library(arch, folder)}
     entries = between_nodes(arch, "nvshmem")
     return [replace(entry, libraries=library, default=False) for entry in entries]
 
 
-ARCHES = (80, 90, 100)  # that stand for the others
+ARCHES = (80, 90, 100)  # they stand for the others
 BY_ENGINE = {"copiers": 0}
-"""What makes the copy engine send, and no programs of the kernel."""
+"""Options with which the copy engine sends, and no programs of the kernel."""
 ROLES = {**BY_ENGINE, "warp_roles": True}
-"""What has warps of the kernel load, multiply or store."""
+"""Options with which separate warps of the kernel load, multiply or store."""
 
 
 def entries(arch: int) -> list[Entry]:
@@ -232,7 +232,7 @@ def entries(arch: int) -> list[Entry]:
 
 
 def one_of_each(found: Iterable[Entry]) -> list[Entry]:
-    """The first variant of each kernel for each architecture."""
+    """Return the first variant of each kernel for each architecture."""
     first: dict[tuple[str, int], Entry] = {}
     for each in found:
         first.setdefault((each.kernel, each.arch), each)
@@ -252,14 +252,14 @@ class ExpertsVariant:
 
 @dataclass(frozen=True)
 class NormVariant:
-    """A variant of a kernel that norms rows: of a residual, with a weight; "layer" with a bias too."""
+    """A variant of a kernel that norms rows: with a residual and a weight; "layer" also with a bias."""
 
     kind: str = "rms"
     quantize: str = ""
     gather: str = ""
 
     def linear(self, linear: Linear, rows: int) -> tuple[Linear, normed.WholeRows | None]:
-        """``linear`` of ``rows`` own rows with this norm, and what is gathered on all ranks."""
+        """Return ``linear`` with this norm, for ``rows`` own rows, and the rows gathered on all ranks."""
         columns, dtype = linear.output.shape[1], linear.output.dtype
         weight = meta(columns, dtype=dtype)
         bias = weight if self.kind == "layer" else None
@@ -315,7 +315,7 @@ class MatmulVariant:
         return (DTYPES | SCALED_DTYPES)[self.dtype]
 
     def configuration(self, arch: int) -> Configuration:
-        """The configuration that is launched for these operands."""
+        """Return the configuration that is launched for these operands."""
         extents = self.rows, self.columns, self.inner
         fast = FORMATS[self.format].fast_accum if self.format else self.fast_accum
         kind = {"fast_accum": fast, "grouped": self.grouped}
@@ -325,7 +325,7 @@ class MatmulVariant:
         return replace(default, **own | self.overrides)
 
     def tensors(self, rows: int, *experts: int) -> tuple[torch.Tensor, Linear]:
-        """The input, of ``rows``, and the weight, with what belongs to it."""
+        """Return the input, with ``rows``, and the weight with its bias and scales."""
         columns, inner, dtype = self.columns, self.inner, self.torch_dtype
         format = FORMATS.get(self.format)
         inner = inner if format is None else format.row_bytes(inner)
@@ -422,13 +422,13 @@ def _fused(arch: int) -> Iterator[Entry]:
         operands = MatmulVariant(tma=tma, layout="nk", format=name)
         for make in _OF_PACKED_ROWS:
             yield replace(make(arch, operands), default=True)
-        # no defaults: of nvfp4 the first spills 8 instructions on 10.0
+        # these are no defaults: for nvfp4 the first spills 8 instructions on 10.0
         yield matmul_reduce_scatter_norm(arch, operands)
         yield matmul_all_reduce_norm(arch, operands)
 
 
 def _scaled() -> Iterator[MatmulVariant]:
-    """fp8: weights are contiguous along K, as torch asks for."""
+    """Yield fp8 variants: weights are contiguous along K, as torch requires."""
     fp8 = MatmulVariant("fp8e4nv", "nk", scales="tensor", fast_accum=False)
     yield fp8
     yield replace(fp8, scales="row", bias="n")
@@ -468,7 +468,7 @@ def grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def counted_grouped_matmul(arch: int, operands: MatmulVariant) -> Entry:
-    """Whose counts are on the device."""
+    """Return the kernel whose counts are on the device."""
     operands = replace(operands, grouped=True)
     configuration = operands.configuration(arch)
     input, linear = operands.tensors(operands.rows, EXPERTS)
@@ -488,20 +488,20 @@ def matmul_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def scatters(arch: int, operands: MatmulVariant) -> list[KernelLaunch]:
-    """What matmul + reduce-scatter launches."""
+    """Return the launches of matmul + reduce-scatter."""
     input, linear, segments = _scattered(operands, RANKS)
     op, configuration = matmul_reduce.matmul_reduce_scatter_fused, operands.configuration(arch)
     return launched(op, input, linear, segments, configuration)
 
 
 def matmul_reduce_scatter_roles(operands: MatmulVariant) -> list[Entry]:
-    """For 9.0: the products by warps with roles, and the sums."""
+    """Return the kernels for 9.0: the products by warps with roles, and the sums."""
     operands = replace(operands, overrides=ROLES | operands.overrides)
     return [_fused_entry(90, operands, launch) for launch in scatters(90, operands)]
 
 
 def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
-    """``columns`` are those of one rank."""
+    """Return the kernel; ``columns`` is one rank's number."""
     input, linear = replace(operands, columns=RANKS * operands.columns).tensors(operands.rows)
     linear.output = meta(RANKS * operands.rows, operands.columns, dtype=operands.torch_dtype)
     call, configuration = (input, linear, [operands.rows] * RANKS), operands.configuration(arch)
@@ -510,7 +510,7 @@ def matmul_all_to_all(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
-    """``inner`` is that of one rank; it goes by pointers."""
+    """Return the kernel by pointers; ``inner`` is one rank's number."""
     operands = replace(operands, tma=False)
     _, linear = replace(operands, inner=RANKS * operands.inner).tensors(operands.rows)
     part = meta(RANKS * operands.rows, operands.inner, dtype=operands.torch_dtype)
@@ -521,7 +521,7 @@ def all_to_all_matmul(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
-    """Matmul + reduce-scatter between nodes, the kernel that multiplies."""
+    """Return the kernel that multiplies in matmul + reduce-scatter between nodes."""
     configuration = operands.configuration(arch)
     input, linear, segments = _scattered(operands, NODE_RANKS)
     group = AbsentGroup(NODE_RANKS, put="stores")
@@ -531,7 +531,7 @@ def matmul_node_reduce_scatter(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def _scattered(operands: MatmulVariant, ranks: int) -> tuple[Any, Linear, Any]:
-    """The input of all ranks' rows, the weight with an output of one's, the segments."""
+    """Return the input of all ranks' rows, the weight with one rank's output, and the segments."""
     input, linear = operands.tensors(ranks * operands.rows)
     linear.output = linear.output[: operands.rows]
     return input, linear, formulas.segments_of([operands.rows] * ranks)
@@ -545,7 +545,7 @@ def matmul_all_reduce(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -> list[Entry]:
-    """Dispatch and combine of rows; of fp8 with scales, and dispatch alone."""
+    """Return dispatch and combine of rows; for fp8 with scales, only dispatch."""
     routed, dtype, kind = operands.routed, operands.dtype, operands.torch_dtype
     assignment, scaled = routed.chosen(), dtype in SCALED_DTYPES
     own: dict[str, Any] = dict(operands.overrides)
@@ -568,7 +568,7 @@ def experts_rows(arch: int, operands: MatmulVariant, *, weighted: bool = True) -
 
 
 def _experts(arch: int) -> Iterator[Entry]:
-    """Rows of experts: words of 4 bytes, as nearly all rows are, with and without weights and scales."""
+    """Yield kernels for rows of experts: words of 4 bytes, with and without weights and scales."""
     for dtype, weighted in (("bf16", True), ("bf16", False), ("fp32", True)):
         yield from experts_rows(arch, MatmulVariant(dtype), weighted=weighted)
     if arch >= 90:
@@ -606,7 +606,7 @@ def _norms(arch: int) -> Iterator[Entry]:
     tma = gpu_default(arch, torch.bfloat16, MANY_ROWS).descriptors
     bf16, fp32 = MatmulVariant(tma=tma), MatmulVariant(tma=False, dtype="fp32")
     norms = [RMS, LAYER, replace(RMS, gather="normed"), replace(LAYER, gather="both")]
-    if arch >= 89:  # below, Triton makes no float8_e4m3fn
+    if arch >= 89:  # Triton makes no float8_e4m3fn for older ones
         made = [replace(RMS, quantize=name) for name in QUANTIZE]
         norms += [*made, *(replace(each, gather="normed") for each in made)]
     for norm in norms:
@@ -627,7 +627,7 @@ def _norms(arch: int) -> Iterator[Entry]:
 
 
 def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Matmul + reduce-scatter, whose own rows are normed."""
+    """Return matmul + reduce-scatter, with a norm of the own rows."""
     input, linear, segments = _scattered(operands, RANKS)
     linear, whole = operands.norm.linear(linear, operands.rows)
     op, configuration = normed.matmul_reduce_scatter_fused, operands.configuration(arch)
@@ -636,7 +636,7 @@ def matmul_reduce_scatter_norm(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def matmul_all_reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Matmul + all-reduce in one shot, all of whose rows are normed on every rank."""
+    """Return the one-shot matmul + all-reduce, with a norm of all rows on every rank."""
     input, linear = operands.tensors(operands.rows)
     linear, _ = operands.norm.linear(linear, operands.rows)
     configuration = operands.configuration(arch)
@@ -650,7 +650,7 @@ def _rows_entry(arch: int, operands: MatmulVariant, launch: KernelLaunch, **more
 
 
 def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """Reduction and norm of rows that are there already."""
+    """Return reduction and norm of existing rows."""
     input = meta(RANKS * MANY_ROWS, operands.columns, dtype=operands.torch_dtype)
     linear, whole = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     segments = formulas.segments_of([MANY_ROWS] * RANKS)
@@ -660,7 +660,7 @@ def reduce_norm(arch: int, operands: MatmulVariant) -> Entry:
 
 
 def low_latency_norm(arch: int, operands: MatmulVariant) -> Entry:
-    """All-reduce and norm of few rows, whose words carry their flags."""
+    """Return all-reduce and norm of few rows, whose words carry their flags."""
     linear, _ = operands.norm.linear(operands.tensors(MANY_ROWS)[1], MANY_ROWS)
     input = meta(4, operands.columns, dtype=operands.torch_dtype)
 

@@ -3,7 +3,7 @@
 Variants::
 
     bf16, fp16, fp32   dtype of all operands
-    head 64            the size of heads: 64, 128, 256, or 96, which is no power of two
+    head 64            the size of heads: 64, 128, 256, or 96, which is not a power of two
     head 192 128       192 of queries and keys, 128 of values and results
     copiers            programs of the kernel push the keys; without, the copy engine does
 """
@@ -50,7 +50,7 @@ class HeadsVariant:
         return replace(for_decoding(found, dtype) if decodes else found, **own)
 
     def problem(self, group: Any, tokens: int = _ROWS) -> tuple[AttentionProblem, AttentionResult]:
-        """And tensors for the result, with gradients."""
+        """Return the problem, and tensors for the result, with gradients."""
         query, key, value, output = (
             meta(tokens, 1, heads, size, dtype=DTYPES[self.dtype])
             for heads, size in (
@@ -84,7 +84,7 @@ def attention(arch: int) -> Iterator[Entry]:
 
 
 def gathered_attention(arch: int, heads: HeadsVariant) -> list[Entry]:
-    """Forward in one kernel that gathers keys, and the merge."""
+    """Return the forward kernel that gathers keys, and the merge."""
 
     def run(group: AbsentGroup) -> None:
         problem, (output, _, lse, *_) = heads.problem(group)
@@ -94,7 +94,7 @@ def gathered_attention(arch: int, heads: HeadsVariant) -> list[Entry]:
 
 
 def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
-    """Forward with copiers and without, keys one source at a time, the merge, and the backward."""
+    """Yield forward with copiers and without, keys one source at a time, the merge, and the backward."""
     tiles, seen = heads.tiles(arch), set[str]()
 
     def run(group: AbsentGroup) -> None:
@@ -117,7 +117,7 @@ def attention_kernels(arch: int, heads: HeadsVariant) -> Iterator[Entry]:
 
 
 def heads_kernels(arch: int, heads: HeadsVariant, *, backward: bool = False) -> list[Entry]:
-    """Keys of all ranks at once, and the merge; or the gradients."""
+    """Return kernels for keys of all ranks at once, and the merge; or the gradients."""
     tiles = heads.tiles(arch, backward=backward)
 
     def run(group: AbsentGroup) -> None:
@@ -133,7 +133,7 @@ def heads_kernels(arch: int, heads: HeadsVariant, *, backward: bool = False) -> 
 
 
 def decoding(arch: int) -> Iterator[Entry]:
-    """One token of a few sequences; the polls of its exchange are those of words (``catalogue.py``)."""
+    """Yield kernels for one token of a few sequences; the exchange polls words (``catalogue.py``)."""
     for dtype, size in (("bf16", 128), ("bf16", 64), ("fp32", 128)):
         yield from decode_kernels(arch, HeadsVariant(dtype, size))
     yield from decode_kernels(arch, HeadsVariant("bf16", 128), paged=True)
@@ -141,7 +141,7 @@ def decoding(arch: int) -> Iterator[Entry]:
 
 
 def decode_kernels(arch: int, heads: HeadsVariant, *, paged: bool = False) -> Iterator[Entry]:
-    """``paged``: the kernel that looks at a table of pages."""
+    """Yield decode kernels. ``paged``: the kernel that reads a table of pages."""
     dtype, tiles = DTYPES[heads.dtype], heads.tiles(arch, decodes=True)
     query = meta(4, 1, _HEADS, heads.size, dtype=dtype)
     key, value = (
