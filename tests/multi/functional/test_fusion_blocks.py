@@ -1,8 +1,6 @@
 """The fusion pass on block-scaled operands, in graphs as torchao's and vLLM's: the results of the ops."""
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import interlace
 import interlace.compile
 from interlace.ops.matmul.formats import Scaled, quantize, swizzled
 from multi.functional.fusion_patterns import Tensor, fused, gathered, scattered, total
-from multi.process_group.backend_ranks import world
 from ranks import ranks
 from stand_ins.models import block_ops, vllm_ops
 from tiers import thorough
@@ -323,13 +320,10 @@ if hasattr(F, "scaled_mm"):
     }
 
 
-@contextlib.contextmanager
-def with_stand_ins(path: Path) -> Iterator[None]:
+def define_stand_ins() -> None:
     vllm_ops.define()
     block_ops.define()
-    with world(path / "store"):
-        interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
-        yield
+    interlace.GroupSpec("tp:0", dist.get_world_size()).bind(None)
 
 
 def listed(results: Any) -> list[Tensor]:
@@ -346,20 +340,20 @@ BY_INDUCTOR = "cutlass_scaled_mm", "groups, scattered", "nvfp4 of vLLM"
     [("aot_eager", tuple(CASES)), ("inductor", BY_INDUCTOR)],
     ids=["all", "Inductor"],
 )
-@ranks()
-def test_graphs_of_torchao_and_vllm(tmp_path: Path, codegen: str, names: tuple[str, ...]) -> None:
-    with with_stand_ins(tmp_path):
-        for name in names:
-            make, expected = CASES[name]
-            layer, given, right = make()
-            compiled, reports = fused(layer, codegen)
-            found = compiled(*given)
-            (report,) = reports
-            made = sorted((c.op, c.notes) for c in report.candidates)
-            assert made == sorted(expected), (name, str(report))
-            assert all(c.fused for c in report.candidates), (name, str(report))
-            for one, other in zip(listed(found), listed(right), strict=True):
-                assert torch.equal(one, other), name
+@ranks(backend="interlace")
+def test_graphs_of_torchao_and_vllm(codegen: str, names: tuple[str, ...]) -> None:
+    define_stand_ins()
+    for name in names:
+        make, expected = CASES[name]
+        layer, given, right = make()
+        compiled, reports = fused(layer, codegen)
+        found = compiled(*given)
+        (report,) = reports
+        made = sorted((c.op, c.notes) for c in report.candidates)
+        assert made == sorted(expected), (name, str(report))
+        assert all(c.fused for c in report.candidates), (name, str(report))
+        for one, other in zip(listed(found), listed(right), strict=True):
+            assert torch.equal(one, other), name
 
 
 # -- what is left as it is, and why --------------------------------------------------------------------
@@ -417,19 +411,19 @@ LEFT: dict[Callable[..., Any], tuple[str, int]] = {
 
 
 @thorough
-@ranks()
-def test_what_is_left_is_said(tmp_path: Path) -> None:
-    with with_stand_ins(tmp_path):
-        x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
-        given = x.values, x.scales, w.values, w.scales
-        for layer, (reason, count) in LEFT.items():
-            compiled, reports = fused(layer)
-            found = compiled(*given)
-            (report,) = reports
-            assert len(report.fused) == count, str(report)
-            assert reason in {c.reason for c in report.candidates}, str(report)
-            for one, other in zip(listed(found), listed(layer(*given)), strict=True):
-                torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-4)
+@ranks(backend="interlace")
+def test_what_is_left_is_said() -> None:
+    define_stand_ins()
+    x, w = shard("fp8_block128"), weight("fp8_block128", weight=True)
+    given = x.values, x.scales, w.values, w.scales
+    for layer, (reason, count) in LEFT.items():
+        compiled, reports = fused(layer)
+        found = compiled(*given)
+        (report,) = reports
+        assert len(report.fused) == count, str(report)
+        assert reason in {c.reason for c in report.candidates}, str(report)
+        for one, other in zip(listed(found), listed(layer(*given)), strict=True):
+            torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-4)
 
 
 def tiles_of_8x4(q: Tensor, s: Tensor, w: Tensor, w_scales: Tensor, alpha: Tensor) -> Tensor:

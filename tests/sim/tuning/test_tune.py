@@ -436,11 +436,11 @@ def test_a_dry_run_for_a_gpu_that_is_not_here() -> None:
             {"place": "sim", "budget": float("inf")},
             "--budget must be positive and at most 100000 s, got inf",
         ),
-        ({"place": "sim", "m": ""}, "--m: '' is no size"),
+        ({"place": "sim", "m": ""}, "--m: '' is not a size"),
         ({"place": "sim", "m": "1G", "n": "1G", "k": "1G"}, "on 2 ranks needs .* GiB, there are"),
         ({"place": "sim", "arch": 90}, "--arch needs --dry-run"),
         ({"world_size": 65, "place": "sim"}, "--world-size"),
-        ({"place": "sim", "n": "many"}, "'many' is no size"),
+        ({"place": "sim", "n": "many"}, "'many' is not a size"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
