@@ -90,7 +90,7 @@ def test_what_formats_do_not_fit(tmp_path: pathlib.Path) -> None:
     for op, more, said in (
         ("all_gather_matmul", {"k": "33", "format": "mxfp4"}, "--k 33: mxfp4 has two numbers in"),
         ("dispatch", {"n": "33", "format": "nvfp4"}, "--n 33: nvfp4 has two numbers in a byte"),
-        ("combine", {"format": "mxfp8"}, "--format mxfp8: combine has none"),
+        ("combine", {"format": "mxfp8"}, "--format mxfp8: combine has no such setting"),
         ("matmul_all_to_all", {"format": "mxfp8"}, "--format mxfp8: matmul_all_to_all has none"),
     ):
         with pytest.raises(ValueError, match=said):

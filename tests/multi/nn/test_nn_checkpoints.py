@@ -257,7 +257,7 @@ def test_dtensors_need_torch_distributed() -> None:
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        (None, "has no weight.exp_avg"),
+        (None, "has no entry weight.exp_avg"),
         (torch.ones(3), r"weight.exp_avg must have shape \(4,\), got \(3,\)"),
         (1.0, "weight.exp_avg is a float"),
     ],

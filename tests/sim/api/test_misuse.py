@@ -228,7 +228,7 @@ RUNS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: interlace.run(rank, True), TypeError, "world_size must be an int, got True"),
     (lambda: interlace.run(rank, 2.0), TypeError, "world_size must be an int, got 2.0"),
     (lambda: interlace.run(3, 2), TypeError, "fn must be callable, got int"),
-    (lambda: interlace.run(rank, 2, place="hosts"), ValueError, 'place "hosts" is of processes'),
+    (lambda: interlace.run(rank, 2, place="hosts"), ValueError, 'place "hosts" needs processes'),
     (lambda: interlace.run(rank, 2, place="nvshmem"), ValueError, "started by torchrun or joined"),
     (lambda: interlace.run(rank, 2, timeout=1e300), ValueError, "timeout must be at most 1e[+]06"),
     (lambda: interlace.run(rank, 2, timeout=0), ValueError, "timeout must be positive, got 0"),

@@ -263,7 +263,7 @@ def test_targets_that_are_none(
         (["--ranks", "two"], "must be like 2,3,4,8, got 'two'"),
         (["--ranks", "0"], "--ranks: must be a positive whole number, got '0'"),
         (["--seeds", "0"], "must be a positive whole number, got '0'"),
-        (["--arch", "70"], "known are 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
+        (["--arch", "70"], "must be among 80, 86, 87, 89, 90, 100, 103, 120, 121, got 70"),
     ],
 )
 def test_options_that_are_none(
