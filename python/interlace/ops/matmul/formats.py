@@ -291,7 +291,7 @@ class Scaled:
         )
 
     def to(self, device: torch.device | str | int) -> Scaled:
-        """Return the same numbers on ``device``, packed if they are. Raise TypeError for a dtype.
+        """Return the same numbers on ``device``, packed if they are. Raises TypeError for a dtype.
 
         >>> interlace.quantize(torch.ones(1, 32), "mxfp8").to("cpu").dequantize().sum()
         tensor(32.)
@@ -339,9 +339,9 @@ class Scaled:
         return unpacked_rows(packed_rows(self), self.kind, self.shape[-1])
 
     def check_scales(self) -> None:
-        """Raise unless every scale is finite and above 0, or 0 with values of 0. Waits for the device.
+        """Check that every scale is finite and above 0, or 0 with values of 0. Waits for the device.
 
-        The ValueError names the first wrong scale.
+        Raises ValueError that names the first wrong scale.
         """
         rows_first = self if self.inner == -1 else self.t()
         values, scales, whole = rows_first.values, rows_first.scales.float(), rows_first.whole
