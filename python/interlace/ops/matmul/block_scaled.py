@@ -478,7 +478,7 @@ def _check(input: Any, operand: Any, name: str, index: int, by_expert: bool) -> 
         )
     if not index:
         if operand.inner != -1:
-            raise ValueError("input must be [..., k] with blocks along k, got a transposed one")
+            raise ValueError("input must be [..., k], its blocks along k, got a transposed one")
         return
     dims, shape = (3, "(experts, k, n)") if by_expert else (2, "(k, n)")
     if operand.inner != -2 or operand.values.dim() != dims:
