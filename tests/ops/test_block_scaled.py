@@ -491,7 +491,9 @@ def test_what_takes_no_scaled_says_what_to_pass() -> None:
     def call() -> None:
         rank = interlace.get_rank()
         for name, op in tensors_only(made("mxfp8", 4, 0)).items():
-            words = rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
+            words = (
+                rf"^{name.split()[0]} must be a tensor.*, got Scaled in mxfp8, .*; pass dequantize"
+            )
             with pytest.raises(TypeError, match=words):
                 op()
         alone = {"input", "input of a scatter", "residual", "tensor of a sum", "y"}
