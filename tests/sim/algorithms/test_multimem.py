@@ -249,10 +249,10 @@ def test_a_store_and_a_reduction_reach_all() -> None:
 
 
 WRONG = [
-    ("multimem.st.relaxed.sys.global.u32 [$1], 1; mov.u32 $0, 0;", ValueError, "is not a multicast address"),
+    ("multimem.st.relaxed.sys.global.u32 [$1], 1; mov.u32 $0, 0;", ValueError, "is not a multicast"),
     ("multimem.st.relaxed.sys.global.u32 [m+131072], 1; mov.u32 $0, 0;", ValueError, "is not a multicast"),
     ("multimem.st.relaxed.sys.global.u32 [m+16], 1; mov.u32 $0, 0;", MemoryAccessError, "out of bounds"),
-    ("multimem.st.relaxed.global.u32 [m], 1; mov.u32 $0, 0;", InlineAssemblyError, "take a scope, and need it"),
+    ("multimem.st.relaxed.global.u32 [m], 1; mov.u32 $0, 0;", InlineAssemblyError, "take a scope"),
     ("multimem.ld_reduce.relaxed.sys.global.xchg.u32 $0, [m];", InlineAssemblyError, "known are add"),
     ("multimem.cp.async.bulk $0, [m];", InlineAssemblyError, "multimem.ld_reduce"),
 ]  # fmt: skip
