@@ -154,7 +154,7 @@ def test_what_is_no_answer_is_an_error() -> None:
     refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "rank 1 is not a member", lambda: F.all_reduce(x, group=[0, 2])),
         (ValueError, "only .0, 1, 2, 3. are simulated", lambda: F.all_reduce(x, group=[*range(8)])),
-        (ValueError, "give the ranks", lambda: F.all_reduce(x, group=interlace.GroupSpec("tp", 2))),
+        (ValueError, "pass the ranks", lambda: F.all_reduce(x, group=interlace.GroupSpec("tp", 2))),
         (ValueError, "shape of input differs", lambda: F.all_reduce(uneven)),
         (TypeError, "plain tensors only", lambda: F.all_reduce(plain)),
         (ValueError, "root|0..3", lambda: F.broadcast(x, 4)),
