@@ -303,9 +303,7 @@ def plots(page: str) -> list[Path]:
     return made
 
 
-def _times(
-    pyplot: Any, document: Document, ops: Sequence[str], *, bandwidth: bool = False
-) -> Any:
+def _times(pyplot: Any, document: Document, ops: Sequence[str], *, bandwidth: bool = False) -> Any:
     """Time or bandwidth over size, both logarithmic: a row of plots per world size, a column per op."""
     every = [m for m in document["measurements"] if m["op"] in ops]
     worlds = sorted({m["world_size"] for m in every} - {1})
