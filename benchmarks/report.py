@@ -1,7 +1,7 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md`` and ``docs/explanation/performance.md`` a table stands between ``<!-- table KIND FILE -->``
-and ``<!-- end -->``; this rewrites all of them. Kinds::
+In ``README.md``, ``docs/reference/measurements.md`` and ``docs/reference/kernel-counts.md`` a table is between
+``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
 
     backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
     dispatch  torch_backend in a world of one
@@ -28,7 +28,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs/explanation/performance.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs/reference/measurements.md",
+    ROOT / "docs/reference/kernel-counts.md",
+)
 IMAGES = ROOT / "docs" / "images"
 MARK = re.compile(r"(<!-- table (\w+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BACKEND_OPS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

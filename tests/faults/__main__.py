@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.short:
         page = PAGE.read_text()
         PAGE.write_text(with_rows(page, results) if options.only else in_page(page, made))
-        subprocess.run([sys.executable, str(PAGE.with_name("draw.py")), "faults"], check=True)
+        subprocess.run([sys.executable, str(PAGE.parents[1] / "draw.py"), "faults"], check=True)
     failed = [f"{each.row.fault} ({each.row.place})" for each in results if not each.holds]
     print(
         f"{time.monotonic() - began:.0f} s; "
