@@ -1,6 +1,6 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md``, ``docs/reference/measurements.md`` and ``docs/reference/kernel-counts.md`` a table is between
+In ``README.md`` and in ``measurements.md`` and ``kernel-counts.md`` of docs/reference, a table is between
 ``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
 
     backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size

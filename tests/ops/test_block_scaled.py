@@ -278,7 +278,7 @@ ZERO = Scaled(torch.ones(4, INNER).to(E4M3), torch.zeros(4, 2), "fp8_block128")
             "input must be an interlace.Scaled as the other operands are",
         ),
         (X, X, ValueError, r"weight must be \(k, n\), its blocks along k"),
-        (W, W, ValueError, r"input must be \[..., k\] with blocks along k"),
+        (W, W, ValueError, r"input must be \[..., k\], its blocks along k"),
         (
             X,
             quantize(torch.ones(4, 64), "mxfp8").t(),
@@ -420,7 +420,7 @@ def wrong_operands(name: str) -> list[tuple[str, tuple[Scaled, Scaled]]]:
     cases = [
         (f"input is in {other}, weight in {name}; all operands", (made(other, DIVIDED, 0), weight)),
         ("weight has 160 rows, input has k = 128", (made(name, DIVIDED, 0, inner=128), weight)),
-        (r"input must be \[..., k\] with blocks along k", (left.t(), weight)),
+        (r"input must be \[..., k\], its blocks along k", (left.t(), weight)),
         (r"weight must be \(k, n\), its blocks along k", (left, weight.t())),
         (bad, (dataclasses.replace(left, scales=filled_with(left.scales, math.nan)), weight)),
     ]
