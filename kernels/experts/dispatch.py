@@ -42,7 +42,7 @@ _AT_ONCE = tl.constexpr(2)  # slots of a token that are looked up together
 @triton.jit
 def copy_listed_rows(to_ptr, places, from_ptr, from_rows, mask, words, BLOCK: tl.constexpr,
                      PLACES: tl.constexpr):  # fmt: skip
-    """Copy row ``from_rows[i]`` where ``mask[i]`` to each of its ``PLACES`` places; below 0 is no place.
+    """Copy row ``from_rows[i]`` where ``mask[i]`` to its ``PLACES`` places; below 0: skipped.
 
     ``places``: a tuple of ``PLACES`` tensors. A row of ``words`` is loaded once for all of them.
     """

@@ -1,6 +1,6 @@
 """Kernels of matmuls that gather their input or reduce their output over ranks.
 
-Kernels of one's own take the product of a tile from here; it stands in ``products.py``, for all families.
+A user's kernel takes the product of a tile from here; it stands in ``products.py``, for all families.
 """
 
 from interlace.kernels.products import (

@@ -34,7 +34,7 @@ class ModelMachine:
     clock_tflops: float  # bf16 matmul of all SMs at full clock
     power_tflops: float  # bf16 matmul that the power limit sustains
     hbm_gbs: float  # GB/s that a kernel gets from memory
-    l2_mb: float  # of which half is counted on for a whole weight
+    l2_mb: float  # the model lets a whole weight use half of it
     sharing_mb: float  # how far ahead of a follower a reader of the same columns may be
     tile_us: (
         float  # per tile of a persistent Triton matmul: what its loads and stores do not overlap
@@ -42,19 +42,19 @@ class ModelMachine:
     library_tile_us: float  # the same of cuBLAS
     small_tile_rate: float  # rate of a 128 x 128 tile of cuBLAS relative to 128 x 256
     triton_small_tile_rate: float  # the same of Triton
-    sum_gbs: float  # of one SM that reads contributions and adds them
+    sum_gbs: float  # one SM that reads contributions and adds them
     launch_us: float  # from the end of a kernel to the start of the next on its stream
     # copies and signals
     copy_issue_us: float  # before each copy of a copy engine's stream, and its signal
     local_copy_gbs: float  # copy within one GPU's memory
     signal_us: float  # from a publish to its sight at the peer
-    barrier_us: float  # of all ranks of a node, on the stream
-    nvshmem_barrier_us: float  # of all ranks, on the stream, by NVSHMEM
+    barrier_us: float  # all ranks of a node, on the stream
+    nvshmem_barrier_us: float  # all ranks, on the stream, by NVSHMEM
     interference_us_per_mb: float  # matmul time lost per 10**6 bytes that a GPU sends or receives
     # links
     link_gbs: float  # GPU to GPU within a node, by copy engine
-    sm_copy_gbs: float  # of one SM that loads locally and stores to a peer
-    sm_store_gbs: float  # of one SM that stores what it has computed to a peer
+    sm_copy_gbs: float  # one SM that loads locally and stores to a peer
+    sm_store_gbs: float  # one SM that stores its results to a peer
     nic_gbs: float  # one GPU's network card
     nic_us: float  # latency of an RDMA put with signal
     # NCCL
@@ -62,7 +62,7 @@ class ModelMachine:
     nccl_base_us: float
     nccl_hop_us: float
     nccl_node_hop_us: float
-    nccl_short_base_us: float  # of its protocol for short messages, which has 92 % of the rate
+    nccl_short_base_us: float  # the protocol for short messages, with 92 % of the rate
     nccl_short_hop_us: float
     nccl_short_node_hop_us: float
     # host

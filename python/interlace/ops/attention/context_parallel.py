@@ -490,7 +490,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return dict(zip(("query", "key", "value"), map(wait, made), strict=True))
 
 
-# -- of one process that plays all ranks -----------------------------------------------------------
+# -- references: one process plays all ranks --------------------------------------------------------
 
 
 class _Sequence(NamedTuple):

@@ -353,7 +353,7 @@ def shard_sequence(
     Parameters
     ----------
     tensor : the whole, the same on all ranks. Cut positions, targets and masks in the same way.
-    dim : its dimension of tokens. Of n tokens the first ``n % W`` ranks get one more than the others.
+    dim : its dimension of n tokens. The first ``n % W`` ranks get one token more than the others.
 
     Returns a copy; the gradient of ``tensor`` is 0 outside this rank's part. Raises ValueError for an
     unknown ``balance`` or a wrong ``dim``, TypeError if ``tensor`` is not a tensor. No communication.

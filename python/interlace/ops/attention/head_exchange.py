@@ -535,7 +535,7 @@ def _to_heads(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
     )
 
 
-# -- of one process that plays all ranks -----------------------------------------------------------
+# -- references: one process plays all ranks --------------------------------------------------------
 
 
 def _alike(ranks: Sequence[ToHeadsArguments | FromHeadsArguments]) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.stream import Event
 
 SMALL = 16384  # bytes that go along with a rank's message
-TAG = 1 << 30  # of messages with objects, so that they are not taken for tensors
+TAG = 1 << 30  # marks messages with objects, which are then not taken for tensors
 
 
 def _pickled(op: str, value: Any) -> bytes:

@@ -67,7 +67,7 @@ from interlace.runtime.numerics.norms import activate
 
 Tensor = torch.Tensor
 BLOCK = 128
-LARGEST = 448.0  # of float8_e4m3fn
+LARGEST = 448.0  # in float8_e4m3fn
 SMALLEST = 1e-4  # the least maximum of a block, so that a block of zeros has a scale
 
 
@@ -86,7 +86,7 @@ def dispatch(
 ) -> tuple[Received, DispatchHandle] | Work:
     """Send every token to the ranks that have its experts, and sort the rows there by expert.
 
-    Of ``num_experts`` experts rank r has those from ``r * num_experts / W`` on. A token with several
+    Rank r has the experts from ``r * num_experts / W`` on. A token with several
     experts on one rank travels there once.
 
     Parameters

@@ -629,7 +629,7 @@ class RowSplits(NamedTuple):
 
     sent: list[Any]
     received: list[Any]
-    experts: int  # of this rank
+    experts: int  # on this rank
 
     @property
     def sources(self) -> int:

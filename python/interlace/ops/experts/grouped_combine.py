@@ -595,7 +595,7 @@ def _gradients(given: RoutedGradientArguments, rows: Tensor, *weights: Tensor) -
     return of_products(given.input, rows, given.weight, given.segments, given.packed)
 
 
-# -- of one process that plays all ranks -----------------------------------------------------------
+# -- references: one process plays all ranks --------------------------------------------------------
 
 
 def reference(ranks: Sequence[_Arguments], size: int) -> list[list[Tensor]]:

@@ -547,7 +547,7 @@ def weights_of(communicator: Communicator, topk_weights: Any, like: Tensor) -> T
 
 # -- examples of arguments -------------------------------------------------------------------------
 
-SLOTS, EXPERTS = 2, 2  # of a token, of a rank
+SLOTS, EXPERTS = 2, 2  # per token, per rank
 
 
 def example_choice(setting: Setting) -> Tensor:
