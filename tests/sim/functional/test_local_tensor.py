@@ -161,10 +161,10 @@ def test_what_is_no_answer_is_an_error() -> None:
         (TypeError, "not defined for", lambda: F.all_reduce(wide, "band")),
         (ValueError, "does not divide", lambda: F.reduce_scatter(local(lambda r: torch.ones(6)))),
         (TypeError, "out must be a LocalTensor", lambda: F.all_reduce(wide, out=plain)),
-        (ValueError, "op was made for", lambda: torch.ops.interlace.all_reduce(x, "sum", 2, "0")),
+        (ValueError, "op was called for", lambda: torch.ops.interlace.all_reduce(x, "sum", 2, "0")),
         (
             ValueError,
-            "of different ranks",
+            "must have the same ranks",
             lambda: F.matmul_all_reduce(x, LocalTensor({0: torch.ones(4, 4)})),
         ),
     ]
