@@ -164,7 +164,7 @@ def test_what_is_no_answer_is_an_error() -> None:
         (ValueError, "op was called for", lambda: torch.ops.interlace.all_reduce(x, "sum", 2, "0")),
         (
             ValueError,
-            "of different ranks",
+            "must have the same ranks",
             lambda: F.matmul_all_reduce(x, LocalTensor({0: torch.ones(4, 4)})),
         ),
     ]
