@@ -248,6 +248,23 @@ def tails(form: Any, scatters: bool, options: dict[str, Any]) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_two_numbers_in_a_byte_have_gradients_for_odd_numbers_of_rows(name: Any) -> None:
+    def call() -> None:
+        parts = [
+            torch.randn(4 + rank, 64, generator=torch.Generator().manual_seed(rank))
+            for rank in range(2)
+        ]
+        x = parts[interlace.get_rank()].clone().requires_grad_()
+        w = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)).requires_grad_()
+        interlace.all_gather_matmul(x, w, format=name).sum().backward()  # type: ignore[union-attr]
+        assert x.grad is not None and w.grad is not None
+        right = torch.cat(parts).T @ torch.ones(9, 32)
+        assert (w.grad - right).abs().max() < right.abs().max() / 3
+
+    interlace.run(call, 2)
+
+
 @pytest.mark.parametrize("scatters", [True, False])
 def test_an_activation_and_a_norm_have_gradients(scatters: bool) -> None:
     for form in (interlace, functional):

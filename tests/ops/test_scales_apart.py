@@ -83,7 +83,7 @@ def test_a_block_that_is_a_whole_row(inner: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8_block128", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("rows", [64, 128, 130])
+@pytest.mark.parametrize("rows", [80, 128, 130])
 def test_scales_of_all_ranks(name: Any, rows: int) -> None:
     """As torch's "row-wise-replicated": the input's scales are there already."""
 
@@ -105,6 +105,17 @@ def test_scales_of_all_ranks(name: Any, rows: int) -> None:
             else:
                 given = swizzled(scales), given[1]
         assert torch.equal(fused_gather(values, w.values.t(), given), right)  # type: ignore[arg-type]
+
+    interlace.run(call, 2)
+
+
+def test_scales_that_may_be_of_one_rank_or_of_all_are_refused() -> None:
+    def call() -> None:
+        x, w = quantize(numbers(64, 256, 1), "mxfp8"), quantize(numbers(48, 256, 9), "mxfp8")
+        scales, weights = swizzled(x.scales), swizzled(w.scales)
+        with pytest.raises(ValueError, match="pass this rank's as a flat tensor"):
+            fused_gather(x.values, w.values.t(), (scales.view(128, -1), weights))
+        assert fused_gather(x.values, w.values.t(), (scales, weights)).shape == (128, 48)
 
     interlace.run(call, 2)
 

@@ -155,7 +155,8 @@ class AllReduceArguments:
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         if output is not self.input:
-            output.copy_(self.input)
+            with group.accepting("all_reduce"):
+                output.copy_(self.input)
         return rootless._all_reduce(group, (output,), (self.reduce_op,), True)
 
 
@@ -262,7 +263,8 @@ class ReduceArguments:
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         """Reduce to ``dst``; other ranks get zeros."""
         if group.rank == self.dst:
-            reduced = output.copy_(self.input)
+            with group.accepting("reduce"):
+                reduced = output.copy_(self.input)
         else:
             reduced = self.input.contiguous()  # an expanded gradient is not contiguous
             output.zero_()
@@ -412,7 +414,8 @@ class BroadcastArguments:
 
     def fill(self, group: Communicator, output: Tensor) -> Work | None:
         if group.rank == self.src and output is not self.input:
-            movable(output).copy_(movable(self.input))
+            with group.accepting("broadcast"):
+                movable(output).copy_(movable(self.input))
         return rooted._broadcast(group, (output,), (None, self.src), True)
 
 

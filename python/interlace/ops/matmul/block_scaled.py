@@ -180,6 +180,22 @@ def format_of(values: Any, scales: Any, inner: int) -> str:
     return "fp8_block128" if by_block else ""
 
 
+def _swizzled_sizes(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the rows and blocks of a matrix, and the number of its swizzled scales of ``dtype``."""
+    kind = FORMATS["nvfp4"] if dtype == E4M3 else FORMATS["mxfp8"]
+    packed = 1 if matrix.dtype in (E4M3, E5M2) else 2
+    *others, length = matrix.shape
+    rows, blocks = math.prod(others), -(-length * packed // kind.block)
+    of_rows, of_blocks = -(-rows // SWIZZLE_ROWS), -(-blocks // SWIZZLE_COLUMNS)
+    return rows, blocks, of_rows * SWIZZLE_ROWS * of_blocks * SWIZZLE_COLUMNS
+
+
+def are_swizzled_scales_of(values: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Return whether ``scales`` have one byte each, and the number of swizzled scales of ``values``."""
+    one_byte = scales.dtype in (E8M0, E4M3)
+    return one_byte and scales.numel() == _swizzled_sizes(values, scales.dtype)[2]
+
+
 def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torch.Tensor:
     """Return scales for ``torch._scaled_mm`` by row and block; one-byte scales arrive swizzled.
 
@@ -188,13 +204,8 @@ def plain_scales(values: torch.Tensor, scales: torch.Tensor, inner: int) -> torc
     if scales.dtype not in (E8M0, E4M3):
         return scales
     matrix = values if inner == -1 else values.mT
-    kind = FORMATS["nvfp4"] if scales.dtype == E4M3 else FORMATS["mxfp8"]
-    packed = 1 if values.dtype in (E4M3, E5M2) else 2
-    *others, length = matrix.shape
-    rows, blocks = math.prod(others), -(-length * packed // kind.block)
-    wanted = (
-        -(-rows // SWIZZLE_ROWS) * SWIZZLE_ROWS * -(-blocks // SWIZZLE_COLUMNS) * SWIZZLE_COLUMNS
-    )
+    *others, _ = matrix.shape
+    rows, blocks, wanted = _swizzled_sizes(matrix, scales.dtype)
     if scales.numel() != wanted:
         raise ValueError(
             f"scales of {scales.dtype} must be in the layout SWIZZLE_32_4_4, as torch._scaled_mm takes "
@@ -521,6 +532,8 @@ def packed_parts(rows: torch.Tensor, parts: Any, format: str) -> torch.Tensor:
     """Pack a matrix ``(m, k)`` in blocks along m, in equal ``parts`` of its rows: ``(parts, k,
     row_bytes)``."""
     of_parts = rows.reshape(parts, rows.shape[0] // parts, rows.shape[1])
+    if of_parts.shape[1] % FORMATS[format].packed:  # two numbers share a byte: add a row of zeros
+        of_parts = torch.nn.functional.pad(of_parts, (0, 0, 0, 1))
     return packed_rows(quantize(of_parts.mT, format))  # type: ignore[arg-type]
 
 

@@ -183,9 +183,14 @@ def _own_scales(
     communicator: Communicator, A: Tensor, scales: Tensor, dim: int, full: Sequence[int]
 ) -> Tensor:
     """Return the scales of this rank's rows, from these or from all ranks' scales, which torch accepts."""
-    if list(scales.shape[:-1]) != list(full[:-1]):
+    if list(scales.shape[:-1]) != list(full[:-1]) or communicator.world_size == 1:
         return block_scaled.plain_scales(A, scales, -1)
     whole = torch.empty(full, dtype=A.dtype, device="meta")
+    if all(block_scaled.are_swizzled_scales_of(each, scales) for each in (A, whole)):
+        raise ValueError(
+            f"A_scale of shape {tuple(scales.shape)} may be the swizzled scales of this rank's rows or of "
+            "all ranks' rows, which are as many; pass this rank's as a flat tensor"
+        )
     plain = block_scaled.plain_scales(whole, scales, -1)
     return plain.narrow(dim, communicator.rank * A.shape[dim], A.shape[dim])
 

@@ -68,9 +68,8 @@ def run(
         return _results(known.op, known.op.begin(bound(group, tag), args, **how))
     name, size = describe(group, tag)
     if out is not None and torch.is_grad_enabled() and (args[0].requires_grad or out.requires_grad):
-        raise RuntimeError(
-            f"{op} with out= has no gradient, but a tensor requires one; pass no out"
-        )
+        text = f"{op} with out= has no gradient, but a tensor requires one; pass no out"
+        refuse(op, group, tag, RuntimeError(text))
     return known.traceable(*args, size, name, **how)
 
 
