@@ -95,7 +95,8 @@ def column_parallel_linear(
     save_gathered : keep the gathered input for backward; otherwise backward gathers it again.
     deferred : the object that takes the weights' gradients until its ``run()``.
     out_dtype : dtype of the outputs, by default the input's.
-    format : multiply in a block-scaled format, such as "mxfp8", forward and backward; see docs/formats.md.
+    format : multiply in a block-scaled format, such as "mxfp8", forward and backward; see
+        docs/how-to/train/formats.md.
         The default is the format of scaled weights.
     names : names of the modules with these weights and biases, for errors: ``"q"`` gives ``q.weight`` and
         ``q.bias``, ``""`` gives ``weight`` and ``bias``. The default gives ``weights[0]`` and

@@ -78,7 +78,7 @@ def all_gather_matmul(
     out_dtype : dtype of the output, by default the input's. float64 only with "unfused" or "auto".
     format : quantise ``input`` and ``weight`` to a block-scaled format, such as "mxfp8", if they are
         tensors. So do the matmuls of the backward, each in blocks along its own k: see
-        docs/formats.md. Not with ``return_gathered``, nor for the last dimension.
+        docs/how-to/train/formats.md. Not with ``return_gathered``, nor for the last dimension.
 
     Returns
     -------
