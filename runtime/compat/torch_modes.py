@@ -50,9 +50,14 @@ def only_watched() -> bool:
 def without_modes() -> Iterator[None]:
     """Within, no dispatch mode is active, of those that only look at calls."""
     modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
+    own = [mode for mode in reversed(modes) if isinstance(mode, DispatchMode)]
+    for mode in own:  # a race check has to see the operators of an op's launch
+        torch._C._push_on_torch_dispatch_stack(mode)
     try:
         yield
     finally:
+        for _ in own:
+            torch._C._pop_torch_dispatch_stack(None)
         for mode in reversed(modes):
             torch._C._push_on_torch_dispatch_stack(mode)
 
