@@ -40,10 +40,16 @@ def only_watched() -> bool:
 
     Those of torch with a key make other tensors, or a graph.
     """
-    if not modes_active() or above_autograd():
+    if not foreign_modes() or above_autograd():
         return False
     keys = torch._C._TorchDispatchModeKey.__members__.values()
     return all(torch._C._get_dispatch_mode(key) is None for key in keys)
+
+
+def foreign_modes() -> bool:
+    """Return whether a mode is active that is not of interlace's own checks."""
+    every = map(torch._C._get_dispatch_stack_at, range(modes_active()))
+    return any(not isinstance(mode, DispatchMode) for mode in every)
 
 
 @contextmanager

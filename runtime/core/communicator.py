@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from interlace.runtime.compat.torch_modes import (
     above_autograd,
+    foreign_modes,
     is_traced,
     modes_active,
     without_modes,
@@ -239,7 +240,7 @@ class Communicator:
             return hooks.run(op, start, outputs, async_op)
         if modes_active() or above_autograd():
             _refuse_other_tensors(op)
-            if modes_active():  # a selective checkpoint would keep the tensors that the op fills
+            if foreign_modes():  # a selective checkpoint would keep the tensors that the op fills
                 with without_modes():
                     return self.run(op, start, outputs, async_op)
         if hooks.naming:

@@ -46,6 +46,7 @@ from interlace.runtime.compat.torch_modes import (
     PLAIN_TYPES,
     above_autograd,
     disable,
+    foreign_modes,
     modes_active,
     only_watched,
     transforms_active,
@@ -77,7 +78,7 @@ def call(name: str, *args: Any) -> Any:
     with needing(op.needs(vars(given))):
         if seen(op.tensors_of(given)):
             return _through(name, name, args)
-        if modes_active():
+        if foreign_modes():
             with without_modes():
                 return call(name, *args)
         communicator = _bound(group, size)
