@@ -48,21 +48,21 @@ def only_watched() -> bool:
 
 def foreign_modes() -> bool:
     """Return whether a mode is active that is not of interlace's own checks."""
-    every = map(torch._C._get_dispatch_stack_at, range(modes_active()))
-    return any(not isinstance(mode, DispatchMode) for mode in every)
+    stack = map(torch._C._get_dispatch_stack_at, range(modes_active()))
+    return any(not isinstance(mode, DispatchMode) for mode in stack)
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Within, no dispatch mode is active, of those that only look at calls."""
     modes = [torch._C._pop_torch_dispatch_stack(None) for _ in range(modes_active())]
-    own = [mode for mode in reversed(modes) if isinstance(mode, DispatchMode)]
-    for mode in own:  # a race check has to see the operators of an op's launch
+    of_checks = [mode for mode in reversed(modes) if isinstance(mode, DispatchMode)]
+    for mode in of_checks:  # a race check has to see the operators of an op's launch
         torch._C._push_on_torch_dispatch_stack(mode)
     try:
         yield
     finally:
-        for _ in own:
+        for _ in of_checks:
             torch._C._pop_torch_dispatch_stack(None)
         for mode in reversed(modes):
             torch._C._push_on_torch_dispatch_stack(mode)
