@@ -1,4 +1,4 @@
-"""Ops of block-scaled operands of vLLM and torchao, where both are not: their schemas, computed by torch.
+"""Ops of vLLM and torchao for block-scaled operands, where neither is installed: schemas, computed by torch.
 
 vLLM: ``csrc/libtorch_stable/torch_bindings.cpp`` (``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
 ``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``); ``model_executor/layers/quantization/utils/fp8_utils.py``
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from interlace.ops.matmul.formats import Scaled, quantize, swizzled, unswizzled
+from stand_ins.models.vllm_ops import define_ops
 
 Tensor = torch.Tensor
 E4M3 = torch.float8_e4m3fn
@@ -124,19 +125,12 @@ KERNELS = (
     *(per_token_group_fp8_quant, scaled_fp4_quant, cutlass, cutlass_fp4, multiplied_blocks),
     *(multiplied_blocks, deep_gemm, flashinfer_fp4, torchao_blocks),
 )
-_libraries: list[Any] = []
 
 
 def define() -> None:
-    """Once in a process."""
-    if _libraries:
+    """Define the ops and their fake forms, once in a process."""
+    if not define_ops(SCHEMAS, KERNELS):
         return
-    for (name, schema), kernel in zip(SCHEMAS.items(), KERNELS, strict=True):
-        namespace, op = name.split("::")
-        library = torch.library.Library(namespace, "FRAGMENT")
-        library.define(op + schema)
-        library.impl(op, kernel, "CompositeExplicitAutograd")
-        _libraries.append(library)
     register: Any = torch.library.register_fake
     for name in ("vllm::w8a8_triton_block_scaled_mm_func", "vllm::padded_cutlass"):
         register(name, lambda a, b, *about: a.new_empty(len(a), len(b), dtype=about[-1]))

@@ -1,8 +1,9 @@
-"""vLLM's ops of the norms after an all-reduce, where vLLM is not: its schemas, computed by torch.
+"""vLLM's ops for the norms after an all-reduce, for machines without vLLM: its schemas, computed by torch.
 
 As in vLLM's ``csrc`` and ``vllm.ir``: those of ``_C`` change their arguments, those of ``vllm_ir`` do not.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,18 +123,27 @@ KERNELS = (
     *(rms_norm, fused_add_rms_norm, by_row, static, normed_static, added_static, normed_by_row),
 )
 _libraries: list[Any] = []
+_defined: set[str] = set()
 
 
-def define() -> None:
-    """Once in a process."""
-    if _libraries:
-        return
-    for (name, schema), kernel in zip(SCHEMAS.items(), KERNELS, strict=True):
+def define_ops(schemas: dict[str, str], kernels: Sequence[Callable[..., Any]]) -> bool:
+    """Define each schema's op, computed by the kernel at its place; False if this process has them."""
+    if _defined.issuperset(schemas):
+        return False
+    for (name, schema), kernel in zip(schemas.items(), kernels, strict=True):
         namespace, op = name.split("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(op + schema)
         library.impl(op, kernel, "CompositeExplicitAutograd")
         _libraries.append(library)
+    _defined.update(schemas)
+    return True
+
+
+def define() -> None:
+    """Define vLLM's ops and their fake forms, once in a process."""
+    if not define_ops(SCHEMAS, KERNELS):
+        return
     register: Any = torch.library.register_fake
     register("vllm::all_reduce", lambda tensor, _: torch.empty_like(tensor))
     register("vllm::reduce_scatter", lambda x, dim, n, _: torch.empty_like(x.chunk(n, dim)[0]))
