@@ -1,4 +1,4 @@
-"""Ops of vLLM and torchao for block-scaled operands, where neither is installed: schemas, computed by torch.
+"""Ops of vLLM and torchao for block-scaled operands, for machines without them, computed by torch.
 
 vLLM: ``csrc/libtorch_stable/torch_bindings.cpp`` (``per_token_group_fp8_quant``, ``scaled_fp4_quant``,
 ``cutlass_scaled_mm``, ``cutlass_scaled_fp4_mm``); ``model_executor/layers/quantization/utils/fp8_utils.py``
