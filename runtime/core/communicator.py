@@ -99,6 +99,15 @@ class Communicator:
         """Return these ranks' communicator on the first tensor's device; ``values`` may hold lists."""
         return self
 
+    def check_recordable(self, *tensors: object) -> None:
+        """Raise if autograd must record a call with ``tensors`` on virtual ranks of a GPU."""
+        # torch runs all their nodes in the device's one thread: a waiting rank would block the others
+        if self.place.virtual and self.world_size > 1 and requires_gradients(*tensors):
+            raise InterlaceError(
+                f"rank {self.rank}: gradients that communicate need ranks that are processes: "
+                'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'
+            )
+
     def on_all_devices(self) -> "Sequence[Communicator]":
         """Return the existing communicators of the same ranks, one per device."""
         return (self,)
@@ -465,6 +474,21 @@ class _Accepting:
 
 def _begun(communicator: Communicator, op: str, prepared: PreparedCall, async_op: bool) -> Any:
     return communicator.run(op, prepared[0], prepared[1], async_op)
+
+
+def requires_gradients(*tensors: Any) -> bool:
+    """Return whether autograd must record a call with these tensors and lists of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for each in tensors:
+        if each is None:  # the most frequent case, and faster than the next question
+            continue
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
+            return True
+    return False
 
 
 def internal_form(

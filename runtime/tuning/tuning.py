@@ -43,7 +43,7 @@ import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -242,6 +242,20 @@ def _alternatives(
         yield made
         if problem.op == "all_gather_matmul":
             yield from configuration.sending_candidates(made)
+
+
+class TunedFormat(Protocol):
+    """A block-scaled format, as far as a problem names it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fast_accum(self) -> bool: ...
+
+
+def tuned_as(format: TunedFormat | None) -> dict[str, Any]:
+    """Return the terms of a problem that describe operands in that format."""
+    return {} if format is None else {"fast_accum": format.fast_accum, "format": format.name}
 
 
 @functools.lru_cache(maxsize=MOST_CHOICES)

@@ -39,11 +39,10 @@ from interlace.ops.matmul.formats import (
     format_named,
     multiply_packed,
     packed_rows,
-    tuned_as,
     unpacked_rows,
 )
 from interlace.runtime.core.place import Place
-from interlace.runtime.tuning.tuning import Problem
+from interlace.runtime.tuning.tuning import Problem, tuned_as
 
 ALL_ROWS = 512
 ROW_STEP = 16

@@ -55,7 +55,6 @@ from interlace.ops.matmul.gather import AllGatherMatmulArguments
 from interlace.ops.matmul.operands import multiply, rows_of, unrows
 from interlace.ops.matmul.reduce import ReductionArguments
 from interlace.ops.op.op import Started, finish
-from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.context import needing
 
@@ -134,7 +133,7 @@ def column_parallel_linear(
             format=kind,
         )
         _check_layer(layer, source, dict(zip(called, matrices, strict=True)))
-        prepare(communicator, source, *matrices, *vectors)
+        communicator.check_recordable(source, *matrices, *vectors)
     run = ColumnParallelLinearFunction.apply
     with needing(_learnt(layer, {"input": [input], "a weight": matrices})):
         return list(run(layer, len(matrices), input, *matrices, *vectors))  # type: ignore[no-untyped-call]
@@ -192,7 +191,7 @@ def row_parallel_linear(
             format=kind,
         )
         _check_layer(layer, source, {"weight": matrix})
-        prepare(communicator, source, matrix, bias)
+        communicator.check_recordable(source, matrix, bias)
     with needing(_learnt(layer, {"input": [input], "weight": [matrix], "bias": [bias]})):
         return RowParallelLinearFunction.apply(layer, input, matrix, bias)  # type: ignore[no-any-return,no-untyped-call]
 

@@ -31,7 +31,6 @@ from interlace.ops.collectives import records
 from interlace.ops.collectives.functional import all_reduce
 from interlace.ops.op.async_tensor import wait
 from interlace.ops.op.op import finish
-from interlace.ops.op.sim_backward import prepare
 from interlace.runtime.core.communicator import Communicator
 
 Tensor = torch.Tensor
@@ -40,7 +39,7 @@ _Move = Callable[[Tensor, int, Communicator], Tensor]
 
 def _group(group: Group, *values: object) -> Communicator:
     communicator = resolve(group).on(*values)
-    prepare(communicator, *values)
+    communicator.check_recordable(*values)
     return communicator
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from interlace.arguments import checks
 from interlace.arguments.checks import check_not_quantized
 from interlace.ops.collectives.all_to_all import one_length_per_rank
-from interlace.ops.op.sim_backward import in_rank, prepare
+from interlace.ops.op.sim_backward import in_rank
 from interlace.runtime.core import plain
 from interlace.runtime.core.call import Call, Terms
 from interlace.runtime.core.communicator import Communicator
@@ -224,7 +224,7 @@ def recorded(
     """Return ``result`` with a node whose backward calls ``gradient`` on every rank, for ``input``."""
     own = input is not None and input.requires_grad
     anchor = input if own else torch.empty(0, requires_grad=True)
-    prepare(communicator, anchor)
+    communicator.check_recordable(anchor)
     number = _count[communicator] = _count.get(communicator, 0) + 1
     terms = (("the op, by count,", number),)
 

@@ -11,7 +11,7 @@ import torch
 
 import interlace
 from cases.support_table import MOVED_DTYPES
-from interlace.ops.op.sim_backward import prepare
+from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError, RankError
 from interlace.runtime.places.gpu.virtual_place import VirtualRankPlace
 from interlace.tensor import Placeholder, all_gather_v, gather_v, indexed_all_to_all_v, scatter_v
@@ -191,10 +191,10 @@ def test_hooks_may_communicate_in_backward() -> None:
 def test_virtual_ranks_of_a_gpu_refuse_to_record() -> None:
     group: Any = SimpleNamespace(place=object.__new__(VirtualRankPlace), world_size=2, rank=1)
     with pytest.raises(InterlaceError, match=r"rank 1: gradients .* need ranks that are processes"):
-        prepare(group, torch.ones(1, requires_grad=True))
-    prepare(group, torch.ones(1), None)
+        Communicator.check_recordable(group, torch.ones(1, requires_grad=True))
+    Communicator.check_recordable(group, torch.ones(1), None)
     with torch.no_grad():
-        prepare(group, torch.ones(1, requires_grad=True))
+        Communicator.check_recordable(group, torch.ones(1, requires_grad=True))
 
 
 def test_second_derivatives_are_refused() -> None:

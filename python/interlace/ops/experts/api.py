@@ -53,7 +53,7 @@ from interlace.ops.experts.routing import (
 )
 from interlace.ops.matmul import block_scaled
 from interlace.ops.matmul.formats import Scaled, unpacked_rows
-from interlace.ops.op.op import OPS, Op, requires_gradients
+from interlace.ops.op.op import OPS, Op
 from interlace.ops.op.recording import (
     ContinuedWork,
     run_recorded,
@@ -61,7 +61,7 @@ from interlace.ops.op.recording import (
     unseen,
 )
 from interlace.runtime.compat.torch_modes import modes_active
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.norms import activate
 

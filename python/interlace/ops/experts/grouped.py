@@ -47,7 +47,7 @@ from interlace.ops.collectives.launch import resident_programs, send_by_copy_eng
 from interlace.ops.experts.products import of_weights
 from interlace.ops.experts.routing import EXAMPLES, EXPERTS, SLOTS
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import Example, Op, OpGradient, Started, fused_by, requiring, spread, wait
 from interlace.ops.op.recording import Ops
@@ -261,7 +261,7 @@ def started(
         tuned = ""
         if not empty:
             about = rows, columns, inner, routes.world_size
-            problem = tuning.Problem(call.op, input.dtype, *about, **tuned_as(format))
+            problem = tuning.Problem(call.op, input.dtype, *about, **tuning.tuned_as(format))
             tuned = tuning.measured(communicator, problem).algorithm
         algorithm = choose_algorithm(place, wide, rows, moved, empty=empty, tuned=tuned)
         if place.nodes is not None:

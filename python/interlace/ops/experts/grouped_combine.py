@@ -61,7 +61,7 @@ from interlace.ops.experts.routing import (
     weights_of,
 )
 from interlace.ops.matmul import operands
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import Linear
 from interlace.ops.op.op import (
     Op,
@@ -362,7 +362,7 @@ def _chosen(communicator: Communicator, call: CheckedCombine, most: int) -> str:
     tuned = ""
     if not empty:
         about = most, columns, inner, communicator.world_size
-        format = tuned_as(FORMATS.get(call.format))
+        format = tuning.tuned_as(FORMATS.get(call.format))
         problem = tuning.Problem(OP, call.input.dtype, *about, **format)
         tuned = tuning.measured(communicator, problem).algorithm
     return choose_algorithm(place, wide, most, 0, empty=empty, tuned=tuned)

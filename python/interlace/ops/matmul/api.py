@@ -35,10 +35,10 @@ from interlace.ops.matmul.reduce import (
     ReductionArguments,
     own_part,
 )
-from interlace.ops.op.op import longest, padded, requires_gradients, wait
+from interlace.ops.op.op import longest, padded, wait
 from interlace.ops.op.recording import Ops, run_recorded
 from interlace.runtime.core.call import Terms
-from interlace.runtime.core.communicator import Communicator
+from interlace.runtime.core.communicator import Communicator, requires_gradients
 from interlace.runtime.core.context import comparing
 from interlace.runtime.core.work import Work
 from interlace.runtime.numerics.norms import activate, unrounded
@@ -372,7 +372,10 @@ def _recorded_gather(
         return dataclasses.replace(given, weights=weights, biases=biases, lengths=lengths), outputs
 
     def finish(outputs: list[Tensor], _: Any) -> Any:
-        done = [activate(each, name) for each, name in zip(outputs, names, strict=False)]
+        done = [
+            activate(each, name) if name else each
+            for each, name in zip(outputs, names, strict=False)
+        ]
         result = done if several else done[0]
         return (outputs[count], result) if asked else result
 

@@ -129,11 +129,6 @@ FORMATS = {
 }
 
 
-def tuned_as(kind: BlockFormat | None) -> dict[str, Any]:
-    """Return the terms of a tuning problem that describe operands in that format."""
-    return {} if kind is None else {"fast_accum": kind.fast_accum, "format": kind.name}
-
-
 def format_named(name: object) -> BlockFormat:
     """Return the format of that name. Raise a ValueError that lists the names."""
     if not isinstance(name, str) or name not in FORMATS:

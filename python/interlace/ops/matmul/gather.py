@@ -20,7 +20,7 @@ from interlace.arguments import checks
 from interlace.ops.collectives import records as by_rank
 from interlace.ops.matmul import launch_gather as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product_of_rows
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -194,7 +194,7 @@ def _multiply_rows(
         max(rows),
         tuple(columns),
         inner,
-        **tuned_as(linears[0].format),
+        **tuning.tuned_as(linears[0].format),
     )
     choice = tuning.choose(communicator, problem, operands.algorithm)
     algorithm, empty = operands.algorithm, not total * inner

@@ -22,7 +22,7 @@ from interlace.kernels.tiling import split_rows
 from interlace.ops.collectives import launch as plain, records as by_rank
 from interlace.ops.matmul import launch_reduce as algorithms
 from interlace.ops.matmul.block_scaled import call_in, packed_parts, product, product_of_rows
-from interlace.ops.matmul.formats import FORMATS, tuned_as
+from interlace.ops.matmul.formats import FORMATS
 from interlace.ops.matmul.operands import (
     Linear,
     checked_bias,
@@ -243,7 +243,7 @@ class CheckedReduce:
         """Choose for ``op`` by the table, the cache or the model; ``rows``: the longest part."""
         size, inner = self.communicator.world_size, self.largest_inner
         about = rows, columns, inner, size
-        problem = tuning.Problem(op, self.input.dtype, *about, **tuned_as(self.format))
+        problem = tuning.Problem(op, self.input.dtype, *about, **tuning.tuned_as(self.format))
         return tuning.choose(self.communicator, problem, self.algorithm)
 
     def chosen(self, rows: int, columns: int, tuned: str) -> str:

@@ -485,18 +485,3 @@ def tensors(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(each, (list, tuple)):
             found += tensors(each)
     return found
-
-
-def requires_gradients(*tensors: Any) -> bool:
-    """Return whether autograd must record a call with these tensors and lists of tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for each in tensors:
-        if each is None:  # the most frequent case, and faster than the next question
-            continue
-        if isinstance(each, Tensor):
-            if each.requires_grad:
-                return True
-        elif isinstance(each, (list, tuple)) and requires_gradients(*each):
-            return True
-    return False

@@ -39,7 +39,6 @@ from interlace.ops.op.op import (
     tensors,
     wait as wait_tensor,
 )
-from interlace.ops.op.sim_backward import prepare
 from interlace.ops.op.torch_library import completing, register as register_with_torch
 from interlace.runtime.compat.torch_groups import Work as TorchWork
 from interlace.runtime.compat.torch_modes import (
@@ -205,8 +204,7 @@ def unseen(operands: Sequence[torch.Tensor]) -> bool:
 def _prepared(op: Op, communicator: Communicator, given: Any) -> Any:
     """Return a record with complete plain tensors, before its op runs."""
     operands = op.tensors_of(given)
-    if torch.is_grad_enabled() and any([each.requires_grad for each in operands]):
-        prepare(communicator, *operands)
+    communicator.check_recordable(operands)
     if not any([type(each) is AsyncTensor for each in operands]):
         return given
     named = {name: getattr(given, name) for name in names_of_tensors(op.arguments)}
@@ -313,7 +311,7 @@ def run_recorded(
         done = Work(op.name, communicator.place, None)
         work = ContinuedWork(done, lambda _: finish(outputs, None))
         return work if async_op else work.wait()
-    if only_watched():
+    if modes_active() and only_watched():
         with without_modes():
             return run_recorded(
                 op, communicator, given, run, finish, async_op,

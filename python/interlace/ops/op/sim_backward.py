@@ -32,8 +32,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from interlace.groups import groups
 from interlace.runtime.compat.torch_modes import DispatchMode
-from interlace.runtime.core.communicator import Communicator
-from interlace.runtime.core.errors import InterlaceError
 
 Result = TypeVar("Result")
 _Answer = Future[Any]
@@ -67,20 +65,6 @@ _run_here: Any = _torch._engine_run_backward
 _graph_here: Callable[[], int] = _C._current_graph_task_id
 _METHODS = [each for each in ("apply", "apply_boxed") if hasattr(_node, each)]  # torch 2.13: both
 _apply_here: dict[str, Any] = {name: getattr(_node, name) for name in _METHODS}
-
-
-def prepare(communicator: Communicator, *tensors: Any) -> None:
-    """Prepare for recording an op whose backward communicates. Raise for virtual ranks of a GPU."""
-    place = communicator.place
-    if communicator.world_size == 1:
-        return
-    recorded = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
-    # torch runs all their nodes in the device's one thread: a waiting rank would block the others
-    if recorded and place.virtual:
-        raise InterlaceError(
-            f"rank {communicator.rank}: gradients that communicate need ranks that are processes: "
-            'interlace.run(..., place="cuda", processes=True); or call it under torch.no_grad()'
-        )
 
 
 def in_rank(function: Callable[[], Result]) -> Result:
