@@ -90,7 +90,8 @@ def test_the_wheel_has_every_file_and_no_other(
     data = {f"interlace/data/{each.name}" for each in (ROOT / "python/interlace/data").iterdir()}
     stubs = {str(each.relative_to(ROOT / "python")) for each in (ROOT / "python").rglob("*.pyi")}
     assert {name for name in names if name.endswith(".pyi")} == stubs
-    assert {"interlace/py.typed", "interlace/data/report.html", *data} <= names
+    typed = {f"{each.split('/')[0]}/py.typed" for each in sources if "/" in each}
+    assert {*typed, "interlace/data/report.html", *data} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert "Requires-Python: >=3.10\n" in metadata
     for line in (
