@@ -246,8 +246,7 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
 
 
 def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
-    """Return all arguments by position, and leave keyword-only ones in ``named``. None if one is
-    missing."""
+    """Return all arguments by position; leave keyword-only ones in ``named``. None if one is missing."""
     found = list(args)
     for argument in [each for each in schema.arguments if not each.kwarg_only][len(args) :]:
         if argument.name not in named and not argument.has_default_value():

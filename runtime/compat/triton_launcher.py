@@ -189,8 +189,7 @@ def cached(digest: str) -> Any:
 
 
 def tool(name: str) -> Any:
-    """Return a tool of NVIDIA's in Triton's wheel, ``nvdisasm`` or ``cuobjdump``, with ``path`` and
-    ``version``."""
+    """Return ``nvdisasm`` or ``cuobjdump`` of Triton's wheel, with ``path`` and ``version``."""
     return getattr(knobs.nvidia, name)
 
 

@@ -112,8 +112,7 @@ class _Server:
         )
 
     def compiled(self, requests: Sequence[Compilation]) -> Iterator[tuple[int, Measurement]]:
-        """Yield the results of ``requests``. If the server ends by itself, the last result is its file's
-        error."""
+        """Yield the results of ``requests``. A server that ends by itself is the error of its last file."""
         server = self.process
         assert server.stdin and server.stdout
         done, loading = 0, 0

@@ -24,8 +24,7 @@ from interlace.runtime.compiler.request import Compilation, Measurement
 
 @dataclass
 class Fork:
-    """A process that compiles request ``index``: its answer, and the output of the process and its
-    tools."""
+    """A process that compiles request ``index``: its answer, and its output and that of its tools."""
 
     index: int
     pid: int

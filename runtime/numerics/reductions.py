@@ -196,8 +196,7 @@ def _wide(
 
 
 def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
-    """Fold min and max of unsigned numbers as signed: with the top bit inverted they have the same
-    order."""
+    """Fold min and max of unsigned numbers as signed: with the top bit inverted the order is the same."""
     top = torch.iinfo(dtype).min
 
     def load(scratch: torch.Tensor, part: torch.Tensor) -> None:

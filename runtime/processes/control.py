@@ -24,7 +24,7 @@ RESULT. The words that follow the header page::
     2512 SINCE  float64: the time of the last write of WAITS, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2528 CLAIM, SEEN  int64, released by the owner: the rank that it waits for, and the circle of waits that
-         it has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
+         it has seen, see ``waiting.py``; ELSEWHERE has the text of CLAIM
     2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
     2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/caches.py``
     4096 area for messages with even numbers
@@ -250,9 +250,8 @@ class Control:
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
-        from interlace.runtime.processes.atomics import (
-            Words,
-        )  # needs Triton; `inspect` does not
+        # here, because it needs Triton, and `inspect` does not
+        from interlace.runtime.processes.atomics import Words
 
         self.words = [Words(each.data_address, each.array().data) for each in mappings]
         self.views = [words.view for words in self.words]
@@ -265,10 +264,8 @@ class Control:
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
-        self.written: list[object] = [
-            None,
-            None,
-        ]  # the payload last written to the even and the odd area
+        self.written: list[object] = [None, None]
+        """The payload last written to the even and to the odd area."""
         self.recorder = FlightRecorder(self.record(rank))
 
     def record(self, rank: int) -> memoryview:
@@ -373,7 +370,7 @@ class Control:
         return self.claim_text(rank) if when >= since else ""
 
     def make_claim(self, claim: int, text: str) -> None:
-        """Publish for which rank this one waits, see ``deadlock.py``."""
+        """Publish for which rank this one waits, see ``waiting.py``."""
         self.say_elsewhere(text, 0.0)
         self._own.release(CLAIM, claim)
 

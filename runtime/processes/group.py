@@ -40,7 +40,6 @@ from interlace.runtime.processes.control import (
     Control,
     check_size,
 )
-from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.dump import Blame, aborted_by
 from interlace.runtime.processes.recorder import MESSAGES
 from interlace.runtime.processes.segment import (
@@ -51,7 +50,14 @@ from interlace.runtime.processes.segment import (
     agreed_identities,
     map_segment,
 )
-from interlace.runtime.processes.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.processes.waiting import (
+    SPINS,
+    Kind,
+    LastingWait,
+    Patience,
+    ended_processes,
+    usable_cores,
+)
 from interlace.runtime.processes.worker import close_at_exit
 
 SETTLE_SECONDS = 0.02
@@ -154,9 +160,9 @@ class HostGroup:
         try:
             self._rendezvous.meet_peers(step)
             received = self._rendezvous.trade((own.descriptor, pidfd), step)
-            for peer, delivery in received.items():
-                self.pids[peer] = delivery.pid
-                self.pidfds[peer] = delivery.descriptors.pop()
+            self.pids |= self._rendezvous.pids
+            for peer, descriptors in received.items():
+                self.pidfds[peer] = descriptors.pop()
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
@@ -171,17 +177,17 @@ class HostGroup:
         self.exchange(b"", doing)  # the keys are deleted: the next generation cannot find them
 
     def _map(
-        self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
+        self, own: Mapping, received: dict[int, list[int]], identities: Sequence[Identity]
     ) -> list[Mapping]:
         """Check and map the segments of the peers, and close their descriptors."""
         try:
             return [
-                own if rank == self.rank else map_segment(received[rank].descriptors[0], identity)
+                own if rank == self.rank else map_segment(received[rank][0], identity)
                 for rank, identity in enumerate(identities)
             ]
         finally:
-            for delivery in received.values():
-                rendezvous.close_all(delivery.descriptors)
+            for descriptors in received.values():
+                rendezvous.close_all(descriptors)
 
     def new_segment(self, nbytes: int, later: int = 0) -> SharedSegment:
         """Create a segment of ``nbytes`` zeroed bytes that no peer knows yet. Not collective."""
@@ -251,8 +257,7 @@ class HostGroup:
         return step
 
     def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
-        """Return the headers of all ranks' segments. All ranks raise the same error if one rank has a
-        problem or sizes differ."""
+        """Return all ranks' headers. All raise the same error if one has a problem or sizes differ."""
         answers = self.exchange(identity.pack() + problem.encode(), doing)
         return agreed_identities(answers, self.names)
 

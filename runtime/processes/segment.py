@@ -61,15 +61,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_address, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.argtypes = (_address, _size, _number, _number, _number, ctypes.c_longlong)
+_libc.munmap.argtypes = (_address, _size)
 
 
 @dataclass(frozen=True)
@@ -144,12 +138,8 @@ class Mapping:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        return {
-            "data": (self.address, False),
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        data = self.address, False
+        return {"data": data, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Return the bytes after the header page. The array and its views keep the mapping alive."""
@@ -249,8 +239,7 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated now, as the kernel and this process's control groups
-    report."""
+    """Return the bytes that can be allocated now, as the kernel and this process's control groups say."""
     amounts = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -300,8 +289,7 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
             weakref.finalize(own, self.pop, number, None)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int]:
-        """Return the number of the range that holds these bytes, and their offset; number 0 if none
-        does."""
+        """Return the number of the range that holds these bytes, and their offset; number 0 for none."""
         for number, (start, size, _) in list(self.items()):
             if start <= address and address + nbytes <= start + size:
                 return number, address - start

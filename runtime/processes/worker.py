@@ -202,9 +202,7 @@ def _at_exit() -> None:
         record.dump_last(why)
         for member in members:
             member.abort(why)
-    with (
-        contextlib.ExitStack() as stack
-    ):  # if closing one raises, the others are closed all the same
+    with contextlib.ExitStack() as stack:  # if closing one raises, the others are closed as well
         for member in members:
             stack.callback(member.close)
     for thread in threading.enumerate():

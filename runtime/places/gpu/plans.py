@@ -12,18 +12,16 @@ launches::
 Kernels, copies and signals on the group's ``compute`` stream can be repeated, if their tensors are
 arguments, results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy
 stream cannot; such calls never have a plan. There is a plan for every workspace that a call may use,
-because they are used in turn. A plan holds no tensor of a caller's.
+because they are used in turn. A plan holds no tensor of a caller's; it knows memory by address only if it
+lives as long as the group.
 
 Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length, the
 call continues without the plan, with the answers that it has.
-
-A :class:`PlanRecorder` watches a call without a plan and makes a :class:`Plan` of it. A plan knows memory
-as "so many bytes into argument i" or "into result k", or by address if it lives as long as the group.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +34,7 @@ from interlace.runtime.core.launch import ALIGNMENT, KernelLaunch
 from interlace.runtime.core.memory import CHANNELS, SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.core.stream import Outcome, Settled
 from interlace.runtime.core.work import Work
+from interlace.runtime.places.gpu.agreement import Agreement
 from interlace.runtime.places.gpu.device_place import DevicePlace
 from interlace.runtime.places.gpu.launch import PreparedLaunch
 from interlace.runtime.places.gpu.stream import (
@@ -50,8 +49,17 @@ WHOLE: Any = object()  # the tree of a call that returns its one result
 
 Address = tuple[int, int, int]
 """0 for an argument, 1 for a result; its index; bytes from its first element."""
-View = tuple[int, int, torch.Size, tuple[int, ...], int]
-"""Like :data:`Address`, with shape, strides and offset in elements."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Like :data:`Address`, with shape, strides and offset in elements."""
+
+    kind: int
+    index: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
 
 
 @dataclass
@@ -191,17 +199,16 @@ class _Where:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if self._argument(result) is not None:  # the caller has made it
-                view = self._view(result)
-                if isinstance(view, Bytes):
+                if isinstance(view := self._view(result), Bytes):
                     raise LookupError
-                return _Leaf(view)  # type: ignore[arg-type]
+                return view
             if storage.data_ptr() not in self._made:
                 self._made[storage.data_ptr()] = len(self.results)
                 self.results.append((result.dtype, (storage.nbytes() // result.element_size(),)))
             index = self._made[storage.data_ptr()]
             if self.results[index][0] != result.dtype:
                 raise LookupError
-            return _Leaf((1, index, *_form(result)))
+            return View(1, index, *_form(result))
         if isinstance(result, (tuple, list)):
             return type(result)(self.tree(each) for each in result)
         if result is None or isinstance(result, bool):
@@ -224,10 +231,9 @@ class _Where:
         first, second = item
         if isinstance(first, torch.Tensor):
             return Copied(self._view(first), self._view(second))
-        given = first.values()
         addresses = [
             (position, *address)
-            for position, value in enumerate(second.in_order(given))
+            for position, value in enumerate(second.in_order(first.values()))
             if isinstance(value, torch.Tensor) and (address := self._address(value)) is not None
         ]
         return Launched(second, addresses)
@@ -266,38 +272,25 @@ class _Where:
         raise LookupError
 
     def _address(self, tensor: torch.Tensor) -> Address | None:
-        owner = self._owner(tensor)
-        if owner is None:
+        if (owner := self._owner(tensor)) is None:
             return None
         kind, index = owner
-        base = tensor.untyped_storage().data_ptr()
-        if kind == 0:
-            base = self._arguments[index].data_ptr()
-        return kind, index, tensor.data_ptr() - base
+        base = tensor.untyped_storage() if kind else self._arguments[index]
+        return kind, index, tensor.data_ptr() - base.data_ptr()
 
     def _view(self, tensor: torch.Tensor) -> PlannedTensor:
-        owner = self._owner(tensor)
-        if owner is None:
+        if (owner := self._owner(tensor)) is None:
             return tensor
         kind, index = owner
         shape, strides, offset = _form(tensor)
-        first = 0
-        if kind == 0:
-            argument = self._arguments[index]
-            first = int(argument.storage_offset())
-            dtype, offset = argument.dtype, offset - first
-        else:
-            dtype = self.results[index][0]
+        first, dtype = 0, self.results[index][0] if kind else self._arguments[index].dtype
+        if not kind:
+            first = int(self._arguments[index].storage_offset())
         if dtype != tensor.dtype:
             if kind or tensor.dtype != torch.uint8 or not self._apart:
                 raise LookupError
-            return Bytes(index, shape[0], offset + first - first * dtype.itemsize)
-        return kind, index, shape, strides, offset
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    view: View
+            return Bytes(index, shape[0], offset - first * dtype.itemsize)
+        return View(kind, index, shape, strides, offset - first)
 
 
 def _has(dense: torch.Tensor, address: int) -> bool:
@@ -315,14 +308,13 @@ def viewed(
         return view
     if isinstance(view, Bytes):
         return bytes_of(arguments[view.index].detach())[view.offset : view.offset + view.count]
-    kind, index, shape, strides, offset = view
-    base = results[index] if kind else arguments[index].detach()
-    return base.as_strided(shape, strides, offset + base.storage_offset())
+    base = results[view.index] if view.kind else arguments[view.index].detach()
+    return base.as_strided(view.shape, view.strides, view.offset + base.storage_offset())
 
 
 def built(tree: object, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
-    if isinstance(tree, _Leaf):
-        return viewed(tree.view, arguments, results)
+    if isinstance(tree, View):
+        return viewed(tree, arguments, results)
     if isinstance(tree, (tuple, list)):
         return type(tree)(built(each, arguments, results) for each in tree)
     return tree
@@ -344,14 +336,6 @@ class _Again:
     addresses: list[int]
 
 
-class PlanAgreement(Protocol):
-    """The methods of ``agreement.py`` that plans need."""
-
-    def agree(self, call: Call) -> list[bytes]: ...
-    def mismatch(self) -> Exception | None: ...
-    def launched(self) -> None: ...
-
-
 class Plans:
     """The plans of one communicator on a GPU. ``check_processes`` raises the error of its group."""
 
@@ -359,7 +343,7 @@ class Plans:
         self,
         communicator: Communicator,
         place: DevicePlace,
-        agreement: PlanAgreement,
+        agreement: Agreement,
         check_processes: Callable[[], None],
     ) -> None:
         self._communicator, self._place = communicator, place
@@ -382,8 +366,7 @@ class Plans:
         op, into = form.op, form.fills
         if into is None:
             return None
-        call = self._prepared(op, tensors, options, into=into)
-        if call is None:
+        if (call := self._prepared(op, tensors, options, into=into)) is None:
             return None
         result = self._repeated(op, call, tensors[0] if into else (), async_op=async_op)
         if result is _MISSED:
@@ -402,12 +385,8 @@ class Plans:
             return None
         arguments: list[torch.Tensor] = []
         addresses: list[int] = []
-        key: list[Any] = [
-            op,
-            self._communicator.arena.turn % CHANNELS,
-            options,
-            current().key,
-        ]
+        turn = self._communicator.arena.turn % CHANNELS
+        key: list[Any] = [op, turn, options, current().key]
         try:
             for given in tensors:
                 if given is None:
@@ -593,8 +572,7 @@ class Plans:
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:
             return
-        plan = recorder.plan(result, self.lasting_tensors())
-        if plan is not None:
+        if (plan := recorder.plan(result, self.lasting_tensors())) is not None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[recorder.kind] = plan
@@ -603,8 +581,7 @@ class Plans:
 def _where_they_lie(
     key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
 ) -> bool:
-    """Add to ``key`` how ``given`` (all: ``tensors``) are placed to the first. False if not dense or
-    apart."""
+    """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first. False if not dense or apart."""
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False

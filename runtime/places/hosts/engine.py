@@ -419,8 +419,7 @@ class HostsEngine(Engine):
         )
 
     def _by_host(self, found: Mapping[int, torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part ``found`` from one rank of each other host, and ``own``, in the order of
-        hosts."""
+        """Return the parts ``found`` at a rank of each other host, and ``own``, in the order of hosts."""
         parts = iter(found.values())
         return [own if ranks is self._mine else next(parts) for ranks in self._hosts]
 

@@ -47,8 +47,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.places.hosts.host_map import listening_address
-from interlace.runtime.places.hosts.joining import connected, let_go
+from interlace.runtime.places.hosts.host_map import connected, let_go, listening_address
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
 from interlace.runtime.processes.dump import aborted_by, follow
 from interlace.runtime.processes.signed_store import DIGEST_BYTES, PolledStore, digest
@@ -60,14 +59,8 @@ if TYPE_CHECKING:
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
 LEFT, ABORT, ASKED, AWAITS, ROW, VALUE = range(1, 7)
-_CONTENTS = {
-    LEFT: type(None),
-    ABORT: bytes,
-    ASKED: type(None),
-    AWAITS: type(None),
-    ROW: (int, int, int),
-    VALUE: (bytes, bytes, bytes),
-}
+_CONTENTS: dict[int, Any] = dict.fromkeys((LEFT, ASKED, AWAITS), type(None))
+_CONTENTS |= {ABORT: bytes, ROW: (int, int, int), VALUE: (bytes, bytes, bytes)}
 _LENGTH = struct.Struct("<I")
 
 
@@ -190,9 +183,8 @@ class HostLinks:
             size, timeout = self.world_size, self.timeout
             self._gloo, self._descriptors = connected(own, self.rank, size, address, timeout)
             if not self._closed.is_set():
-                self._authenticate(
-                    secret, group, (listening[0][0], *[port for _, port in listening]), far
-                )
+                own_address = (listening[0][0], *[port for _, port in listening])
+                self._authenticate(secret, group, own_address, far)
 
         self.doing = f"joining group {group!r}"
         apart("interlace connecting", connect, step)
@@ -247,15 +239,13 @@ class HostLinks:
                 wires.connect(at, known, self.timeout, self._closed.is_set)
         except WireError as error:
             raise self.broken(error.peer, error, "joining") from None
-        self._traded(
-            dict.fromkeys(self.peers, b"1"), 1
-        )  # so no rank continues while others still wait
+        # no rank continues while others still wait
+        self._traded(dict.fromkeys(self.peers, b"1"), 1)
 
     def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
         """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
-        sent = {
-            p: torch.frombuffer(bytearray(said), dtype=torch.uint8) for p, said in messages.items()
-        }
+        bare = {peer: bytearray(said) for peer, said in messages.items()}
+        sent = {peer: torch.frombuffer(said, dtype=torch.uint8) for peer, said in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
         begun: list[tuple[int, Any]] = []
         peer, bound = self.rank, timedelta(seconds=self.bound() + LATE)
@@ -416,8 +406,7 @@ class HostLinks:
         return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
 
     def _says_that_it_leaves(self, peer: int) -> bool:
-        """Return whether a peer whose connection ended announced it. Waits a moment for the
-        announcement."""
+        """Return whether a peer whose connection ended announced it; wait a moment for that."""
         listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
             until = time.monotonic() + _VERDICT  # earlier packets of the peer are read there first
@@ -480,10 +469,8 @@ class HostLinks:
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it the earlier ones
         self.wires.sever()
-        for wires in (
-            self.records,
-            self.pieces,
-        ):  # in good order: closing the receiving side would answer by a reset
+        # in good order: closing the receiving side would answer by a reset
+        for wires in (self.records, self.pieces):
             wires.sever(socket.SHUT_WR if self._failure is None else socket.SHUT_RDWR)
         self._sever()
         for thread in self._threads:
@@ -491,9 +478,7 @@ class HostLinks:
                 thread.join(5.0)
         self.wires.forget()
         self._under_way.clear()
-        self._gloo = (
-            None  # and its descriptors; nothing here refers to the rest of the group any more
-        )
+        self._gloo = None  # and its descriptors; nothing here refers to the rest of the group now
         nothing: Any = lambda *_: None  # noqa: E731
         self._on_failure = self._on_packet = self._on_gone = nothing
         self._awaited = self.bound = nothing

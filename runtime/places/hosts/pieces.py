@@ -1,9 +1,8 @@
 """An op of ranks on several hosts: how the ranks agree on it, and the pieces in which it is done.
 
-Legend: rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is (k, l mod L_k), which is
-(k, l) if hosts have equally many ranks. Every rank receives a *frame* from its twin on each other host, and
-sends its own to the ranks whose twin it is. All ranks of a host know the host's messages before. So each
-rank knows the messages of all ranks after one frame from each host, and no rank has to pass anything on.
+Legend: as in ``engine.py``. Every rank receives a *frame* from its twin on each other host, and sends its
+own to the ranks whose twin it is. All ranks of a host know the host's messages before. So each rank knows
+the messages of all ranks after one frame from each host, and no rank has to pass anything on.
 
 A frame is a head of numbers, the messages of a host (one for all, if they are equal), and data::
 
@@ -57,8 +56,6 @@ KEPT_FROM = 128 << 10  # bytes from which malloc asks the kernel
 _MOST_CALLS = 256
 _HEAD, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
 _AROUND = 64  # bytes around each message, at most
-
-
 _NOTHING: Mapping[int, Buffer] = {}
 
 
@@ -160,15 +157,12 @@ class Frames:
         return what.unpack(found)
 
     def _by_rank(self, own: Sequence[bytes], heads: Sequence[Sequence[Any]]) -> list[bytes]:
-        messages = [b""] * self._world_size
-        for rank, message in zip(self.mine, own, strict=True):
-            messages[rank] = message
+        found = dict(zip(self.mine, own, strict=True))
         for ranks, (length, *_, text) in zip(self.others, heads, strict=True):
             one = bytes(text)
             said = [one] * len(ranks) if length <= 0 else _messages(one, len(ranks))
-            for rank, message in zip(ranks, said, strict=True):
-                messages[rank] = message
-        return messages
+            found |= dict(zip(ranks, said, strict=True))
+        return [found[rank] for rank in range(self._world_size)]
 
 
 WithinHost = Callable[[Call], object]
@@ -343,16 +337,20 @@ class HostsOps:
 
     def _callers(self, call: Call) -> Call:
         """Return ``call`` for a step within the host."""
-        return self._kept(call.message, lambda: _callers_call(call))
+
+        def make() -> Call:
+            made = _CallersCall(call.op, match=call.match, equal_fits=True)
+            made.message = call.message
+            return made
+
+        return self._kept(call.message, make)
 
     def within(self, op: str, *, even: bool = False) -> Call:
         """Return the call for a later step within the host. ``even``: if the op's messages are equal, all
         ranks have parts of one size."""
         match = _equal_parts if even and self._equal else None
-        return self._kept((op, match), lambda: Call(self._doing(op), match=match, equal_fits=True))
-
-    def _doing(self, step: str) -> str:
-        return f"{self._links.doing} within the host ({step})"
+        doing = f"{self._links.doing} within the host ({op})"
+        return self._kept((op, match), lambda: Call(doing, match=match, equal_fits=True))
 
     def _kept(self, key: object, make: Callable[[], Call]) -> Call:
         call = self._calls.get(key)
@@ -369,12 +367,6 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
     if not isinstance(found, list) or list(map(type, found)) != [bytes] * count:
         raise plain.UnreadableError(f"{len(blob)} bytes are not the messages of {count} ranks")
     return found
-
-
-def _callers_call(call: Call) -> Call:
-    made = _CallersCall(call.op, match=call.match, equal_fits=True)
-    made.message = call.message
-    return made
 
 
 def in_pieces(

@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts.joining import UnconnectedError
+from interlace.runtime.places.hosts.host_map import UnconnectedError
 from interlace.runtime.processes.signed_store import DIGEST_BYTES
 from interlace.runtime.processes.worker import Helper
 
@@ -77,9 +77,7 @@ class Wires:
         self._ends = select.poll()
         self._kept: dict[int, deque[memoryview]] = {}
         self._space: dict[int, memoryview] = {}
-        self._ahead: dict[
-            int, memoryview
-        ] = {}  # buffers of bytes that arrived before they were requested
+        self._ahead: dict[int, memoryview] = {}  # bytes that arrived before they were requested
         self._sent: dict[int, int] = {}
         self.posted: dict[int, int] = {}
         """The number of bytes posted so far, by rank."""
@@ -89,9 +87,8 @@ class Wires:
 
     def listen(self, address: str) -> tuple[str, int]:
         """Listen, and return the address at which others reach this rank from now on."""
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
-            0
-        ]
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
         self._listener = socket.socket(family, kind, protocol)
         self._listener.bind(where)
         self._listener.listen(1024)
@@ -270,9 +267,8 @@ class Wires:
                 wire = self._sockets[peer]
                 if kept:
                     sending[wire.fileno()] = peer
-                poll.register(
-                    wire, select.POLLOUT * bool(kept) | select.POLLIN * (peer == receiving)
-                )
+                events = select.POLLOUT * bool(kept) | select.POLLIN * (peer == receiving)
+                poll.register(wire, events)
         for descriptor, what in poll.poll():
             if descriptor in sending and what & ~select.POLLIN:
                 self._push(sending[descriptor])

@@ -55,10 +55,10 @@ from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 from interlace.runtime.processes import dump as record, rendezvous
 from interlace.runtime.processes.atomics import Cells, load_acquire, store_release
-from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.recorder import called_from
 from interlace.runtime.processes.segment import SharedSegment
+from interlace.runtime.processes.waiting import Kind
 from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
 _places: "list[weakref.ref[ShmPlace]]" = []  # of all ShmPlaces

@@ -108,8 +108,7 @@ class Rounds:
         *,
         apart: bool,
     ) -> None:
-        """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless
-        ``apart``."""
+        """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all or ``apart``."""
         rank = self._rank
         piece, number = (self.section, rank) if apart else (self._slot_bytes, 0)
         own = parts[number][0] if parts else 0
@@ -172,8 +171,7 @@ class Rounds:
         self._run(key, addresses, count, stage, reduce, None, self._peers)
 
     def sum_everywhere(self, tensor: torch.Tensor, *, meets: bool) -> None:
-        """Compute ``tensor`` = the sum of all ranks', all read by each rank; ``meets``: see
-        :meth:`reduce`."""
+        """Compute ``tensor`` = the sum of all ranks', which each reads; ``meets``: see :meth:`reduce`."""
         piece, total, dtype = self._slot_bytes, tensor.nbytes, tensor.dtype
         whole: RingPart = (0, message_steps.INPUT), total
 

@@ -307,7 +307,8 @@ class Asynchronous(DispatchMode):
                 return func.redispatch(keys, *args, **kwargs)
         if func.namespace != "aten":  # it cannot be run, and its error says why
             return func(*args, **kwargs)
-        if func is torch.ops.aten.copy_.default and _plain_copy(args[0], args[1]):
+        strided = func is torch.ops.aten.copy_.default and args[1].layout == torch.strided
+        if strided and args[0].layout == torch.strided:
             stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
             return args[0]
         if written := _written(func):
@@ -335,10 +336,6 @@ def _fill(outputs: object, source: Callable[[], object]) -> None:
         for output, result in zip(tree_leaves(outputs), tree_leaves(source()), strict=True):
             if isinstance(output, torch.Tensor):
                 output.data.copy_(result)
-
-
-def _plain_copy(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    return bool(destination.layout == source.layout == torch.strided)
 
 
 @cache

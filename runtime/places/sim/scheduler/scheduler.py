@@ -343,9 +343,10 @@ class Scheduler(ProgramHooks):
         if task.busy > LONGEST_CIRCLE or task.greenlet.dead:
             self.vain = 0
         turn = self.vain * LAST_TRIES // (VAIN_POLLS * len(self._tasks))
-        if turn >= LAST_TRIES:
-            self._polls_in_vain()
-        elif turn > self._turn:  # they may not wait, but only read the same for long
+        if turn >= LAST_TRIES:  # programs only poll, and change only memory that no task waits for
+            self._call_them_waits()
+            raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
+        if turn > self._turn:  # they may not wait, but only read the same for long
             self._let_polls_try()
         self._turn = turn
         if task.greenlet.dead:
@@ -394,11 +395,6 @@ class Scheduler(ProgramHooks):
                 del self.segments[self._stuck_after :]  # the last tries are not recorded
             raise errors.DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
-
-    def _polls_in_vain(self) -> None:
-        """Raise a deadlock: programs only poll, and change only memory that no task waits for."""
-        self._call_them_waits()
-        raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
 
     def _call_them_waits(self) -> None:
         """Mark running programs as waiting for the words that they have polled last."""
