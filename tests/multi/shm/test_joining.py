@@ -212,8 +212,8 @@ def test_connection_of_another_generation_is_let_go() -> None:
     found = run(range(2), lambda rank: ends[rank].trade((read_end,), wait))
     assert [list(each) for each in found] == [[1], [0]]
     assert old.hung_up([0]) == [0]
-    for delivery in (delivery for each in found for delivery in each.values()):
-        os.close(*delivery.descriptors)
+    for descriptors in (descriptors for each in found for descriptors in each.values()):
+        os.close(*descriptors)
     for end in (read_end, write_end):
         os.close(end)
     for end in (new, old, right):
