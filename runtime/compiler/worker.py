@@ -1,6 +1,6 @@
 """Compile one kernel for a GPU that may be absent, and measure the result.
 
-The processes of ``server.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
+The processes of ``pool.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
 setting is, and turn each :class:`Compilation` into a :class:`Measurement`. With Triton's cache, which keeps
 disassemblies, too, compiling an unchanged kernel again takes milliseconds.
 

@@ -188,7 +188,7 @@ class TorchMemory:
         Raises MemoryRefused, on all ranks, if it fails.
         """
         with _lock, together(self._exchange):
-            with _environment(OVERLAPPING, "1" if overlapping else None):
+            with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
                 handle = self._met(memory)
             parts = [
@@ -226,19 +226,16 @@ class TorchMemory:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Set the variable to ``value`` within the block; None leaves it unchanged."""
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set the variable to ``value`` within the block."""
     before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
+    os.environ[name] = value
     try:
         yield
     finally:
-        if value is not None:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess

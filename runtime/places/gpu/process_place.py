@@ -362,11 +362,6 @@ class CudaPlace(DeviceProcessPlace):
     name = "cuda"
     _overlapping = False
 
-    @property
-    def memory_kind(self) -> str:
-        """The kind of the group's symmetric memory, by its allocator; "" before there is any."""
-        return "" if self._memory is None else str(self._memory.kind)
-
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.world_size == 1:
             own = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)

@@ -50,6 +50,7 @@ differ from that of the same ranks on one host, whose sum has no brackets.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -130,17 +131,14 @@ class HostsEngine(Engine):
 
     # -- where things go -----------------------------------------------------------------------
 
-    def _twin(self, rank_index: int, ranks: Sequence[int]) -> int:
-        return ranks[rank_index % len(ranks)]
+    def _twin(self, index: int, ranks: Sequence[int]) -> int:
+        return ranks[index % len(ranks)]
 
     def _rounds(self, ranks: Sequence[int]) -> list[list[int | None]]:
         """Assign the ranks of a host to those of this one: in each round at most one to each."""
         count = len(self._mine)
-        dealt: list[list[int | None]] = []
-        for start in range(0, len(ranks), count):
-            some: list[int | None] = list(ranks[start : start + count])
-            dealt.append(some + [None] * (count - len(some)))
-        return dealt
+        padded = [*ranks, *[None] * (-len(ranks) % count)]
+        return [padded[start : start + count] for start in range(0, len(ranks), count)]
 
     def _far(self, tensors: Tensors) -> dict[int, torch.Tensor]:
         """Return those of ranks on other hosts, twins first: no two ranks begin with the same one."""
@@ -182,23 +180,18 @@ class HostsEngine(Engine):
 
     def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Pieces:
         """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
-        longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
+        longest = max(outputs, key=torch.Tensor.numel)
 
         def piece(part: slice) -> OpPiece:
-            sends = {self._twin(self._index, ranks): input[part] for ranks in self._others}
-            receives = {
-                source: outputs[source][part]
-                for ranks in self._others
-                for source in ranks[self._index :: len(mine)]  # this rank is their twin
-            }
+            sends = dict.fromkeys(self._frames.twins, input[part])
+            receives = {source: outputs[source][part] for source in self._frames.receivers}
             parts = [output[part] for output in outputs]
 
             def share(hosts: Sequence[Sequence[int]]) -> None:
-                for ranks in hosts:
-                    for sources in self._rounds(ranks):
-                        self._share(call.op, parts, sources, input[part])
+                for sources in itertools.chain.from_iterable(map(self._rounds, hosts)):
+                    self._share(call.op, parts, sources, input[part])
 
-            near = functools.partial(share, [mine])
+            near = functools.partial(share, [self._mine])
             return OpPiece(None, sends, receives, near, functools.partial(share, self._others))
 
         outputs, input = [output.view(-1) for output in outputs], input.view(-1)
@@ -488,9 +481,8 @@ class HostsEngine(Engine):
             return
 
         def piece(part: slice) -> OpPiece:
-            return self._parts_of(
-                call.op, output.view(-1)[part], [each.view(-1)[part] for each in inputs], partial
-            )
+            parts = [each.view(-1)[part] for each in inputs]
+            return self._parts_of(call.op, output.view(-1)[part], parts, partial)
 
         self._ops.run(call, in_pieces(piece, longest))
 
@@ -500,16 +492,10 @@ class HostsEngine(Engine):
         """Reduce-scatter: the host reduces for the ranks of each host in turn, its own last."""
         wide = [partial.widened(part) for part in inputs]
         dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
-        reduced = {
-            owner: self._ops.buffer(wide[owner])
-            for owner in (owners[self._index] for owners in dealt)
-            if owner is not None
-        }
+        own = [owners[self._index] for owners in dealt]
+        reduced = {owner: self._ops.buffer(wide[owner]) for owner in own if owner is not None}
         sends = {owner: part for owner, part in reduced.items() if owner != self.rank}
-        found = {
-            self._twin(self._index, ranks): self._ops.buffer(wide[self.rank])
-            for ranks in self._others
-        }
+        found = {twin: self._ops.buffer(wide[self.rank]) for twin in self._frames.twins}
 
         def near(call: Call) -> None:
             for owners in dealt:

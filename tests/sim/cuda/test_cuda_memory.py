@@ -334,7 +334,7 @@ def devices() -> Iterator[list[str]]:
 def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
     place = CudaPlace(host, CPU, timeout=300.0)  # type: ignore[arg-type]
     buffer = place._allocate(256)
-    answer = place.memory_kind, place._overlapping, write_to_peers(buffer, host)
+    answer = place._memory.kind, place._overlapping, write_to_peers(buffer, host)
     place.close()
     assert host.closed
     return answer
