@@ -271,6 +271,5 @@ def _direct(op: object, known: Any) -> Callable[..., object] | None:
     names = ("_namespace", "_opname", "_overloadname", "_schema", "tags")
     stand_in: Any = SimpleNamespace(**{name: getattr(op, name) for name in names})
     stand_in.redispatch = lambda keys, *args, **kwargs: code(*args, **kwargs)
-    return functools.partial(
-        make_autograd_impl(stand_in, info), _C.DispatchKeySet(_C.DispatchKey.CPU)
-    )
+    keys = _C.DispatchKeySet(_C.DispatchKey.CPU)
+    return functools.partial(make_autograd_impl(stand_in, info), keys)

@@ -295,9 +295,8 @@ def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[o
         seen.add(id(value))
         yield found
         if not beyond.match(str(value.__module__)):
-            for each in (
-                _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
-            ):
+            names = _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
+            for each in names:
                 yield from _named(each, beyond, seen)
 
 

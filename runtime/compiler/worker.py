@@ -119,9 +119,8 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
         raise ArtifactError(
             f"{symbol} has {hidden} parameters after those of its signature; known are {SCRATCH}"
         )
-    arguments += [
-        {"name": name, "from": "loader", "type": "*u8", "divisible_by": 1} for name in SCRATCH
-    ]
+    scratch = {"from": "loader", "type": "*u8", "divisible_by": 1}
+    arguments += [{"name": name, **scratch} for name in SCRATCH]
     offset = 0
     for argument, (size, used) in zip(arguments, declared, strict=True):
         if size != (expected := _size(argument["type"])):

@@ -116,9 +116,8 @@ def _pieces(
     if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
         yield parts, output
         return
-    for *pieces, result in zip(
-        *(torch.split(tensor.view(-1), size) for tensor in every), strict=True
-    ):
+    ranges = [torch.split(tensor.view(-1), size) for tensor in every]
+    for *pieces, result in zip(*ranges, strict=True):
         yield pieces, result
 
 

@@ -108,11 +108,9 @@ def _perform(task: RankTask) -> TaskReport:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
         function, arguments, keywords, setup = _unpickled(task.call)
-        store = SignedStore(_store(task.store_port), task.secret)
-        prefix, timeout = f"interlace/run/{task.run}", task.place_timeout
-        group = HostGroup(
-            StoreMeeting(store), task.rank, task.world_size, timeout=timeout, prefix=prefix
-        )
+        meeting = StoreMeeting(SignedStore(_store(task.store_port), task.secret))
+        name, bound = f"interlace/run/{task.run}", task.place_timeout
+        group = HostGroup(meeting, task.rank, task.world_size, timeout=bound, prefix=name)
         place = ShmPlace(group)
         if setup is not None:
             place = setup(place) or place
@@ -223,11 +221,9 @@ class ProcessPool:
         assert self._store is not None
         self._runs += 1
         deadline = time.monotonic() + timeout
+        known = world_size, self._store.port, self._secret, place_timeout, sys.path, call
         for rank in range(world_size):
-            port, secret = self._store.port, self._secret
-            task = RankTask(
-                self._runs, rank, world_size, port, secret, place_timeout, sys.path, call
-            )
+            task = RankTask(self._runs, rank, *known)
             with contextlib.suppress(OSError):  # ``_collect`` finds that the process has ended
                 self._children[rank].connection.send(task)
         reports: dict[int, TaskReport] = {}
@@ -372,11 +368,8 @@ def _loopback_store() -> TCPStore:
     """Return a store that only this host can reach; torch's own listener is open to the network."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        host, port = listener.getsockname()
+        descriptor = listener.detach()
         return TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
         )

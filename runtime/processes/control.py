@@ -258,9 +258,8 @@ class Control:
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
         self.bell, self.mail_bell = Bell(self.own_asleep), Bell(self.mail_asleep(rank))
-        self._sleepers = list(
-            zip([self.views[peer] for peer in self.peers], self.asleep, strict=True)
-        )
+        peers = [self.views[peer] for peer in self.peers]
+        self._sleepers = list(zip(peers, self.asleep, strict=True))
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view

@@ -404,10 +404,9 @@ class HostGroup:
             return death or self._death(control, self.pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):  # a death may be the reason
-                left = (
-                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it"
-                )
-                error = of_another_rank(InterlaceError(f"{left} in {doing}"))
+                left = f"rank {self.names[rank]} has left the group"
+                text = f"{left}, and rank {self.name} waits for it in {doing}"
+                error = of_another_rank(InterlaceError(text))
                 return self._death(control, self.pidfds, doing) or error
         return None
 
@@ -417,9 +416,8 @@ class HostGroup:
         for rank in (*ended, *self.hung_up(pidfds)):
             if not control.reason(rank) and not control.has_left(rank):
                 died = rank in ended or ended_processes({rank: pidfds[rank]}, END_SECONDS)
-                return PeerDiedError(
-                    self.names[rank], self.pids[rank], doing, DIED if died else REPLACED
-                )
+                how = DIED if died else REPLACED
+                return PeerDiedError(self.names[rank], self.pids[rank], doing, how)
         return None
 
     def failure(self) -> InterlaceError | None:

@@ -191,10 +191,8 @@ class Rendezvous:
     def hung_up(self, peers: Collection[int]) -> list[int]:
         """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
-        connections = [
-            (peer, connection) for peer in peers if (connection := self._connections.get(peer))
-        ]
-        ranks = {connection.fileno(): peer for peer, connection in connections}
+        known = {peer: self._connections.get(peer) for peer in peers}
+        ranks = {found.fileno(): peer for peer, found in known.items() if found is not None}
         for descriptor in ranks.keys() - {-1}:  # -1: another thread has closed it
             poll.register(descriptor, select.POLLRDHUP)
         ended = select.POLLRDHUP | select.POLLHUP
@@ -711,9 +709,8 @@ def reunite(
             deadline = time.monotonic() + min(SURE_SECONDS, roll.timeout)
             while gone().isdisjoint(left) and not again():
                 if time.monotonic() > deadline:
-                    raise problem or InterlaceError(
-                        f"rank {roll.rank}: {doing}: others cannot join"
-                    )
+                    text = f"rank {roll.rank}: {doing}: others cannot join"
+                    raise problem or InterlaceError(text)
                 time.sleep(1e-3)
         except BaseException:
             if made is not None:

@@ -27,9 +27,8 @@ import os
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -66,8 +65,7 @@ _libc.mmap.argtypes = (_address, _size, _number, _number, _number, ctypes.c_long
 _libc.munmap.argtypes = (_address, _size)
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """The contents of a segment's header. ``nbytes`` excludes the header page."""
 
     nonce: bytes
@@ -83,9 +81,7 @@ class Identity:
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
 
     def pack(self) -> bytes:
-        return _HEADER.pack(
-            MAGIC, LAYOUT_VERSION, self.nonce, self.rank, self.world_size, self.nbytes
-        )
+        return _HEADER.pack(MAGIC, LAYOUT_VERSION, *self)
 
     def check(self, header: bytes, what: str) -> None:
         """Raise unless ``header`` has the same contents; the error names the first field that differs."""

@@ -193,9 +193,8 @@ class LastingWait:
             own = rank == group.rank and self._kind is Kind.EARLY
             flags |= claim & ~BOUNDED if own else claim
         where = f"of group {group.prefix!r}"
-        waits = [
-            BlockedWait(group.names[rank], where, control.claim_text(rank)) for rank, _ in found
-        ]
+        names, text_of = group.names, control.claim_text
+        waits = [BlockedWait(names[rank], where, text_of(rank)) for rank, _ in found]
         text = "; ".join(map(str, waits))
         if flags & BOUNDED:
             return
@@ -253,9 +252,8 @@ def ended_processes(pidfds: Mapping[int, int], seconds: float = 0.0) -> list[int
     ranks = {descriptor: rank for rank, descriptor in pidfds.items()}
     for descriptor in ranks:
         poll.register(descriptor, select.POLLIN)
-    return [
-        ranks[descriptor] for descriptor, what in poll.poll(1e3 * seconds) if what & select.POLLIN
-    ]
+    ended = (found for found, what in poll.poll(1e3 * seconds) if what & select.POLLIN)
+    return [ranks[descriptor] for descriptor in ended]
 
 
 def has_ended(pid: int) -> bool:
@@ -340,9 +338,7 @@ class Patience:
         if now - self._started > self._timeout:
             blame = self._judge and self._judge.blame
             late = tuple(blame.culprits(waited_for) if blame else waited_for)
-            text = (
-                f"rank {self._rank}: {doing} has waited {self._timeout:g} s for ranks {list(late)}"
-            )
-            text += blame.whereabouts(late) if blame else ""
-            raise self._told(CollectiveTimeoutError(text, late))
+            where = blame.whereabouts(late) if blame else ""
+            text = f"{doing} has waited {self._timeout:g} s for ranks {list(late)}{where}"
+            raise self._told(CollectiveTimeoutError(f"rank {self._rank}: {text}", late))
         return False

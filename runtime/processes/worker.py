@@ -99,12 +99,9 @@ class OrderedWorker:
             if self._thread is None:  # start it first: without a thread nothing is queued
                 own = weakref.ref(self)
                 at_work = lambda: (worker := own()) is not None and worker.unfinished  # noqa: E731
-                self._thread = Helper(self._name, _run, (self._items,), at_work)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # no more threads can be started
-                    self._thread = None
-                    raise
+                thread = Helper(self._name, _run, (self._items,), at_work)
+                thread.start()
+                self._thread = thread
             self.unfinished += 1
             self._items.put(functools.partial(self._perform, future, function, context))
         return future

@@ -191,9 +191,8 @@ class TorchMemory:
             with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
                 handle = self._met(memory)
-            parts = [
-                handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._world_size)
-            ]
+            ranks = range(self._world_size)
+            parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
             parts[self._rank] = memory
             # A peer's handle keeps its memory mapped; a tensor over that memory does not.
             multicast = int(handle.multicast_ptr or 0)

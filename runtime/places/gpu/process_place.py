@@ -163,9 +163,8 @@ class HostMessages:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
         """Send ``tensor`` as ``Engine.send`` does. Waits for the work that produces ``tensor``."""
-        return self._engine.send(
-            _call("send", tensor), tensor.detach().to("cpu", copy=True), peer, tag
-        )
+        copy = tensor.detach().to("cpu", copy=True)
+        return self._engine.send(_call("send", tensor), copy, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
         """Receive into ``tensor`` as ``Engine.recv`` does."""

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +63,7 @@ from interlace.runtime.core.engine import ALL, TO_ALL, TO_EACH, Engine, Parts, S
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
+from interlace.runtime.places.hosts.pieces import HostsOps, MakePiece, OpPiece, in_pieces
 from interlace.runtime.places.shm.mail import Mail
 
 
@@ -105,8 +105,6 @@ class Partial:
         if total is not output:
             output.copy_(total)
 
-
-Pieces = Sequence[Callable[[], OpPiece]]
 
 SMALL_BYTES = 32 << 10  # of all ranks of the largest host
 MEETING_BYTES = 256 << 10  # of the data that goes with a meeting in the host
@@ -178,7 +176,7 @@ class HostsEngine(Engine):
             pieces = [small if even and part * self.world_size <= MEETING_BYTES else direct]
         self._ops.run(call, pieces)
 
-    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Pieces:
+    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> list[MakePiece]:
         """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
         longest = max(outputs, key=torch.Tensor.numel)
 
@@ -251,11 +249,7 @@ class HostsEngine(Engine):
         )
 
     def _small_gather(
-        self,
-        input: torch.Tensor,
-        outputs: Tensors,
-        taker: int,
-        uneven: Callable[[], OpPiece] | None,
+        self, input: torch.Tensor, outputs: Tensors, taker: int, uneven: MakePiece | None
     ) -> OpPiece:
         """Share all parts with all ranks of a host; the twins of the taking ranks send them."""
         block = input.new_empty(len(self._mine), input.numel())
@@ -274,9 +268,7 @@ class HostsEngine(Engine):
             uneven=uneven,
         )
 
-    def _small_exchange(
-        self, inputs: Tensors, outputs: Tensors, uneven: Callable[[], OpPiece]
-    ) -> OpPiece:
+    def _small_exchange(self, inputs: Tensors, outputs: Tensors, uneven: MakePiece) -> OpPiece:
         """Share all parts with all ranks of the host, so that each has all that its twin receives."""
         count, mine = inputs[0].numel(), self._mine
         own = torch.cat([part.view(-1) for part in inputs])
@@ -298,7 +290,7 @@ class HostsEngine(Engine):
         return OpPiece(near, packed, from_twins, after=after, uneven=uneven)
 
     def _small_scatter(
-        self, inputs: Tensors, output: torch.Tensor, root: int, uneven: Callable[[], OpPiece]
+        self, inputs: Tensors, output: torch.Tensor, root: int, uneven: MakePiece
     ) -> OpPiece:
         """Share all parts with all ranks of the root's host, which send their twins' parts."""
         whole = output.new_empty(self.world_size, output.numel())
@@ -323,7 +315,7 @@ class HostsEngine(Engine):
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
-    def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Pieces:
+    def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> list[MakePiece]:
         """Copy rank ``root``'s ``tensor`` to all ranks."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
@@ -359,9 +351,8 @@ class HostsEngine(Engine):
                 sends = {self._twin(place, ranks): some for ranks in self._others}
             elif self.rank == source:
                 receives = {root: some}
-            return OpPiece(
-                None, sends, receives, after=lambda: share(self._ops.within(call.op), some)
-            )
+            then = functools.partial(share, self._ops.within(call.op), some)
+            return OpPiece(None, sends, receives, after=then)
 
         if flat.nbytes * len(home) <= SMALL_BYTES:
             return [lambda: small(True)]
@@ -420,9 +411,8 @@ class HostsEngine(Engine):
         """All-reduce ``flat``: this rank combines its column of it, if it has one."""
         count, index = self._columns, self._index
         more = [flat[:0]] * (len(self._mine) - count)
-        targets, wide = [
-            [*whole.tensor_split(count), *more] for whole in (flat, partial.widened(flat))
-        ]
+        targets = [*flat.tensor_split(count), *more]
+        wide = [*partial.widened(flat).tensor_split(count), *more]
         own = self._ops.buffer(wide[index])
         peers = [ranks[index] for ranks in self._others] if index < count else []
         found = {peer: self._ops.buffer(own) for peer in peers}

@@ -116,17 +116,15 @@ class HostMap:
         return next(index for index, ranks in enumerate(self.hosts) if rank in ranks)
 
     def __str__(self) -> str:
-        return "; ".join(
-            f"host {index}: ranks {list(ranks)}" for index, ranks in enumerate(self.hosts)
-        )
+        hosts = enumerate(self.hosts)
+        return "; ".join(f"host {index}: ranks {list(ranks)}" for index, ranks in hosts)
 
 
-def address_towards(host: str, port: int = _ANY_PORT) -> str | None:
+def address_towards(host: str) -> str | None:
     """Return this machine's address on the way to ``host``, or None if there is no way."""
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            host, port, type=socket.SOCK_DGRAM
-        ):
+        ways = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, target in ways:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as connection:
                 connection.connect(target)
                 return str(connection.getsockname()[0])
@@ -317,9 +315,8 @@ class Joining:
 
     def tell(self, error: BaseException) -> None:
         """Publish why there will be no group, unless a rank has already done so."""
-        text = (
-            str(error) if isinstance(error, InterlaceError) else f"{type(error).__name__}: {error}"
-        )
+        kind = "" if isinstance(error, InterlaceError) else f"{type(error).__name__}: "
+        text = f"{kind}{error}"
         if not text.startswith(own := f"rank {self._rank}"):
             text = f"{own} could not join: {text}"
         with contextlib.suppress(Exception):

@@ -397,10 +397,8 @@ class HostLinks:
         left = self._says_that_it_leaves(peer)
         if self._failure is None and not self._closed.is_set():
             if left:
-                text = (
-                    f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
-                )
-                self.fail(of_another_rank(InterlaceError(text)))
+                text = f"rank {peer} has left the group, and rank {self.rank} waits for it in"
+                self.fail(of_another_rank(InterlaceError(f"{text} {doing}")))
             else:
                 self._lost(peer, error)
         return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")

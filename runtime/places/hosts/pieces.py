@@ -69,9 +69,8 @@ class Frames:
         self.others = [ranks for ranks in hosts.hosts if ranks is not self.mine]
         self.twins = [ranks[self.index % len(ranks)] for ranks in self.others]
         """The rank from which frames come, by other host."""
-        self.receivers = [
-            rank for ranks in self.others for rank in ranks[self.index :: len(self.mine)]
-        ]
+        step = len(self.mine)
+        self.receivers = [rank for ranks in self.others for rank in ranks[self.index :: step]]
         """The ranks to which this rank's frames go: those whose twin it is."""
         self._world_size = sum(map(len, hosts.hosts))
 
@@ -188,6 +187,9 @@ class OpPiece:
     """The piece to use if messages fit together but are not equal; alike on all ranks."""
 
 
+MakePiece = Callable[[], OpPiece]
+
+
 class UnlikeError(Exception):
     """The ranks of this host have called with different ``messages``, by local rank."""
 
@@ -229,7 +231,7 @@ class HostsOps:
         engine: Engine = self._place.local_engine()
         return engine
 
-    def run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def run(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         """Run an op in these pieces. Each is made when it begins."""
         place, refused = self._place, None
         with place.lock:
@@ -244,7 +246,7 @@ class HostsOps:
                 raise refused from None
             record.ended(place.group, number)
 
-    def _run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def _run(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         self._equal = True
         if len(pieces) > 1:
             self._agree(call, OpPiece())
@@ -256,7 +258,7 @@ class HostsOps:
         else:
             self._pipelined(call, [piece.uneven or pieces[0]])
 
-    def _pipelined(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def _pipelined(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         under_way: deque[tuple[OpPiece, Mapping[int, int]]] = deque()
         for number in range(len(pieces) + LAG):
             if number < len(pieces):
@@ -272,7 +274,7 @@ class HostsOps:
                 self._wires.flush(posted)  # before this rank waits for others of its host
                 piece.after()
 
-    def _begin(self, number: int, make: Callable[[], OpPiece]) -> OpPiece:
+    def _begin(self, number: int, make: MakePiece) -> OpPiece:
         self._pool, self._used = self._pools[number % len(self._pools)], 0
         return make()
 
@@ -369,9 +371,7 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
     return found
 
 
-def in_pieces(
-    make: Callable[[slice], OpPiece], longest: torch.Tensor
-) -> list[Callable[[], OpPiece]]:
+def in_pieces(make: Callable[[slice], OpPiece], longest: torch.Tensor) -> list[MakePiece]:
     """Return the pieces of tensors whose longest is ``longest``; one if it is not large."""
     per = PIECE_BYTES // longest.element_size()
     if longest.nbytes <= MIDDLE_BYTES:

@@ -207,9 +207,8 @@ class HostsPlace(CpuPlace):
                 self._links.fail(error)
             raise (self._links.failure or error) from None
         except BaseException as error:
-            self._links.fail(
-                InterlaceError(f"rank {self.rank}: {doing}: {type(error).__name__}: {error}")
-            )
+            text = f"{doing}: {type(error).__name__}: {error}"
+            self._links.fail(InterlaceError(f"rank {self.rank}: {text}"))
             raise
         finally:
             self._links.doing = before

@@ -44,6 +44,7 @@ from interlace.runtime.processes.signed_store import DIGEST_BYTES
 from interlace.runtime.processes.worker import Helper
 
 Buffer = bytes | bytearray | memoryview
+Address = tuple[str, int]
 Proof = Callable[[int, int], bytes]
 """Returns what the rank of the first number sends to that of the second as its proof."""
 
@@ -85,7 +86,7 @@ class Wires:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def listen(self, address: str) -> tuple[str, int]:
+    def listen(self, address: str) -> Address:
         """Listen, and return the address at which others reach this rank from now on."""
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
@@ -96,11 +97,7 @@ class Wires:
         return host, port
 
     def connect(
-        self,
-        addresses: dict[int, tuple[str, int]],
-        proof: Proof,
-        timeout: float,
-        over: Callable[[], bool],
+        self, addresses: dict[int, Address], proof: Proof, timeout: float, over: Callable[[], bool]
     ) -> None:
         """Connect to the ranks at these addresses, which do the same, until ``over()`` returns True."""
         until, listener = time.monotonic() + timeout, self._listener
@@ -143,9 +140,8 @@ class Wires:
         try:
             while missing:
                 if over() or time.monotonic() > until:
-                    raise UnconnectedError(
-                        f"rank {self.rank}: ranks {sorted(missing)} have not connected"
-                    )
+                    text = f"ranks {sorted(missing)} have not connected"
+                    raise UnconnectedError(f"rank {self.rank}: {text}")
                 for descriptor, _ in poll.poll(_POLL_SECONDS * 1000):
                     if descriptor == listener.fileno():
                         wire = listener.accept()[0]

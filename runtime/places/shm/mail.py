@@ -566,9 +566,8 @@ class Mail:
                     self._see_to_it(self._messages)
         except BaseException as error:
             if future in self._futures():  # in flight, and no caller will have its handle
-                self._group.abort(
-                    f"{future.doing} had begun, and then {type(error).__name__}: {error}"
-                )
+                text = f"{future.doing} had begun, and then"
+                self._group.abort(f"{text} {type(error).__name__}: {error}")
             raise
         finally:
             self._entering.discard(future)

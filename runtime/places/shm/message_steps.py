@@ -347,6 +347,5 @@ def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
 @functools.cache
 def sums(op: str, dtype: torch.dtype) -> bool:
     """Return whether machine code computes this: sums, and averages whose sum is not rounded before."""
-    return dtype in SUMS and (
-        op == "sum" or (op == "avg" and dtype in (torch.float32, torch.float64))
-    )
+    unrounded = op == "avg" and dtype in (torch.float32, torch.float64)
+    return dtype in SUMS and (op == "sum" or unrounded)

@@ -70,9 +70,8 @@ class Rounds:
     def open(self) -> None:
         if not self.opened:
             steps, doing = self._steps, self._steps.call.op
-            steps.take_sizes(
-                Caches.unpacked(self._group.exchange(own_caches().packed(), doing)[-1])
-            )
+            messages = self._group.exchange(own_caches().packed(), doing)
+            steps.take_sizes(Caches.unpacked(messages[-1]))
             self._slot_bytes, medium = steps.sizes.slot, steps.sizes.medium
             self.section = self._slot_bytes // self._world_size & ~63
             self._medium = SLOTS * self._slot_bytes
@@ -391,10 +390,8 @@ class Direct:
 
     def everywhere(self, number: int) -> bool:
         """Return whether the tensors of all ranks are in range ``number``, and so are read in place."""
-        control, sequence = self._steps.control, self._steps.sequence
-        direct = number > 0 and all(
-            control.where(peer, sequence)[0] == number for peer in control.peers
-        )
+        where, sequence = self._steps.control.where, self._steps.sequence
+        direct = number > 0 and all(where(peer, sequence)[0] == number for peer in self._peers)
         if direct:
             name_algorithm("direct")
         return direct

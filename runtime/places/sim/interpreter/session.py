@@ -425,9 +425,8 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         given = {name: value for name, value in named.items() if name in kernel.arg_names}
         if unknown := unknown_options(options):
-            near = difflib.get_close_matches(
-                unknown[0], [*kernel.arg_names, "num_warps", "num_stages"]
-            )
+            known = [*kernel.arg_names, "num_warps", "num_stages"]
+            near = difflib.get_close_matches(unknown[0], known)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(
                 f"{unknown[0]!r} is neither a parameter of {kernel.__name__} nor an option of "

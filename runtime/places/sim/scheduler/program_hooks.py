@@ -123,30 +123,27 @@ class ProgramHooks:
             return perform()
         self.give_way()
         does, writes = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", not atomic.reads_only
-        mask = self._check.allowed(
-            task, atomic.pointers, atomic.mask, does, writes=writes, atomic=True
-        )
+        pointers = atomic.pointers
+        mask = self._check.allowed(task, pointers, atomic.mask, does, writes=writes, atomic=True)
         if mask is not atomic.mask:
             atomic = replace(atomic, mask=mask)
             perform = partial(perform, mask)
         if self.buffers is not None:
-            self.buffers.before_load(task, atomic.pointers, newest=atomic.kind != "load")
+            self.buffers.before_load(task, pointers, newest=atomic.kind != "load")
             if atomic.releases:
-                threads = threads_of(atomic.pointers)
-                self.buffers.release(
-                    task, atomic.scope, each_thread=atomic.by_lanes, threads=threads
-                )
-        if self.buffers is not None and atomic.value is not None and not atomic.releases:
-            self.buffers.store(task, atomic.pointers, atomic.value, atomic.mask, relaxed=True)
-            self.progress()
-            self.observer.on_atomic(task, atomic, atomic.value)
-            return atomic.value
+                each, threads = atomic.by_lanes, threads_of(pointers)
+                self.buffers.release(task, atomic.scope, each_thread=each, threads=threads)
+            elif atomic.value is not None:
+                self.buffers.store(task, pointers, atomic.value, atomic.mask, relaxed=True)
+                self.progress()
+                self.observer.on_atomic(task, atomic, atomic.value)
+                return atomic.value
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
-            result = self._polled(atomic.pointers, atomic.mask, result, perform)
+            result = self._polled(pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not _any(result.data == atomic.compare.data):
             # A compare-and-swap that did not swap has only read.
-            result = self._polled(atomic.pointers, atomic.mask, result, perform, atomic.compare)
+            result = self._polled(pointers, atomic.mask, result, perform, atomic.compare)
         else:
             self.progress()
         self.observer.on_atomic(task, atomic, result)

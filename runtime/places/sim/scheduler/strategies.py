@@ -102,12 +102,16 @@ class Strategy(Protocol):
         """Return a task that can run; None if none can."""
 
 
-class Random(Strategy):
+class Random:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def interrupts(self) -> bool:
         return self._random.random() < MEMORY_SWITCH
+
+    def passes(self) -> None: ...
+
+    def tires(self) -> None: ...
 
     def choose(self, tasks: Sequence[Task]) -> Task | None:
         count = len(tasks)
