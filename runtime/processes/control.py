@@ -257,6 +257,8 @@ class Control:
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
+        self.own_asleep = self.bases[rank] + _ASLEEP
+        self.asleep = [self.bases[peer] + _ASLEEP for peer in self.peers]
         self.bell, self.mail_bell = Bell(self.own_asleep), Bell(self.mail_asleep(rank))
         peers = [self.views[peer] for peer in self.peers]
         self._sleepers = list(zip(peers, self.asleep, strict=True))
@@ -294,10 +296,6 @@ class Control:
             if view[_ASLEEP // 8] in (ANYONE, own):
                 wake(asleep)
 
-    @property
-    def sequences(self) -> list[int]:
-        return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
-
     def ring_for(self, peer: int) -> None:
         """Wake ``peer`` if it sleeps until a message moves; once, however long it takes to get a core."""
         if self.views[peer][_MAIL // 8]:
@@ -307,14 +305,6 @@ class Control:
     def mail_asleep(self, rank: int) -> int:
         """Return the address of ``rank``'s ASLEEP word for messages of two ranks."""
         return self.bases[rank] + _MAIL
-
-    @property
-    def own_asleep(self) -> int:
-        return self.bases[self._rank] + _ASLEEP
-
-    @property
-    def asleep(self) -> list[int]:
-        return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
     def length(self, rank: int) -> int:
         """Return the address of the length of ``rank``'s message 0; entry n % ENTRIES has that of n."""

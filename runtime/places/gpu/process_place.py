@@ -145,37 +145,6 @@ class Watchdog:
                 mirror.copy_(place.header(buffer, place.rank), non_blocking=True)
 
 
-Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
-
-
-class HostMessages:
-    """Sends and receives by the host's ``engine``. ``bring(to, source)`` copies to the GPU and returns the
-    end.
-
-    A message is a copy off the GPU, a message of ``processes``, and a copy back. It is right for every tag
-    and order, also for receives from any rank. It is not fast, and the sender's host waits for its GPU. The
-    receiver's host does not: its ``Work.wait()`` waits for the message, which cannot be enqueued, and then
-    only orders the stream.
-    """
-
-    def __init__(self, engine: Engine, bring: Bring) -> None:
-        self._engine, self._bring = engine, bring
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Send ``tensor`` as ``Engine.send`` does. Waits for the work that produces ``tensor``."""
-        copy = tensor.detach().to("cpu", copy=True)
-        return self._engine.send(_call("send", tensor), copy, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Receive into ``tensor`` as ``Engine.recv`` does."""
-        arrived: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-
-        def then(outcome: Outcome) -> Outcome:
-            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
-
-        return Continued(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
-
-
 def _call(op: str, tensor: torch.Tensor) -> Call:
     return Call(op, (("dtype", tensor.dtype), ("shape", tuple(tensor.shape))))
 
@@ -247,8 +216,15 @@ class DeviceProcessPlace(DevicePlace):
         return Plans(communicator, self, self._agreement, self.processes.check)
 
     @functools.cached_property
-    def _messages(self) -> HostMessages:
-        return HostMessages(self.processes.new_engine(None), self._bring)
+    def _host_engine(self) -> Engine:
+        """The engine of messages. A message is a copy off the GPU, one of ``processes``, and a copy back.
+
+        It is right for every tag and order, also for receives from any rank. It is not fast, and the
+        sender's host waits for its GPU. The receiver's host does not: its ``Work.wait()`` waits for the
+        message, which cannot be enqueued, and then only orders the stream.
+        """
+        engine: Engine = self.processes.new_engine(None)
+        return engine
 
     def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy to the GPU, on a stream of the group's that waits for nothing; from any thread."""
@@ -261,12 +237,22 @@ class DeviceProcessPlace(DevicePlace):
         return event
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        return self._messages.send(tensor, peer, tag)
+        copy = tensor.detach().to("cpu", copy=True)  # waits for the work that produces it
+        return self._host_engine.send(_call("send", tensor), copy, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        # earlier work on the tensor's memory comes before the message
+        self._order_messages()
+        arrived: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        def then(outcome: Outcome) -> Outcome:
+            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
+
+        arriving = self._host_engine.recv(_call("recv", tensor), arrived, peer, tag)
+        return Continued(arriving, then)
+
+    def _order_messages(self) -> None:
+        """Order the copies of received messages after the caller's earlier work."""
         self.side_stream().wait_stream(torch.cuda.current_stream())
-        return self._messages.recv(tensor, peer, tag)
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)

@@ -91,11 +91,13 @@ class Listed(Steps):
         self.release(self._control.bases[self._rank] + 8 * index, (further, BEFORE))
         self.ring(self._control.asleep, 1 + self._rank)
 
-    def wait_for(self, index: int, peers: Sequence[int], further: int) -> None:
+    def wait_for(
+        self, index: int, peers: Sequence[int], further: int, register: int = BEFORE
+    ) -> None:
         """Wait until these peers have posted as much."""
         addresses = [self._control.bases[peer] + 8 * index for peer in peers]
-        note = peers, index, BEFORE, further
-        self.wait(addresses, (further, BEFORE), note, [1 + peer for peer in peers])
+        note = peers, index, register, further
+        self.wait(addresses, (further, register), note, [1 + peer for peer in peers])
 
     def meet(self) -> None:
         """Send the message, wait for all others, and compare them with this rank's own."""
@@ -105,8 +107,7 @@ class Listed(Steps):
         self.stamp((own + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
         self.release(own + 8 * SEQUENCE, (0, NUMBER))
         self.ring(control.asleep, 1 + rank)
-        note = control.peers, SEQUENCE, NUMBER, 0
-        self.wait(control.sequences, (0, NUMBER), note, [1 + peer for peer in control.peers])
+        self.wait_for(SEQUENCE, control.peers, 0, NUMBER)
         lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
         self.compare((control.length(rank), ENTRY_AT), lengths, (0, ENTRY_AT), 8)
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
