@@ -180,10 +180,6 @@ class Agreement:
         self._lock = threading.Lock()
         self.ops = OpRecord(processes)
 
-    def launched(self) -> None:
-        """Record that the host has enqueued all of the call that was agreed on last."""
-        self.ops.launched()
-
     # -- the two ways of a call ----------------------------------------------------------------
 
     def agree(self, call: Call) -> list[bytes]:

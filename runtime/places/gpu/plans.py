@@ -469,7 +469,7 @@ class Plans:
         bases = call.addresses, [result.data_ptr() for result in results]
         for step in plan.steps:
             self._repeat(step, bases, call.arguments, results)
-        self._agreement.launched()
+        self._agreement.ops.launched()
         return results[0] if plan.tree is WHOLE else built(plan.tree, call.arguments, results)
 
     def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
@@ -564,7 +564,7 @@ class Plans:
 
     def launched(self) -> None:
         """Record that the host has enqueued all that it has agreed on."""
-        self._agreement.launched()
+        self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:
         """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
