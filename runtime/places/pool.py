@@ -255,7 +255,7 @@ class _Child:
         self.connection.close()
 
 
-class ProcessPool:
+class ProcessPool(contextlib.AbstractContextManager["ProcessPool", None]):
     """Up to ``size`` processes, started when a run first needs them."""
 
     def __init__(self, size: int) -> None:
@@ -414,9 +414,6 @@ class ProcessPool:
         with self._lock:
             self._kill(range(self.size))
             self._store = None
-
-    def __enter__(self) -> "ProcessPool":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
