@@ -52,6 +52,7 @@ from interlace.runtime.processes.segment import (
 )
 from interlace.runtime.processes.waiting import (
     SPINS,
+    Interruption,
     Kind,
     LastingWait,
     Patience,
@@ -138,14 +139,10 @@ class HostGroup:
         return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
 
     def of_some(
-        self,
-        ranks: Sequence[int],
-        name: str,
-        hopeless: Callable[[str, Sequence[int]], InterlaceError | None],
-        parent: HostGroup | None = None,
+        self, ranks: Sequence[int], name: str, over: Interruption, parent: HostGroup | None = None
     ) -> HostGroup:
-        """Join a group of ``ranks``. ``hopeless`` finds out why there cannot be one."""
-        meeting = meetings.MemoryMeeting(self, ranks, name, hopeless)
+        """Join a group of ``ranks``. ``over`` finds out why there cannot be one."""
+        meeting = meetings.MemoryMeeting(self, ranks, name, over)
         rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
         return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
