@@ -47,6 +47,7 @@ from interlace.runtime.places.gpu.stream import (
 
 WHOLE: Any = object()  # the tree of a call that returns its one result
 
+Tensors = list[torch.Tensor]
 Address = tuple[int, int, int]
 """0 for an argument, 1 for a result; its index; bytes from its first element."""
 
@@ -123,7 +124,7 @@ class Plan:
 class PlanRecorder:
     """A record of a call's enqueues. ``apart`` includes how ``arguments`` are placed to each other."""
 
-    def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
+    def __init__(self, kind: Any, arguments: Tensors, *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
         self._steps: list[PlanStep] = []
@@ -187,9 +188,7 @@ class PlanRecorder:
 class _Where:
     """Finds the tensor of an address. LookupError for memory that will not exist the next time."""
 
-    def __init__(
-        self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool
-    ) -> None:
+    def __init__(self, arguments: Tensors, lasting: Sequence[torch.Tensor], *, apart: bool) -> None:
         self._arguments, self._apart = arguments, apart
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._made: dict[int, int] = {}  # storages of results, by address
@@ -301,9 +300,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
-def viewed(
-    view: PlannedTensor, arguments: list[torch.Tensor], results: list[torch.Tensor]
-) -> torch.Tensor:
+def viewed(view: PlannedTensor, arguments: Tensors, results: Tensors) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     if isinstance(view, Bytes):
@@ -312,7 +309,7 @@ def viewed(
     return base.as_strided(view.shape, view.strides, view.offset + base.storage_offset())
 
 
-def built(tree: object, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
+def built(tree: object, arguments: Tensors, results: Tensors) -> Any:
     if isinstance(tree, View):
         return viewed(tree, arguments, results)
     if isinstance(tree, (tuple, list)):
@@ -332,7 +329,7 @@ class _Again:
 
     kind: object
     plan: Plan
-    arguments: list[torch.Tensor]
+    arguments: Tensors
     addresses: list[int]
 
 
@@ -383,7 +380,7 @@ class Plans:
         place.recorder = self._answered = None  # left by a call that failed
         if modes_active() or self._communicator.closed:
             return None
-        arguments: list[torch.Tensor] = []
+        arguments: Tensors = []
         addresses: list[int] = []
         turn = self._communicator.arena.turn % CHANNELS
         key: list[Any] = [op, turn, options, current().key]
@@ -466,9 +463,9 @@ class Plans:
                 return _MISSED
         device = place.device
         results = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in plan.results]
-        bases = call.addresses, [result.data_ptr() for result in results]
+        addresses = [result.data_ptr() for result in results]
         for step in plan.steps:
-            self._repeat(step, bases, call.arguments, results)
+            self._repeat(step, call, results, addresses)
         self._agreement.ops.launched()
         return results[0] if plan.tree is WHOLE else built(plan.tree, call.arguments, results)
 
@@ -494,14 +491,8 @@ class Plans:
             self._communicator.compute.wait_credits(workspace)
         return workspace
 
-    def _repeat(
-        self,
-        step: PlanStep,
-        bases: tuple[list[int], list[int]],
-        arguments: list[torch.Tensor],
-        results: list[torch.Tensor],
-    ) -> None:
-        communicator, place = self._communicator, self._place
+    def _repeat(self, step: PlanStep, call: _Again, results: Tensors, addresses: list[int]) -> None:
+        communicator, place, bases = self._communicator, self._place, (call.addresses, addresses)
         stream = communicator.compute
         assert isinstance(stream, DeviceStream)
         workspace = step.workspace and self._leased_again(step.workspace)
@@ -523,8 +514,8 @@ class Plans:
                 item.again(stream, workspace)
             else:
                 assert isinstance(item, Copied)
-                destination = viewed(item.destination, arguments, results)
-                stream.copy(destination, viewed(item.source, arguments, results), "planned")
+                destination = viewed(item.destination, call.arguments, results)
+                stream.copy(destination, viewed(item.source, call.arguments, results), "planned")
         stream.ended()
         if workspace is None:
             assert step.words is not None
@@ -554,7 +545,7 @@ class Plans:
             self._place.recorder.agreed(call, answers)
         return answers
 
-    def lasting_tensors(self) -> list[torch.Tensor]:
+    def lasting_tensors(self) -> Tensors:
         """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
@@ -579,7 +570,7 @@ class Plans:
 
 
 def _where_they_lie(
-    key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
+    key: list[Any], given: Sequence[Any], tensors: Tensors, addresses: list[int]
 ) -> bool:
     """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first. False if not dense or apart."""
     for tensor in tensors:

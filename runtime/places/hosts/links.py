@@ -117,16 +117,17 @@ T = TypeVar("T")
 class HostLinks:
     """This rank's connections to all ranks of a group.
 
-    ``pids`` are the ranks' processes, for error messages. ``timeout``, in seconds, bounds connecting and
-    transfers; ``bound()`` bounds a wait of the running op. ``on_failure`` is called once, in any thread,
-    with the error of the group. ``awaited()`` returns the rank for which this one waits, here or on its own
-    host, or None.
+    ``pids`` are the ranks' processes, for error messages, and ``far`` the ranks on other hosts.
+    ``timeout``, in seconds, bounds connecting and transfers; ``bound()`` bounds a wait of the running op.
+    ``on_failure`` is called once, in any thread, with the error of the group. ``awaited()`` returns the
+    rank for which this one waits, here or on its own host, or None.
     """
 
     def __init__(
         self,
         rank: int,
         pids: Sequence[int],
+        far: Sequence[int],
         *,
         timeout: float,
         bound: Callable[[], float],
@@ -134,7 +135,7 @@ class HostLinks:
         awaited: Callable[[], int | None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
-        self.pids, self.bound, self._on_failure = pids, bound, on_failure
+        self.pids, self._far, self.bound, self._on_failure = pids, far, bound, on_failure
         self._awaited, self._asking = awaited, threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._failure: InterlaceError | None = None
@@ -161,19 +162,12 @@ class HostLinks:
         _links.add(self)
 
     def connect(
-        self,
-        store: Store,
-        address: str | None,
-        step: Callable[[], None],
-        secret: bytes,
-        group: str,
-        far: Sequence[int],
+        self, store: Store, address: str | None, step: Callable[[], None], secret: bytes, group: str
     ) -> None:
-        """Connect to all ranks of ``group``, which prove by ``store`` that they know ``secret``.
-        Collective.
+        """Connect to all ranks of ``group``, which prove that they know ``secret``. Collective.
 
-        ``far`` are the ranks on other hosts; ``address`` is this rank's. ``step()`` is called meanwhile. It
-        bounds the wait and may raise; gloo is then left waiting.
+        ``address`` is this rank's. ``step()`` is called meanwhile. It bounds the wait and may raise; gloo
+        is then left waiting.
         """
         own = PolledStore(store, f"{group}/links", self._closed.is_set)
         at = listening_address(address)
@@ -184,7 +178,7 @@ class HostLinks:
             self._gloo, self._descriptors = connected(own, self.rank, size, address, timeout)
             if not self._closed.is_set():
                 own_address = (listening[0][0], *[port for _, port in listening])
-                self._authenticate(secret, group, own_address, far)
+                self._authenticate(secret, group, own_address)
 
         self.doing = f"joining group {group!r}"
         apart("interlace connecting", connect, step)
@@ -208,9 +202,7 @@ class HostLinks:
         for thread in self._threads:
             thread.start()
 
-    def _authenticate(
-        self, secret: bytes, group: str, listening: tuple[object, ...], far: Sequence[int]
-    ) -> None:
+    def _authenticate(self, secret: bytes, group: str, listening: tuple[object, ...]) -> None:
         """Make every peer prove once, before anything else, that it knows the job's secret.
 
         The proof includes the addresses at which it listens for bytes.
@@ -230,7 +222,7 @@ class HostLinks:
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
-            if peer in far:
+            if peer in self._far:
                 addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip(), len(self._by_name))
         try:
             for number, (name, wires) in enumerate(self._by_name.items()):

@@ -125,6 +125,7 @@ class HostsPlace(CpuPlace):
         self._links = HostLinks(
             rank,
             [card.pid for card in cards],
+            [peer for peer in range(len(cards)) if peer not in self.local_ranks],
             timeout=timeout,
             bound=self.group.bound,
             on_failure=_weakly(self._on_failure),
@@ -133,8 +134,7 @@ class HostsPlace(CpuPlace):
         self._spanning = SpanningGroup(self._links, self.group)
         self._mail = Mail(self._spanning, self._spanning.new_boxes)
         self._roll = HostsRoll(self._links, prefix)
-        far = [peer for peer in range(len(cards)) if peer not in self.local_ranks]
-        self._links.connect(store, address, joining.step, job_secret(), prefix, far)
+        self._links.connect(store, address, joining.step, job_secret(), prefix)
 
     def _give_up(self) -> None:
         """Leave what has been joined; the other ranks know the reason."""
