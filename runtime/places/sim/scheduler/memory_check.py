@@ -57,14 +57,7 @@ class MemoryCheck:
         self._count = 0
 
     def allowed(
-        self,
-        task: Task,
-        pointers: Handle,
-        mask: Mask,
-        does: str,
-        *,
-        writes: bool,
-        atomic: bool = False,
+        self, task: Task, pointers: Handle, mask: Mask, does: str, *, writes: bool, atomic: bool
     ) -> Any:
         """Return the mask of the valid elements: ``mask`` itself, unless an element is invalid."""
         data, origin = pointers.data, origin_of(pointers)

@@ -89,7 +89,7 @@ class ProgramHooks:
         self._maybe_give_way(task)
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
-        mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
+        mask = self._check.allowed(task, pointers, mask, "loads", writes=False, atomic=False)
         result = perform(mask)
         task.loads += 1
         if task.program is not None and task.program.threads:
@@ -109,7 +109,7 @@ class ProgramHooks:
         if task is None:
             return perform()
         self._maybe_give_way(task)
-        mask = self._check.allowed(task, pointers, mask, "stores", writes=True)
+        mask = self._check.allowed(task, pointers, mask, "stores", writes=True, atomic=False)
         if self.buffers is None or task.program is None:
             perform(mask)
         else:
@@ -215,20 +215,14 @@ class ProgramHooks:
         getattr(self.observer, event)(self.current, *arguments, **named)
 
     def asynchronous(
-        self,
-        pointers: Handle,
-        mask: Mask,
-        perform: Perform,
-        *,
-        value: object = None,
-        does: str = "loads",
+        self, pointers: Handle, mask: Mask, perform: Perform, *, value: object, does: str
     ) -> Any:
         """Do an asynchronous access at its end; observers know of it since its start.
 
         ``value``: the value that it stores.
         """
-        task = self.current
-        mask = self._check.allowed(task, pointers, mask, does, writes=does != "loads")
+        task, writes = self.current, does != "loads"
+        mask = self._check.allowed(task, pointers, mask, does, writes=writes, atomic=False)
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
         result = None
@@ -236,7 +230,7 @@ class ProgramHooks:
             self.buffers.store(task, pointers, value, mask)
         else:
             result = perform(mask)
-        if does != "loads":
+        if writes:
             self.progress()
         return result
 
