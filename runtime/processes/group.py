@@ -413,8 +413,8 @@ class HostGroup:
         for rank in (*ended, *self.hung_up(pidfds)):
             if not control.reason(rank) and not control.has_left(rank):
                 died = rank in ended or ended_processes({rank: pidfds[rank]}, END_SECONDS)
-                how = DIED if died else REPLACED
-                return PeerDiedError(self.names[rank], self.pids[rank], doing, how)
+                end = DIED if died else REPLACED
+                return PeerDiedError(self.names[rank], self.pids[rank], doing, end)
         return None
 
     def failure(self) -> InterlaceError | None:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Step = Callable[[Sequence[int]], None]
+Meanwhile = Callable[[Sequence[int]], None]
 _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # the layout of a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
@@ -102,7 +102,7 @@ class Rendezvous:
             self._listener.close()
             raise
 
-    def meet_peers(self, step: Step) -> None:
+    def meet_peers(self, step: Meanwhile) -> None:
         """Connect to every peer, and call ``step(missing ranks)`` meanwhile. Later connections are refused.
 
         The higher rank connects. A listener stays open until its rank is connected to all peers, so a
@@ -202,7 +202,7 @@ class Rendezvous:
     def died(self, peer: int, doing: str) -> PeerDiedError:
         return PeerDiedError(peer, self.pids.get(peer, 0), doing)
 
-    def trade(self, descriptors: Sequence[int], step: Step) -> dict[int, list[int]]:
+    def trade(self, descriptors: Sequence[int], step: Meanwhile) -> dict[int, list[int]]:
         """Send ``descriptors`` to all peers; return theirs. Call ``step(missing ranks)`` meanwhile."""
         self._sequence += 1
         received: dict[int, list[int]] = {}

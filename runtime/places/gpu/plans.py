@@ -48,7 +48,7 @@ from interlace.runtime.places.gpu.stream import (
 WHOLE: Any = object()  # the tree of a call that returns its one result
 
 Tensors = list[torch.Tensor]
-Words = tuple[SymmetricBuffer, int]
+Counted = tuple[SymmetricBuffer, int]
 """Memory in which the programs of a kernel without workspace count themselves, and their number."""
 Address = tuple[int, int, int]
 """0 for an argument, 1 for a result; its index; bytes from its first element."""
@@ -110,7 +110,7 @@ class PlanStep:
     pulled: bool
     items: list[Launched | Copied | Signalled] = field(default_factory=list)
     programs: int = 0  # of its kernels, in total
-    words: Words | None = None
+    words: Counted | None = None
 
 
 @dataclass
@@ -137,7 +137,7 @@ class PlanRecorder:
         self._agreed.append((call, answers))
 
     def begins(
-        self, workspace: Workspace | None, *, pulled: bool = False, words: Words | None = None
+        self, workspace: Workspace | None, *, pulled: bool = False, words: Counted | None = None
     ) -> None:
         """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))

@@ -482,8 +482,8 @@ class HostsEngine(Engine):
         """Reduce-scatter: the host reduces for the ranks of each host in turn, its own last."""
         wide = [partial.widened(part) for part in inputs]
         dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
-        own = [owners[self._index] for owners in dealt]
-        reduced = {owner: self._ops.buffer(wide[owner]) for owner in own if owner is not None}
+        assigned = [owners[self._index] for owners in dealt]
+        reduced = {owner: self._ops.buffer(wide[owner]) for owner in assigned if owner is not None}
         sends = {owner: part for owner, part in reduced.items() if owner != self.rank}
         found = {twin: self._ops.buffer(wide[self.rank]) for twin in self._frames.twins}
 

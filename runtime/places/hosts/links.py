@@ -237,7 +237,7 @@ class HostLinks:
     def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
         """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
         bare = {peer: bytearray(said) for peer, said in messages.items()}
-        sent = {peer: torch.frombuffer(said, dtype=torch.uint8) for peer, said in bare.items()}
+        sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
         begun: list[tuple[int, Any]] = []
         peer, bound = self.rank, timedelta(seconds=self.bound() + LATE)

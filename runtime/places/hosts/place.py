@@ -181,7 +181,7 @@ class HostsPlace(CpuPlace):
         """Make the place of ``ranks``; those on this host have met in ``near``. ``of``: see HostsPlace."""
         if near.world_size == len(ranks):
             return ShmPlace(near)
-        rank, cards = ranks.index(self.rank), [self._cards[each] for each in ranks]
+        rank, cards = ranks.index(self.rank), [self._cards[peer] for peer in ranks]
         of |= {"timeout": self._timeout, "prefix": prefix, "near": near, "hopeless": over}
         try:
             with closing(LinkStore(self._links, self._told, prefix, ranks)) as store:

@@ -101,6 +101,8 @@ def test_messages_of_a_gpu_go_by_way_of_the_host() -> None:
         def __init__(self) -> None:
             self.processes = place
 
+        def _allocate(self, nbytes: int) -> Any: ...
+
         def _order_messages(self) -> None: ...
 
         def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Any:

@@ -202,7 +202,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # restore it in another order.
             (triton_interpreter, "_patch_lang", lambda function: nothing),
             # without the stock re-patching (206 us against 16 us per call)
-            (InterpretedFunction, "__call__", lambda own, *a, **named: own.rewrite()(*a, **named)),
+            (InterpretedFunction, "__call__", lambda jit, *a, **named: jit.rewrite()(*a, **named)),
             # for a block, for example in an assert; stock Triton's result is always True
             (tl.tensor, "__bool__", lambda tensor: bool(tensor.handle.data.all())),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses

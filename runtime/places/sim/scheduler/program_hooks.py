@@ -131,8 +131,8 @@ class ProgramHooks:
         if self.buffers is not None:
             self.buffers.before_load(task, pointers, newest=atomic.kind != "load")
             if atomic.releases:
-                each, threads = atomic.by_lanes, threads_of(pointers)
-                self.buffers.release(task, atomic.scope, each_thread=each, threads=threads)
+                by_lanes, threads = atomic.by_lanes, threads_of(pointers)
+                self.buffers.release(task, atomic.scope, each_thread=by_lanes, threads=threads)
             elif atomic.value is not None:
                 self.buffers.store(task, pointers, atomic.value, atomic.mask, relaxed=True)
                 self.progress()
