@@ -443,12 +443,10 @@ class StoreMeeting:
 class MemoryMeeting:
     """A meeting of ranks of ``whole`` in its control segments, one meeting at a time; see ``Patience``."""
 
-    def __init__(
-        self, whole: Any, ranks: Sequence[int], prefix: str, hopeless: Interruption
-    ) -> None:
+    def __init__(self, whole: Any, ranks: Sequence[int], prefix: str, over: Interruption) -> None:
         assert whole.control is not None
         self._control, self._nonce, self._ranks = whole.control, whole.nonce, ranks
-        self._patience = Patience(whole.rank, whole.timeout, hopeless)
+        self._patience = Patience(whole.rank, whole.timeout, over)
         self._key = _number(f"{ranks} {prefix}")
 
     def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:

@@ -476,11 +476,9 @@ class HostsEngine(Engine):
 
         self._ops.run(call, in_pieces(piece, longest))
 
-    def _parts_of(
-        self, op: str, output: torch.Tensor, inputs: Tensors, partial: Partial
-    ) -> OpPiece:
+    def _parts_of(self, op: str, output: torch.Tensor, parts: Tensors, partial: Partial) -> OpPiece:
         """Reduce-scatter: the host reduces for the ranks of each host in turn, its own last."""
-        wide = [partial.widened(part) for part in inputs]
+        wide = [partial.widened(part) for part in parts]
         dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
         assigned = [owners[self._index] for owners in dealt]
         reduced = {owner: self._ops.buffer(wide[owner]) for owner in assigned if owner is not None}
@@ -489,11 +487,11 @@ class HostsEngine(Engine):
 
         def near(call: Call) -> None:
             for owners in dealt:
-                parts = [wide[0][:0] if owner is None else wide[owner] for owner in owners]
+                shares = [wide[0][:0] if owner is None else wide[owner] for owner in owners]
                 owner = owners[self._index]
                 into = wide[0].new_empty(0) if owner is None else reduced[owner]
                 if len(self._mine) > 1:
-                    self._ops.local.reduce_scatter(call, into, parts, partial.step)
+                    self._ops.local.reduce_scatter(call, into, shares, partial.step)
                 elif owner is not None:
                     into.copy_(wide[owner])
                 call = self._ops.within(op)
