@@ -171,8 +171,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
     from interlace.runtime.core.launch import KernelLaunch
     from interlace.runtime.core.memory import SymmetricBuffer
     from interlace.runtime.places.gpu import driver as cuda_driver, stream as cuda_stream
-    from interlace.runtime.places.gpu.process_place import CudaPlace
-    from interlace.runtime.places.gpu.watchdog import Watchdog
+    from interlace.runtime.places.gpu.process_place import CudaPlace, Watchdog
 
     def allocate(self: CudaPlace, nbytes: int) -> SymmetricBuffer:
         parts = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.world_size)]
@@ -216,7 +215,7 @@ def stubbed(world_size: int = 2, *, peers: bool = True, launcher: bool = False) 
             )
         host = _Host(world_size, peers=peers)
         stack.callback(host.end)
-        place = CudaPlace(host, torch.device("cpu"), timeout=300.0)  # type: ignore[arg-type]
+        place = CudaPlace(host, torch.device("cpu"), timeout=300.0)
         before = groups._default.get()
         stack.callback(groups._default.set, before)
         groups.install(place)

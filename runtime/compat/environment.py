@@ -63,10 +63,8 @@ def check_environment() -> None:
 
 def _nearest(name: str, likeness: float) -> str:
     """Return the variable with the nearest name, or "" if none is that near."""
-    for_users = [
-        each for each, text in VARIABLES.items() if not text.startswith("set by interlace")
-    ]
-    words = [each.removeprefix("INTERLACE_") for each in for_users]
+    known = [each for each, text in VARIABLES.items() if not text.startswith("set by interlace")]
+    words = [each.removeprefix("INTERLACE_") for each in known]
     found = difflib.get_close_matches(name.removeprefix("INTERLACE_"), words, 1, likeness)
     return f"INTERLACE_{found[0]}" if found else ""
 

@@ -62,12 +62,6 @@ __all__ = [
     "Work",
     "_create_work_from_future",
     "_register_work",
-    "c10d",
-    "empty",
-    "nvshmem_available",
-    "register_bare_group",
-    "registered",
-    "tensor_over",
 ]
 
 _synchronous = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
@@ -84,8 +78,7 @@ ProcessGroup: Any = dist.ProcessGroup  # torch does not call it as its overloads
 def of_members(
     store: object, rank: int, ranks: Sequence[int], name: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Return torch's group of backend "interlace" of these global ranks, like ``new_group`` for all
-    ranks."""
+    """Return torch's group of backend "interlace" of these global ranks, as ``new_group`` for all ranks."""
     c10d: Any = dist.distributed_c10d
     about = len(ranks), rank, list(ranks), dist.Backend("interlace"), store, name
     made, _ = c10d._new_process_group_helper(*about, timeout=timeout)
@@ -164,8 +157,7 @@ with needed("torch", "torch's symmetric memory"):
 
 
 def register_bare_group(name: str, store: object, rank: int, world_size: int) -> Any:
-    """Register a group without a backend under ``name``, which suffices for a rendezvous. Keep the
-    store."""
+    """Register a group without backend under ``name``, which suffices for a rendezvous. Keep the store."""
     group = c10d.ProcessGroup(store, rank, world_size)
     c10d._register_process_group(name, group)
     return group
@@ -188,8 +180,7 @@ def empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return a uint8 tensor at ``address`` that owns nothing. ``device``'s streams copy peers' memory,
-    too."""
+    """Return a uint8 tensor at ``address`` that owns nothing. ``device`` also copies peers' memory."""
     storage = _storage_at(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 

@@ -246,8 +246,7 @@ def called_directly(when: Callable[[], bool]) -> Iterator[None]:
 
 
 def _given(schema: Any, args: Any, named: dict[str, object]) -> list[Any] | None:
-    """Return all arguments by position, and leave keyword-only ones in ``named``. None if one is
-    missing."""
+    """Return all arguments by position; leave keyword-only ones in ``named``. None if one is missing."""
     found = list(args)
     for argument in [each for each in schema.arguments if not each.kwarg_only][len(args) :]:
         if argument.name not in named and not argument.has_default_value():
@@ -272,6 +271,5 @@ def _direct(op: object, known: Any) -> Callable[..., object] | None:
     names = ("_namespace", "_opname", "_overloadname", "_schema", "tags")
     stand_in: Any = SimpleNamespace(**{name: getattr(op, name) for name in names})
     stand_in.redispatch = lambda keys, *args, **kwargs: code(*args, **kwargs)
-    return functools.partial(
-        make_autograd_impl(stand_in, info), _C.DispatchKeySet(_C.DispatchKey.CPU)
-    )
+    keys = _C.DispatchKeySet(_C.DispatchKey.CPU)
+    return functools.partial(make_autograd_impl(stand_in, info), keys)

@@ -48,19 +48,14 @@ with needed("Triton", "Triton's interpreter"):
     NO_POLICY: tuple[object, ...] = _usual if _made is None else (_made(*_usual),)
 
 __all__ = [
-    "NO_POLICY",
     "Autotuner",
     "InterpretedFunction",
     "JITFunction",
     "KernelInterface",
     "TensorHandle",
     "atomics",
-    "bare",
     "builder",
-    "everywhere",
-    "ir",
     "triton_interpreter",
-    "unchecked",
 ]
 
 

@@ -189,8 +189,7 @@ def cached(digest: str) -> Any:
 
 
 def tool(name: str) -> Any:
-    """Return a tool of NVIDIA's in Triton's wheel, ``nvdisasm`` or ``cuobjdump``, with ``path`` and
-    ``version``."""
+    """Return ``nvdisasm`` or ``cuobjdump`` of Triton's wheel, with ``path`` and ``version``."""
     return getattr(knobs.nvidia, name)
 
 
@@ -296,9 +295,8 @@ def _named(value: object, beyond: re.Pattern[str], seen: set[int]) -> Iterator[o
         seen.add(id(value))
         yield found
         if not beyond.match(str(value.__module__)):
-            for each in (
-                _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
-            ):
+            names = _of_class(value) if isinstance(value, type) else _of_function(value, beyond)
+            for each in names:
                 yield from _named(each, beyond, seen)
 
 

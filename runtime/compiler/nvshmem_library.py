@@ -25,8 +25,7 @@ SYSTEM = ("/usr/local/lib", "/usr/lib", "/opt/nvidia/nvshmem/lib")
 
 
 def device_library(arch: int, folder: str | None = None) -> str:
-    """Return the path of the bitcode for ``arch`` (90 is 9.0). PlaceUnavailableError names where it
-    looked."""
+    """Return the path of the bitcode for ``arch``, 90 for 9.0. An error names where it looked."""
     looked = []
     for place in [pathlib.Path(folder)] if folder else _places():
         if (place / f"{LIBRARY}.bc").is_file():

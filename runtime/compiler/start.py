@@ -29,6 +29,6 @@ if __name__ == "__main__":
     assert spec is not None
     package = sys.modules["interlace"] = module_from_spec(spec)
     package.__class__ = Unfilled
-    from interlace.runtime.compiler.server import main
+    from interlace.runtime.compiler.pool import main
 
     main()

@@ -1,6 +1,6 @@
 """Compile one kernel for a GPU that may be absent, and measure the result.
 
-The processes of ``server.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
+The processes of ``pool.py`` run this code. They run without ``TRITON_INTERPRET``, whatever the caller's
 setting is, and turn each :class:`Compilation` into a :class:`Measurement`. With Triton's cache, which keeps
 disassemblies, too, compiling an unchanged kernel again takes milliseconds.
 
@@ -99,7 +99,11 @@ def facts(compiled: Any, *, usage: dict[str, int], spills: int) -> dict[str, obj
 def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
     """Return every parameter of the cubin in order: those of the signature, then scratch."""
     declared = _parameters(symbol, ptx)
-    divisible = {_path(source, place) for place, given in source.attrs.items() if _by_16(given)}
+    divisible = {
+        _path(source, place)
+        for place, given in source.attrs.items()
+        if any(name == "tt.divisibility" and value % 16 == 0 for name, value in given)
+    }
     arguments: list[dict[str, Any]] = [
         {
             "name": outside_name(path),
@@ -115,9 +119,8 @@ def _arguments(source: Any, symbol: str, ptx: str) -> list[dict[str, Any]]:
         raise ArtifactError(
             f"{symbol} has {hidden} parameters after those of its signature; known are {SCRATCH}"
         )
-    arguments += [
-        {"name": name, "from": "loader", "type": "*u8", "divisible_by": 1} for name in SCRATCH
-    ]
+    scratch = {"from": "loader", "type": "*u8", "divisible_by": 1}
+    arguments += [{"name": name, **scratch} for name in SCRATCH]
     offset = 0
     for argument, (size, used) in zip(arguments, declared, strict=True):
         if size != (expected := _size(argument["type"])):
@@ -145,10 +148,6 @@ def _size(kind: str) -> int:
     return int(kind.lstrip("iufp")) // 8
 
 
-def _by_16(attributes: Any) -> bool:
-    return any(name == "tt.divisibility" and value % 16 == 0 for name, value in attributes)
-
-
 def _parameters(symbol: str, ptx: str) -> list[tuple[int, bool]]:
     """Return (bytes, whether the kernel reads it) of every parameter that the PTX declares."""
     found = re.findall(rf"\.param \.[usbf](\d+)[^\n]*? {symbol}_param_(\d+)", ptx)
@@ -169,8 +168,7 @@ COMPILING = "INTERLACE_COMPILING"
 
 
 class ReenteredError(BaseException):
-    """Raised when a file that is being loaded for its kernel starts a compilation; its kernel may exist
-    already."""
+    """Raised when a file that is loaded for its kernel starts a compilation; its kernel may exist."""
 
 
 def load(request: Compilation) -> Any:
@@ -187,8 +185,7 @@ def load(request: Compilation) -> Any:
 
 
 class Nothing(ModuleType):
-    """A stand-in module for a package that is not installed, so that a file that imports it can be
-    loaded."""
+    """A stand-in module for a package that is not installed, so that a file that imports it can load."""
 
     def __getattr__(self, name: str) -> "Nothing":
         if name.startswith("__"):
@@ -347,8 +344,7 @@ def measure(request: Compilation) -> Measurement:
 
 
 def _disassembly(cubin: bytes, file_name: str) -> str:
-    """Return SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s even for a small
-    kernel."""
+    """Return SASS with line information. Triton's cache keeps it: nvdisasm takes 0.3 s or more."""
     version = tool("nvdisasm").version
     digest = hashlib.blake2b(cubin, key=f"nvdisasm -g {version}".encode(), digest_size=32)
     manager, name = cached(digest.hexdigest()), "disassembly.sass.gz"

@@ -92,8 +92,7 @@ def encode(values: Array, form: Format, rounding: Callable[[Array], Array] = np.
 
 
 def values_of(form: Format, infinity: int | None = None) -> Array:
-    """Return the fp32 value of each pattern of up to 8 bits. Those beyond the largest are nan, except
-    ``infinity``."""
+    """Return the fp32 value of each pattern of up to 8 bits; beyond the largest nan, or ``infinity``."""
     code = np.arange(1 << form.bits)
     magnitude = code & (len(code) // 2 - 1)
     exponent = np.maximum(magnitude >> form.mantissa, 1) - 1
@@ -140,8 +139,7 @@ def narrow(values: Array, dtype: Any) -> Array:
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array) -> Array:
-    """Return x * y + z in fp64, rounded to odd, so that rounding again is right; factors of 24 bits at
-    most."""
+    """Return x * y + z in fp64, rounded to odd, so that it can be rounded again; 24-bit factors."""
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)
     total = product + addend
     part = total - product

@@ -116,9 +116,8 @@ def _pieces(
     if output.numel() <= size or not all(tensor.is_contiguous() for tensor in every):
         yield parts, output
         return
-    for *pieces, result in zip(
-        *(torch.split(tensor.view(-1), size) for tensor in every), strict=True
-    ):
+    ranges = [torch.split(tensor.view(-1), size) for tensor in every]
+    for *pieces, result in zip(*ranges, strict=True):
         yield pieces, result
 
 
@@ -196,8 +195,7 @@ def _wide(
 
 
 def _offset(dtype: torch.dtype, binary: Binary) -> Fold:
-    """Fold min and max of unsigned numbers as signed: with the top bit inverted they have the same
-    order."""
+    """Fold min and max of unsigned numbers as signed: with the top bit inverted the order is the same."""
     top = torch.iinfo(dtype).min
 
     def load(scratch: torch.Tensor, part: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ run, calls the function, leaves the group and reports. It ends when its parent e
 
 import contextlib
 import contextvars
+import ctypes
 import faulthandler
 import functools
 import multiprocessing
@@ -37,7 +38,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection as mp_connection
+from multiprocessing import connection as mp_connection, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -47,22 +48,109 @@ import torch
 from interlace.kernels.signal import MAX_WORLD_SIZE
 from interlace.runtime.compat.torch_groups import TCPStore
 from interlace.runtime.compat.torch_modes import pickled
-from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError, rank_error
+from interlace.runtime.core.errors import (
+    AbortedError,
+    CollectiveTimeoutError,
+    InterlaceError,
+    PeerDiedError,
+    rank_error,
+    users_traceback,
+)
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.shm.place import ShmPlace
-from interlace.runtime.places.worker_process import (
-    GRACE_SECONDS,
-    TaskReport,
-    end_with_parent,
-    ended,
-    failure,
-    success,
-)
 from interlace.runtime.processes.dump import Blame
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import StoreMeeting
 from interlace.runtime.processes.signed_store import SignedStore
 from interlace.runtime.processes.waiting import usable_cores
+from interlace.runtime.processes.worker import Helper
+
+GRACE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class TaskReport:
+    """A report of a task's end; ``value``: a pickle, or empty. ``follows``: caused by another rank's fault.
+
+    By plain pickle: multiprocessing's would turn tensors into shared memory of one receiver.
+    """
+
+    failed: bool
+    value: bytes
+    when: float = 0.0
+    follows: bool = False
+    summary: str = ""
+    details: str = ""
+
+    def result(self) -> Any:
+        """Return the function's result."""
+        return pickle.loads(self.value)
+
+    def exception(self) -> BaseException:
+        """Return the function's exception; an InterlaceError with its text if it cannot be pickled."""
+        if self.value:
+            with contextlib.suppress(Exception):
+                error = pickle.loads(self.value)
+                if isinstance(error, BaseException):
+                    return error
+        return InterlaceError(self.summary)
+
+
+def success(value: object) -> TaskReport:
+    """Return the report of a function that returned ``value``; TypeError if it cannot be pickled."""
+    try:
+        return TaskReport(False, pickled(value))
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"fn returned a {kind} that cannot be pickled: {error}") from error
+
+
+def failure(error: BaseException) -> TaskReport:
+    """Return the report of a function that raised ``error``."""
+    try:
+        value = pickled(error)
+        pickle.loads(value)  # many exceptions can be pickled, but not loaded
+    except Exception:
+        value = b""
+    return TaskReport(
+        failed=True,
+        value=value,
+        when=time.monotonic(),
+        follows=isinstance(error, (AbortedError, PeerDiedError)),
+        summary=f"{type(error).__name__}: {error}",
+        details=users_traceback(error),
+    )
+
+
+def ended(process: BaseProcess) -> str:
+    """Return a text that says how the process ended, for an error message."""
+    process.join(GRACE_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process ended with exit code {code} ({signal.Signals(-code).name})"
+    return f"its process ended with exit code {code}"
+
+
+def end_with_parent(parent_thread_stays: bool) -> None:
+    """End when the parent ends, even by SIGKILL.
+
+    The kernel's signal comes when the *thread* that started this process ends, so it is requested only if
+    that was the parent's main thread. The watching thread always works, unless C code of this process
+    holds the GIL for ever.
+    """
+    if parent_thread_stays:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        mp_connection.wait([parent.sentinel])
+        os._exit(1)
+
+    Helper("parent watch", watch, endless=True).start()
+
 
 STARTED_WITHOUT = {signal.SIGINT, signal.SIGTERM}
 """Signals that are blocked when a process starts, until it has set its own handlers."""
@@ -108,11 +196,9 @@ def _perform(task: RankTask) -> TaskReport:
         torch.set_num_threads(max(1, usable_cores() // task.world_size))
         sys.path[:] += [entry for entry in task.path if entry not in sys.path]
         function, arguments, keywords, setup = _unpickled(task.call)
-        store = SignedStore(_store(task.store_port), task.secret)
-        prefix, timeout = f"interlace/run/{task.run}", task.place_timeout
-        group = HostGroup(
-            StoreMeeting(store), task.rank, task.world_size, timeout=timeout, prefix=prefix
-        )
+        meeting = StoreMeeting(SignedStore(_store(task.store_port), task.secret))
+        name, bound = f"interlace/run/{task.run}", task.place_timeout
+        group = HostGroup(meeting, task.rank, task.world_size, timeout=bound, prefix=name)
         place = ShmPlace(group)
         if setup is not None:
             place = setup(place) or place
@@ -169,7 +255,7 @@ class _Child:
         self.connection.close()
 
 
-class ProcessPool:
+class ProcessPool(contextlib.AbstractContextManager["ProcessPool", None]):
     """Up to ``size`` processes, started when a run first needs them."""
 
     def __init__(self, size: int) -> None:
@@ -223,11 +309,9 @@ class ProcessPool:
         assert self._store is not None
         self._runs += 1
         deadline = time.monotonic() + timeout
+        known = world_size, self._store.port, self._secret, place_timeout, sys.path, call
         for rank in range(world_size):
-            port, secret = self._store.port, self._secret
-            task = RankTask(
-                self._runs, rank, world_size, port, secret, place_timeout, sys.path, call
-            )
+            task = RankTask(self._runs, rank, *known)
             with contextlib.suppress(OSError):  # ``_collect`` finds that the process has ended
                 self._children[rank].connection.send(task)
         reports: dict[int, TaskReport] = {}
@@ -331,9 +415,6 @@ class ProcessPool:
             self._kill(range(self.size))
             self._store = None
 
-    def __enter__(self) -> "ProcessPool":
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -372,11 +453,8 @@ def _loopback_store() -> TCPStore:
     """Return a store that only this host can reach; torch's own listener is open to the network."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        host, port = listener.getsockname()
+        descriptor = listener.detach()
         return TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
         )

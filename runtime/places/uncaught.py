@@ -36,14 +36,11 @@ def install() -> None:
             note = f"{hidden} frames of interlace are not shown; INTERLACE_DEBUG=debug shows them"
             print(note, file=sys.stderr)
         before(kind, error, error.__traceback__ if hidden else trace)
-        if any(map(_is_of_another, _chain(error))):
+        of_another = AbortedError, PeerDiedError
+        if any(isinstance(e, of_another) or hasattr(e, "elsewhere") for e in _chain(error)):
             _follow(str(error))
 
     sys.excepthook = uncaught
-
-
-def _is_of_another(error: BaseException) -> bool:
-    return isinstance(error, (AbortedError, PeerDiedError)) or hasattr(error, "elsewhere")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

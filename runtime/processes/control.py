@@ -24,7 +24,7 @@ RESULT. The words that follow the header page::
     2512 SINCE  float64: the time of the last write of WAITS, by the monotonic clock
     2520 HOW    int64: how the owner computes, and since which message, see ``shm/message_steps.py``
     2528 CLAIM, SEEN  int64, released by the owner: the rank that it waits for, and the circle of waits that
-         it has seen, see ``deadlock.py``; ELSEWHERE has the text of CLAIM
+         it has seen, see ``waiting.py``; ELSEWHERE has the text of CLAIM
     2560 MAIL_ASLEEP, 2624 its bell    as ASLEEP and BELL, for messages of two ranks (``shm/boxes.py``)
     2688 WRITES  bytes up to 4096, stored by the last rank: how all write, see ``shm/caches.py``
     4096 area for messages with even numbers
@@ -250,25 +250,23 @@ class Control:
     def __init__(self, rank: int, mappings: Sequence[Mapping]) -> None:
         self._rank = rank
         self._bytes = [mapping.array().data for mapping in mappings]
-        from interlace.runtime.processes.atomics import (
-            Words,
-        )  # needs Triton; `inspect` does not
+        # here, because it needs Triton, and `inspect` does not
+        from interlace.runtime.processes.atomics import Words
 
         self.words = [Words(each.data_address, each.array().data) for each in mappings]
         self.views = [words.view for words in self.words]
         self.bases = [mapping.data_address for mapping in mappings]
         self.peers = [peer for peer in range(len(self.bases)) if peer != rank]
+        self.own_asleep = self.bases[rank] + _ASLEEP
+        self.asleep = [self.bases[peer] + _ASLEEP for peer in self.peers]
         self.bell, self.mail_bell = Bell(self.own_asleep), Bell(self.mail_asleep(rank))
-        self._sleepers = list(
-            zip([self.views[peer] for peer in self.peers], self.asleep, strict=True)
-        )
+        peers = [self.views[peer] for peer in self.peers]
+        self._sleepers = list(zip(peers, self.asleep, strict=True))
         self.spread = CoreSpread([view[_CORE // 8 : _CORE // 8 + 1] for view in self.views], rank)
         self._own = self.words[rank]
         self.own_view = self._own.view
-        self.written: list[object] = [
-            None,
-            None,
-        ]  # the payload last written to the even and the odd area
+        self.written: list[object] = [None, None]
+        """The payload last written to the even and to the odd area."""
         self.recorder = FlightRecorder(self.record(rank))
 
     def record(self, rank: int) -> memoryview:
@@ -298,10 +296,6 @@ class Control:
             if view[_ASLEEP // 8] in (ANYONE, own):
                 wake(asleep)
 
-    @property
-    def sequences(self) -> list[int]:
-        return [self.bases[peer] + 8 * SEQUENCE for peer in self.peers]
-
     def ring_for(self, peer: int) -> None:
         """Wake ``peer`` if it sleeps until a message moves; once, however long it takes to get a core."""
         if self.views[peer][_MAIL // 8]:
@@ -311,14 +305,6 @@ class Control:
     def mail_asleep(self, rank: int) -> int:
         """Return the address of ``rank``'s ASLEEP word for messages of two ranks."""
         return self.bases[rank] + _MAIL
-
-    @property
-    def own_asleep(self) -> int:
-        return self.bases[self._rank] + _ASLEEP
-
-    @property
-    def asleep(self) -> list[int]:
-        return [self.bases[peer] + _ASLEEP for peer in self.peers]
 
     def length(self, rank: int) -> int:
         """Return the address of the length of ``rank``'s message 0; entry n % ENTRIES has that of n."""
@@ -373,7 +359,7 @@ class Control:
         return self.claim_text(rank) if when >= since else ""
 
     def make_claim(self, claim: int, text: str) -> None:
-        """Publish for which rank this one waits, see ``deadlock.py``."""
+        """Publish for which rank this one waits, see ``waiting.py``."""
         self.say_elsewhere(text, 0.0)
         self._own.release(CLAIM, claim)
 

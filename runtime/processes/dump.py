@@ -8,7 +8,7 @@ function here raises, and none waits, except for one second while another rank w
 This file also assigns the blame for a lasting wait: which ranks are late, and where they are instead. When
 a wait fails, it notifies all ranks.
 
-A waiting rank publishes in its control segments again and again for whom it waits (``deadlock.py``). So any
+A waiting rank publishes in its control segments again and again for whom it waits (``waiting.py``). So any
 rank whose wait fails can follow the chain of waits to its last rank. In the groups in which a rank does not
 wait, it publishes where it waits.
 """
@@ -80,8 +80,7 @@ def register(group: RecordedGroup) -> None:
 
 
 def known_as(group: RecordedGroup, ranks: Sequence[int], whole: Sequence[int] = ()) -> None:
-    """Write into the record which ranks of the job form ``group``, and form ``whole`` if on several
-    hosts."""
+    """Record which ranks of the job form ``group``, and which form ``whole`` if it is on several hosts."""
     if group.control is not None:
         pids = tuple(group.pids[rank] for rank in range(group.world_size))
         who = group.prefix, group.rank, tuple(ranks), pids, tuple(whole)
@@ -252,8 +251,7 @@ def as_torch(records: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _entry(record: RankRecord, op: PastOp, world_size: int) -> dict[str, Any]:
-    """Return one op. Of a call, only values that must be equal on all ranks are known; sizes are compared
-    but not checked."""
+    """Return one op. Of a call, only the terms that are equal on all ranks are known."""
     terms = op.terms if isinstance(op.terms, tuple) else ()
     pairs = [term for term in terms if isinstance(term, tuple) and len(term) == 2]
     sizes = [list(v) for k, v in pairs if str(k).startswith("shape") and isinstance(v, tuple)]
@@ -304,8 +302,7 @@ _everywhere: weakref.WeakSet[RecordedGroup] = weakref.WeakSet()
 
 
 def follow(rank: int, awaited: Callable[[int], int | None], own: int) -> int:
-    """Return the last rank of the chain of waits that begins at ``rank``; ``rank`` if it leads to
-    ``own``."""
+    """Return the last rank of the chain of waits from ``rank`` on, or ``rank`` if ``own`` is in it."""
     seen, last = {own}, rank
     while last not in seen:
         seen.add(last)

@@ -40,7 +40,6 @@ from interlace.runtime.processes.control import (
     Control,
     check_size,
 )
-from interlace.runtime.processes.deadlock import Kind, LastingWait
 from interlace.runtime.processes.dump import Blame, aborted_by
 from interlace.runtime.processes.recorder import MESSAGES
 from interlace.runtime.processes.segment import (
@@ -51,7 +50,15 @@ from interlace.runtime.processes.segment import (
     agreed_identities,
     map_segment,
 )
-from interlace.runtime.processes.waiting import SPINS, Patience, ended_processes, usable_cores
+from interlace.runtime.processes.waiting import (
+    SPINS,
+    Interruption,
+    Kind,
+    LastingWait,
+    Patience,
+    ended_processes,
+    usable_cores,
+)
 from interlace.runtime.processes.worker import close_at_exit
 
 SETTLE_SECONDS = 0.02
@@ -132,14 +139,10 @@ class HostGroup:
         return self.of_some(ranks, f"{self.prefix}/{name}", self.interruption, parent=self)
 
     def of_some(
-        self,
-        ranks: Sequence[int],
-        name: str,
-        hopeless: Callable[[str, Sequence[int]], InterlaceError | None],
-        parent: HostGroup | None = None,
+        self, ranks: Sequence[int], name: str, over: Interruption, parent: HostGroup | None = None
     ) -> HostGroup:
-        """Join a group of ``ranks``. ``hopeless`` finds out why there cannot be one."""
-        meeting = meetings.MemoryMeeting(self, ranks, name, hopeless)
+        """Join a group of ``ranks``. ``over`` finds out why there cannot be one."""
+        meeting = meetings.MemoryMeeting(self, ranks, name, over)
         rank, size, timeout = ranks.index(self.rank), len(ranks), self.timeout
         return HostGroup(meeting, rank, size, timeout=timeout, prefix=name, parent=parent)
 
@@ -154,9 +157,9 @@ class HostGroup:
         try:
             self._rendezvous.meet_peers(step)
             received = self._rendezvous.trade((own.descriptor, pidfd), step)
-            for peer, delivery in received.items():
-                self.pids[peer] = delivery.pid
-                self.pidfds[peer] = delivery.descriptors.pop()
+            self.pids |= self._rendezvous.pids
+            for peer, descriptors in received.items():
+                self.pidfds[peer] = descriptors.pop()
             ranks, size = range(self.world_size), self.world_size
             identities = [Identity(self.nonce, rank, size, CONTROL_BYTES) for rank in ranks]
             self.control = Control(self.rank, self._map(own.mapping, received, identities))
@@ -171,17 +174,17 @@ class HostGroup:
         self.exchange(b"", doing)  # the keys are deleted: the next generation cannot find them
 
     def _map(
-        self, own: Mapping, received: dict[int, rendezvous.Delivery], identities: Sequence[Identity]
+        self, own: Mapping, received: dict[int, list[int]], identities: Sequence[Identity]
     ) -> list[Mapping]:
         """Check and map the segments of the peers, and close their descriptors."""
         try:
             return [
-                own if rank == self.rank else map_segment(received[rank].descriptors[0], identity)
+                own if rank == self.rank else map_segment(received[rank][0], identity)
                 for rank, identity in enumerate(identities)
             ]
         finally:
-            for delivery in received.values():
-                rendezvous.close_all(delivery.descriptors)
+            for descriptors in received.values():
+                rendezvous.close_all(descriptors)
 
     def new_segment(self, nbytes: int, later: int = 0) -> SharedSegment:
         """Create a segment of ``nbytes`` zeroed bytes that no peer knows yet. Not collective."""
@@ -251,8 +254,7 @@ class HostGroup:
         return step
 
     def _compare(self, identity: Identity, problem: str, doing: str) -> list[Identity]:
-        """Return the headers of all ranks' segments. All ranks raise the same error if one rank has a
-        problem or sizes differ."""
+        """Return all ranks' headers. All raise the same error if one has a problem or sizes differ."""
         answers = self.exchange(identity.pack() + problem.encode(), doing)
         return agreed_identities(answers, self.names)
 
@@ -399,10 +401,9 @@ class HostGroup:
             return death or self._death(control, self.pidfds, doing) or failure
         for rank in waited_for:
             if control.has_left(rank):  # a death may be the reason
-                left = (
-                    f"rank {self.names[rank]} has left the group, and rank {self.name} waits for it"
-                )
-                error = of_another_rank(InterlaceError(f"{left} in {doing}"))
+                left = f"rank {self.names[rank]} has left the group"
+                text = f"{left}, and rank {self.name} waits for it in {doing}"
+                error = of_another_rank(InterlaceError(text))
                 return self._death(control, self.pidfds, doing) or error
         return None
 
@@ -412,9 +413,8 @@ class HostGroup:
         for rank in (*ended, *self.hung_up(pidfds)):
             if not control.reason(rank) and not control.has_left(rank):
                 died = rank in ended or ended_processes({rank: pidfds[rank]}, END_SECONDS)
-                return PeerDiedError(
-                    self.names[rank], self.pids[rank], doing, DIED if died else REPLACED
-                )
+                end = DIED if died else REPLACED
+                return PeerDiedError(self.names[rank], self.pids[rank], doing, end)
         return None
 
     def failure(self) -> InterlaceError | None:

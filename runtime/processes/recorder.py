@@ -106,9 +106,7 @@ class FlightRecorder:
         self._ops: dict[bytes | str, tuple[int, CodeType | None, int, int]] = {}
         self._depths: dict[bytes | str, set[int]] = {}
         self._sites: dict[int, int] = {}
-        self._lines: dict[
-            tuple[int, int], tuple[CodeType, int]
-        ] = {}  # keeps the code at the address
+        self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}  # keeps the code
         self._placed: dict[bytes, int] = {}
         self._generation, self._room, self._at = 0, HALF, 0
         self._others, self._lock = itertools.count(1), threading.RLock()
@@ -333,8 +331,7 @@ def _is_site(site: object) -> bool:
 
 
 def read_rank(region: bytes, waits: int | None, since: float, failed: str) -> RankRecord:
-    """Read the record in a ``region`` of memory, with the given state of the rank. UnreadableError if
-    none."""
+    """Read the record in a ``region`` of memory; the rest is the rank's state. UnreadableError if none."""
     (length,) = _WORD.unpack_from(region)
     if not 0 < length <= MESSAGES - 8 or len(region) < REGION_BYTES:
         raise plain.UnreadableError(f"no record is in these {len(region)} bytes")

@@ -41,7 +41,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from interlace.runtime.core.errors import (
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Meanwhile = Callable[[Sequence[int]], None]
 _MESSAGE = struct.Struct(f"<8sQ{NONCE_BYTES}sQQQQ")  # the layout of a Label
 _CREDENTIALS = struct.Struct("3i")
 _MOST_DESCRIPTORS = 8
@@ -79,14 +79,6 @@ class Label(NamedTuple):
     receiver: int
     sequence_number: int
     sender: int
-
-
-@dataclass
-class Delivery:
-    """One peer's message: the peer's process id and its descriptors, which the receiver owns."""
-
-    pid: int
-    descriptors: list[int]
 
 
 class Rendezvous:
@@ -110,7 +102,7 @@ class Rendezvous:
             self._listener.close()
             raise
 
-    def meet_peers(self, step: Callable[[Sequence[int]], None]) -> None:
+    def meet_peers(self, step: Meanwhile) -> None:
         """Connect to every peer, and call ``step(missing ranks)`` meanwhile. Later connections are refused.
 
         The higher rank connects. A listener stays open until its rank is connected to all peers, so a
@@ -140,14 +132,12 @@ class Rendezvous:
         for peer in missing:
             if peer > self._rank:
                 try:
-                    connection = self._dial(peer)
+                    if (connection := self._dial(peer)) is not None:
+                        connection.close()
                 except PeerDiedError:
                     self._accept()
                     if peer not in self._connections:
                         raise
-                else:
-                    if connection is not None:
-                        connection.close()
 
     def _dial(self, peer: int) -> socket.socket | None:
         """Connect to the listener of ``peer``; return None if it is busy."""
@@ -155,21 +145,18 @@ class Rendezvous:
         try:
             connection.setblocking(False)
             connection.connect(self.addresses[peer])
-            uid = _uid(connection)
-            if uid != os.geteuid():
+            if (uid := _uid(connection)) != os.geteuid():
                 raise PermissionError(f"a process of user {uid} has the socket")
-        except BlockingIOError:
-            connection.close()
-            return None
-        except ConnectionRefusedError:  # raised for a peer in another network namespace, too
-            connection.close()
-            raise self.died(peer, "joining, connecting to its unix socket") from None
+            return connection
         except OSError as error:
             connection.close()
+            if isinstance(error, BlockingIOError):
+                return None
+            if isinstance(error, ConnectionRefusedError):  # or it is in another network namespace
+                raise self.died(peer, "joining, connecting to its unix socket") from None
             raise InterlaceError(
                 f"rank {self._rank} cannot reach rank {peer} through its unix socket ({error})"
             ) from error
-        return connection
 
     def _accept(self) -> bool:
         """Accept connections and read which ranks they belong to. Return whether anything changed."""
@@ -205,10 +192,8 @@ class Rendezvous:
     def hung_up(self, peers: Collection[int]) -> list[int]:
         """Return those of ``peers`` that have closed their ends."""
         poll = select.poll()
-        connections = [
-            (peer, connection) for peer in peers if (connection := self._connections.get(peer))
-        ]
-        ranks = {connection.fileno(): peer for peer, connection in connections}
+        known = {peer: self._connections.get(peer) for peer in peers}
+        ranks = {found.fileno(): peer for peer, found in known.items() if found is not None}
         for descriptor in ranks.keys() - {-1}:  # -1: another thread has closed it
             poll.register(descriptor, select.POLLRDHUP)
         ended = select.POLLRDHUP | select.POLLHUP
@@ -217,12 +202,10 @@ class Rendezvous:
     def died(self, peer: int, doing: str) -> PeerDiedError:
         return PeerDiedError(peer, self.pids.get(peer, 0), doing)
 
-    def trade(
-        self, descriptors: Sequence[int], step: Callable[[Sequence[int]], None]
-    ) -> dict[int, Delivery]:
-        """Send ``descriptors`` to all peers and receive theirs; call ``step(missing ranks)`` meanwhile."""
+    def trade(self, descriptors: Sequence[int], step: Meanwhile) -> dict[int, list[int]]:
+        """Send ``descriptors`` to all peers; return theirs. Call ``step(missing ranks)`` meanwhile."""
         self._sequence += 1
-        received: dict[int, Delivery] = {}
+        received: dict[int, list[int]] = {}
         try:
             for peer in self._connections:
                 while not self._send(peer, descriptors):
@@ -231,8 +214,8 @@ class Rendezvous:
                 if not any([self._receive(peer, received) for peer in missing]):
                     step(missing)
         except BaseException:
-            for delivery in received.values():
-                close_all(delivery.descriptors)
+            for taken in received.values():
+                close_all(taken)
             raise
         return received
 
@@ -243,14 +226,13 @@ class Rendezvous:
     def _send(self, peer: int, descriptors: Sequence[int]) -> bool:
         message = _MESSAGE.pack(*self._label(sender=self._rank, receiver=peer))
         try:
-            socket.send_fds(self._connections[peer], [message], descriptors)
+            with contextlib.suppress(ConnectionError):  # the peer's message, too, will not arrive
+                socket.send_fds(self._connections[peer], [message], descriptors)
         except BlockingIOError:
             return False
-        except ConnectionError:
-            return True  # the peer has ended; this rank notices when the peer's message does not arrive
         return True
 
-    def _receive(self, peer: int, received: dict[int, Delivery]) -> bool:
+    def _receive(self, peer: int, received: dict[int, list[int]]) -> bool:
         """Receive one message of ``peer``. Return False if there is none."""
         try:
             message, descriptors, flags, _ = socket.recv_fds(
@@ -275,7 +257,7 @@ class Rendezvous:
             return True
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        received[peer] = Delivery(self.pids.get(peer, 0), descriptors)
+        received[peer] = descriptors
         return True
 
     def _sender(self, message: bytes, sequence: int) -> int | None:
@@ -419,8 +401,7 @@ class MeetingPoint(Protocol):
     """The operations that the ranks of a new group need until all of them are connected."""
 
     def cards(self, group: object, own: bytes) -> tuple[list[SocketCard], bytes]:
-        """Return the card of every rank of ``group``, by rank, and a nonce that only they know.
-        Collective."""
+        """Return every rank's card, by rank, and a nonce that only these ranks know. Collective."""
 
     def forget(self) -> None:
         """Delete everything that this rank has stored. Every rank must have connected."""
@@ -441,17 +422,8 @@ class StoreMeeting:
 
     def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
         self._rank, self._key = group.rank, f"{group.prefix}/nonce"
-        found, self._nonce = meet(
-            self._store,
-            group.rank,
-            group.world_size,
-            own,
-            _card,
-            group.prefix,
-            self._key,
-            group.timeout,
-            self._watch,
-        )
+        known = group.rank, group.world_size, own, _card, group.prefix, self._key, group.timeout
+        found, self._nonce = meet(self._store, *known, self._watch)
         return found, bytes.fromhex(self._nonce)
 
     def forget(self) -> None:
@@ -469,15 +441,12 @@ class StoreMeeting:
 
 
 class MemoryMeeting:
-    """A meeting of ranks of ``whole`` in its control segments, one meeting at a time. ``hopeless`` finds
-    out why a wait can never end."""
+    """A meeting of ranks of ``whole`` in its control segments, one meeting at a time; see ``Patience``."""
 
-    def __init__(
-        self, whole: Any, ranks: Sequence[int], prefix: str, hopeless: Interruption
-    ) -> None:
+    def __init__(self, whole: Any, ranks: Sequence[int], prefix: str, over: Interruption) -> None:
         assert whole.control is not None
         self._control, self._nonce, self._ranks = whole.control, whole.nonce, ranks
-        self._patience = Patience(whole.rank, whole.timeout, hopeless)
+        self._patience = Patience(whole.rank, whole.timeout, over)
         self._key = _number(f"{ranks} {prefix}")
 
     def cards(self, group: Any, own: bytes) -> tuple[list[SocketCard], bytes]:
@@ -566,8 +535,7 @@ def reason(
 
 
 class Roll(Protocol):
-    """The published words of every rank of a group that continues, and its ended ranks; outlives its
-    ranks."""
+    """The published words of the ranks of a group that continues, and its ended ranks; it outlives them."""
 
     rank: int
     world_size: int
@@ -674,15 +642,14 @@ def reunite(
         return None
 
     def compare() -> None:
-        """Raise if a rank that has come wants another set of ranks, once all that have come have seen
-        it."""
+        """Raise if a rank that has come wants other ranks, once all that have come have seen it."""
         come = [rank for rank in left if roll.said(rank, ATTEMPT) >= attempt]
         if others := [rank for rank in come if roll.said(rank, WANTED) != number]:
             roll.say(RESULT, 2 * attempt)
             patience = Patience(roll.rank, roll.timeout, lambda doing, waited_for: None)
             with contextlib.suppress(
                 InterlaceError
-            ):  # keep this rank's WANTED readable for a while
+            ):  # keeps this rank's WANTED readable for a while
                 while late := [rank for rank in silent() if rank in come]:
                     patience.step(doing, late)
             mine = "all that live" if ranks is None else f"ranks {list(ranks)} in this order"
@@ -739,9 +706,8 @@ def reunite(
             deadline = time.monotonic() + min(SURE_SECONDS, roll.timeout)
             while gone().isdisjoint(left) and not again():
                 if time.monotonic() > deadline:
-                    raise problem or InterlaceError(
-                        f"rank {roll.rank}: {doing}: others cannot join"
-                    )
+                    text = f"rank {roll.rank}: {doing}: others cannot join"
+                    raise problem or InterlaceError(text)
                 time.sleep(1e-3)
         except BaseException:
             if made is not None:

@@ -27,9 +27,8 @@ import os
 import struct
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -61,19 +60,12 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_address, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.argtypes = (_address, _size, _number, _number, _number, ctypes.c_longlong)
+_libc.munmap.argtypes = (_address, _size)
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """The contents of a segment's header. ``nbytes`` excludes the header page."""
 
     nonce: bytes
@@ -89,9 +81,7 @@ class Identity:
         return cls(*_HEADER.unpack(header[: _HEADER.size])[2:])
 
     def pack(self) -> bytes:
-        return _HEADER.pack(
-            MAGIC, LAYOUT_VERSION, self.nonce, self.rank, self.world_size, self.nbytes
-        )
+        return _HEADER.pack(MAGIC, LAYOUT_VERSION, *self)
 
     def check(self, header: bytes, what: str) -> None:
         """Raise unless ``header`` has the same contents; the error names the first field that differs."""
@@ -144,12 +134,8 @@ class Mapping:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        return {
-            "data": (self.address, False),
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        data = self.address, False
+        return {"data": data, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Return the bytes after the header page. The array and its views keep the mapping alive."""
@@ -249,8 +235,7 @@ def map_segment(descriptor: int, identity: Identity) -> Mapping:
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated now, as the kernel and this process's control groups
-    report."""
+    """Return the bytes that can be allocated now, as the kernel and this process's control groups say."""
     amounts = [1 << 62]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -300,8 +285,7 @@ class SharedRanges(dict[int, "tuple[int, int, list[Array]]"]):
             weakref.finalize(own, self.pop, number, None)
 
     def find(self, address: int, nbytes: int) -> tuple[int, int]:
-        """Return the number of the range that holds these bytes, and their offset; number 0 if none
-        does."""
+        """Return the number of the range that holds these bytes, and their offset; number 0 for none."""
         for number, (start, size, _) in list(self.items()):
             if start <= address and address + nbytes <= start + size:
                 return number, address - start

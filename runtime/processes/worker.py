@@ -99,12 +99,9 @@ class OrderedWorker:
             if self._thread is None:  # start it first: without a thread nothing is queued
                 own = weakref.ref(self)
                 at_work = lambda: (worker := own()) is not None and worker.unfinished  # noqa: E731
-                self._thread = Helper(self._name, _run, (self._items,), at_work)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # no more threads can be started
-                    self._thread = None
-                    raise
+                thread = Helper(self._name, _run, (self._items,), at_work)
+                thread.start()
+                self._thread = thread
             self.unfinished += 1
             self._items.put(functools.partial(self._perform, future, function, context))
         return future
@@ -202,9 +199,7 @@ def _at_exit() -> None:
         record.dump_last(why)
         for member in members:
             member.abort(why)
-    with (
-        contextlib.ExitStack() as stack
-    ):  # if closing one raises, the others are closed all the same
+    with contextlib.ExitStack() as stack:  # if closing one raises, the others are closed as well
         for member in members:
             stack.callback(member.close)
     for thread in threading.enumerate():

@@ -274,7 +274,7 @@ def _refused(self: TorchMemory, nbytes: int, *, overlapping: bool) -> Any:
 def memory_kind() -> str:
     place: Any = default_group().place
     interlace.all_reduce(torch.ones(8, device=interlace.device()))
-    return str(place.memory_kind)
+    return str(place._memory.kind)
 
 
 def replays(name: str, count: int) -> list[int]:

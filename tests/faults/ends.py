@@ -19,8 +19,7 @@ from faults.crew import BRIEF, LONG, Crew, Said, crew, moments, sum_is_right, tr
 from faults.rows import Plan, Row, Trial
 from guard import busy
 from interlace.groups import groups
-from interlace.runtime.places.hosts.host_map import Card
-from interlace.runtime.places.hosts.joining import Joining
+from interlace.runtime.places.hosts.host_map import Card, Joining
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.rendezvous import Rendezvous

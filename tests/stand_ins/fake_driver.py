@@ -150,10 +150,10 @@ def _noting_launches(gpu: FakeGpu) -> list[Replacement]:
         run(self, stream)
         gpu.running = None
 
-    def repeating(self: Plans, step: Any, bases: Any, arguments: Any, results: Any) -> None:
-        for tensor in (*arguments, *results, *self.lasting_tensors()):
+    def repeating(self: Plans, step: Any, call: Any, results: Any, addresses: Any) -> None:
+        for tensor in (*call.arguments, *results, *self.lasting_tensors()):
             gpu.know(tensor)
-        REPEAT(self, step, bases, arguments, results)
+        REPEAT(self, step, call, results, addresses)
 
     return [
         (LaunchCache, "prepare", preparing),

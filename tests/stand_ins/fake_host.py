@@ -23,9 +23,8 @@ from interlace.runtime.core.errors import AbortedError
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.places.gpu.device_place import Residency, residency
 from interlace.runtime.places.gpu.plans import Plans
-from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
+from interlace.runtime.places.gpu.process_place import DeviceProcessPlace, Watchdog
 from interlace.runtime.places.gpu.virtual_place import Turns, run_threads
-from interlace.runtime.places.gpu.watchdog import Watchdog
 from interlace.runtime.processes import dump as record
 from interlace.runtime.processes.control import CONTROL_BYTES, Control
 from interlace.runtime.processes.segment import Identity, SharedSegment

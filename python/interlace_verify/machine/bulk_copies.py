@@ -243,9 +243,8 @@ def _tell(threads: Threads, access: AsyncAccess, box: Box, does: str, space: str
 def _loaded(hooks: ProgramHooks, pointers: Handle, kind: ScalarType) -> Array:
     if not pointers.data.size:
         return np.zeros(0, kind.raw)
-    found = hooks.asynchronous(
-        pointers, all_of(pointers.data), lambda mask: fetched(pointers, mask, kind)
-    )
+    load = lambda mask: fetched(pointers, mask, kind)  # noqa: E731
+    found = hooks.asynchronous(pointers, all_of(pointers.data), load, value=None, does="loads")
     return found.view(kind.raw)
 
 
@@ -254,13 +253,8 @@ def _stored(
 ) -> None:
     if pointers.data.size:
         value = handle_of(bits, kind)
-        hooks.asynchronous(
-            pointers,
-            all_of(pointers.data),
-            lambda mask: put(pointers, value, mask),
-            value=value,
-            does=does,
-        )
+        store = lambda mask: put(pointers, value, mask)  # noqa: E731
+        hooks.asynchronous(pointers, all_of(pointers.data), store, value=value, does=does)
 
 
 def _places(program: PtxProgram, box: Box) -> Array:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places import worker_process
-from interlace.runtime.places.worker_process import TaskReport
+from interlace.runtime.places import pool
+from interlace.runtime.places.pool import TaskReport
 
 CHUNKS_PER_WORKER = 8
 LARGEST_CHUNK = 32
@@ -130,7 +130,7 @@ class _ForkedWorker:
             report: TaskReport = self.connection.recv()
         except (EOFError, OSError):
             names = " to ".join(dict.fromkeys(map(name, (self.seeds[0], self.seeds[-1]))))
-            raise _WorkerEnded(names, worker_process.ended(self._process)) from None
+            raise _WorkerEnded(names, pool.ended(self._process)) from None
         if report.failed:
             raise report.exception() from InterlaceError(report.details)
         results: list[tuple[int, object]] = report.result()
@@ -154,7 +154,7 @@ def _serve(
     gc.freeze()
     gc.enable()
     parents.close()  # otherwise the pipe never counts as closed
-    worker_process.end_with_parent(parent_thread_stays)
+    pool.end_with_parent(parent_thread_stays)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the parent's handler
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -163,7 +163,7 @@ def _serve(
         while True:
             seeds: Sequence[int] = connection.recv()
             try:
-                report = worker_process.success([(seed, function(seed)) for seed in seeds])
+                report = pool.success([(seed, function(seed)) for seed in seeds])
             except BaseException as error:
-                report = worker_process.failure(error)
+                report = pool.failure(error)
             connection.send(report)

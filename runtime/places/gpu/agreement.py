@@ -167,9 +167,8 @@ class Agreement:
             self._shared, self._row_bytes = self._boards[0], self._bytes[0]
         self.number = self._texts = 0
         self._known: dict[bytes, _AgreedCall] = {}
-        self._said = {_digest(b""): b""}  # texts that were equal on all ranks, by digest
         self._digests: dict[bytes, int] = {}  # of calls whose text the peers have
-        self._heard: list[dict[int, bytes]] = [{} for _ in range(self._world_size)]
+        self._heard = [{_digest(b""): b""} for _ in range(self._world_size)]  # texts, by digest
         # by number modulo NOTES: what to compare with the peers' notes, or None
         self._open: list[tuple[_AgreedCall, Call] | None] = [None] * NOTES
         self._waited = 0  # number of the call whose answers this rank waits for
@@ -179,10 +178,6 @@ class Agreement:
         self.differs = 0
         self._lock = threading.Lock()
         self.ops = OpRecord(processes)
-
-    def launched(self) -> None:
-        """Record that the host has enqueued all of the call that was agreed on last."""
-        self.ops.launched()
 
     # -- the two ways of a call ----------------------------------------------------------------
 
@@ -234,13 +229,9 @@ class Agreement:
         if digest is None:
             return
         same = all(answer == call.message for answer in answers)
-        digests = [digest] * self._world_size
-        if not same:
-            digests = [_digest(answer) for answer in answers]
+        digests = [digest if same else _digest(answer) for answer in answers]
         row = struct.pack(f"={self._world_size}q", *digests)
         settled = same and call.part is None
-        if settled:
-            self._said[digest] = call.message
         self._known[call.message] = _AgreedCall(digest, row, answers, settled)
 
     def exchange(self, payload: bytes, doing: str) -> list[bytes]:
@@ -346,9 +337,8 @@ class Agreement:
             text = self._bytes[peer][at : at + length].tobytes()
             if _digest(text) == digest:
                 return text
-        for known in (self._said, self._heard[peer]):
-            if digest in known:
-                return known[digest]
+        if digest in self._heard[peer]:
+            return self._heard[peer][digest]
         raise InterlaceError(
             f"rank {self._rank}: ranks call different things: call {number} of rank {peer} is another one "
             f"than that of rank {self._rank}"

@@ -3,7 +3,7 @@
 A subclass defines how memory is allocated (:meth:`DevicePlace._allocate`) and how ranks meet
 (:meth:`DevicePlace.exchange`).
 
-Epochs ------ An op's epoch is in device memory, and kernels read it there. The host counts along, by
+Epochs. An op's epoch is in device memory, and kernels read it there. The host counts along, by
 workspace, as long as it can. From the first graph capture on, a replay can run ops of which the host does
 not know, so then only kernels signal. Until then, streams themselves write epochs (``words_for``). Waits
 are always kernels, which have a timeout. Only a write on another stream can end a stream's own wait, and
@@ -38,7 +38,7 @@ import functools
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -46,9 +46,9 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.kernels import signal, slots
-from interlace.kernels.signal import ABORT_WORD, HEADER_WORDS
+from interlace.kernels.signal import ABORT_WORD, CLAIMED_WORD, HEADER_WORDS
 from interlace.runtime.core.call import Call
-from interlace.runtime.core.errors import InterlaceError
+from interlace.runtime.core.errors import CollectiveTimeoutError, InterlaceError
 from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace, peers_of
 from interlace.runtime.core.place import Place
@@ -56,7 +56,6 @@ from interlace.runtime.core.stream import Event, Outcome, Settled, Stream
 from interlace.runtime.places.gpu import driver, stream as streams
 from interlace.runtime.places.gpu.launch import LaunchCache
 from interlace.runtime.places.gpu.stream import DeviceEvent, DeviceStream, Point, StreamTarget
-from interlace.runtime.places.gpu.watchdog import signal_report
 
 
 class Chain:
@@ -458,3 +457,15 @@ class DevicePlace(Place):
         self.launches.clear()
         if "residency" in self.__dict__:
             self.residency.forget(id(self))
+
+
+def signal_report(rank: int, header: Sequence[int]) -> CollectiveTimeoutError | None:
+    """Return the error that the status record in a channel's header describes, or None."""
+    claimed, source, slot, expected, seen, program = header[CLAIMED_WORD : CLAIMED_WORD + 6]
+    if not claimed or not expected:
+        return None
+    return CollectiveTimeoutError(
+        f"rank {rank}: program {program} timed out waiting for rank {source}: slot at byte {slot} "
+        f"was {seen}, expected {expected}",
+        (source,),
+    )

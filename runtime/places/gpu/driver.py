@@ -1,8 +1,7 @@
 """The GPU of this process, and functions of the CUDA driver that torch does not offer.
 
-They are called by ctypes from the driver's own library. If that is missing or too old, the group's kernels
-write the words (:func:`stream_words` is None), and captures are distinguished without it
-(:func:`capture_of`).
+They are called by ctypes from the driver's own library; every driver that torch's releases accept has them.
+If a GPU has no such operations on words, the group's kernels write them (:func:`stream_words` is None).
 
 A *stream memory operation* costs no SM and no launch. ``cuStreamWriteValue64`` with default flags fences as
 ``__threadfence_system`` does, scoped to the stream: a reader that sees the value, on any GPU, sees all
@@ -93,19 +92,15 @@ def _check(error: int, doing: str) -> None:
 
 
 @functools.cache
-def _loaded() -> Driver | None:
-    """Return the driver of this machine, or None if it is missing or too old."""
-    try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
-    except (OSError, AttributeError):
-        return None
+def _loaded() -> Driver:
+    return Driver(ctypes.CDLL("libcuda.so.1"))
 
 
 @functools.cache
 def stream_words(device: int) -> Driver | None:
-    """Return the driver that writes words on GPU number ``device``, or None."""
+    """Return the driver that writes words on GPU number ``device``; None if it cannot."""
     driver = _loaded()
-    return driver if driver is not None and driver.has_words(device) else None
+    return driver if driver.has_words(device) else None
 
 
 @functools.cache
@@ -116,40 +111,22 @@ def alarm_stream(device: int) -> torch.cuda.Stream:
     call may synchronize the device.
     """
     with torch.cuda.device(device):
-        if (driver := _loaded()) is None:
-            return torch.cuda.Stream(priority=-1)
         torch.cuda.current_stream().synchronize()  # makes sure that there is a context
-        return torch.cuda.ExternalStream(driver.new_stream(-1))
+        return torch.cuda.ExternalStream(_loaded().new_stream(-1))
 
 
 def current_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-_captures = 0
-_was_capturing = False
-
-
 def capture_of(stream: int) -> int:
-    """Return a number for the graph capture of the caller's current ``stream``, or 0.
-
-    Without our driver, two captures with no call in between count as one.
-    """
-    global _captures, _was_capturing
-    if not torch.cuda.is_current_stream_capturing():
-        _was_capturing = False
-        return 0
-    if (driver := _loaded()) is not None:
-        return driver.capture(stream)
-    if not _was_capturing:
-        _captures, _was_capturing = _captures + 1, True
-    return _captures
+    """Return a number for the graph capture of the caller's current ``stream``, or 0."""
+    return _loaded().capture(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def leave_captures_alone() -> None:
     """Let the calling thread use CUDA while another thread captures a graph. Once per thread."""
-    if (driver := _loaded()) is not None:
-        driver.leave_captures_alone()
+    _loaded().leave_captures_alone()
 
 
 def pinned(words: Sequence[int]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.core.launch import ALIGNMENT, SMALL, KernelLaunch, constants, general, leaves
 
 MOST_KERNELS = 4096
+GridExtents = tuple[int, int, int]
 
 
 class LaunchCache:
@@ -77,7 +78,7 @@ class LaunchCache:
         return PreparedLaunch(self, compiled, extents, compiled.ordered(values), scratch)
 
     def scratch_for(
-        self, compiled: "_Compiled", extents: tuple[int, int, int], stream: int, capture: int
+        self, compiled: "_Compiled", extents: GridExtents, stream: int, capture: int
     ) -> torch.Tensor | None:
         """Return the scratch memory of a launch over a grid, or None if it needs none."""
         if not compiled.scratch_per_program:
@@ -142,11 +143,7 @@ class _Compiled:
         return nested
 
     def launch(
-        self,
-        extents: tuple[int, int, int],
-        stream: int,
-        values: list[Any],
-        scratch: torch.Tensor | None,
+        self, extents: GridExtents, stream: int, values: list[Any], scratch: torch.Tensor | None
     ) -> None:
         """Launch with ``values`` in the order of the parameters; ``scratch``: see ``scratch_for``."""
         kernel = self.kernel
@@ -174,7 +171,7 @@ class PreparedLaunch:
         self,
         cache: LaunchCache,
         compiled: _Compiled,
-        extents: tuple[int, int, int],
+        extents: GridExtents,
         values: list[object],
         scratch: torch.Tensor | None,
     ) -> None:

@@ -78,7 +78,7 @@ def interrupted_after(seconds: float) -> Iterator[threading.Event]:
 
 RENDEZVOUS_SECONDS = 30.0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_VALUE, _FAILED = b"V", b"F"
+VALUE, _FAILED = b"V", b"F"  # the first byte of a message for :func:`agreed`
 
 _lock = threading.Lock()  # torch's sockets have the process's name
 _numbers = itertools.count()
@@ -103,7 +103,7 @@ class ExchangeStore(Store):
         """Return every rank's value in the round that :meth:`set` has begun."""
         if self._mine is not None:
             mine, self._mine = self._mine, None
-            self._values = agreed(self._exchange, value(mine))
+            self._values = agreed(self._exchange, VALUE + mine)
         return self._values
 
     def set(self, key: str, content: Any) -> None:
@@ -152,12 +152,7 @@ def together(exchange: Exchange) -> Iterator[None]:
         with contextlib.suppress(MemoryRefused):
             agreed(exchange, _FAILED + f"{type(error).__name__}: {error}"[:1000].encode())
         raise MemoryRefused(f"{type(error).__name__}: {error}") from error
-    agreed(exchange, value(b""))
-
-
-def value(content: bytes) -> bytes:
-    """Return the message of a rank that has not failed, for :func:`agreed`."""
-    return _VALUE + content
+    agreed(exchange, VALUE)
 
 
 class TorchMemory:
@@ -188,12 +183,11 @@ class TorchMemory:
         Raises MemoryRefused, on all ranks, if it fails.
         """
         with _lock, together(self._exchange):
-            with _environment(OVERLAPPING, "1" if overlapping else None):
+            with _environment(OVERLAPPING, "1") if overlapping else contextlib.nullcontext():
                 memory = self._own(nbytes)
                 handle = self._met(memory)
-            parts = [
-                handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self._world_size)
-            ]
+            ranks = range(self._world_size)
+            parts = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
             parts[self._rank] = memory
             # A peer's handle keeps its memory mapped; a tensor over that memory does not.
             multicast = int(handle.multicast_ptr or 0)
@@ -208,7 +202,7 @@ class TorchMemory:
 
     def _met(self, memory: torch.Tensor) -> Any:
         """Return torch's handle of ``memory``, once all ranks have come."""
-        agreed(self._exchange, value(b""))
+        agreed(self._exchange, VALUE)
         with interrupted_after(self._seconds) as passed:
             try:
                 return symmetric.c10d._SymmetricMemory.rendezvous(memory, self._name)
@@ -226,19 +220,16 @@ class TorchMemory:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    """Set the variable to ``value`` within the block; None leaves it unchanged."""
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set the variable to ``value`` within the block."""
     before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
+    os.environ[name] = value
     try:
         yield
     finally:
-        if value is not None:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -308,7 +299,7 @@ class IpcMemory:
                 self._exported.append(own)
                 runtime.memset(own.address, 0, nbytes)
                 runtime.deviceSynchronize()  # peers may write once all ranks have met
-                handles = agreed(self._exchange, value(runtime.ipcGetMemHandle(own.address)))
+                handles = agreed(self._exchange, VALUE + runtime.ipcGetMemHandle(own.address))
                 for rank, handle in enumerate(handles):
                     if rank == self._rank:
                         addresses[rank] = own.address

@@ -89,8 +89,7 @@ class NvshmemMemory(TorchMemory):
 
 
 def nodes_of(mapped: Sequence[Sequence[bool]]) -> list[int]:
-    """Return each rank's node, named by its first rank, from ``mapped[rank][peer]``. Raises
-    PlaceUnavailableError."""
+    """Return each rank's node, by its first rank, from ``mapped[rank][peer]``; or raise."""
     nodes = [min(peer for peer, there in enumerate(row) if there) for row in mapped]
     for rank, row in enumerate(mapped):
         for peer, there in enumerate(row):

@@ -12,18 +12,16 @@ launches::
 Kernels, copies and signals on the group's ``compute`` stream can be repeated, if their tensors are
 arguments, results, or live as long as the group (workspaces, tables). Torch code, temporaries and the copy
 stream cannot; such calls never have a plan. There is a plan for every workspace that a call may use,
-because they are used in turn. A plan holds no tensor of a caller's.
+because they are used in turn. A plan holds no tensor of a caller's; it knows memory by address only if it
+lives as long as the group.
 
 Agreement is as for every call (``Place.agree``). If it has changed, as with shards of another length, the
 call continues without the plan, with the answers that it has.
-
-A :class:`PlanRecorder` watches a call without a plan and makes a :class:`Plan` of it. A plan knows memory
-as "so many bytes into argument i" or "into result k", or by address if it lives as long as the group.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +34,7 @@ from interlace.runtime.core.launch import ALIGNMENT, KernelLaunch
 from interlace.runtime.core.memory import CHANNELS, SymmetricBuffer, Workspace, bytes_of
 from interlace.runtime.core.stream import Outcome, Settled
 from interlace.runtime.core.work import Work
+from interlace.runtime.places.gpu.agreement import Agreement
 from interlace.runtime.places.gpu.device_place import DevicePlace
 from interlace.runtime.places.gpu.launch import PreparedLaunch
 from interlace.runtime.places.gpu.stream import (
@@ -48,10 +47,22 @@ from interlace.runtime.places.gpu.stream import (
 
 WHOLE: Any = object()  # the tree of a call that returns its one result
 
+Tensors = list[torch.Tensor]
+Counted = tuple[SymmetricBuffer, int]
+"""Memory in which the programs of a kernel without workspace count themselves, and their number."""
 Address = tuple[int, int, int]
 """0 for an argument, 1 for a result; its index; bytes from its first element."""
-View = tuple[int, int, torch.Size, tuple[int, ...], int]
-"""Like :data:`Address`, with shape, strides and offset in elements."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Like :data:`Address`, with shape, strides and offset in elements."""
+
+    kind: int
+    index: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
 
 
 @dataclass
@@ -99,7 +110,7 @@ class PlanStep:
     pulled: bool
     items: list[Launched | Copied | Signalled] = field(default_factory=list)
     programs: int = 0  # of its kernels, in total
-    words: tuple[SymmetricBuffer, int] | None = None
+    words: Counted | None = None
 
 
 @dataclass
@@ -115,7 +126,7 @@ class Plan:
 class PlanRecorder:
     """A record of a call's enqueues. ``apart`` includes how ``arguments`` are placed to each other."""
 
-    def __init__(self, kind: Any, arguments: list[torch.Tensor], *, apart: bool = False) -> None:
+    def __init__(self, kind: Any, arguments: Tensors, *, apart: bool = False) -> None:
         self.kind, self._arguments, self._apart = kind, arguments, apart
         self._agreed: list[tuple[Call, list[bytes]]] = []
         self._steps: list[PlanStep] = []
@@ -126,11 +137,7 @@ class PlanRecorder:
         self._agreed.append((call, answers))
 
     def begins(
-        self,
-        workspace: Workspace | None,
-        *,
-        pulled: bool = False,
-        words: tuple[SymmetricBuffer, int] | None = None,
+        self, workspace: Workspace | None, *, pulled: bool = False, words: Counted | None = None
     ) -> None:
         """Begin a step with these fields: an ``enqueue`` is about to put its items on the streams."""
         self._steps.append(PlanStep(workspace, pulled, words=words))
@@ -179,9 +186,7 @@ class PlanRecorder:
 class _Where:
     """Finds the tensor of an address. LookupError for memory that will not exist the next time."""
 
-    def __init__(
-        self, arguments: list[torch.Tensor], lasting: Sequence[torch.Tensor], *, apart: bool
-    ) -> None:
+    def __init__(self, arguments: Tensors, lasting: Sequence[torch.Tensor], *, apart: bool) -> None:
         self._arguments, self._apart = arguments, apart
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._made: dict[int, int] = {}  # storages of results, by address
@@ -191,17 +196,16 @@ class _Where:
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if self._argument(result) is not None:  # the caller has made it
-                view = self._view(result)
-                if isinstance(view, Bytes):
+                if isinstance(view := self._view(result), Bytes):
                     raise LookupError
-                return _Leaf(view)  # type: ignore[arg-type]
+                return view
             if storage.data_ptr() not in self._made:
                 self._made[storage.data_ptr()] = len(self.results)
                 self.results.append((result.dtype, (storage.nbytes() // result.element_size(),)))
             index = self._made[storage.data_ptr()]
             if self.results[index][0] != result.dtype:
                 raise LookupError
-            return _Leaf((1, index, *_form(result)))
+            return View(1, index, *_form(result))
         if isinstance(result, (tuple, list)):
             return type(result)(self.tree(each) for each in result)
         if result is None or isinstance(result, bool):
@@ -224,10 +228,9 @@ class _Where:
         first, second = item
         if isinstance(first, torch.Tensor):
             return Copied(self._view(first), self._view(second))
-        given = first.values()
         addresses = [
             (position, *address)
-            for position, value in enumerate(second.in_order(given))
+            for position, value in enumerate(second.in_order(first.values()))
             if isinstance(value, torch.Tensor) and (address := self._address(value)) is not None
         ]
         return Launched(second, addresses)
@@ -266,38 +269,25 @@ class _Where:
         raise LookupError
 
     def _address(self, tensor: torch.Tensor) -> Address | None:
-        owner = self._owner(tensor)
-        if owner is None:
+        if (owner := self._owner(tensor)) is None:
             return None
         kind, index = owner
-        base = tensor.untyped_storage().data_ptr()
-        if kind == 0:
-            base = self._arguments[index].data_ptr()
-        return kind, index, tensor.data_ptr() - base
+        base = tensor.untyped_storage() if kind else self._arguments[index]
+        return kind, index, tensor.data_ptr() - base.data_ptr()
 
     def _view(self, tensor: torch.Tensor) -> PlannedTensor:
-        owner = self._owner(tensor)
-        if owner is None:
+        if (owner := self._owner(tensor)) is None:
             return tensor
         kind, index = owner
         shape, strides, offset = _form(tensor)
-        first = 0
-        if kind == 0:
-            argument = self._arguments[index]
-            first = int(argument.storage_offset())
-            dtype, offset = argument.dtype, offset - first
-        else:
-            dtype = self.results[index][0]
+        first, dtype = 0, self.results[index][0] if kind else self._arguments[index].dtype
+        if not kind:
+            first = int(self._arguments[index].storage_offset())
         if dtype != tensor.dtype:
             if kind or tensor.dtype != torch.uint8 or not self._apart:
                 raise LookupError
-            return Bytes(index, shape[0], offset + first - first * dtype.itemsize)
-        return kind, index, shape, strides, offset
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    view: View
+            return Bytes(index, shape[0], offset - first * dtype.itemsize)
+        return View(kind, index, shape, strides, offset - first)
 
 
 def _has(dense: torch.Tensor, address: int) -> bool:
@@ -308,21 +298,18 @@ def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
-def viewed(
-    view: PlannedTensor, arguments: list[torch.Tensor], results: list[torch.Tensor]
-) -> torch.Tensor:
+def viewed(view: PlannedTensor, arguments: Tensors, results: Tensors) -> torch.Tensor:
     if isinstance(view, torch.Tensor):
         return view
     if isinstance(view, Bytes):
         return bytes_of(arguments[view.index].detach())[view.offset : view.offset + view.count]
-    kind, index, shape, strides, offset = view
-    base = results[index] if kind else arguments[index].detach()
-    return base.as_strided(shape, strides, offset + base.storage_offset())
+    base = results[view.index] if view.kind else arguments[view.index].detach()
+    return base.as_strided(view.shape, view.strides, view.offset + base.storage_offset())
 
 
-def built(tree: object, arguments: list[torch.Tensor], results: list[torch.Tensor]) -> Any:
-    if isinstance(tree, _Leaf):
-        return viewed(tree.view, arguments, results)
+def built(tree: object, arguments: Tensors, results: Tensors) -> Any:
+    if isinstance(tree, View):
+        return viewed(tree, arguments, results)
     if isinstance(tree, (tuple, list)):
         return type(tree)(built(each, arguments, results) for each in tree)
     return tree
@@ -340,16 +327,8 @@ class _Again:
 
     kind: object
     plan: Plan
-    arguments: list[torch.Tensor]
+    arguments: Tensors
     addresses: list[int]
-
-
-class PlanAgreement(Protocol):
-    """The methods of ``agreement.py`` that plans need."""
-
-    def agree(self, call: Call) -> list[bytes]: ...
-    def mismatch(self) -> Exception | None: ...
-    def launched(self) -> None: ...
 
 
 class Plans:
@@ -359,7 +338,7 @@ class Plans:
         self,
         communicator: Communicator,
         place: DevicePlace,
-        agreement: PlanAgreement,
+        agreement: Agreement,
         check_processes: Callable[[], None],
     ) -> None:
         self._communicator, self._place = communicator, place
@@ -382,8 +361,7 @@ class Plans:
         op, into = form.op, form.fills
         if into is None:
             return None
-        call = self._prepared(op, tensors, options, into=into)
-        if call is None:
+        if (call := self._prepared(op, tensors, options, into=into)) is None:
             return None
         result = self._repeated(op, call, tensors[0] if into else (), async_op=async_op)
         if result is _MISSED:
@@ -400,14 +378,10 @@ class Plans:
         place.recorder = self._answered = None  # left by a call that failed
         if modes_active() or self._communicator.closed:
             return None
-        arguments: list[torch.Tensor] = []
+        arguments: Tensors = []
         addresses: list[int] = []
-        key: list[Any] = [
-            op,
-            self._communicator.arena.turn % CHANNELS,
-            options,
-            current().key,
-        ]
+        turn = self._communicator.arena.turn % CHANNELS
+        key: list[Any] = [op, turn, options, current().key]
         try:
             for given in tensors:
                 if given is None:
@@ -487,10 +461,10 @@ class Plans:
                 return _MISSED
         device = place.device
         results = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in plan.results]
-        bases = call.addresses, [result.data_ptr() for result in results]
+        addresses = [result.data_ptr() for result in results]
         for step in plan.steps:
-            self._repeat(step, bases, call.arguments, results)
-        self._agreement.launched()
+            self._repeat(step, call, results, addresses)
+        self._agreement.ops.launched()
         return results[0] if plan.tree is WHOLE else built(plan.tree, call.arguments, results)
 
     def _will_lease(self, steps: Sequence[PlanStep]) -> bool:
@@ -515,14 +489,8 @@ class Plans:
             self._communicator.compute.wait_credits(workspace)
         return workspace
 
-    def _repeat(
-        self,
-        step: PlanStep,
-        bases: tuple[list[int], list[int]],
-        arguments: list[torch.Tensor],
-        results: list[torch.Tensor],
-    ) -> None:
-        communicator, place = self._communicator, self._place
+    def _repeat(self, step: PlanStep, call: _Again, results: Tensors, addresses: list[int]) -> None:
+        communicator, place, bases = self._communicator, self._place, (call.addresses, addresses)
         stream = communicator.compute
         assert isinstance(stream, DeviceStream)
         workspace = step.workspace and self._leased_again(step.workspace)
@@ -544,8 +512,8 @@ class Plans:
                 item.again(stream, workspace)
             else:
                 assert isinstance(item, Copied)
-                destination = viewed(item.destination, arguments, results)
-                stream.copy(destination, viewed(item.source, arguments, results), "planned")
+                destination = viewed(item.destination, call.arguments, results)
+                stream.copy(destination, viewed(item.source, call.arguments, results), "planned")
         stream.ended()
         if workspace is None:
             assert step.words is not None
@@ -575,7 +543,7 @@ class Plans:
             self._place.recorder.agreed(call, answers)
         return answers
 
-    def lasting_tensors(self) -> list[torch.Tensor]:
+    def lasting_tensors(self) -> Tensors:
         """Return the tensors on the device that live as long as the group."""
         arena = self._communicator.arena
         buffers = arena.buffers() + ([] if arena.words is None else [arena.words.buffer])
@@ -585,7 +553,7 @@ class Plans:
 
     def launched(self) -> None:
         """Record that the host has enqueued all that it has agreed on."""
-        self._agreement.launched()
+        self._agreement.ops.launched()
 
     def learn(self, op: str, result: object) -> None:
         """Make a plan of the call of ``op`` that was made without one and has returned ``result``."""
@@ -593,18 +561,16 @@ class Plans:
         recorder, self._place.recorder = self._place.recorder, None
         if recorder is None or recorder.kind[0] != op:
             return
-        plan = recorder.plan(result, self.lasting_tensors())
-        if plan is not None:
+        if (plan := recorder.plan(result, self.lasting_tensors())) is not None:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             self._plans[recorder.kind] = plan
 
 
 def _where_they_lie(
-    key: list[Any], given: Sequence[Any], tensors: list[torch.Tensor], addresses: list[int]
+    key: list[Any], given: Sequence[Any], tensors: Tensors, addresses: list[int]
 ) -> bool:
-    """Add to ``key`` how ``given`` (all: ``tensors``) are placed to the first. False if not dense or
-    apart."""
+    """Add to ``key`` how ``given`` (all: ``tensors``) lie to the first. False if not dense or apart."""
     for tensor in tensors:
         if not tensor.is_contiguous() or (tensor.dtype in COMPLEX and tensor.is_conj()):
             return False

@@ -3,14 +3,30 @@
 Another place of the same ranks, ``processes``, does all that needs no GPU: ``shm`` if they share a host,
 ``hosts`` otherwise. It joins the group over any store, exchanges small messages, knows which peers live,
 and delivers an abort. This file has the GPU's part: agreement that does not delay the CPU
-(``agreement.py``), a watchdog for events on the device, and closing both in order.
+(``agreement.py``), a watchdog, and closing both in order.
 
 Nothing here depends on CUDA_DEVICE_MAX_CONNECTIONS. Each item that a rank enqueues waits only for items
 that every rank enqueues before it, so one hardware queue suffices.
+
+The watchdog is a thread that finds failures while the host goes on: the host enqueues work and does not
+wait for it. There is one per place. It sleeps while no work runs; otherwise it looks every 50 ms for
+
+=======================  ============================================================================
+a wait that timed out    in a kernel: its record in the header of the workspace
+peers                    a process that ended, a group that was aborted (``place.trouble()``)
+=======================  ============================================================================
+
+If it finds one, it fails the place: it keeps the error for the next call and aborts the group on all ranks,
+and every wait in every kernel returns. Results that are computed after that are void.
+
+The thread does not query CUDA, because queries would end another thread's graph capture. It copies a
+header to pinned memory in one look and reads it in the next.
 """
 
 import atexit
 import functools
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,51 +34,115 @@ from typing import Any
 
 import torch
 
-from interlace.kernels.signal import SPIN_LIMIT_WORD
+from interlace.kernels.signal import ABORT_WORD, EPOCH_WORD, HEADER_WORDS, SPIN_LIMIT_WORD
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.engine import Engine
-from interlace.runtime.core.errors import PlaceUnavailableError
+from interlace.runtime.core.errors import AbortedError, PlaceUnavailableError
 from interlace.runtime.core.memory import SymmetricBuffer, Workspace
 from interlace.runtime.core.place import Place
 from interlace.runtime.core.stream import Continued, Event, Outcome
+from interlace.runtime.places.gpu import driver
 from interlace.runtime.places.gpu.agreement import Agreement
-from interlace.runtime.places.gpu.device_place import DevicePlace
+from interlace.runtime.places.gpu.device_place import DevicePlace, signal_report
 from interlace.runtime.places.gpu.memory import IpcMemory, MemoryRefused, TorchMemory
 from interlace.runtime.places.gpu.plans import Plans
 from interlace.runtime.places.gpu.stream import DeviceEvent, Point
-from interlace.runtime.places.gpu.watchdog import Watchdog
 from interlace.runtime.processes import dump as record
 
-Bring = Callable[[torch.Tensor, torch.Tensor], Event | None]
+LOOK_SECONDS = 0.05
+IDLE_LOOK_SECONDS = 1.0  # if graphs are replayed without the host's knowledge
+_UNKNOWN = torch.empty(0)
 
 
-class HostMessages:
-    """Sends and receives by the host's ``engine``. ``bring(to, source)`` copies to the GPU and returns the
-    end.
+class Watchdog:
+    """Watches ``place``, a DevicePlace; its thread starts with the first :meth:`look_after`."""
 
-    A message is a copy off the GPU, a message of ``processes``, and a copy back. It is right for every tag
-    and order, also for receives from any rank. It is not fast, and the sender's host waits for its GPU. The
-    receiver's host does not: its ``Work.wait()`` waits for the message, which cannot be enqueued, and then
-    only orders the stream.
-    """
+    def __init__(self, place: Any) -> None:
+        self._place = weakref.ref(place)
+        self._wanted = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._headers: list[tuple[SymmetricBuffer, torch.Tensor]] = []
 
-    def __init__(self, engine: Engine, bring: Bring) -> None:
-        self._engine, self._bring = engine, bring
+    def look_after(self) -> None:
+        """Wake the watchdog, because work was enqueued."""
+        if self._wanted.is_set():
+            return
+        self._wanted.set()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._watch, name="interlace watchdog", daemon=True
+            )
+            self._thread.start()
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        """Send ``tensor`` as ``Engine.send`` does. Waits for the work that produces ``tensor``."""
-        return self._engine.send(
-            _call("send", tensor), tensor.detach().to("cpu", copy=True), peer, tag
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stopped = True
+        self._wanted.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(5.0)
+
+    def _watch(self) -> None:
+        place = self._place()
+        if place is None:
+            return
+        if place.device.type == "cuda":
+            torch.cuda.set_device(place.device)
+        driver.leave_captures_alone()
+        del place
+        while not self._stopped:
+            self._wanted.wait(IDLE_LOOK_SECONDS)
+            place = self._place()
+            if self._stopped or place is None or place.failure is not None:
+                return
+            if self._wanted.is_set() or place.replays:
+                self.look(place)
+            del place
+            time.sleep(LOOK_SECONDS)
+
+    def look(self, place: Any) -> None:
+        problem = self._problem(place)
+        place.reached({b.addresses[place.rank]: int(m[EPOCH_WORD]) for b, m in self._headers})
+        if problem is not None:
+            place.fail(problem)
+
+    def _problem(self, place: Any) -> Exception | None:
+        problem: Exception | None = place.trouble("work on the GPU")
+        if problem is not None:
+            return problem
+        for _, mirror in self._headers:
+            header = mirror.tolist()
+            problem = signal_report(place.rank, header)
+            if problem is None and header[ABORT_WORD]:
+                problem = AbortedError(
+                    f"rank {place.rank}: a wait in a kernel of another rank of the group has timed out"
+                )
+            if problem is not None:
+                return problem
+        self._wanted.clear()
+        if self._busy(place):
+            self._wanted.set()
+        self._copy_headers(place)
+        return None
+
+    def _busy(self, place: Any) -> bool:
+        """Return whether enqueued work may not have ended."""
+        return len(self._headers) < len(place.workspaces()) or any(
+            int(mirror[EPOCH_WORD]) < place.ops_finished(buffer) for buffer, mirror in self._headers
         )
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        """Receive into ``tensor`` as ``Engine.recv`` does."""
-        arrived: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
-
-        def then(outcome: Outcome) -> Outcome:
-            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
-
-        return Continued(self._engine.recv(_call("recv", tensor), arrived, peer, tag), then)
+    def _copy_headers(self, place: Any) -> None:
+        """Copy the headers of this rank's workspaces to the host, for the next look."""
+        buffers = place.workspaces()
+        known = {id(buffer): mirror for buffer, mirror in self._headers}
+        self._headers = [(buffer, known.get(id(buffer), _UNKNOWN)) for buffer in buffers]
+        with torch.cuda.stream(place.alarm_stream()):
+            for index, (buffer, mirror) in enumerate(self._headers):
+                if mirror is _UNKNOWN:
+                    mirror = driver.pinned([0] * HEADER_WORDS)
+                    self._headers[index] = (buffer, mirror)
+                mirror.copy_(place.header(buffer, place.rank), non_blocking=True)
 
 
 def _call(op: str, tensor: torch.Tensor) -> Call:
@@ -136,8 +216,15 @@ class DeviceProcessPlace(DevicePlace):
         return Plans(communicator, self, self._agreement, self.processes.check)
 
     @functools.cached_property
-    def _messages(self) -> HostMessages:
-        return HostMessages(self.processes.new_engine(None), self._bring)
+    def _host_engine(self) -> Engine:
+        """The engine of messages. A message is a copy off the GPU, one of ``processes``, and a copy back.
+
+        It is right for every tag and order, also for receives from any rank. It is not fast, and the
+        sender's host waits for its GPU. The receiver's host does not: its ``Work.wait()`` waits for the
+        message, which cannot be enqueued, and then only orders the stream.
+        """
+        engine: Engine = self.processes.new_engine(None)
+        return engine
 
     def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy to the GPU, on a stream of the group's that waits for nothing; from any thread."""
@@ -150,12 +237,22 @@ class DeviceProcessPlace(DevicePlace):
         return event
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Future[Outcome]:
-        return self._messages.send(tensor, peer, tag)
+        copy = tensor.detach().to("cpu", copy=True)  # waits for the work that produces it
+        return self._host_engine.send(_call("send", tensor), copy, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Future[Outcome]:
-        # earlier work on the tensor's memory comes before the message
+        self._order_messages()
+        arrived: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+
+        def then(outcome: Outcome) -> Outcome:
+            return Outcome(None, self._bring(tensor.detach(), arrived), outcome.source)
+
+        arriving = self._host_engine.recv(_call("recv", tensor), arrived, peer, tag)
+        return Continued(arriving, then)
+
+    def _order_messages(self) -> None:
+        """Order the copies of received messages after the caller's earlier work."""
         self.side_stream().wait_stream(torch.cuda.current_stream())
-        return self._messages.recv(tensor, peer, tag)
 
     def finished(self, workspace: Workspace) -> None:
         super().finished(workspace)
@@ -248,15 +345,7 @@ class CudaPlace(DeviceProcessPlace):
     """
 
     name = "cuda"
-
-    def __init__(self, processes: Place, device: torch.device, *, timeout: float) -> None:
-        super().__init__(processes, device, timeout=timeout)
-        self._overlapping = False
-
-    @property
-    def memory_kind(self) -> str:
-        """The kind of the group's symmetric memory, by its allocator; "" before there is any."""
-        return "" if self._memory is None else str(self._memory.kind)
+    _overlapping = False
 
     def _allocate(self, nbytes: int) -> SymmetricBuffer:
         if self.world_size == 1:
@@ -270,13 +359,15 @@ class CudaPlace(DeviceProcessPlace):
         name = str(getattr(properties, "uuid", self.device))
         names = self.exchange(name.encode(), "an allocation of symmetric memory")
         self._overlapping = len(set(names)) < self.world_size
-        kinds, reasons = [self._by_torch], []
+        known = self.rank, self.world_size, self.device, self.exchange
+        kinds: list[Callable[[], Any]] = [lambda: TorchMemory(*known, seconds=self.timeout)]
+        reasons = []
         if self.processes.direct_access:  # all ranks are on one host
             kinds.append(lambda: IpcMemory(self.processes, self.device, self.exchange))
         for make in kinds:
             memory = make()
             try:
-                buffer = memory.allocate(nbytes, overlapping=self._overlapping)
+                buffer: SymmetricBuffer = memory.allocate(nbytes, overlapping=self._overlapping)
             except MemoryRefused as error:
                 memory.close()
                 reasons.append(f"{memory.kind}: {error}")
@@ -286,7 +377,3 @@ class CudaPlace(DeviceProcessPlace):
         raise PlaceUnavailableError(
             f"rank {self.rank}: the group's GPUs cannot share memory; {'; '.join(reasons)}"
         )
-
-    def _by_torch(self) -> TorchMemory | IpcMemory:
-        known = self.rank, self.world_size, self.device, self.exchange
-        return TorchMemory(*known, seconds=self.timeout)

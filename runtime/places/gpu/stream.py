@@ -164,7 +164,8 @@ class DeviceStream(Stream):
     def _order_after(self, point: Point, target: StreamTarget) -> None:
         known = self._waited.get(point.target)
         if point.target[0] != target[0] and (known is None or known.number < point.number):
-            self._stream(target).wait_event(point.record())
+            stream = self._own if target[0] == self._own_handle else stream_of(target[0])
+            stream.wait_event(point.record())
             self._waited[point.target] = point
 
     def follow(self, point: Point) -> None:
@@ -172,9 +173,6 @@ class DeviceStream(Stream):
         known = self._waiting.get(point.target)
         if known is None or known.number < point.number:
             self._waiting[point.target] = point
-
-    def _stream(self, target: StreamTarget) -> torch.cuda.Stream:
-        return self._own if target[0] == self._own_handle else stream_of(target[0])
 
     def _do(self, function: Callable[[], object]) -> None:
         """Call torch code with the CUDA stream of this stream as the current one."""

@@ -5,9 +5,8 @@ run as they would between GPUs, including publishing and waiting. Every rank has
 
 Three rules keep it from blocking:
 
-- persistent grids share the SMs, so that the kernels of all ranks are resident together
-  (``program_limit``); - the launches of one op happen together: ranks first allocate and compile, then
-  meet, then launch. No rank
+- persistent grids share the SMs, so that all ranks' kernels are resident together (``program_limit``);
+- the launches of one op happen together: ranks first allocate and compile, then meet, then launch. No rank
   does anything that might synchronize the device (an allocation, a module load) while a kernel of another
   rank polls for a launch that is still to come;
 - ranks launch in step, item by item: every rank has already enqueued what an item waits for. So one

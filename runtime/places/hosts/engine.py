@@ -50,7 +50,8 @@ differ from that of the same ranks on one host, whose sum has no brackets.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ from interlace.runtime.core.engine import ALL, TO_ALL, TO_EACH, Engine, Parts, S
 from interlace.runtime.core.stream import Outcome
 from interlace.runtime.numerics import reductions
 from interlace.runtime.places.hosts.links import HostLinks
-from interlace.runtime.places.hosts.pieces import HostsOps, OpPiece, in_pieces
+from interlace.runtime.places.hosts.pieces import HostsOps, MakePiece, OpPiece, in_pieces
 from interlace.runtime.places.shm.mail import Mail
 
 
@@ -105,8 +106,6 @@ class Partial:
             output.copy_(total)
 
 
-Pieces = Sequence[Callable[[], OpPiece]]
-
 SMALL_BYTES = 32 << 10  # of all ranks of the largest host
 MEETING_BYTES = 256 << 10  # of the data that goes with a meeting in the host
 
@@ -130,17 +129,14 @@ class HostsEngine(Engine):
 
     # -- where things go -----------------------------------------------------------------------
 
-    def _twin(self, rank_index: int, ranks: Sequence[int]) -> int:
-        return ranks[rank_index % len(ranks)]
+    def _twin(self, index: int, ranks: Sequence[int]) -> int:
+        return ranks[index % len(ranks)]
 
     def _rounds(self, ranks: Sequence[int]) -> list[list[int | None]]:
         """Assign the ranks of a host to those of this one: in each round at most one to each."""
         count = len(self._mine)
-        dealt: list[list[int | None]] = []
-        for start in range(0, len(ranks), count):
-            some: list[int | None] = list(ranks[start : start + count])
-            dealt.append(some + [None] * (count - len(some)))
-        return dealt
+        padded = [*ranks, *[None] * (-len(ranks) % count)]
+        return [padded[start : start + count] for start in range(0, len(ranks), count)]
 
     def _far(self, tensors: Tensors) -> dict[int, torch.Tensor]:
         """Return those of ranks on other hosts, twins first: no two ranks begin with the same one."""
@@ -180,25 +176,20 @@ class HostsEngine(Engine):
             pieces = [small if even and part * self.world_size <= MEETING_BYTES else direct]
         self._ops.run(call, pieces)
 
-    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> Pieces:
+    def _gather_all(self, call: Call, outputs: Tensors, input: torch.Tensor) -> list[MakePiece]:
         """Compute ``outputs[r]`` = rank r's ``input``, in pieces."""
-        longest, mine = max(outputs, key=torch.Tensor.numel), self._mine
+        longest = max(outputs, key=torch.Tensor.numel)
 
         def piece(part: slice) -> OpPiece:
-            sends = {self._twin(self._index, ranks): input[part] for ranks in self._others}
-            receives = {
-                source: outputs[source][part]
-                for ranks in self._others
-                for source in ranks[self._index :: len(mine)]  # this rank is their twin
-            }
+            sends = dict.fromkeys(self._frames.twins, input[part])
+            receives = {source: outputs[source][part] for source in self._frames.receivers}
             parts = [output[part] for output in outputs]
 
             def share(hosts: Sequence[Sequence[int]]) -> None:
-                for ranks in hosts:
-                    for sources in self._rounds(ranks):
-                        self._share(call.op, parts, sources, input[part])
+                for sources in itertools.chain.from_iterable(map(self._rounds, hosts)):
+                    self._share(call.op, parts, sources, input[part])
 
-            near = functools.partial(share, [mine])
+            near = functools.partial(share, [self._mine])
             return OpPiece(None, sends, receives, near, functools.partial(share, self._others))
 
         outputs, input = [output.view(-1) for output in outputs], input.view(-1)
@@ -258,11 +249,7 @@ class HostsEngine(Engine):
         )
 
     def _small_gather(
-        self,
-        input: torch.Tensor,
-        outputs: Tensors,
-        taker: int,
-        uneven: Callable[[], OpPiece] | None,
+        self, input: torch.Tensor, outputs: Tensors, taker: int, uneven: MakePiece | None
     ) -> OpPiece:
         """Share all parts with all ranks of a host; the twins of the taking ranks send them."""
         block = input.new_empty(len(self._mine), input.numel())
@@ -281,9 +268,7 @@ class HostsEngine(Engine):
             uneven=uneven,
         )
 
-    def _small_exchange(
-        self, inputs: Tensors, outputs: Tensors, uneven: Callable[[], OpPiece]
-    ) -> OpPiece:
+    def _small_exchange(self, inputs: Tensors, outputs: Tensors, uneven: MakePiece) -> OpPiece:
         """Share all parts with all ranks of the host, so that each has all that its twin receives."""
         count, mine = inputs[0].numel(), self._mine
         own = torch.cat([part.view(-1) for part in inputs])
@@ -305,7 +290,7 @@ class HostsEngine(Engine):
         return OpPiece(near, packed, from_twins, after=after, uneven=uneven)
 
     def _small_scatter(
-        self, inputs: Tensors, output: torch.Tensor, root: int, uneven: Callable[[], OpPiece]
+        self, inputs: Tensors, output: torch.Tensor, root: int, uneven: MakePiece
     ) -> OpPiece:
         """Share all parts with all ranks of the root's host, which send their twins' parts."""
         whole = output.new_empty(self.world_size, output.numel())
@@ -330,7 +315,7 @@ class HostsEngine(Engine):
         for rank, part in zip(ranks, parts, strict=True):
             outputs[rank].copy_(part.view(outputs[rank].shape))
 
-    def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> Pieces:
+    def _broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> list[MakePiece]:
         """Copy rank ``root``'s ``tensor`` to all ranks."""
         home = next(ranks for ranks in self._hosts if root in ranks)
         place, flat, here = home.index(root), tensor.view(-1), root in self._mine
@@ -366,9 +351,8 @@ class HostsEngine(Engine):
                 sends = {self._twin(place, ranks): some for ranks in self._others}
             elif self.rank == source:
                 receives = {root: some}
-            return OpPiece(
-                None, sends, receives, after=lambda: share(self._ops.within(call.op), some)
-            )
+            then = functools.partial(share, self._ops.within(call.op), some)
+            return OpPiece(None, sends, receives, after=then)
 
         if flat.nbytes * len(home) <= SMALL_BYTES:
             return [lambda: small(True)]
@@ -419,8 +403,7 @@ class HostsEngine(Engine):
         )
 
     def _by_host(self, found: Mapping[int, torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part ``found`` from one rank of each other host, and ``own``, in the order of
-        hosts."""
+        """Return the parts ``found`` at a rank of each other host, and ``own``, in the order of hosts."""
         parts = iter(found.values())
         return [own if ranks is self._mine else next(parts) for ranks in self._hosts]
 
@@ -428,9 +411,8 @@ class HostsEngine(Engine):
         """All-reduce ``flat``: this rank combines its column of it, if it has one."""
         count, index = self._columns, self._index
         more = [flat[:0]] * (len(self._mine) - count)
-        targets, wide = [
-            [*whole.tensor_split(count), *more] for whole in (flat, partial.widened(flat))
-        ]
+        targets = [*flat.tensor_split(count), *more]
+        wide = [*partial.widened(flat).tensor_split(count), *more]
         own = self._ops.buffer(wide[index])
         peers = [ranks[index] for ranks in self._others] if index < count else []
         found = {peer: self._ops.buffer(own) for peer in peers}
@@ -489,36 +471,27 @@ class HostsEngine(Engine):
             return
 
         def piece(part: slice) -> OpPiece:
-            return self._parts_of(
-                call.op, output.view(-1)[part], [each.view(-1)[part] for each in inputs], partial
-            )
+            parts = [each.view(-1)[part] for each in inputs]
+            return self._parts_of(call.op, output.view(-1)[part], parts, partial)
 
         self._ops.run(call, in_pieces(piece, longest))
 
-    def _parts_of(
-        self, op: str, output: torch.Tensor, inputs: Tensors, partial: Partial
-    ) -> OpPiece:
+    def _parts_of(self, op: str, output: torch.Tensor, parts: Tensors, partial: Partial) -> OpPiece:
         """Reduce-scatter: the host reduces for the ranks of each host in turn, its own last."""
-        wide = [partial.widened(part) for part in inputs]
+        wide = [partial.widened(part) for part in parts]
         dealt = [owners for ranks in (*self._others, self._mine) for owners in self._rounds(ranks)]
-        reduced = {
-            owner: self._ops.buffer(wide[owner])
-            for owner in (owners[self._index] for owners in dealt)
-            if owner is not None
-        }
+        assigned = [owners[self._index] for owners in dealt]
+        reduced = {owner: self._ops.buffer(wide[owner]) for owner in assigned if owner is not None}
         sends = {owner: part for owner, part in reduced.items() if owner != self.rank}
-        found = {
-            self._twin(self._index, ranks): self._ops.buffer(wide[self.rank])
-            for ranks in self._others
-        }
+        found = {twin: self._ops.buffer(wide[self.rank]) for twin in self._frames.twins}
 
         def near(call: Call) -> None:
             for owners in dealt:
-                parts = [wide[0][:0] if owner is None else wide[owner] for owner in owners]
+                shares = [wide[0][:0] if owner is None else wide[owner] for owner in owners]
                 owner = owners[self._index]
                 into = wide[0].new_empty(0) if owner is None else reduced[owner]
                 if len(self._mine) > 1:
-                    self._ops.local.reduce_scatter(call, into, parts, partial.step)
+                    self._ops.local.reduce_scatter(call, into, shares, partial.step)
                 elif owner is not None:
                     into.copy_(wide[owner])
                 call = self._ops.within(op)

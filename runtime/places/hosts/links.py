@@ -47,8 +47,7 @@ from interlace.runtime.core.errors import (
     PeerDiedError,
     of_another_rank,
 )
-from interlace.runtime.places.hosts.host_map import listening_address
-from interlace.runtime.places.hosts.joining import connected, let_go
+from interlace.runtime.places.hosts.host_map import connected, let_go, listening_address
 from interlace.runtime.places.hosts.wires import WireError, Wires, read_address
 from interlace.runtime.processes.dump import aborted_by, follow
 from interlace.runtime.processes.signed_store import DIGEST_BYTES, PolledStore, digest
@@ -60,14 +59,8 @@ if TYPE_CHECKING:
 PACKET_BYTES = 2048
 LONGEST_REASON = PACKET_BYTES - 256  # bytes
 LEFT, ABORT, ASKED, AWAITS, ROW, VALUE = range(1, 7)
-_CONTENTS = {
-    LEFT: type(None),
-    ABORT: bytes,
-    ASKED: type(None),
-    AWAITS: type(None),
-    ROW: (int, int, int),
-    VALUE: (bytes, bytes, bytes),
-}
+_CONTENTS: dict[int, Any] = dict.fromkeys((LEFT, ASKED, AWAITS), type(None))
+_CONTENTS |= {ABORT: bytes, ROW: (int, int, int), VALUE: (bytes, bytes, bytes)}
 _LENGTH = struct.Struct("<I")
 
 
@@ -124,16 +117,17 @@ T = TypeVar("T")
 class HostLinks:
     """This rank's connections to all ranks of a group.
 
-    ``pids`` are the ranks' processes, for error messages. ``timeout``, in seconds, bounds connecting and
-    transfers; ``bound()`` bounds a wait of the running op. ``on_failure`` is called once, in any thread,
-    with the error of the group. ``awaited()`` returns the rank for which this one waits, here or on its own
-    host, or None.
+    ``pids`` are the ranks' processes, for error messages, and ``far`` the ranks on other hosts.
+    ``timeout``, in seconds, bounds connecting and transfers; ``bound()`` bounds a wait of the running op.
+    ``on_failure`` is called once, in any thread, with the error of the group. ``awaited()`` returns the
+    rank for which this one waits, here or on its own host, or None.
     """
 
     def __init__(
         self,
         rank: int,
         pids: Sequence[int],
+        far: Sequence[int],
         *,
         timeout: float,
         bound: Callable[[], float],
@@ -141,7 +135,7 @@ class HostLinks:
         awaited: Callable[[], int | None],
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, len(pids), timeout
-        self.pids, self.bound, self._on_failure = pids, bound, on_failure
+        self.pids, self._far, self.bound, self._on_failure = pids, far, bound, on_failure
         self._awaited, self._asking = awaited, threading.Lock()
         self._answers: dict[int, Future[Any]] = {}
         self._failure: InterlaceError | None = None
@@ -168,19 +162,12 @@ class HostLinks:
         _links.add(self)
 
     def connect(
-        self,
-        store: Store,
-        address: str | None,
-        step: Callable[[], None],
-        secret: bytes,
-        group: str,
-        far: Sequence[int],
+        self, store: Store, address: str | None, step: Callable[[], None], secret: bytes, group: str
     ) -> None:
-        """Connect to all ranks of ``group``, which prove by ``store`` that they know ``secret``.
-        Collective.
+        """Connect to all ranks of ``group``, which prove that they know ``secret``. Collective.
 
-        ``far`` are the ranks on other hosts; ``address`` is this rank's. ``step()`` is called meanwhile. It
-        bounds the wait and may raise; gloo is then left waiting.
+        ``address`` is this rank's. ``step()`` is called meanwhile. It bounds the wait and may raise; gloo
+        is then left waiting.
         """
         own = PolledStore(store, f"{group}/links", self._closed.is_set)
         at = listening_address(address)
@@ -190,9 +177,8 @@ class HostLinks:
             size, timeout = self.world_size, self.timeout
             self._gloo, self._descriptors = connected(own, self.rank, size, address, timeout)
             if not self._closed.is_set():
-                self._authenticate(
-                    secret, group, (listening[0][0], *[port for _, port in listening]), far
-                )
+                own_address = (listening[0][0], *[port for _, port in listening])
+                self._authenticate(secret, group, own_address)
 
         self.doing = f"joining group {group!r}"
         apart("interlace connecting", connect, step)
@@ -216,9 +202,7 @@ class HostLinks:
         for thread in self._threads:
             thread.start()
 
-    def _authenticate(
-        self, secret: bytes, group: str, listening: tuple[object, ...], far: Sequence[int]
-    ) -> None:
+    def _authenticate(self, secret: bytes, group: str, listening: tuple[object, ...]) -> None:
         """Make every peer prove once, before anything else, that it knows the job's secret.
 
         The proof includes the addresses at which it listens for bytes.
@@ -238,7 +222,7 @@ class HostLinks:
                 raise InterlaceError(
                     f"rank {self.rank}: who has connected as rank {peer} does not know the job's secret"
                 )
-            if peer in far:
+            if peer in self._far:
                 addresses[peer] = read_address(said[DIGEST_BYTES:].rstrip(), len(self._by_name))
         try:
             for number, (name, wires) in enumerate(self._by_name.items()):
@@ -247,15 +231,13 @@ class HostLinks:
                 wires.connect(at, known, self.timeout, self._closed.is_set)
         except WireError as error:
             raise self.broken(error.peer, error, "joining") from None
-        self._traded(
-            dict.fromkeys(self.peers, b"1"), 1
-        )  # so no rank continues while others still wait
+        # no rank continues while others still wait
+        self._traded(dict.fromkeys(self.peers, b"1"), 1)
 
     def _traded(self, messages: Mapping[int, bytes], nbytes: int) -> dict[int, bytes]:
         """Send these ``messages`` and return the peers' messages, of ``nbytes`` bytes each."""
-        sent = {
-            p: torch.frombuffer(bytearray(said), dtype=torch.uint8) for p, said in messages.items()
-        }
+        bare = {peer: bytearray(said) for peer, said in messages.items()}
+        sent = {peer: torch.frombuffer(data, dtype=torch.uint8) for peer, data in bare.items()}
         received = {peer: torch.zeros(nbytes, dtype=torch.uint8) for peer in messages}
         begun: list[tuple[int, Any]] = []
         peer, bound = self.rank, timedelta(seconds=self.bound() + LATE)
@@ -407,17 +389,14 @@ class HostLinks:
         left = self._says_that_it_leaves(peer)
         if self._failure is None and not self._closed.is_set():
             if left:
-                text = (
-                    f"rank {peer} has left the group, and rank {self.rank} waits for it in {doing}"
-                )
-                self.fail(of_another_rank(InterlaceError(text)))
+                text = f"rank {peer} has left the group, and rank {self.rank} waits for it in"
+                self.fail(of_another_rank(InterlaceError(f"{text} {doing}")))
             else:
                 self._lost(peer, error)
         return self.failure or InterlaceError(f"rank {self.rank}: {doing}: the group is closed")
 
     def _says_that_it_leaves(self, peer: int) -> bool:
-        """Return whether a peer whose connection ended announced it. Waits a moment for the
-        announcement."""
+        """Return whether a peer whose connection ended announced it; wait a moment for that."""
         listener = self._listener(peer)
         if listener.ident is not None and listener is not threading.current_thread():
             until = time.monotonic() + _VERDICT  # earlier packets of the peer are read there first
@@ -480,10 +459,8 @@ class HostLinks:
                 with contextlib.suppress(RuntimeError):
                     under_way[-1].wait(_GOODBYE)  # and with it the earlier ones
         self.wires.sever()
-        for wires in (
-            self.records,
-            self.pieces,
-        ):  # in good order: closing the receiving side would answer by a reset
+        # in good order: closing the receiving side would answer by a reset
+        for wires in (self.records, self.pieces):
             wires.sever(socket.SHUT_WR if self._failure is None else socket.SHUT_RDWR)
         self._sever()
         for thread in self._threads:
@@ -491,9 +468,7 @@ class HostLinks:
                 thread.join(5.0)
         self.wires.forget()
         self._under_way.clear()
-        self._gloo = (
-            None  # and its descriptors; nothing here refers to the rest of the group any more
-        )
+        self._gloo = None  # and its descriptors; nothing here refers to the rest of the group now
         nothing: Any = lambda *_: None  # noqa: E731
         self._on_failure = self._on_packet = self._on_gone = nothing
         self._awaited = self.bound = nothing

@@ -27,9 +27,8 @@ from interlace.runtime.core.errors import AbortedError, InterlaceError
 from interlace.runtime.places.hosts.links import HostLinks
 from interlace.runtime.places.shm.boxes import Boxes, Pipe, Record
 from interlace.runtime.processes.control import LONGEST_SLEEP, Control
-from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup
-from interlace.runtime.processes.waiting import Patience
+from interlace.runtime.processes.waiting import Kind, Patience
 
 _RECORD = struct.Struct("<4q")  # tag, bytes of the message, its dtype, bytes that follow here
 _SHORT = 8 << 10

@@ -1,9 +1,8 @@
 """An op of ranks on several hosts: how the ranks agree on it, and the pieces in which it is done.
 
-Legend: rank (h, l) is the l-th of the L_h ranks of host h. Its *twin* on host k is (k, l mod L_k), which is
-(k, l) if hosts have equally many ranks. Every rank receives a *frame* from its twin on each other host, and
-sends its own to the ranks whose twin it is. All ranks of a host know the host's messages before. So each
-rank knows the messages of all ranks after one frame from each host, and no rank has to pass anything on.
+Legend: as in ``engine.py``. Every rank receives a *frame* from its twin on each other host, and sends its
+own to the ranks whose twin it is. All ranks of a host know the host's messages before. So each rank knows
+the messages of all ranks after one frame from each host, and no rank has to pass anything on.
 
 A frame is a head of numbers, the messages of a host (one for all, if they are equal), and data::
 
@@ -57,8 +56,6 @@ KEPT_FROM = 128 << 10  # bytes from which malloc asks the kernel
 _MOST_CALLS = 256
 _HEAD, _LENGTH = struct.Struct("<qqqq"), struct.Struct("<q")
 _AROUND = 64  # bytes around each message, at most
-
-
 _NOTHING: Mapping[int, Buffer] = {}
 
 
@@ -72,9 +69,8 @@ class Frames:
         self.others = [ranks for ranks in hosts.hosts if ranks is not self.mine]
         self.twins = [ranks[self.index % len(ranks)] for ranks in self.others]
         """The rank from which frames come, by other host."""
-        self.receivers = [
-            rank for ranks in self.others for rank in ranks[self.index :: len(self.mine)]
-        ]
+        step = len(self.mine)
+        self.receivers = [rank for ranks in self.others for rank in ranks[self.index :: step]]
         """The ranks to which this rank's frames go: those whose twin it is."""
         self._world_size = sum(map(len, hosts.hosts))
 
@@ -160,15 +156,12 @@ class Frames:
         return what.unpack(found)
 
     def _by_rank(self, own: Sequence[bytes], heads: Sequence[Sequence[Any]]) -> list[bytes]:
-        messages = [b""] * self._world_size
-        for rank, message in zip(self.mine, own, strict=True):
-            messages[rank] = message
+        found = dict(zip(self.mine, own, strict=True))
         for ranks, (length, *_, text) in zip(self.others, heads, strict=True):
             one = bytes(text)
             said = [one] * len(ranks) if length <= 0 else _messages(one, len(ranks))
-            for rank, message in zip(ranks, said, strict=True):
-                messages[rank] = message
-        return messages
+            found |= dict(zip(ranks, said, strict=True))
+        return [found[rank] for rank in range(self._world_size)]
 
 
 WithinHost = Callable[[Call], object]
@@ -192,6 +185,9 @@ class OpPiece:
     """The ranks that exchange data without a frame before all agree; alike on all ranks of a host."""
     uneven: Callable[[], OpPiece] | None = None
     """The piece to use if messages fit together but are not equal; alike on all ranks."""
+
+
+MakePiece = Callable[[], OpPiece]
 
 
 class UnlikeError(Exception):
@@ -235,7 +231,7 @@ class HostsOps:
         engine: Engine = self._place.local_engine()
         return engine
 
-    def run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def run(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         """Run an op in these pieces. Each is made when it begins."""
         place, refused = self._place, None
         with place.lock:
@@ -250,7 +246,7 @@ class HostsOps:
                 raise refused from None
             record.ended(place.group, number)
 
-    def _run(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def _run(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         self._equal = True
         if len(pieces) > 1:
             self._agree(call, OpPiece())
@@ -262,7 +258,7 @@ class HostsOps:
         else:
             self._pipelined(call, [piece.uneven or pieces[0]])
 
-    def _pipelined(self, call: Call, pieces: Sequence[Callable[[], OpPiece]]) -> None:
+    def _pipelined(self, call: Call, pieces: Sequence[MakePiece]) -> None:
         under_way: deque[tuple[OpPiece, Mapping[int, int]]] = deque()
         for number in range(len(pieces) + LAG):
             if number < len(pieces):
@@ -278,7 +274,7 @@ class HostsOps:
                 self._wires.flush(posted)  # before this rank waits for others of its host
                 piece.after()
 
-    def _begin(self, number: int, make: Callable[[], OpPiece]) -> OpPiece:
+    def _begin(self, number: int, make: MakePiece) -> OpPiece:
         self._pool, self._used = self._pools[number % len(self._pools)], 0
         return make()
 
@@ -343,16 +339,20 @@ class HostsOps:
 
     def _callers(self, call: Call) -> Call:
         """Return ``call`` for a step within the host."""
-        return self._kept(call.message, lambda: _callers_call(call))
+
+        def make() -> Call:
+            made = _CallersCall(call.op, match=call.match, equal_fits=True)
+            made.message = call.message
+            return made
+
+        return self._kept(call.message, make)
 
     def within(self, op: str, *, even: bool = False) -> Call:
         """Return the call for a later step within the host. ``even``: if the op's messages are equal, all
         ranks have parts of one size."""
         match = _equal_parts if even and self._equal else None
-        return self._kept((op, match), lambda: Call(self._doing(op), match=match, equal_fits=True))
-
-    def _doing(self, step: str) -> str:
-        return f"{self._links.doing} within the host ({step})"
+        doing = f"{self._links.doing} within the host ({op})"
+        return self._kept((op, match), lambda: Call(doing, match=match, equal_fits=True))
 
     def _kept(self, key: object, make: Callable[[], Call]) -> Call:
         call = self._calls.get(key)
@@ -371,15 +371,7 @@ def _messages(blob: bytes, count: int) -> list[bytes]:
     return found
 
 
-def _callers_call(call: Call) -> Call:
-    made = _CallersCall(call.op, match=call.match, equal_fits=True)
-    made.message = call.message
-    return made
-
-
-def in_pieces(
-    make: Callable[[slice], OpPiece], longest: torch.Tensor
-) -> list[Callable[[], OpPiece]]:
+def in_pieces(make: Callable[[slice], OpPiece], longest: torch.Tensor) -> list[MakePiece]:
     """Return the pieces of tensors whose longest is ``longest``; one if it is not large."""
     per = PIECE_BYTES // longest.element_size()
     if longest.nbytes <= MIDDLE_BYTES:

@@ -29,8 +29,7 @@ from interlace.runtime.core.errors import (
 from interlace.runtime.core.memory import SymmetricBuffer
 from interlace.runtime.core.place import Place
 from interlace.runtime.places.hosts.engine import HostsEngine
-from interlace.runtime.places.hosts.host_map import Card, HostMap, own_address
-from interlace.runtime.places.hosts.joining import Joining
+from interlace.runtime.places.hosts.host_map import Card, HostMap, Joining, own_address
 from interlace.runtime.places.hosts.links import ROW, HostLinks, Packet
 from interlace.runtime.places.hosts.mail import SpanningGroup
 from interlace.runtime.places.hosts.pieces import Frames
@@ -126,6 +125,7 @@ class HostsPlace(CpuPlace):
         self._links = HostLinks(
             rank,
             [card.pid for card in cards],
+            [peer for peer in range(len(cards)) if peer not in self.local_ranks],
             timeout=timeout,
             bound=self.group.bound,
             on_failure=_weakly(self._on_failure),
@@ -134,8 +134,7 @@ class HostsPlace(CpuPlace):
         self._spanning = SpanningGroup(self._links, self.group)
         self._mail = Mail(self._spanning, self._spanning.new_boxes)
         self._roll = HostsRoll(self._links, prefix)
-        far = [peer for peer in range(len(cards)) if peer not in self.local_ranks]
-        self._links.connect(store, address, joining.step, job_secret(), prefix, far)
+        self._links.connect(store, address, joining.step, job_secret(), prefix)
 
     def _give_up(self) -> None:
         """Leave what has been joined; the other ranks know the reason."""
@@ -156,24 +155,10 @@ class HostsPlace(CpuPlace):
         record.known_as(self.group, [ranks[rank] for rank in self.local_ranks], ranks)
 
     def subgroup(self, ranks: tuple[int, ...], generation: int) -> Place:
-        members = "-".join(map(str, ranks))
-        prefix = f"{self._prefix}/{members}/{generation}"
-        cards = [self._cards[rank] for rank in ranks]
-        own = ranks.index(self.rank)
-        near = self.group.subgroup(self._near(ranks), f"{members}/{generation}")
-        if near.world_size == len(ranks):
-            return ShmPlace(near)
-        with closing(LinkStore(self._links, self._told, prefix, ranks)) as store:
-            return HostsPlace(
-                store,
-                own,
-                cards,
-                timeout=self._timeout,
-                prefix=prefix,
-                near=near,
-                parent=self,
-                hopeless=lambda doing, waited_for: self.trouble(doing),
-            )
+        name = f"{'-'.join(map(str, ranks))}/{generation}"
+        near = self.group.subgroup(self._near(ranks), name)
+        over = lambda doing, waited_for: self.trouble(doing)  # noqa: E731
+        return self._of_some(ranks, f"{self._prefix}/{name}", near, over, parent=self)
 
     def _near(self, ranks: Sequence[int]) -> list[int]:
         """Return those of ``ranks`` on this host, by local rank."""
@@ -186,24 +171,23 @@ class HostsPlace(CpuPlace):
         return made, left
 
     def _joined(self, left: Sequence[int], name: str, over: Interruption) -> Place:
-        """Make the place of the ranks ``left``: first those of a host join, in shared memory, then
-        hosts."""
-        group = self.group.of_some(self._near(left), name, over)
-        if group.world_size == len(left):
-            return ShmPlace(group)
+        """Make the place of the ranks ``left``: ranks of a host join first, by shared memory."""
+        near = self.group.of_some(self._near(left), name, over)
+        return self._of_some(left, name, near, over)
+
+    def _of_some(
+        self, ranks: Sequence[int], prefix: str, near: HostGroup, over: Interruption, **of: Any
+    ) -> Place:
+        """Make the place of ``ranks``; those on this host have met in ``near``. ``of``: see HostsPlace."""
+        if near.world_size == len(ranks):
+            return ShmPlace(near)
+        rank, cards = ranks.index(self.rank), [self._cards[peer] for peer in ranks]
+        of |= {"timeout": self._timeout, "prefix": prefix, "near": near, "hopeless": over}
         try:
-            with closing(LinkStore(self._links, self._told, name, left)) as store:
-                return HostsPlace(
-                    store,
-                    left.index(self.rank),
-                    [self._cards[rank] for rank in left],
-                    timeout=self._timeout,
-                    prefix=name,
-                    near=group,
-                    hopeless=over,
-                )
+            with closing(LinkStore(self._links, self._told, prefix, ranks)) as store:
+                return HostsPlace(store, rank, cards, **of)
         except BaseException:
-            group.close()
+            near.close()
             raise
 
     def set_timeout(self, seconds: float) -> None:
@@ -223,9 +207,8 @@ class HostsPlace(CpuPlace):
                 self._links.fail(error)
             raise (self._links.failure or error) from None
         except BaseException as error:
-            self._links.fail(
-                InterlaceError(f"rank {self.rank}: {doing}: {type(error).__name__}: {error}")
-            )
+            text = f"{doing}: {type(error).__name__}: {error}"
+            self._links.fail(InterlaceError(f"rank {self.rank}: {text}"))
             raise
         finally:
             self._links.doing = before
@@ -260,10 +243,7 @@ class HostsPlace(CpuPlace):
         return HostsEngine(self, self._links, self._mail)
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        raise self._no_user_memory()
-
-    def _no_user_memory(self) -> PlaceUnavailableError:
-        return PlaceUnavailableError(
+        raise PlaceUnavailableError(
             f"rank {self.rank}: symmetric memory, and the ops and algorithms that need it, take ranks "
             f"that share a host; this group is on several ({self.map}). Use a group of one host's ranks"
         )
@@ -271,8 +251,7 @@ class HostsPlace(CpuPlace):
     # -- failing and ending --------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the error of the group, or of a group that it was split from. A closed group has not
-        failed."""
+        """Raise the error of the group, or of one that contains it. A closed group has not failed."""
         if (failure := self._links.failure) is not None:
             raise failure
         if self._parent is not None:

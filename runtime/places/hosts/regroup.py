@@ -126,9 +126,7 @@ class HostsRoll:
 
     @property
     def timeout(self) -> float:
-        return (
-            self._links.timeout + LATE
-        )  # because some ranks may learn of a failure so much later than others
+        return self._links.timeout + LATE  # some ranks learn of a failure so much later than others
 
     def begin(self, members: Sequence[int]) -> None:
         self._links.check_open()
@@ -156,8 +154,7 @@ class HostsRoll:
             return self._certain | ({self.rank} & self._gone)
 
     def strike_off(self, ranks: Sequence[int], before: int) -> None:
-        """Also strike off ranks that sent no rows about lost ranks for a whole timeout, and count as
-        late."""
+        """Also strike off ranks that sent no rows about lost ranks for a timeout, and count as late."""
         with self._lock:
             late = {rank for rank in ranks if self.said(rank, RESULT) < before} - self._gone
             if not late and time.monotonic() > self._lost + self.timeout:

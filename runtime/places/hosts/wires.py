@@ -39,11 +39,12 @@ from collections.abc import Callable, Mapping
 
 from interlace.runtime.core import plain
 from interlace.runtime.core.errors import InterlaceError
-from interlace.runtime.places.hosts.joining import UnconnectedError
+from interlace.runtime.places.hosts.host_map import UnconnectedError
 from interlace.runtime.processes.signed_store import DIGEST_BYTES
 from interlace.runtime.processes.worker import Helper
 
 Buffer = bytes | bytearray | memoryview
+Address = tuple[str, int]
 Proof = Callable[[int, int], bytes]
 """Returns what the rank of the first number sends to that of the second as its proof."""
 
@@ -77,9 +78,7 @@ class Wires:
         self._ends = select.poll()
         self._kept: dict[int, deque[memoryview]] = {}
         self._space: dict[int, memoryview] = {}
-        self._ahead: dict[
-            int, memoryview
-        ] = {}  # buffers of bytes that arrived before they were requested
+        self._ahead: dict[int, memoryview] = {}  # bytes that arrived before they were requested
         self._sent: dict[int, int] = {}
         self.posted: dict[int, int] = {}
         """The number of bytes posted so far, by rank."""
@@ -87,11 +86,10 @@ class Wires:
 
     # -- connecting ----------------------------------------------------------------------------
 
-    def listen(self, address: str) -> tuple[str, int]:
+    def listen(self, address: str) -> Address:
         """Listen, and return the address at which others reach this rank from now on."""
-        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
-            0
-        ]
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
         self._listener = socket.socket(family, kind, protocol)
         self._listener.bind(where)
         self._listener.listen(1024)
@@ -99,11 +97,7 @@ class Wires:
         return host, port
 
     def connect(
-        self,
-        addresses: dict[int, tuple[str, int]],
-        proof: Proof,
-        timeout: float,
-        over: Callable[[], bool],
+        self, addresses: dict[int, Address], proof: Proof, timeout: float, over: Callable[[], bool]
     ) -> None:
         """Connect to the ranks at these addresses, which do the same, until ``over()`` returns True."""
         until, listener = time.monotonic() + timeout, self._listener
@@ -146,9 +140,8 @@ class Wires:
         try:
             while missing:
                 if over() or time.monotonic() > until:
-                    raise UnconnectedError(
-                        f"rank {self.rank}: ranks {sorted(missing)} have not connected"
-                    )
+                    text = f"ranks {sorted(missing)} have not connected"
+                    raise UnconnectedError(f"rank {self.rank}: {text}")
                 for descriptor, _ in poll.poll(_POLL_SECONDS * 1000):
                     if descriptor == listener.fileno():
                         wire = listener.accept()[0]
@@ -270,9 +263,8 @@ class Wires:
                 wire = self._sockets[peer]
                 if kept:
                     sending[wire.fileno()] = peer
-                poll.register(
-                    wire, select.POLLOUT * bool(kept) | select.POLLIN * (peer == receiving)
-                )
+                events = select.POLLOUT * bool(kept) | select.POLLIN * (peer == receiving)
+                poll.register(wire, events)
         for descriptor, what in poll.poll():
             if descriptor in sending and what & ~select.POLLIN:
                 self._push(sending[descriptor])

@@ -109,8 +109,7 @@ class Pipe:
         return words[_SHIFT]
 
     def begin(self, address: int, nbytes: int, shift: int, *, past: bool) -> None:
-        """Begin a message to or from ``address``; 0 drops its bytes. ``past`` the caches or through
-        them."""
+        """Begin a message to or from ``address``, through the caches or ``past``; 0 drops its bytes."""
         words = self.words
         words[_SHIFT] = shift
         words[_MEMORY], words[_TOTAL] = address, nbytes
@@ -335,8 +334,7 @@ class Boxes:
                 give_core_away()
 
     def want(self, threads: int) -> None:
-        """Announce that so many other threads want to use this object, which ends a running
-        :meth:`move`."""
+        """Announce that so many other threads want to use this object, which ends a :meth:`move`."""
         self._wanted.value = threads
         if threads:
             wake(self._control.mail_asleep(self._rank))

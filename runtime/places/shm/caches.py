@@ -183,7 +183,11 @@ class WriteChoice:
         if self._ops < len(FIRST):
             return FIRST[self._ops]
         best = self._best()
-        return best != self._tries(best)
+        if self._ops % SOON:
+            return best
+        now, then = self._typical(best), self._then
+        changed = now > CHANGED * then or then > CHANGED * now
+        return best != (self._ops % AGAIN == 0 or changed)  # the other way is tried now and then
 
     def took(self, past: bool, seconds: float) -> None:
         """Note an op that was done in this way."""
@@ -200,10 +204,3 @@ class WriteChoice:
 
     def _typical(self, past: bool) -> float:
         return median(self._times[past]) if self._times[past] else math.inf
-
-    def _tries(self, best: bool) -> bool:
-        """Return whether the other way is tried now."""
-        if self._ops % SOON:
-            return False
-        now, then = self._typical(best), self._then
-        return self._ops % AGAIN == 0 or now > CHANGED * then or then > CHANGED * now

@@ -228,8 +228,7 @@ class HostEngine(Engine):
         addresses: Addresses,
         overwritten: RingTarget = None,
     ) -> tuple[int, int]:
-        """Return where all parts are in shared memory; range 0 if they are not or are overwritten too
-        early."""
+        """Return where all parts are in shared memory; range 0 if not, or if overwritten too early."""
         found, (over,) = _spans(parts, addresses), _spans([overwritten], addresses)
         return self._direct.find_adjacent(found, _spans(targets, addresses), over)
 

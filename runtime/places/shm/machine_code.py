@@ -221,8 +221,7 @@ def _jit() -> Any:
 
 
 def compiled(ir: str, name: str) -> int:
-    """Return the address of function ``name`` of LLVM IR, which stays loaded. RuntimeError if LLVM
-    fails."""
+    """Return the address of function ``name`` of LLVM IR, which stays loaded. Raises RuntimeError."""
     from llvmlite import binding
 
     module = binding.JITLibraryBuilder().add_ir(ir).export_symbol(name).add_current_process()

@@ -21,16 +21,9 @@ import torch
 from interlace.runtime.core.call import Call
 from interlace.runtime.core.context import current
 from interlace.runtime.numerics.reductions import fold
+from interlace.runtime.places.shm import machine_code
 from interlace.runtime.places.shm.caches import Caches, Thresholds, own_caches
-from interlace.runtime.places.shm.machine_code import (
-    FIRST,
-    REGISTERS,
-    SUMS,
-    WAIT,
-    Copier,
-    Operand,
-    Steps,
-)
+from interlace.runtime.places.shm.machine_code import SUMS, Copier, Operand, Steps
 from interlace.runtime.processes.control import (
     AREA,
     HEADERS,
@@ -49,7 +42,9 @@ BEFORE, ENTRY_AT, AT, SMALL, MEDIUM, INPUT, OUTPUT = range(NUMBER + ENTRY_WORDS,
 """Registers: the first words of the message's entry in the record; after that entry, the rounds before; the
 addresses of the entry, its area and the places of data; then all addresses of the op."""
 
-MOST_RANKS = (FIRST - REGISTERS - INPUT) // 2  # for an op with a list of inputs and one of outputs
+MOST_RANKS = (
+    machine_code.FIRST - machine_code.REGISTERS - INPUT
+) // 2  # for an op with a list of inputs and one of outputs
 
 MEDIUM_PLACES = 8
 PAST_FROM = 4 << 10
@@ -64,12 +59,8 @@ _memmove = ctypes.memmove
 
 def _turns(medium: int) -> list[bytes]:
     """Return ENTRY_AT to MEDIUM by the message's number modulo ENTRIES; a place has ``medium`` bytes."""
-    return [
-        struct.pack(
-            "<4q", n * ENTRY, n % 2 * AREA, n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * medium
-        )
-        for n in range(ENTRIES)
-    ]
+    places = ((n % PLACES * SMALL_DATA, n % MEDIUM_PLACES * medium) for n in range(ENTRIES))
+    return [struct.pack("<4q", n * ENTRY, n % 2 * AREA, *at) for n, at in enumerate(places)]
 
 
 assert not (ENTRIES % 2 or ENTRIES % PLACES or ENTRIES % MEDIUM_PLACES)
@@ -100,11 +91,13 @@ class Listed(Steps):
         self.release(self._control.bases[self._rank] + 8 * index, (further, BEFORE))
         self.ring(self._control.asleep, 1 + self._rank)
 
-    def wait_for(self, index: int, peers: Sequence[int], further: int) -> None:
+    def wait_for(
+        self, index: int, peers: Sequence[int], further: int, register: int = BEFORE
+    ) -> None:
         """Wait until these peers have posted as much."""
         addresses = [self._control.bases[peer] + 8 * index for peer in peers]
-        note = peers, index, BEFORE, further
-        self.wait(addresses, (further, BEFORE), note, [1 + peer for peer in peers])
+        note = peers, index, register, further
+        self.wait(addresses, (further, register), note, [1 + peer for peer in peers])
 
     def meet(self) -> None:
         """Send the message, wait for all others, and compare them with this rank's own."""
@@ -114,8 +107,7 @@ class Listed(Steps):
         self.stamp((own + HEADERS + 8 * BEGAN, ENTRY_AT))  # before others read that line of memory
         self.release(own + 8 * SEQUENCE, (0, NUMBER))
         self.ring(control.asleep, 1 + rank)
-        note = control.peers, SEQUENCE, NUMBER, 0
-        self.wait(control.sequences, (0, NUMBER), note, [1 + peer for peer in control.peers])
+        self.wait_for(SEQUENCE, control.peers, 0, NUMBER)
         lengths, areas = ([*map(at, control.peers)] for at in (control.length, control.area))
         self.compare((control.length(rank), ENTRY_AT), lengths, (0, ENTRY_AT), 8)
         self.compare((control.area(rank), AT), areas, (0, AT), (0, LENGTH))
@@ -297,36 +289,28 @@ class HostSteps:
             return self.meet()
         control.send(sequence)
         self._group.await_message(sequence, call.op)
-        if call.equal_fits and all(
-            control.says(peer, sequence, call.message) for peer in control.peers
-        ):
+        says, message = control.says, call.message
+        if call.equal_fits and all(says(peer, sequence, message) for peer in control.peers):
             return True
         self._verify()
         return False
 
     def _verify(self) -> None:
         """Raise an error for the difference between the messages. Return if they fit together."""
-        control, message = self.control, self.call.message
-        self.call.verify(
-            [
-                message if rank == self._rank else control.message(rank, self.sequence)
-                for rank in range(len(control.bases))
-            ]
-        )
+        control, ranks = self.control, range(len(self.control.bases))
+        self.call.verify([control.message(rank, self.sequence) for rank in ranks])
 
     def _run(self, steps: Steps, addresses: Addresses) -> bool:
         """Return whether the list ran to its end, not to a meeting whose messages differ."""
         self._fill(steps.memory, addresses)
         stopped = steps.run(0)
         while stopped >= 0:
-            kind = steps.kinds[stopped]
-            if kind == WAIT:
-                peers, index, register, further = steps.notes[stopped]
-                value = steps.registers[register] + further
-                self._group.await_word(peers, index, value, self.call.op)
-            else:
+            if steps.kinds[stopped] != machine_code.WAIT:
                 self._verify()
                 return False
+            peers, index, register, further = steps.notes[stopped]
+            value = steps.registers[register] + further
+            self._group.await_word(peers, index, value, self.call.op)
             stopped = steps.run(stopped)
         if not self.sequence % LOOK:
             self.control.spread.look()
@@ -364,6 +348,5 @@ def beside(doing: Doing, target: Operand, source: Operand, nbytes: int) -> None:
 @functools.cache
 def sums(op: str, dtype: torch.dtype) -> bool:
     """Return whether machine code computes this: sums, and averages whose sum is not rounded before."""
-    return dtype in SUMS and (
-        op == "sum" or (op == "avg" and dtype in (torch.float32, torch.float64))
-    )
+    unrounded = op == "avg" and dtype in (torch.float32, torch.float64)
+    return dtype in SUMS and (op == "sum" or unrounded)

@@ -26,7 +26,7 @@ would put them back. Without a place they do nothing.
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -55,10 +55,10 @@ from interlace.runtime.places.sim.scheduler import recording
 from interlace.runtime.places.sim.scheduler.scheduler import run_interpreted
 from interlace.runtime.processes import dump as record, rendezvous
 from interlace.runtime.processes.atomics import Cells, load_acquire, store_release
-from interlace.runtime.processes.deadlock import Kind
 from interlace.runtime.processes.group import HostGroup
 from interlace.runtime.processes.recorder import called_from
 from interlace.runtime.processes.segment import SharedSegment
+from interlace.runtime.processes.waiting import Kind
 from interlace.runtime.processes.worker import OrderedWorker, close_at_exit
 
 _places: "list[weakref.ref[ShmPlace]]" = []  # of all ShmPlaces
@@ -112,8 +112,7 @@ class _Launches:
 
         name, warps = kernel.__name__, options.get("num_warps", 4)
         launch = KernelLaunch(kernel, grid, arguments, name, num_warps=warps)
-        how: dict[str, Any] = {"observer": recording.current(), "programs": programs(None)}
-        run_interpreted(launch, places[0].rank, idle, **how)
+        run_interpreted(launch, places[0].rank, idle, programs(None))
 
 
 def _install() -> None:
@@ -167,8 +166,7 @@ class InlineStream(Stream):
         self._group = group
 
     def launch(self, launch: KernelLaunch) -> None:
-        idle = self._group.idle_hook()
-        run_interpreted(launch, self._group.rank, idle, observer=recording.current())
+        run_interpreted(launch, self._group.rank, self._group.idle_hook())
         # Waits in a kernel return early once the group is aborted: its results are invalid.
         everyone = range(self._group.world_size)
         self._group.check_during(f"{launch.op}, in {launch.name}", everyone)
@@ -235,6 +233,14 @@ class InlineStream(Stream):
 def _epoch(own_base: int) -> int:
     """Return the epoch of the op that runs now on the channel whose header is at ``own_base``."""
     return load_acquire(own_base + EPOCH_WORD * WORD) + 1
+
+
+def _show(memory: Sequence[Iterable[torch.Tensor]]) -> None:
+    """Tell the recorder of all ranks' memory, if there is one."""
+    if (recorder := recording.current()) is not None:
+        for rank, parts in enumerate(memory):
+            for part in parts:
+                recorder.on_allocate(rank, part)
 
 
 PENDING_SECONDS = 0.5  # for an op that is running when its process ends
@@ -317,10 +323,7 @@ class ShmPlace(CpuPlace):
         self.worker.drain()
         mappings = self.group.allocate(nbytes, f"an allocation of {nbytes} bytes")
         tensors = [torch.from_numpy(mapping.array()) for mapping in mappings]
-        recorder = recording.current()
-        if recorder is not None:
-            for rank, memory in enumerate(tensors):
-                recorder.on_allocate(rank, memory)
+        _show([[tensor] for tensor in tensors])
         buffer = SymmetricBuffer.over(self.rank, tensors)
         self._buffers = [ref for ref in self._buffers if ref() is not None]
         self._buffers.append(weakref.ref(buffer))
@@ -342,11 +345,7 @@ class ShmPlace(CpuPlace):
         shared: list[Sequence[Array]] = [split(mapping.array(), sizes) for mapping in mappings]
         shared[self.rank] = memory.parts
         self.group.shared_ranges.add([parts[0] for parts in shared])
-        recorder = recording.current()
-        if recorder is not None:
-            for rank, parts in enumerate(shared):
-                for part in parts:
-                    recorder.on_allocate(rank, torch.from_numpy(part))
+        _show([map(torch.from_numpy, parts) for parts in shared])
         route(self)
         return shared
 
@@ -367,7 +366,7 @@ class ShmPlace(CpuPlace):
         def idle(wait: BlockedWait) -> None:
             patience.step(launch.op, waited_for())
 
-        run_interpreted(launch, self.rank, idle, observer=recording.current())
+        run_interpreted(launch, self.rank, idle)
 
     def late(self, peers: Sequence[int] = ()) -> Sequence[int]:
         blame = self.group.blame

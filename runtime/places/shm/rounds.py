@@ -70,9 +70,8 @@ class Rounds:
     def open(self) -> None:
         if not self.opened:
             steps, doing = self._steps, self._steps.call.op
-            steps.take_sizes(
-                Caches.unpacked(self._group.exchange(own_caches().packed(), doing)[-1])
-            )
+            messages = self._group.exchange(own_caches().packed(), doing)
+            steps.take_sizes(Caches.unpacked(messages[-1]))
             self._slot_bytes, medium = steps.sizes.slot, steps.sizes.medium
             self.section = self._slot_bytes // self._world_size & ~63
             self._medium = SLOTS * self._slot_bytes
@@ -108,8 +107,7 @@ class Rounds:
         *,
         apart: bool,
     ) -> None:
-        """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all unless
-        ``apart``."""
+        """Move rank r's part, at most ``large[r]`` bytes, to ``targets[r]``; one for all or ``apart``."""
         rank = self._rank
         piece, number = (self.section, rank) if apart else (self._slot_bytes, 0)
         own = parts[number][0] if parts else 0
@@ -172,8 +170,7 @@ class Rounds:
         self._run(key, addresses, count, stage, reduce, None, self._peers)
 
     def sum_everywhere(self, tensor: torch.Tensor, *, meets: bool) -> None:
-        """Compute ``tensor`` = the sum of all ranks', all read by each rank; ``meets``: see
-        :meth:`reduce`."""
+        """Compute ``tensor`` = the sum of all ranks', which each reads; ``meets``: see :meth:`reduce`."""
         piece, total, dtype = self._slot_bytes, tensor.nbytes, tensor.dtype
         whole: RingPart = (0, message_steps.INPUT), total
 
@@ -393,10 +390,8 @@ class Direct:
 
     def everywhere(self, number: int) -> bool:
         """Return whether the tensors of all ranks are in range ``number``, and so are read in place."""
-        control, sequence = self._steps.control, self._steps.sequence
-        direct = number > 0 and all(
-            control.where(peer, sequence)[0] == number for peer in control.peers
-        )
+        where, sequence = self._steps.control.where, self._steps.sequence
+        direct = number > 0 and all(where(peer, sequence)[0] == number for peer in self._peers)
         if direct:
             name_algorithm("direct")
         return direct

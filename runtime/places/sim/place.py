@@ -248,9 +248,8 @@ class SimStream(Stream):
     ) -> None:
         def describe() -> BlockedWait:
             seen, expected = (None, None) if values is None else values()
-            return BlockedWait(
-                self._place.global_rank, f"stream {self._name}", what, seen, expected
-            )
+            rank, lane = self._place.global_rank, f"stream {self._name}"
+            return BlockedWait(rank, lane, what, seen, expected)
 
         if not ready():
             self._scheduler.block(ready, describe)

@@ -307,7 +307,8 @@ class Asynchronous(DispatchMode):
                 return func.redispatch(keys, *args, **kwargs)
         if func.namespace != "aten":  # it cannot be run, and its error says why
             return func(*args, **kwargs)
-        if func is torch.ops.aten.copy_.default and _plain_copy(args[0], args[1]):
+        strided = func is torch.ops.aten.copy_.default and args[1].layout == torch.strided
+        if strided and args[0].layout == torch.strided:
             stream.copy(args[0].data, args[1].data.expand_as(args[0]), name)
             return args[0]
         if written := _written(func):
@@ -335,10 +336,6 @@ def _fill(outputs: object, source: Callable[[], object]) -> None:
         for output, result in zip(tree_leaves(outputs), tree_leaves(source()), strict=True):
             if isinstance(output, torch.Tensor):
                 output.data.copy_(result)
-
-
-def _plain_copy(destination: torch.Tensor, source: torch.Tensor) -> bool:
-    return bool(destination.layout == source.layout == torch.strided)
 
 
 @cache
@@ -401,19 +398,15 @@ def _allocated(func: Any, args: Any, kwargs: Any) -> tuple[Any, Callable[[], Any
     try:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("meta")}
-        shapes = func(*tree_map_only(torch.Tensor, _meta, args), **kwargs)
+        on_meta = tree_map_only(torch.Tensor, partial(_strided_as, device="meta"), args)
+        shapes = func(*on_meta, **kwargs)
     except Exception:  # the op's own error is better
         return None
     if not all(isinstance(each, torch.Tensor) for each in tree_leaves(shapes)):
         return None
-    return tree_map_only(torch.Tensor, _like, shapes), None
+    return tree_map_only(torch.Tensor, _strided_as, shapes), None
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "meta":
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _like(meta: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+def _strided_as(model: torch.Tensor, device: str = "cpu") -> torch.Tensor:
+    shape, strides = model.shape, model.stride()
+    return torch.empty_strided(shape, strides, dtype=model.dtype, device=device)

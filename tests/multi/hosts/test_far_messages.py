@@ -27,7 +27,7 @@ from interlace.runtime.core.communicator import Communicator
 from interlace.runtime.core.errors import InterlaceError
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.hosts.mail import _RECORD, FarBox, FarPipe
-from interlace.runtime.places.shm.matching import _NUMBER, Messages, Sending
+from interlace.runtime.places.shm.mail import _NUMBER, Messages, Sending
 from processes import heard, started
 from ranks import LONG, close, joined, members, ranks
 

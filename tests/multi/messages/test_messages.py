@@ -20,7 +20,7 @@ import torch
 import interlace
 from guard import LIMIT
 from interlace.groups import groups
-from interlace.runtime.places.shm import boxes, matching
+from interlace.runtime.places.shm import boxes, mail
 from interlace.runtime.places.shm.engine import HostEngine
 from interlace.runtime.processes.control import ANYONE, BELL
 from ranks import ranks
@@ -44,7 +44,7 @@ def by_python(rank: int) -> None:
     if interlace.get_rank() == rank:
         engine = own_engine()
         with mock.patch.object(boxes, "_machine_code", lambda: None):
-            engine.mail._messages = matching.Messages(
+            engine.mail._messages = mail.Messages(
                 engine._group, engine.mail._new_boxes(), engine.mail.refused.append
             )
 
@@ -110,7 +110,7 @@ def test_who_sends_first_and_receives_then_waits_for_nobody(nbytes: int, python:
 def no_memory() -> Any:
     """Within it there is no memory to keep a message."""
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-    return mock.patch.object(matching.torch, "empty", side_effect=error)
+    return mock.patch.object(mail.torch, "empty", side_effect=error)
 
 
 @pytest.mark.parametrize("nbytes", [100, 5_000_000])
@@ -226,7 +226,7 @@ def test_an_exception_in_the_midst_of_a_change_ends_the_group() -> None:
             interlace.send(torch.ones(4), 1)
             interlace.recv(torch.ones(4), 1)
         return
-    late = mock.patch.object(matching.Messages, "_finish", side_effect=LateError("now"))
+    late = mock.patch.object(mail.Messages, "_finish", side_effect=LateError("now"))
     with late, ended:
         with suppress(LateError):
             interlace.recv(torch.ones(4), 0)
@@ -284,12 +284,12 @@ def test_an_exception_while_an_end_is_told_loses_nothing() -> None:
 def test_a_message_may_begin_while_others_are_looked_through() -> None:
     """As a signal handler's may, between any two steps of Python."""
     boxes = SimpleNamespace(move=lambda *_, **__: False)
-    messages = matching.Messages(SimpleNamespace(rank=0), boxes, print)
+    messages = mail.Messages(SimpleNamespace(rank=0), boxes, print)
     traffic = messages._traffic
 
-    class Interrupted(matching._Traffic):
+    class Interrupted(mail._Traffic):
         def __getattribute__(self, name: str) -> Any:
-            traffic[len(traffic)] = matching._Traffic()
+            traffic[len(traffic)] = mail._Traffic()
             return super().__getattribute__(name)
 
     traffic[0] = Interrupted()

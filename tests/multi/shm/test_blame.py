@@ -21,9 +21,9 @@ from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, 
 from interlace.runtime.places.hosts import links
 from interlace.runtime.places.shm import mail
 from interlace.runtime.places.shm.place import ShmPlace
-from interlace.runtime.processes import deadlock, dump as blame, waiting
-from interlace.runtime.processes.deadlock import Kind, LastingWait
+from interlace.runtime.processes import dump as blame, waiting
 from interlace.runtime.processes.group import HostGroup
+from interlace.runtime.processes.waiting import Kind, LastingWait
 from ranks import LONG, SECRET, close, members, run
 from tiers import few, thorough
 
@@ -75,7 +75,7 @@ def test_a_judge_may_outlive_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ReferenceError):
         judge.whereabouts([0])
     tenths = (number / 10 for number in itertools.count())
-    monkeypatch.setattr(deadlock, "time", SimpleNamespace(monotonic=lambda: next(tenths)))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: next(tenths)))
     wait = LastingWait(group.blame, Kind.OF_OP)
     for _ in range(20):
         assert wait.look("all_reduce", [0]) is None

@@ -10,7 +10,7 @@ import torch
 from interlace.groups.groups import default_group
 from interlace.runtime.core.call import Call, compare
 from interlace.runtime.places.gpu.agreement import NOTES, Agreement
-from interlace.runtime.places.gpu.process_place import HostMessages
+from interlace.runtime.places.gpu.process_place import DeviceProcessPlace
 from ranks import ranks
 from tiers import thorough
 
@@ -97,11 +97,19 @@ def test_messages_of_a_gpu_go_by_way_of_the_host() -> None:
     """A ring of messages, with tensors of the CPU's in the place of a GPU's; from anyone, too."""
     place, brought = default_group().place, list[torch.Tensor]()
 
-    def bring(to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-        brought.append(to)
+    class WithoutGpu(DeviceProcessPlace):
+        def __init__(self) -> None:
+            self.processes = place
 
-    messages = HostMessages(place.new_engine(None), bring)
+        def _allocate(self, nbytes: int) -> Any: ...
+
+        def _order_messages(self) -> None: ...
+
+        def _bring(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+            to.copy_(source)
+            brought.append(to)
+
+    messages = WithoutGpu()
     after, before = (place.rank + 1) % 3, (place.rank - 1) % 3
     for number in range(4):
         x, y = torch.full((1000,), 10.0 * number + place.rank), torch.empty(1000)

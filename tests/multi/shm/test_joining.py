@@ -212,8 +212,8 @@ def test_connection_of_another_generation_is_let_go() -> None:
     found = run(range(2), lambda rank: ends[rank].trade((read_end,), wait))
     assert [list(each) for each in found] == [[1], [0]]
     assert old.hung_up([0]) == [0]
-    for delivery in (delivery for each in found for delivery in each.values()):
-        os.close(*delivery.descriptors)
+    for descriptors in (descriptors for each in found for descriptors in each.values()):
+        os.close(*descriptors)
     for end in (read_end, write_end):
         os.close(end)
     for end in (new, old, right):
@@ -235,7 +235,6 @@ def test_rank_that_ended_before_it_connected_is_named_at_once(
 KILLED = """
 import os, sys
 from torch.distributed import TCPStore
-from interlace.runtime.processes import meetings
 from interlace.runtime.processes import rendezvous
 from interlace.runtime.places.connect import connect_place
 
@@ -243,7 +242,7 @@ def end(*rest):
     os.kill(os.getpid(), 9)
 
 if sys.argv[2] == "all":
-    meetings.StoreMeeting.cards = end
+    rendezvous.StoreMeeting.cards = end
 else:
     rendezvous.STORE_POLL_SECONDS = -1  # time.sleep raises: its card is there, and others are missing
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)

@@ -303,6 +303,5 @@ def test_who_unpickles() -> None:
     files = [file for folder in ("runtime", "python") for file in (root / folder).rglob("*.py")]
     reads = re.compile(r"pickle\.loads?\b|from pickle|Unpickler|import pickle as")
     loads = {str(file.relative_to(root)) for file in files if reads.search(file.read_text())}
-    pools = {f"runtime/{name}.py" for name in ("places/worker_process", "places/pool")}
-    pools |= {f"runtime/compiler/{name}.py" for name in ("pool", "server")}
+    pools = {f"runtime/{folder}/pool.py" for folder in ("places", "compiler")}
     assert loads == {*pools, "python/interlace/ops/collectives/objects.py"}

@@ -78,7 +78,7 @@ def test_the_alarm_has_a_stream_of_its_own() -> None:
     assert made == [-1]
 
 
-def test_an_old_driver_is_none() -> None:
+def test_an_old_driver_is_refused() -> None:
     with pytest.raises(AttributeError):
         Driver(ctypes.CDLL(None))
 

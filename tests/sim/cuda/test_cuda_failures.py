@@ -29,8 +29,8 @@ from interlace.kernels.signal import (
 from interlace.runtime.core.errors import AbortedError, CollectiveTimeoutError, PeerDiedError
 from interlace.runtime.core.memory import Layout
 from interlace.runtime.places.gpu import driver
+from interlace.runtime.places.gpu.process_place import Watchdog
 from interlace.runtime.places.gpu.stream import DeviceStream
-from interlace.runtime.places.gpu.watchdog import Watchdog
 from stand_ins import fake_host, fake_kernels, fake_queues
 from stand_ins.fake_cuda import DeviceHang, FakeGpu, FakeStream
 from stand_ins.fake_host import gpu_ranks, look, own_place

@@ -14,7 +14,7 @@ import triton
 
 import interlace
 from interlace.runtime.core.launch import KernelLaunch, outside
-from interlace.runtime.places.gpu import watchdog
+from interlace.runtime.places.gpu import device_place
 from interlace.runtime.places.gpu.launch import LaunchCache, PreparedLaunch
 from stand_ins.fake_cuda import FakeGpu
 from stand_ins.fake_driver import MULTIPROCESSORS, installed
@@ -102,10 +102,10 @@ def test_every_op_ends_with_the_credit(log: Log) -> None:
 
 def test_a_wait_that_gave_up_is_reported() -> None:
     header = [6, 1, 100, 1, 2, 1064, 7, 6, 3]
-    error = watchdog.signal_report(0, header)
+    error = device_place.signal_report(0, header)
     assert error is not None and error.waited_for == (2,)
     assert "waiting for rank 2: slot at byte 1064 was 6, expected 7" in str(error)
-    assert watchdog.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
+    assert device_place.signal_report(0, [6, 0, 100, 0, 0, 0, 0, 0, 0]) is None
 
 
 def test_the_environment_is_left_alone(log: Log) -> None:

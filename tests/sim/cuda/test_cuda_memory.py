@@ -196,7 +196,7 @@ def test_ranks_that_fail_at_different_rounds_stay_in_step() -> None:
             for number in range(3):
                 if host.rank == number:
                     raise RuntimeError(f"rank {number} at round {number}")
-                cuda_memory.agreed(host.exchange, cuda_memory.value(b""))
+                cuda_memory.agreed(host.exchange, cuda_memory.VALUE)
         return host.exchange(b"in step", "afterwards")
 
     assert on_hosts(on_rank, 3) == [[b"in step"] * 3] * 3
@@ -334,7 +334,7 @@ def devices() -> Iterator[list[str]]:
 def allocation(host: ThreadHost) -> tuple[str, bool, list[list[int]]]:
     place = CudaPlace(host, CPU, timeout=300.0)  # type: ignore[arg-type]
     buffer = place._allocate(256)
-    answer = place.memory_kind, place._overlapping, write_to_peers(buffer, host)
+    answer = place._memory.kind, place._overlapping, write_to_peers(buffer, host)
     place.close()
     assert host.closed
     return answer
@@ -410,7 +410,7 @@ memory = cuda_memory.TorchMemory(0, 2, torch.device("cpu"), exchange, seconds=fl
 try:
     memory.allocate(64, overlapping=False)
 except PeerDiedError as error:
-    assert said[0] == cuda_memory.value(b"") and said[1].startswith(b"FTimeoutError: torch's rendezvous")
+    assert said[0] == cuda_memory.VALUE and said[1].startswith(b"FTimeoutError: torch's rendezvous")
     while not ticks:  # the user's own timer goes on
         time.sleep(0.01)
     print("named:", error)

@@ -14,7 +14,7 @@ import greenlet
 import pytest
 
 from interlace.runtime.core.errors import DeadlockError
-from interlace.runtime.processes import deadlock
+from interlace.runtime.processes import waiting
 from stand_ins.replaced import replaced
 
 GROUPS = ((0, 1), (1, 2), (0, 2), (0, 1, 2))
@@ -161,7 +161,7 @@ def right(seed: int, module: Any) -> bool:
 
 def loaded(old: str = "", new: str = "") -> Any:
     """The module with one change, for whose waits time flies."""
-    source = Path(deadlock.__file__).read_text()
+    source = Path(waiting.__file__).read_text()
     assert not old or source.count(old) == 1
     module = types.ModuleType("deadlock_of_test")
     code = compile(source.replace(old, new) if old else source, "deadlock", "exec")

@@ -202,11 +202,7 @@ def session(hooks: Hooks, *, shortcuts: bool = True) -> Iterator[Any]:
             # restore it in another order.
             (triton_interpreter, "_patch_lang", lambda function: nothing),
             # without the stock re-patching (206 us against 16 us per call)
-            (
-                InterpretedFunction,
-                "__call__",
-                lambda self, *a, **named: self.rewrite()(*a, **named),
-            ),
+            (InterpretedFunction, "__call__", lambda jit, *a, **named: jit.rewrite()(*a, **named)),
             # for a block, for example in an assert; stock Triton's result is always True
             (tl.tensor, "__bool__", lambda tensor: bool(tensor.handle.data.all())),
             # triton 3.6 converts an array of one element in a way that numpy 2.4 refuses
@@ -429,9 +425,8 @@ def _launched(hooks: Hooks) -> Callable[..., None]:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
         given = {name: value for name, value in named.items() if name in kernel.arg_names}
         if unknown := unknown_options(options):
-            near = difflib.get_close_matches(
-                unknown[0], [*kernel.arg_names, "num_warps", "num_stages"]
-            )
+            known = [*kernel.arg_names, "num_warps", "num_stages"]
+            near = difflib.get_close_matches(unknown[0], known)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(
                 f"{unknown[0]!r} is neither a parameter of {kernel.__name__} nor an option of "

@@ -364,8 +364,7 @@ def _load(stock: Method, builder: Any) -> Method:
         if mask is None:
             if other is not None:
                 return stock(pointer, mask, other)
-            mask = everywhere(pointer.handle.data.shape)
-            handle = builder.create_masked_load(pointer.handle, mask, None, *NO_POLICY, False)
+            chosen = everywhere(pointer.handle.data.shape)
         else:
             value = other.value if other.__class__ is tl.constexpr else other
             if (
@@ -374,9 +373,8 @@ def _load(stock: Method, builder: Any) -> Method:
                 or not (value is None or (_is_zero(value) and not element.is_fp8()))
             ):
                 return stock(pointer, mask, other)
-            handle = builder.create_masked_load(
-                pointer.handle, mask.handle, None, *NO_POLICY, False
-            )
+            chosen = mask.handle
+        handle = builder.create_masked_load(pointer.handle, chosen, None, *NO_POLICY, False)
         whole = pointer.type.__class__ is tl.block_type
         return tl.tensor(handle, pointer.type.with_element_ty(element) if whole else element)
 

@@ -212,16 +212,14 @@ class Allocations:
     def of_number(self, address: int, rank: int) -> MemoryRange | None:
         """Return the allocation that a program means by ``address``; a freed one if that was there."""
         found = self.at(address)
-        if (found is None or found.is_gone()) and self.complete and not self._is_nobodys(address):
+        nobodys = any(address in each for each in self.nobodys)
+        if (found is None or found.is_gone()) and self.complete and not nobodys:
             tensors, around = _tensors_with(address)
             if not tensors:  # it may be the first of many wrong addresses of a loop
                 self.nobodys.append(around)
             for tensor in tensors:
                 found = self.of_tensor(tensor, rank)
         return found
-
-    def _is_nobodys(self, address: int) -> bool:
-        return any(address in each for each in self.nobodys)
 
     def known(self, addresses: Numbers, size: int) -> Any:
         """Return for each of ``addresses`` whether the element of ``size`` bytes is in existing memory."""

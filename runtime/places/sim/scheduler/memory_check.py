@@ -57,14 +57,7 @@ class MemoryCheck:
         self._count = 0
 
     def allowed(
-        self,
-        task: Task,
-        pointers: Handle,
-        mask: Mask,
-        does: str,
-        *,
-        writes: bool,
-        atomic: bool = False,
+        self, task: Task, pointers: Handle, mask: Mask, does: str, *, writes: bool, atomic: bool
     ) -> Any:
         """Return the mask of the valid elements: ``mask`` itself, unless an element is invalid."""
         data, origin = pointers.data, origin_of(pointers)
@@ -79,34 +72,17 @@ class MemoryCheck:
         else:
             low, high = int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
         allocation = self._memory.at(low) if origin is None else origin.allocation
-        if allocation is None or not allocation.has(low, high + size) or low % size:
-            return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
-        if (writes and _read_only(origin, allocation)) or not (
-            (origin and origin.argument) or not allocation.is_gone()
-        ):
-            return self._looked_at(task, pointers, mask, does, size, writes=writes, atomic=atomic)
-        return mask
-
-    def _looked_at(
-        self,
-        task: Task,
-        pointers: Handle,
-        mask: Mask,
-        does: str,
-        size: int,
-        *,
-        writes: bool,
-        atomic: bool,
-    ) -> Any:
-        """Check each element. The order of the kinds is the order in which they are reported."""
-        data, origin = pointers.data, origin_of(pointers)
-        wanted = chosen(pointers, mask)
+        if allocation is not None and allocation.has(low, high + size) and not low % size:
+            lives = (origin and origin.argument) or not allocation.is_gone()
+            if lives and not (writes and _read_only(origin, allocation)):
+                return mask
+        wanted = chosen(pointers, mask)  # now each element is checked
         if not wanted.any():
             return mask
         # Sums of 16 bits swap the whole word that contains them, and memory has it whole.
         needed = 1 if atomic and size == WORD else size
         there = self._there(data, wanted, origin, needed, task.rank)
-        wrong = (
+        wrong = (  # in the order in which they are reported
             ("out of bounds", ~there),
             ("read-only", self._kept(data, origin) if writes else np.zeros(data.shape, bool)),
             ("misaligned", data % np.uint64(size) != 0),

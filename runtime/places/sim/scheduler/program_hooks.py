@@ -89,7 +89,7 @@ class ProgramHooks:
         self._maybe_give_way(task)
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
-        mask = self._check.allowed(task, pointers, mask, "loads", writes=False)
+        mask = self._check.allowed(task, pointers, mask, "loads", writes=False, atomic=False)
         result = perform(mask)
         task.loads += 1
         if task.program is not None and task.program.threads:
@@ -109,7 +109,7 @@ class ProgramHooks:
         if task is None:
             return perform()
         self._maybe_give_way(task)
-        mask = self._check.allowed(task, pointers, mask, "stores", writes=True)
+        mask = self._check.allowed(task, pointers, mask, "stores", writes=True, atomic=False)
         if self.buffers is None or task.program is None:
             perform(mask)
         else:
@@ -123,30 +123,27 @@ class ProgramHooks:
             return perform()
         self.give_way()
         does, writes = f"{atomic.kind} ({atomic.sem}, {atomic.scope})", not atomic.reads_only
-        mask = self._check.allowed(
-            task, atomic.pointers, atomic.mask, does, writes=writes, atomic=True
-        )
+        pointers = atomic.pointers
+        mask = self._check.allowed(task, pointers, atomic.mask, does, writes=writes, atomic=True)
         if mask is not atomic.mask:
             atomic = replace(atomic, mask=mask)
             perform = partial(perform, mask)
         if self.buffers is not None:
-            self.buffers.before_load(task, atomic.pointers, newest=atomic.kind != "load")
+            self.buffers.before_load(task, pointers, newest=atomic.kind != "load")
             if atomic.releases:
-                threads = threads_of(atomic.pointers)
-                self.buffers.release(
-                    task, atomic.scope, each_thread=atomic.by_lanes, threads=threads
-                )
-        if self.buffers is not None and atomic.value is not None and not atomic.releases:
-            self.buffers.store(task, atomic.pointers, atomic.value, atomic.mask, relaxed=True)
-            self.progress()
-            self.observer.on_atomic(task, atomic, atomic.value)
-            return atomic.value
+                by_lanes, threads = atomic.by_lanes, threads_of(pointers)
+                self.buffers.release(task, atomic.scope, each_thread=by_lanes, threads=threads)
+            elif atomic.value is not None:
+                self.buffers.store(task, pointers, atomic.value, atomic.mask, relaxed=True)
+                self.progress()
+                self.observer.on_atomic(task, atomic, atomic.value)
+                return atomic.value
         result = perform()
         if atomic.reads_only or (atomic.compare is None and _unchanged(atomic, result)):
-            result = self._polled(atomic.pointers, atomic.mask, result, perform)
+            result = self._polled(pointers, atomic.mask, result, perform)
         elif atomic.compare is not None and not _any(result.data == atomic.compare.data):
             # A compare-and-swap that did not swap has only read.
-            result = self._polled(atomic.pointers, atomic.mask, result, perform, atomic.compare)
+            result = self._polled(pointers, atomic.mask, result, perform, atomic.compare)
         else:
             self.progress()
         self.observer.on_atomic(task, atomic, result)
@@ -218,20 +215,14 @@ class ProgramHooks:
         getattr(self.observer, event)(self.current, *arguments, **named)
 
     def asynchronous(
-        self,
-        pointers: Handle,
-        mask: Mask,
-        perform: Perform,
-        *,
-        value: object = None,
-        does: str = "loads",
+        self, pointers: Handle, mask: Mask, perform: Perform, *, value: object, does: str
     ) -> Any:
         """Do an asynchronous access at its end; observers know of it since its start.
 
         ``value``: the value that it stores.
         """
-        task = self.current
-        mask = self._check.allowed(task, pointers, mask, does, writes=does != "loads")
+        task, writes = self.current, does != "loads"
+        mask = self._check.allowed(task, pointers, mask, does, writes=writes, atomic=False)
         if self.buffers is not None:
             self.buffers.before_load(task, pointers)
         result = None
@@ -239,7 +230,7 @@ class ProgramHooks:
             self.buffers.store(task, pointers, value, mask)
         else:
             result = perform(mask)
-        if does != "loads":
+        if writes:
             self.progress()
         return result
 

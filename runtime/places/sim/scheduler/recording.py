@@ -367,10 +367,8 @@ class Recorder(Observer):
         lane = self._lane(task)
         if atomic.reads_only:
             if slot.byte >= _CREDIT_BYTE:  # otherwise the program looks for an abort
-                words, values = (
-                    addresses.tobytes(),
-                    active(result.data, atomic.pointers, atomic.mask),
-                )
+                words = addresses.tobytes()
+                values = active(result.data, atomic.pointers, atomic.mask)
                 before, seen = lane.words or (b"", values)
                 if before != words:  # successive polls of the same slots are one wait
                     self._close_wait(task, lane)

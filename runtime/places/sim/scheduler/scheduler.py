@@ -34,7 +34,7 @@ from interlace.runtime.core import errors
 from interlace.runtime.core.launch import KernelLaunch, leaves
 from interlace.runtime.numerics.reductions import UsualMode
 from interlace.runtime.places.sim.interpreter import session
-from interlace.runtime.places.sim.scheduler import torch_state
+from interlace.runtime.places.sim.scheduler import recording, torch_state
 from interlace.runtime.places.sim.scheduler.allocations import addresses_told
 from interlace.runtime.places.sim.scheduler.memory_check import BadAccess
 from interlace.runtime.places.sim.scheduler.observer import Observer
@@ -69,6 +69,7 @@ QUIET_SECONDS = 20.0  # without an access: from then on, a checked program count
 LAST_TRIES = 100  # polls that cannot succeed, before they are called a deadlock
 
 
+Idle = Callable[[errors.BlockedWait], None]
 Programs = Callable[[KernelLaunch, ProgramHooks], tuple[Callable[[], None], int]]
 """Maps (launch, hooks) to (a program, which a task runs; the number of its distinguished threads or 0)."""
 
@@ -107,7 +108,7 @@ class Scheduler(ProgramHooks):
         strategy: Strategy | None = None,
         store_buffers: bool = False,
         observer: Observer | None = None,
-        idle: Callable[[errors.BlockedWait], None] | None = None,
+        idle: Idle | None = None,
         timeout: float | None = None,
         quiet: float = math.inf,
         block_polls: bool = True,
@@ -343,9 +344,10 @@ class Scheduler(ProgramHooks):
         if task.busy > LONGEST_CIRCLE or task.greenlet.dead:
             self.vain = 0
         turn = self.vain * LAST_TRIES // (VAIN_POLLS * len(self._tasks))
-        if turn >= LAST_TRIES:
-            self._polls_in_vain()
-        elif turn > self._turn:  # they may not wait, but only read the same for long
+        if turn >= LAST_TRIES:  # programs only poll, and change only memory that no task waits for
+            self._call_them_waits()
+            raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
+        if turn > self._turn:  # they may not wait, but only read the same for long
             self._let_polls_try()
         self._turn = turn
         if task.greenlet.dead:
@@ -394,11 +396,6 @@ class Scheduler(ProgramHooks):
                 del self.segments[self._stuck_after :]  # the last tries are not recorded
             raise errors.DeadlockError(waits, self.seed, self.finished)
         self._idle(waits[0])
-
-    def _polls_in_vain(self) -> None:
-        """Raise a deadlock: programs only poll, and change only memory that no task waits for."""
-        self._call_them_waits()
-        raise errors.DeadlockError(self.blocked(), self.seed, self.finished)
 
     def _call_them_waits(self) -> None:
         """Mark running programs as waiting for the words that they have polled last."""
@@ -480,15 +477,10 @@ def _of_program(task: Task, error: AssertionError) -> errors.KernelAssertionErro
 
 
 def run_interpreted(
-    launch: KernelLaunch,
-    rank: int,
-    idle: Callable[[errors.BlockedWait], None],
-    *,
-    observer: Observer | None = None,
-    programs: Programs = interpreted,
+    launch: KernelLaunch, rank: int, idle: Idle, programs: Programs = interpreted
 ) -> None:
     """Run a kernel to its end in this thread; call ``idle`` while all programs wait for peers."""
-    scheduler = Scheduler(idle=idle, observer=observer, programs=programs)
+    scheduler = Scheduler(idle=idle, observer=recording.current(), programs=programs)
     scheduler.spawn(rank, "launch", lambda: scheduler.spawn_programs(launch, rank))
     try:
         with UsualMode():

@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from interlace.runtime.core.errors import (
-    BlockedWait,
-    InterlaceError,
-    RankError,
-    SourceText,
-)
+from interlace.runtime.core.errors import BlockedWait, InterlaceError, RankError, SourceText
 from interlace.runtime.core.laboratory import PACKAGE
 from interlace.runtime.places.sim.interpreter.session import outwards, source_frames
 from interlace.runtime.places.sim.scheduler.allocations import Allocations, together
@@ -25,8 +20,7 @@ from interlace.runtime.places.sim.scheduler.strategies import Task
 
 # Files whose polls belong to a calling kernel: that kernel waits.
 _SIGNALS = ("signal.py", "slots.py", "flagged_words.py")
-LAUNCHED: contextvars.ContextVar[SourceText | None]
-LAUNCHED = contextvars.ContextVar("interlace_launched", default=None)
+LAUNCHED = contextvars.ContextVar[SourceText | None]("interlace_launched", default=None)
 """The launch of a program by a stream, and where it was enqueued if the run is observed."""
 _COMPARED = re.compile(r"(==|!=|<=|>=|<|>)\s*(\w+)")
 

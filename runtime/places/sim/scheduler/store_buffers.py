@@ -200,9 +200,8 @@ class StoreBuffers:
             for part in (own, ~own):
                 addresses, values = pending.addresses[part], pending.values[part]
                 own_threads = pending.threads[part]
-                parted.append(
-                    replace(pending, addresses=addresses, values=values, threads=own_threads)
-                )
+                half = replace(pending, addresses=addresses, values=values, threads=own_threads)
+                parted.append(half)
         self._pending = parted
 
     def end(self, tasks: Sequence[Task]) -> None:

@@ -107,9 +107,8 @@ def _take_state() -> tuple[Any, bool, list[Any], bool, Any, Any]:
 def _modes() -> tuple[list[Any], list[Any]]:
     """Return the modes of dispatch, and of functions; the innermost last."""
     of_dispatch = [_C._get_dispatch_stack_at(i) for i in range(_C._len_torch_dispatch_stack())]
-    return of_dispatch, [
-        _C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack())
-    ]
+    of_functions = [_C._get_function_stack_at(i) for i in range(_C._len_torch_function_stack())]
+    return of_dispatch, of_functions
 
 
 def _put_modes(modes: tuple[list[Any], list[Any]]) -> None:
