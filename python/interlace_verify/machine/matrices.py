@@ -34,6 +34,7 @@ import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.numerics.exact import matrix_product
+from interlace_verify.machine.bulk_copies import swizzled
 from interlace_verify.machine.shared import (
     PtxProgram,
     build_commit,
@@ -43,7 +44,6 @@ from interlace_verify.machine.shared import (
     shared_bits,
     take_shared,
 )
-from interlace_verify.machine.tensor_maps import swizzled
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import address_of, pointers_of

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +18,11 @@ from interlace.runtime.core.errors import InlineAssemblyError
 from interlace_verify.machine.bulk_copies import BULK
 from interlace_verify.machine.matrices import MATRICES, build_move, build_sum
 from interlace_verify.machine.mbarriers import MBARRIERS
-from interlace_verify.machine.provenance import sources
 from interlace_verify.machine.shared import SHARED
-from interlace_verify.machine.tensor_maps import TENSOR_MAPS
 from interlace_verify.machine.warps import WARPS
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.inline_assembly import BUILDERS as INLINE
-from interlace_verify.ptx.instruction import (
-    Instruction,
-    Symbol,
-)
+from interlace_verify.ptx.instruction import Instruction, Symbol
 from interlace_verify.ptx.memory import SCOPES
 from interlace_verify.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
 from interlace_verify.ptx.special import WARP
@@ -35,7 +31,7 @@ from interlace_verify.ptx.types import Array
 
 TOGETHER = WARPS | MATRICES
 # these accept forms that the builders of inline PTX refuse
-BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
+BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
 _WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
@@ -64,7 +60,7 @@ class PtxKernel:
     ``threads``: the number of threads in whole warps, of which only the threads of ``block`` exist.
     ``variables``: global and constant variables. ``pointers``: numbers that stand for the addresses of
     functions. ``warp_wide``: instructions that all threads of a warp run at once. ``sources``: the sources
-    of addresses in registers, see ``provenance.py``.
+    of addresses in registers.
     """
 
     name: str
@@ -376,3 +372,71 @@ def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set
                     inside -= found[-1]
                     del stack[stack.index(node) :]
     return reversed(found)
+
+
+# -- the parameters that addresses in registers come from -------------------------------------------
+#
+# All instructions that compute with a register are followed, in any order. An access by an address that
+# comes from one tensor belongs to that tensor, even if another tensor lies directly after it in memory.
+
+ELSEWHERE = ""  # a name for other sources: memory or a variable
+WIDE = 8  # bytes of an address
+INDEX = 1 << 31  # a smaller number moves an address within a tensor
+
+
+def sources(
+    steps: Sequence[Instruction], kinds: Sequence[Any], computing: frozenset[str]
+) -> dict[int, frozenset[str]]:
+    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources.
+
+    ``kinds``: the dtypes of the slots; ``computing``: instructions that compute from registers alone.
+    """
+    sizes = [kind.itemsize for kind in kinds]  # 1 for a predicate
+    found: list[set[str]] = [set() for _ in kinds]
+    moves = []
+    for step in steps:
+        given = _given(step, sizes, computing)
+        reads = [slot for slot in step.reads if sizes[slot] > 1] if given is None else []
+        for target in step.writes:
+            if given is not None and sizes[target] == WIDE:
+                found[target].add(given)
+            elif given is None and sizes[target] > 1:
+                moves.append((found[target], [found[slot] for slot in reads]))
+    changed = True
+    while changed:
+        changed = False
+        for names, parts in moves:
+            before = len(names)
+            names.update(*parts)
+            changed |= len(names) > before
+    return {
+        slot: frozenset(names)
+        for slot, names in enumerate(found)
+        if sizes[slot] == WIDE and names and ELSEWHERE not in names
+    }
+
+
+def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -> str | None:
+    """Return the source that ``step`` adds to a wide register; None to join its inputs' sources."""
+    if step.mnemonic == "ld" and ".param" in step.opcode:
+        name = step.operands[-1].strip("[] ")
+        kind = (step.parameters or {}).get(name)
+        return name if kind is not None and kind.bits == 8 * WIDE else ELSEWHERE
+    halves = step.mnemonic == "mov" and any(sizes[slot] < WIDE for slot in step.reads)
+    named = {operand.partition("+")[0].strip() for operand in step.operands}
+    variable = named & {*(step.symbols or ()), *(step.parameters or ())}
+    return ELSEWHERE if step.mnemonic not in computing or halves or variable else None
+
+
+def origins(
+    by_slot: Mapping[int, frozenset[str]], of: Mapping[str, object], numbers: Mapping[str, int]
+) -> dict[int, object]:
+    """Return the origin of each slot: the only tensor among its parameters, if indices move it."""
+    found = {}
+    for slot, names in by_slot.items():
+        tensors = [name for name in names if name in of]
+        if len(tensors) == 1 and all(
+            numbers.get(name, INDEX) < INDEX for name in names if name not in of
+        ):
+            found[slot] = of[tensors[0]]
+    return found

@@ -27,14 +27,13 @@ from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import (
+    ONE,
     SCOPES,
     SYS,
     Agent,
     AsyncAgent,
     Rules,
     SignalLog,
-    ThreadsAgent,
-    fenced_for,
     joined,
     reaches,
 )
@@ -56,10 +55,10 @@ class Collector(Observer):
 
     ``first_at``: by key, the place of this finding: the number of accesses before it, and the component it
     conflicts with. ``asked``: the ``first_at`` of another detector of the same schedule. If given, the
-    collector looks for these conflicts only, and is ``done`` after the last of them.
+    collector looks for these conflicts only, and is ``done`` after the last of them. ``step``: returns the
+    number of the next step of a story, by which the accesses then differ.
     """
 
-    rules: Rules
     ordering: set[SourceText]
     loads: set[SourceText]
     received: set[SourceText]
@@ -67,8 +66,14 @@ class Collector(Observer):
     _acting: Agent
     _agent: Callable[[Task], Any]
 
-    def __init__(self, seed: int, asked: Mapping[tuple[object, ...], At] | None = None) -> None:
-        self.seed, self.events = seed, 0
+    def __init__(
+        self,
+        seed: int,
+        rules: Rules,
+        asked: Mapping[tuple[object, ...], At] | None,
+        step: Callable[[], int] | None,
+    ) -> None:
+        self.seed, self.rules, self.events, self._step = seed, rules, 0, step
         self._missing = None if asked is None else dict(asked)
         self.first_at: dict[tuple[object, ...], At] = {}
         self._memory = ShadowMemory()
@@ -83,7 +88,9 @@ class Collector(Observer):
 
     @property
     def done(self) -> bool:
-        return self._missing == {}
+        if self.rules.ignored is not None:  # any race says that the barrier is needed
+            return bool(self.found)
+        return self._missing == {} and self._step is None  # for a story it still names memory
 
     @property
     def weak_atomics(self) -> list[Access]:
@@ -119,6 +126,11 @@ class Collector(Observer):
         if segment is not None:
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
+    def place(self, address: int) -> str | None:
+        """Return the name of an address in memory that this run has touched."""
+        segment = self._memory.at(address)
+        return None if segment is None else f"{segment.label}, byte {address - segment.base}"
+
     def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
         return next(self._memory.find(np.array([address], np.uint64), size))
 
@@ -140,7 +152,7 @@ class Collector(Observer):
         self._found(finding, np.arange(bad.count), 1)
 
     def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
-        return Access(agent.rank, agent.who, what, lines)
+        return Access(agent.rank, agent.who, what, lines, self._step and self._step())
 
     def _report(
         self, kind: str, conflicts: Iterable[Conflict], site: int, segment: ShadowSegment, size: int
@@ -270,9 +282,11 @@ class Collector(Observer):
         """Return what an access comes after. ``threads``: the thread of each element, if known."""
         whole = self._by_switch if multicast else self._lengthened
         agent.clock = self._lengthened(agent.clock)
-        clock = whole(agent.clock)
         if threads is None:
-            return KnownTimes(clock, agent, self._owners, multicast=multicast)
+            mirrored = multicast or agent.own[1:].any()
+            known = agent.released_by(ONE, all_threads=True) if mirrored else agent.clock
+            return KnownTimes(whole(known), agent, self._owners, multicast=multicast)
+        clock = whole(agent.clock)
         found: dict[int, tuple[list[int], Any]] = {}
         for thread in set(threads.tolist()):
             if (told := agent.acquired.get(thread)) is not None:
@@ -303,10 +317,9 @@ class Collector(Observer):
         """Return whether an access is by a multicast address, and the rules distinguish such accesses."""
         return self.rules.proxies and getattr(pointers, "multicast", False)
 
-    def _mirror(self, agent: Agent, thread: int | None, *, multicast: bool, puts: bool) -> int:
+    def _mirror(self, agent: Agent, thread: int, *, multicast: bool, puts: bool) -> int:
         """Return the offset of an atomic's mirror: the multicast address's, or the one of puts."""
-        putting = agent.putting if thread is None else agent.putting[thread]
-        block = agent.PUTS * bool(puts and putting and self.rules.puts)
+        block = agent.PUTS * bool(puts and agent.putting[thread] and self.rules.puts)
         return (agent.ALIAS if multicast else block) * agent.components
 
     def fenced(self, clock: Numbers) -> Numbers:
@@ -340,59 +353,34 @@ class Collector(Observer):
         return bases, bases + block * counts
 
     def on_alias_fence(self, task: Task, threads: Lanes = None) -> None:
-        agent: ThreadsAgent = self._agent(task)
+        agent = self._agent(task)
+        agent.order(agent.ALIAS, threads)
         if threads is None:
-            agent.clock = self.aliased(agent.clock)
-            agent.tick()
-            return
-        agent.aliased_times[threads] = agent.times[threads]
-        for thread in threads.tolist():
+            agent.change(threads, self.aliased)
+        for thread in () if threads is None else threads.tolist():
             agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
-        agent.has_released(threads, all_threads=not self.rules.barriers)
+        agent.has_released(threads, all_threads=threads is None or not self.rules.barriers)
 
     def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
-        agent: ThreadsAgent = self._agent(task)
-        if threads is None:
-            agent.putting = begin
-        else:
-            agent.putting[threads] = begin
+        self._agent(task).putting[slice(None) if threads is None else threads] = begin
 
     def on_fence(
         self, task: Task, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True
     ) -> None:
         self.ordering.update(program_lines()[:1])
-        agent: Any = self._agent(task)
-        if threads is not None:
-            self._fence_threads(agent, sem, scope, threads, puts)
-            return
-        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
-        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
-            agent.learn(clock)
-        if sem == "acquire":
-            return
-        if puts:
-            agent.clock = self.delivered(agent.clock)
-        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
-        agent.has_released(all_threads=all_threads)
-
-    def _fence_threads(
-        self, agent: ThreadsAgent, sem: str, scope: str, threads: Numbers, puts: bool
-    ) -> None:
-        level = SCOPES[scope] if self.rules.scopes else SYS
+        agent, level = self._agent(task), SCOPES[scope] if self.rules.scopes else SYS
+        all_threads = not self.rules.barriers
         if puts and sem != "acquire":
-            agent.delivered_times[threads] = agent.times[threads]
-        for thread in threads.tolist():
+            agent.order(agent.PUTS, threads)
+        for thread in agent.acting(threads):
             waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
-            for clock in fenced_for(agent, level, waiting):
-                agent.acquire(thread, clock)
+            for sender in [each for each in waiting if reaches(level, agent, each)]:
+                agent.acquire(thread, waiting.pop(sender))
             if sem != "acquire":
-                own = agent.released_by(thread, all_threads=not self.rules.barriers)
-                own = self.delivered(own) if puts else own
-                fences = agent.fences.setdefault(thread, {SYS: agent.before})
-                fences[level] = joined(fences.get(level), own)
-        if sem == "acquire":
-            return
-        agent.has_released(threads, all_threads=not self.rules.barriers)
+                own = agent.released_by(thread, all_threads=all_threads)
+                agent.fence(thread, level, self.delivered(own) if puts else own)
+        if sem != "acquire":
+            agent.has_released(threads, all_threads=all_threads)
 
     def on_quiet(self, task: Task, threads: Lanes = None) -> None:
         agent = self._agent(task)
@@ -401,7 +389,7 @@ class Collector(Observer):
 
     def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
         agent = self._agent(task)
-        agent.fenced_times[threads] = agent.times[threads]
+        agent.order(agent.ASYNC, threads)
         agent.change(threads, self.fenced)
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
@@ -426,21 +414,21 @@ class Collector(Observer):
                 self._report("read-write", loads, site, segment, size)
             if does == "reduces":
                 extra = WRITES | SCOPES["gpu"]
-                segment.note(segment.atomics, cells, queue.thread, time, site, extra)
+                segment.note(segment.atomics, cells, queue.first + ONE, time, site, extra)
             elif stores:
-                segment.note_store(cells, queue.thread, time, site)
+                segment.note_store(cells, queue.first + ONE, time, site)
             else:
                 self._unwritten(segment, cells, site, size)
                 self._note_load(agent, segment, cells)
-                segment.note(segment.loads, cells, queue.lanes, time, site)
+                segment.note(segment.loads, cells, queue.first, time, site)
 
-    def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:
+    def _started(self, agent: Agent, copy: AsyncAccess) -> AsyncAgent:
         """Return the queue of ``copy``, with the clock of its thread at the start of the copy."""
         queue = agent.queues.get(copy.queue)
         if queue is None:
             key = "async", agent.number, copy.queue
             queue = self._queue(key, agent)
-            queue.base, queue.time = int(queue.clock[queue.thread]), 0
+            queue.base, queue.time = int(queue.clock[queue.first + ONE]), 0
             agent.queues[copy.queue] = queue
         if queue.time < copy.time:
             queue.time = copy.time
@@ -455,7 +443,7 @@ class Collector(Observer):
             queue.known = self._lengthened(own), fenced
         return queue
 
-    def _queue(self, key: object, agent: ThreadsAgent) -> AsyncAgent:
+    def _queue(self, key: object, agent: Agent) -> AsyncAgent:
         found = self._agents.get(key)
         if found is None:
             found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)

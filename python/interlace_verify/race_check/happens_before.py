@@ -27,6 +27,7 @@ one of the ``Rules``: if the race is gone, that rule is the reason.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
-from interlace_verify.race_check.agents import SCOPES, SYS, Agent, Rules, ThreadsAgent, joined
+from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, joined
 from interlace_verify.race_check.collector import At, Collector, does_of, stream_atomic
 from interlace_verify.race_check.shadow import (
     WRITES,
@@ -63,9 +64,9 @@ class Detector(Collector):
         seed: int,
         rules: Rules | None = None,
         asked: Mapping[tuple[object, ...], At] | None = None,
+        step: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(seed, asked)
-        self.rules = rules or Rules()
+        super().__init__(seed, rules or Rules(), asked, step)
         self.launches: list[KernelLaunch] = []
         self._agents: dict[object, Agent] = {}
         self._tasks: dict[Task, Agent] = {}
@@ -95,8 +96,7 @@ class Detector(Collector):
         key = key, threads
         agent = self._agents.get(key)
         if agent is None:
-            given = len(self._agents), len(self._owners), rank, who
-            agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
+            agent = Agent(len(self._agents), len(self._owners), rank, who, threads)
             self._agents[key] = agent
             self._owners += [agent] * (agent.BLOCKS * agent.components)
         agent.who = who
@@ -106,8 +106,7 @@ class Detector(Collector):
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
-        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.clock)))
-        agent.tick()
+        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.hand_over())))
         if hasattr(launch.kernel, "fn"):  # not PTX
             self.launches.append(launch)
         for argument in launch.arguments.values():
@@ -133,19 +132,15 @@ class Detector(Collector):
         self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
 
     def on_record(self, task: Task, event: object) -> None:
-        agent = self._agent(task)
-        self._events[event] = agent.clock.copy()
-        agent.tick()
+        self._events[event] = self._agent(task).hand_over()
 
     def on_wait_event(self, task: Task, event: object) -> None:
         if event in self._events:
             self._agent(task).learn(self._events[event])
 
     def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
-        agent = self._agent(task)
-        self._meetings[meeting] = joined(self._meetings.get(meeting), agent.clock)
-        agent.clock = agent.clock.copy()
-        agent.tick()
+        clock = self._agent(task).hand_over()
+        self._meetings[meeting] = joined(self._meetings.get(meeting), clock)
 
     def on_met(self, task: Task, meeting: Any) -> None:
         self._agent(task).learn(self._meetings[meeting])
@@ -172,23 +167,18 @@ class Detector(Collector):
         addresses = active_addresses(pointers, mask)
         if not len(addresses):
             return
-        agent = self._agent(task)
-        threads, multicast = threads_of(pointers), self._by_multicast(pointers)
+        agent, threads = self._agent(task), threads_of(pointers)
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        puts = agent.putting[... if threads is None else threads].any()
+        does = "loads" if not stores else "puts" if puts else "stores"
+        site = self._site(agent, does_of(does, pointers), program_lines())
         if threads is not None:
-            self._of_threads(agent, pointers, threads, stores=stores)
+            self._of_threads(agent, pointers, threads, site, size, stores=stores)
             return
         # one thread stores a scalar, and all threads load it
-        scalar_store = stores and pointers.data.size == 1
-        component = agent.thread if scalar_store else agent.lanes
-        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        does = "puts" if stores and agent.putting else "stores" if stores else "loads"
-        site = self._site(agent, does_of(does, pointers), program_lines())
-        for segment, cells in self._memory.find(addresses, size):
-            place = segment, cells
-            self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
-            if not stores:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
+        thread = ONE if stores and pointers.data.size == 1 else LANES
+        for place in self._memory.find(addresses, size):
+            self._access(agent, thread, place, site, size, stores=stores, pointers=pointers)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """Note that a torch operator of a stream or of user code read or wrote ``tensor``."""
@@ -198,31 +188,56 @@ class Detector(Collector):
         for low, nbytes in byte_ranges(tensor):
             segment = self._memory.at(low)
             if segment is not None and low + nbytes <= segment.end:
-                place = segment, segment.range(low, low + nbytes)
-                self._access(agent, agent.thread, place, site, size, stores=stores)
+                cells = segment.range(low, low + nbytes)
+                self._access(agent, ONE, (segment, cells), site, size, stores=stores)
 
     def _access(
         self,
         agent: Agent,
-        component: int,
+        threads: int | Numbers,
         place: Spot,
         site: int,
         size: int,
         *,
         stores: bool,
-        multicast: bool = False,
+        pointers: Any = None,
+        repeats: Callable[[Conflict], bool] = lambda conflict: False,
     ) -> None:
+        """Check and note an access by one component of ``agent``, or by the thread of each cell."""
         segment, cells = place
-        known = self._known(agent)
-        time = int(known.clock[component])
-        by_switch = self._known(agent, None, multicast=True) if multicast else None
-        self._check(known, place, site, size, stores=stores, by_switch=by_switch)
+        by = threads if isinstance(threads, np.ndarray) else None
+        multicast = self._by_multicast(pointers)
+        known = self._known(agent, by)
+        known.constant = site if getattr(pointers, "constant", False) else -1
+        by_switch = self._known(agent, by, multicast=True) if multicast else None
+        again = self._check(
+            known,
+            place,
+            site,
+            size,
+            stores=stores,
+            repeats=repeats,
+            by_switch=by_switch,
+            threads=by,
+        )
+        components, times = agent.first + threads, agent.own[0, threads]
         if stores:
-            putting = self.rules.puts and agent.putting
-            block = agent.ALIAS if multicast else agent.PUTS * bool(putting)
-            segment.note_store(cells, component + block * agent.components, time, site)
-        else:
-            segment.note(segment.loads, cells, component, time, site)
+            puts = agent.PUTS * (agent.putting[threads] & self.rules.puts)
+            mirror = (agent.ALIAS if multicast else puts) * agent.components
+            if not again:
+                segment.note_store(cells, components + mirror, times, site)
+            return
+        if pointers is not None:
+            self._unwritten(segment, cells, site, size)
+            self._note_load(agent, segment, cells)
+        if getattr(pointers, "incoherent", False):
+            before = self._lengthened(agent.before)
+            launched = KnownTimes(before, agent, self._owners, np.int64(-1))
+            atomics = segment.unordered(segment.atomics, cells, launched)
+            written = (each for each in atomics if each.extra & WRITES)
+            late = (*segment.unordered_store(cells, launched), *written)
+            self._report("stale load", late, site, segment, size)
+        segment.note(segment.loads, cells, components, times, site, known=known)
 
     def _check(
         self,
@@ -232,9 +247,9 @@ class Detector(Collector):
         size: int,
         *,
         stores: bool,
-        repeats: Callable[[Conflict], bool] = lambda conflict: False,
-        by_switch: KnownTimes | None = None,
-        threads: Lanes = None,
+        repeats: Callable[[Conflict], bool],
+        by_switch: KnownTimes | None,
+        threads: Lanes,
     ) -> bool:
         """Check an access for races; return whether it ``repeats`` a store, which is not a conflict.
 
@@ -259,15 +274,18 @@ class Detector(Collector):
             self._report("read-write", loads, site, segment, size)
         return len(others) < len(earlier)
 
-    def _of_threads(self, agent: Any, pointers: Handle, threads: Numbers, *, stores: bool) -> None:
+    def _of_threads(
+        self,
+        agent: Agent,
+        pointers: Handle,
+        threads: Numbers,
+        site: int,
+        size: int,
+        *,
+        stores: bool,
+    ) -> None:
         """Check and note a load or store of a program whose threads are known."""
         addresses = pointers.data.ravel()
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        does = (
-            "puts" if stores and agent.putting[threads].any() else "stores" if stores else "loads"
-        )
-        site = self._site(agent, does_of(does, pointers), program_lines())
-        multicast = self._by_multicast(pointers)
         unchanged = getattr(pointers, "unchanged", False)
         shared = getattr(pointers, "shared", False)
         if stores and (bits := getattr(pointers, "stored", None)) is not None:
@@ -279,41 +297,11 @@ class Detector(Collector):
             again = pair in over or (unchanged and earlier.site == site)
             return again and self._owners[earlier.component] is agent
 
+        how: dict[str, Any] = {"stores": stores, "pointers": pointers, "repeats": repeats}
         for segment, which in self._memory.parts(addresses):
             cells, each = segment.cells_of(addresses[which], size)
             by = np.repeat(threads[which].astype(np.int64), each)
-            known = self._known(agent, by)
-            known.constant = site if getattr(pointers, "constant", False) else -1
-            by_switch = self._known(agent, by, multicast=True) if multicast else None
-            again = self._check(
-                known,
-                (segment, cells),
-                site,
-                size,
-                stores=stores,
-                repeats=repeats,
-                by_switch=by_switch,
-                threads=by,
-            )
-            if stores and not again:
-                putting = agent.putting[by] & self.rules.puts
-                block = agent.ALIAS if multicast else agent.PUTS * putting
-                components = agent.first + by + block * agent.components
-                segment.note_store(cells, components, agent.times[by], site)
-            elif not stores:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
-                if getattr(pointers, "incoherent", False):
-                    before = self._lengthened(agent.before)
-                    launched = KnownTimes(before, agent, self._owners, np.int64(-1))
-                    atomics = segment.unordered(segment.atomics, cells, launched)
-                    written = (each for each in atomics if each.extra & WRITES)
-                    late = (*segment.unordered_store(cells, launched), *written)
-                    self._report("stale load", late, site, segment, size)
-                times = agent.times[by]
-                segment.note_threads(
-                    segment.loads, cells, agent.first + by, times, known, (site, 0)
-                )
+            self._access(agent, by, (segment, cells), site, size, **how)
 
     # -- atomics -----------------------------------------------------------------------------------
 
@@ -321,14 +309,15 @@ class Detector(Collector):
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
-        changes, agent = self._changes, self._agent(task)
+        changes, agent, lines = self._changes, self._agent(task), program_lines()
+        if self.rules.ordered in lines[:1]:
+            atomic = replace(atomic, sem="acq_rel")
         success = np.ones(len(addresses), bool)
         if atomic.compare is not None:
             shape = atomic.pointers.data.shape
             done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
             success = done if len(done) == len(addresses) else success
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
-        lines = program_lines()
         self.ordering.update(lines[:1])
         does = does_of(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
         threads = threads_of(atomic.pointers)
@@ -380,7 +369,6 @@ class Detector(Collector):
     ) -> None:
         self.events += 1
         writes = success and not atomic.reads_only
-        lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
         segment, cells = self._at(address, size)
         if thread is not None and isinstance(cells, slice):
@@ -407,83 +395,56 @@ class Detector(Collector):
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
             agent.observe(word, thread, {component: time for component, (time, _) in strong})
-        mirror = self._mirror(agent, thread, multicast=multicast, puts=writes)
-        if by is None:
-            time = int(known.clock[component := agent.lanes if lanes else agent.thread])
-            component += mirror
-            segment.note(segment.atomics, cells, component, time, site, extra)
-        else:
-            segment.note_threads(
-                segment.atomics,
-                cells,
-                agent.first + by + mirror,
-                agent.times[by],
-                known,
-                (site, extra),
-            )
-            time = int(agent.times[thread])
-            component = agent.first + thread + mirror
+        actor = thread
+        if actor is None:
+            several = atomic.pointers is not None and atomic.by_lanes
+            actor = LANES if several else ONE
+        mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
+        component, time = agent.first + actor + mirror, int(agent.own[0, actor])
+        segment.note(segment.atomics, cells, component, time, site, extra, known)
         if writes:
             if atomic.kind == "store":
                 made.clear()
             made[component] = time, scope
         self._signals.note(agent, word, site, writes=writes)
         messages = segment.messages.setdefault(word, {})
-        self._receive(agent, messages, scope, atomic, thread)
+        self._receive(agent, messages, scope, atomic, ONE if thread is None else thread)
         if writes:
-            who = lanes if thread is None else thread
             if atomic.kind == "store":
-                for each in [key for key in messages if key[0] is not agent or key[2] != who]:
+                for each in [key for key in messages if key[0] is not agent or key[2] != actor]:
                     del messages[each]
-            self._send(agent, messages, scope, atomic, thread, who)
+            self._send(agent, messages, scope, atomic, actor)
 
     def _receive(
-        self, agent: Any, messages: HandedOn, scope: int, atomic: Atomic, thread: int | None
+        self, agent: Agent, messages: HandedOn, scope: int, atomic: Atomic, thread: int
     ) -> None:
+        if atomic.each_thread and not agent.threads:
+            thread = LANES  # what each of them acquires alone, all know after a barrier
         for (sender, sent_scope, _), clock in messages.items():
             if not self._reach(agent, scope, sender, sent_scope):
                 continue
-            if thread is not None:
-                if atomic.acquires or not self.rules.acquires:
-                    agent.acquire(thread, clock)
-                    if not self.rules.barriers_after:
-                        agent.learn(clock)
-                else:
-                    waiting = agent.waiting.setdefault(thread, {})
-                    waiting[sender] = joined(waiting.get(sender), clock)
-            elif not atomic.acquires and self.rules.acquires:
-                agent.pending[sender] = joined(agent.pending.get(sender), clock)
-            elif atomic.each_thread and self.rules.barriers_after:
-                agent.for_lanes = joined(agent.for_lanes, clock)
+            if atomic.acquires or not self.rules.acquires:
+                agent.acquire(thread, clock)
+                if not self.rules.barriers_after:
+                    agent.learn(clock)
             else:
-                agent.learn(clock)
+                agent.read_without_acquire(thread, sender, clock)
 
     def _send(
-        self,
-        agent: Any,
-        messages: HandedOn,
-        scope: int,
-        atomic: Atomic,
-        thread: int | None,
-        who: int,
+        self, agent: Agent, messages: HandedOn, scope: int, atomic: Atomic, thread: int
     ) -> None:
-        releases = atomic.releases or not self.rules.releases
-        if thread is not None:
-            own = self.delivered(agent.released_by(thread, all_threads=not self.rules.barriers))
-            sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
-        elif releases:
-            lanes = atomic.pointers is not None and atomic.by_lanes
-            barriers = self.rules.barriers
-            own = agent.released(all_threads=not barriers, each_thread=lanes)
+        sent = agent.fenced(thread)
+        if atomic.releases or not self.rules.releases:
+            own = agent.released_by(thread, all_threads=not self.rules.barriers)
             sent = {scope: self.delivered(own)}
-        else:
-            sent = agent.fenced
         for sent_scope, clock in sent.items():
-            key = (agent, min(scope, sent_scope), who)
+            key = (agent, min(scope, sent_scope), thread)
             messages[key] = joined(messages.get(key), clock)
 
     def on_barrier(self, task: Task, threads: Lanes = None) -> None:
+        if self.rules.ignored is not None and self.rules.ignored in program_lines()[:1]:
+            return
         agent = self._agent(task)
-        agent.barrier(*([] if threads is None else [threads]))
-        if isinstance(agent, ThreadsAgent):
+        agent.barrier(threads)
+        if agent.threads:
             self.barriers.update(program_lines()[:1])
