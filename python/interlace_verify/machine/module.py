@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from interlace.runtime.compiler.lint.control_flow import Flow
 from interlace.runtime.core.errors import InlineAssemblyError
 from interlace_verify.machine.bulk_copies import BULK
 from interlace_verify.machine.matrices import MATRICES, build_move, build_sum
@@ -314,64 +315,16 @@ def looks(step: Instruction) -> bool:
 
 
 def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
-    """Return a number for each block, so that a loop is contiguous and comes before its successors."""
-    order = [0] * len(after)
-    count = 0
-
-    def number(nodes: set[int]) -> None:
-        nonlocal count
-        for component in _components(nodes, after):
-            if len(component) == 1:
-                (node,) = component
-                order[node] = count
-                count += 1
-                continue
-            entered = {t for n in nodes - component for t in after[n] if t in component}
-            head = min(entered or component)
-            order[head] = count
-            count += 1
-            number(component - {head})
-
-    number(set(range(len(after))))
-    return order
-
-
-def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set[int]]:
-    """Yield the strongly connected components of ``nodes``, each before its successors (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    inside: set[int] = set()
-    found: list[set[int]] = []
-    for root in sorted(nodes):
-        if root in index:
-            continue
-        path = [(root, iter(after[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        inside.add(root)
-        while path:
-            node, rest = path[-1]
-            for follower in rest:
-                if follower not in nodes:
-                    continue
-                if follower not in index:
-                    index[follower] = low[follower] = len(index)
-                    stack.append(follower)
-                    inside.add(follower)
-                    path.append((follower, iter(after[follower])))
-                    break
-                if follower in inside:
-                    low[node] = min(low[node], index[follower])
-            else:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
-                if low[node] == index[node]:
-                    found.append(set(stack[stack.index(node) :]))
-                    inside -= found[-1]
-                    del stack[stack.index(node) :]
-    return reversed(found)
+    """Number the instructions, so that a loop is contiguous and comes before its successors."""
+    flow = Flow(after)
+    places = {index: place for place, index in enumerate(flow.order)}
+    around: list[list[int]] = [[] for _ in after]  # the loops around each, the outermost first
+    for head, body in sorted(flow.loops.items(), key=lambda loop: -len(loop[1])):
+        for index in body:
+            around[index].append(places[head])
+    ranked = sorted(places, key=lambda index: (*around[index], places[index]))
+    numbers = {index: number for number, index in enumerate(ranked)}
+    return [numbers[index] for index in range(len(after))]
 
 
 # -- the parameters that addresses in registers come from -------------------------------------------

@@ -7,8 +7,8 @@ half lacks are loops of compare-and-swap.
 
 Addresses and values belong to the running threads: (threads,), or (threads, parts) for a vector.
 
-``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red`` reach all ranks at once. Their addresses must be
-multicast addresses from ``place.py``; others are an error, as on a GPU. The switch works on all ranks at
+``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red`` reach all ranks at once. They take multicast
+addresses from ``place.py``; others are an error, as on a GPU. The switch works on all ranks at
 once. Here the ranks follow one another, in rank order, each with its own access. An access of a vector or a
 packed pair, which carries data, is plain. An access of a single number, which may be a signal, is atomic
 with the ordering of the instruction. Sums of numbers below 32 bits are in fp32, and are rounded once.

@@ -15,7 +15,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,30 @@ from interlace_verify.race_check.shadow import (
 )
 
 At = tuple[int, int]
+
+
+class PresentAccess(NamedTuple):
+    """The access that is checked: its site, and its cells of ``size`` bytes in a segment.
+
+    ``actors``: the component of ``agent`` that does it, or the thread of each cell if threads are known.
+    """
+
+    agent: Agent
+    site: int
+    size: int
+    segment: ShadowSegment
+    cells: Index
+    actors: Any
+
+    @property
+    def by(self) -> Lanes:
+        return self.actors if isinstance(self.actors, np.ndarray) else None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its cells."""
+        cells = self.cells
+        return [*range(cells.start, cells.stop)] if isinstance(cells, slice) else cells.tolist()
 
 
 class Collector(Observer):
@@ -154,26 +178,24 @@ class Collector(Observer):
     def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
         return Access(agent.rank, agent.who, what, lines, self._step and self._step())
 
-    def _report(
-        self, kind: str, conflicts: Iterable[Conflict], site: int, segment: ShadowSegment, size: int
-    ) -> None:
+    def _report(self, kind: str, conflicts: Iterable[Conflict], access: PresentAccess) -> None:
+        segment, second = access.segment, self._accesses[access.site]
         for conflict in conflicts:
             offsets = segment.bytes_of(conflict.cells)
-            count = segment.elements(int(offsets[0]), len(conflict.cells), size)
+            count = segment.elements(int(offsets[0]), len(conflict.cells), access.size)
             where = segment.label, int(offsets[0]), count, self.seed
-            first, second = self._accesses[conflict.site], self._accesses[site]
-            self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
+            finding = Finding(kind, self._accesses[conflict.site], second, *where, kind)
+            self._found(finding, offsets, access.size, conflict)
 
-    def _unwritten(
-        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: object = None
-    ) -> None:
+    def _unwritten(self, access: PresentAccess, seen: object = None) -> None:
         """Report a load of memory that was not written. ``seen``: the value of one element, if known."""
-        if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
+        segment, size = access.segment, access.size
+        if segment.poison and len(unwritten := segment.unwritten(access.cells, seen)):
             offsets = segment.bytes_of(unwritten)
             first = int(offsets[0])
             where = segment.label, first, segment.elements(first, len(unwritten), size), self.seed
-            access, index = self._accesses[site], str(first // size)
-            finding = Finding("uninitialised", None, access, *where, index=index)
+            loads, index = self._accesses[access.site], str(first // size)
+            finding = Finding("uninitialised", None, loads, *where, index=index)
             self._found(finding, offsets, size)
 
     def _of_one_instruction(
@@ -240,40 +262,30 @@ class Collector(Observer):
         return FailedSignal(segment.label, offset, index, writers, *accesses, ended)
 
     def _note_polls(
-        self,
-        place: tuple[ShadowSegment, Index],
-        site: int,
-        size: int,
-        threads: Lanes,
-        atomics: Sequence[Conflict],
-        stores: Sequence[Conflict],
+        self, access: PresentAccess, atomics: Sequence[Conflict], stores: Sequence[Conflict]
     ) -> None:
         """Note loads that poll: loads of atomics' values, or repeated loads of one plainly stored word."""
-        segment, cells = place
-        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
-        who = self._acting.number, -1 if threads is None else int(threads[0])
-        last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
-        again = last == self._last[who] and len(numbers) * segment.cell == size
+        segment, numbers, site = access.segment, access.numbers, access.site
+        who = self._acting.number, -1 if access.by is None else int(access.by[0])
+        last, self._last[who] = self._last.get(who), (segment.base, numbers[0], site)
+        again = last == self._last[who] and len(numbers) * segment.cell == access.size
         if again and stores:
-            access = self._accesses[site]
-            self.polls.add((access.what, access.lines))
+            load = self._accesses[site]
+            self.polls.add((load.what, load.lines))
         for each in (*atomics, *(stores if again else ())):
             self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
 
-    def _has_observed(
-        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Lanes
-    ) -> bool:
+    def _has_observed(self, conflict: Conflict, access: PresentAccess) -> bool:
         """Return whether the acting agent has read the value that this atomic wrote to each of its words.
 
         The agent then comes after the atomic: PTX counts observation order as causality order.
         """
-        segment, cells = place
-        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells.tolist()
-        by = {} if threads is None else dict(zip(numbers, threads.tolist(), strict=True))
+        segment, size, by = access.segment, access.size, dict[int, int]()
+        if access.by is not None:
+            by = dict(zip(access.numbers, access.by.tolist(), strict=True))
         for word in conflict.cells[:: max(1, size // segment.cell)].tolist():
-            thread = by.get(word)
             address = segment.base + word * segment.cell
-            observed = self._acting.has_observed((address, size), thread)
+            observed = self._acting.has_observed((address, size), by.get(word))
             if conflict.time > observed.get(conflict.component, -1):
                 return False
         return True
@@ -300,13 +312,14 @@ class Collector(Observer):
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 
-    def _note_load(self, agent: Agent, segment: ShadowSegment, cells: Index) -> None:
+    def _note_load(self, access: PresentAccess) -> None:
         """Note the line of a load, and whether it reads what another agent wrote since the launch."""
-        lines = program_lines()[:1]
+        agent, lines = access.agent, program_lines()[:1]
         self.loads.update(lines)
         if self.received.issuperset(lines):
             return
-        written, before = segment.written[cells], self._lengthened(agent.before)
+        written = access.segment.written[access.cells]
+        before = self._lengthened(agent.before)
         others = (written["component"] < agent.first) | (
             written["component"] >= agent.first + agent.BLOCKS * agent.components
         )
@@ -403,23 +416,24 @@ class Collector(Observer):
         time = queue.base + copy.time
         for segment, cells in self._memory.find(pointers.data.ravel(), size):
             self.events += 1
+            access = PresentAccess(agent, site, size, segment, cells, ONE)
             kind = "write-write" if stores else "write-read"
-            self._report(kind, segment.unordered_store(cells, fenced), site, segment, size)
+            self._report(kind, segment.unordered_store(cells, fenced), access)
             atomics = segment.unordered(segment.atomics, cells, fenced)
             if does != "reduces":
                 changes = (each for each in atomics if stores or each.extra & WRITES)
-                self._report("mixed access", changes, site, segment, size)
+                self._report("mixed access", changes, access)
             if stores:
                 loads = segment.unordered(segment.loads, cells, known)
-                self._report("read-write", loads, site, segment, size)
+                self._report("read-write", loads, access)
             if does == "reduces":
                 extra = WRITES | SCOPES["gpu"]
                 segment.note(segment.atomics, cells, queue.first + ONE, time, site, extra)
             elif stores:
                 segment.note_store(cells, queue.first + ONE, time, site)
             else:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
+                self._unwritten(access)
+                self._note_load(access)
                 segment.note(segment.loads, cells, queue.first, time, site)
 
     def _started(self, agent: Agent, copy: AsyncAccess) -> AsyncAgent:

@@ -40,18 +40,21 @@ from interlace.runtime.places.sim.interpreter.session import active, active_addr
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, joined
-from interlace_verify.race_check.collector import At, Collector, does_of, stream_atomic
+from interlace_verify.race_check.collector import (
+    At,
+    Collector,
+    PresentAccess,
+    does_of,
+    stream_atomic,
+)
 from interlace_verify.race_check.shadow import (
     WRITES,
     Conflict,
-    Index,
     KnownTimes,
-    ShadowSegment,
     byte_ranges,
 )
 
 Conflicts = Iterable[Conflict]
-Spot = tuple[ShadowSegment, Index]
 
 
 HandedOn = dict[tuple[Agent, int, int], Numbers]
@@ -172,13 +175,30 @@ class Detector(Collector):
         puts = agent.putting[... if threads is None else threads].any()
         does = "loads" if not stores else "puts" if puts else "stores"
         site = self._site(agent, does_of(does, pointers), program_lines())
-        if threads is not None:
-            self._of_threads(agent, pointers, threads, site, size, stores=stores)
+        if threads is None:
+            # one thread stores a scalar, and all threads load it
+            thread = ONE if stores and pointers.data.size == 1 else LANES
+            for segment, cells in self._memory.find(addresses, size):
+                access = PresentAccess(agent, site, size, segment, cells, thread)
+                self._access(access, stores=stores, pointers=pointers)
             return
-        # one thread stores a scalar, and all threads load it
-        thread = ONE if stores and pointers.data.size == 1 else LANES
-        for place in self._memory.find(addresses, size):
-            self._access(agent, thread, place, site, size, stores=stores, pointers=pointers)
+        addresses, unchanged = pointers.data.ravel(), getattr(pointers, "unchanged", False)
+        if stores and (bits := getattr(pointers, "stored", None)) is not None:
+            self._of_one_instruction(site, addresses, threads, bits.ravel())
+        over: set[tuple[int, int]] = set()
+        if not getattr(pointers, "shared", False):
+            over = agent.has_accessed(site, addresses, threads, stores=stores)
+
+        def repeats(earlier: Conflict) -> bool:
+            pair = (site, earlier.site) if stores else (earlier.site, site)
+            again = pair in over or (unchanged and earlier.site == site)
+            return again and self._owners[earlier.component] is agent
+
+        for segment, which in self._memory.parts(addresses):
+            cells, each = segment.cells_of(addresses[which], size)
+            by = np.repeat(threads[which].astype(np.int64), each)
+            access = PresentAccess(agent, site, size, segment, cells, by)
+            self._access(access, stores=stores, pointers=pointers, repeats=repeats)
 
     def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
         """Note that a torch operator of a stream or of user code read or wrote ``tensor``."""
@@ -189,119 +209,52 @@ class Detector(Collector):
             segment = self._memory.at(low)
             if segment is not None and low + nbytes <= segment.end:
                 cells = segment.range(low, low + nbytes)
-                self._access(agent, ONE, (segment, cells), site, size, stores=stores)
+                access = PresentAccess(agent, site, size, segment, cells, ONE)
+                self._access(access, stores=stores)
 
     def _access(
         self,
-        agent: Agent,
-        threads: int | Numbers,
-        place: Spot,
-        site: int,
-        size: int,
+        access: PresentAccess,
         *,
         stores: bool,
         pointers: Any = None,
         repeats: Callable[[Conflict], bool] = lambda conflict: False,
     ) -> None:
-        """Check and note an access by one component of ``agent``, or by the thread of each cell."""
-        segment, cells = place
-        by = threads if isinstance(threads, np.ndarray) else None
+        """Check and note an access. If it ``repeats`` another one, the two do not conflict."""
+        agent, segment, cells = access.agent, access.segment, access.cells
         multicast = self._by_multicast(pointers)
-        known = self._known(agent, by)
-        known.constant = site if getattr(pointers, "constant", False) else -1
-        by_switch = self._known(agent, by, multicast=True) if multicast else None
-        again = self._check(
-            known,
-            place,
-            site,
-            size,
-            stores=stores,
-            repeats=repeats,
-            by_switch=by_switch,
-            threads=by,
-        )
-        components, times = agent.first + threads, agent.own[0, threads]
-        if stores:
-            puts = agent.PUTS * (agent.putting[threads] & self.rules.puts)
-            mirror = (agent.ALIAS if multicast else puts) * agent.components
-            if not again:
-                segment.note_store(cells, components + mirror, times, site)
-            return
-        if pointers is not None:
-            self._unwritten(segment, cells, site, size)
-            self._note_load(agent, segment, cells)
-        if getattr(pointers, "incoherent", False):
-            before = self._lengthened(agent.before)
-            launched = KnownTimes(before, agent, self._owners, np.int64(-1))
-            atomics = segment.unordered(segment.atomics, cells, launched)
-            written = (each for each in atomics if each.extra & WRITES)
-            late = (*segment.unordered_store(cells, launched), *written)
-            self._report("stale load", late, site, segment, size)
-        segment.note(segment.loads, cells, components, times, site, known=known)
-
-    def _check(
-        self,
-        known: KnownTimes,
-        place: Spot,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
-        repeats: Callable[[Conflict], bool],
-        by_switch: KnownTimes | None,
-        threads: Lanes,
-    ) -> bool:
-        """Check an access for races; return whether it ``repeats`` a store, which is not a conflict.
-
-        ``by_switch``: what an access by a multicast address comes after. ``threads``: the thread that
-        accesses each cell, if threads are known.
-        """
-        segment, cells = place
-        before = by_switch or known
+        known = self._known(agent, access.by)
+        known.constant = access.site if getattr(pointers, "constant", False) else -1
+        before = self._known(agent, access.by, multicast=True) if multicast else known
         self.events += 1
-        kind = "write-write" if stores else "write-read"
         earlier = segment.unordered_store(cells, before)
         others = [each for each in earlier if not repeats(each)]
-        self._report(kind, others, site, segment, size)
+        self._report("write-write" if stores else "write-read", others, access)
         every = segment.unordered(segment.atomics, cells, before, apart=True)
         atomics = [each for each in every if stores or each.extra & WRITES]
-        atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
-        self._note_polls(place, site, size, threads, *([], []) if stores else (atomics, others))
-        self._report("mixed access", atomics, site, segment, size)
+        atomics = [each for each in atomics if not self._has_observed(each, access)]
+        self._note_polls(access, *([], []) if stores else (atomics, others))
+        self._report("mixed access", atomics, access)
+        components, times = agent.first + access.actors, agent.own[0, access.actors]
         if stores:
             loads = segment.unordered(segment.loads, cells, known)
-            loads = (each for each in loads if not repeats(each))
-            self._report("read-write", loads, site, segment, size)
-        return len(others) < len(earlier)
-
-    def _of_threads(
-        self,
-        agent: Agent,
-        pointers: Handle,
-        threads: Numbers,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
-    ) -> None:
-        """Check and note a load or store of a program whose threads are known."""
-        addresses = pointers.data.ravel()
-        unchanged = getattr(pointers, "unchanged", False)
-        shared = getattr(pointers, "shared", False)
-        if stores and (bits := getattr(pointers, "stored", None)) is not None:
-            self._of_one_instruction(site, addresses, threads, bits.ravel())
-        over = () if shared else agent.has_accessed(site, addresses, threads, stores=stores)
-
-        def repeats(earlier: Conflict) -> bool:
-            pair = (site, earlier.site) if stores else (earlier.site, site)
-            again = pair in over or (unchanged and earlier.site == site)
-            return again and self._owners[earlier.component] is agent
-
-        how: dict[str, Any] = {"stores": stores, "pointers": pointers, "repeats": repeats}
-        for segment, which in self._memory.parts(addresses):
-            cells, each = segment.cells_of(addresses[which], size)
-            by = np.repeat(threads[which].astype(np.int64), each)
-            self._access(agent, by, (segment, cells), site, size, **how)
+            self._report("read-write", (each for each in loads if not repeats(each)), access)
+            puts = agent.PUTS * (agent.putting[access.actors] & self.rules.puts)
+            mirror = (agent.ALIAS if multicast else puts) * agent.components
+            if len(others) == len(earlier):
+                segment.note_store(cells, components + mirror, times, access.site)
+            return
+        if pointers is not None:
+            self._unwritten(access)
+            self._note_load(access)
+        if getattr(pointers, "incoherent", False):
+            launched = self._lengthened(agent.before)
+            known_then = KnownTimes(launched, agent, self._owners, np.int64(-1))
+            atomics_since = segment.unordered(segment.atomics, cells, known_then)
+            written = (each for each in atomics_since if each.extra & WRITES)
+            late = (*segment.unordered_store(cells, known_then), *written)
+            self._report("stale load", late, access)
+        segment.note(segment.loads, cells, components, times, access.site, known=known)
 
     # -- atomics -----------------------------------------------------------------------------------
 
@@ -335,10 +288,10 @@ class Detector(Collector):
         before = active(result.data, atomic.pointers, atomic.mask) if atomic.looks else None
         for position, address in enumerate(addresses.tolist()):
             thread = None if threads is None else int(threads[position])
+            access = self._accessed(agent, atomic, address, size, site, thread)
             if before is not None:
-                segment, cells = self._at(address, size)
-                self._unwritten(segment, cells, site, size, before[position])
-            self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
+                self._unwritten(access, before[position])
+            self._one_atomic(access, address, atomic, bool(success[position]), thread)
         if atomic.releases or not self.rules.releases:
             agent.has_released(threads, all_threads=not self.rules.barriers)
 
@@ -346,7 +299,9 @@ class Detector(Collector):
         agent = self._agent(task)
         site = self._site(agent, f"publishes ({op})", task_lines(task))
         atomic = stream_atomic("xchg", "release")
-        self._one_atomic(agent, slot.data_ptr(), slot.element_size(), atomic, True, site)
+        address, size = slot.data_ptr(), slot.element_size()
+        access = self._accessed(agent, atomic, address, size, site)
+        self._one_atomic(access, address, atomic, True)
         agent.has_released(all_threads=not self.rules.barriers)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
@@ -355,25 +310,39 @@ class Detector(Collector):
         atomic = stream_atomic("load", "acquire")
         size = slots.element_size()
         for index in range(slots.numel()):
-            self._one_atomic(agent, slots.data_ptr() + size * index, size, atomic, True, site)
+            address = slots.data_ptr() + size * index
+            access = self._accessed(agent, atomic, address, size, site)
+            self._one_atomic(access, address, atomic, True)
+
+    def _accessed(
+        self,
+        agent: Agent,
+        atomic: Atomic,
+        address: int,
+        size: int,
+        site: int,
+        thread: int | None = None,
+    ) -> PresentAccess:
+        """Return the access of one element of ``atomic``; ``thread`` None: threads are not known."""
+        segment, cells = self._at(address, size)
+        if thread is None:
+            several = atomic.pointers is not None and atomic.by_lanes
+            return PresentAccess(agent, site, size, segment, cells, LANES if several else ONE)
+        cells = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        return PresentAccess(agent, site, size, segment, cells, np.full(len(cells), thread))
 
     def _one_atomic(
         self,
-        agent: Any,
+        access: PresentAccess,
         address: int,
-        size: int,
         atomic: Atomic,
         success: bool,
-        site: int,
         thread: int | None = None,
     ) -> None:
         self.events += 1
+        agent, segment, cells, by = access.agent, access.segment, access.cells, access.by
         writes = success and not atomic.reads_only
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
-        segment, cells = self._at(address, size)
-        if thread is not None and isinstance(cells, slice):
-            cells = np.arange(cells.start, cells.stop)
-        by = None if thread is None else np.full(len(cells), thread)
         multicast = self._by_multicast(atomic.pointers)
         known = self._known(agent, by)
         before = self._known(agent, by, multicast=True) if multicast else known
@@ -382,31 +351,28 @@ class Detector(Collector):
             self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]
-        self._report("mixed access", plain, site, segment, size)
+        self._report("mixed access", plain, access)
         extra = scope | (WRITES if writes else 0)
         for conflict in segment.unordered(segment.atomics, cells, known):
             other, either = self._owners[conflict.component], extra | conflict.extra
             if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
-                self._report("narrow scope", [conflict], site, segment, size)
-        word = address, size
+                self._report("narrow scope", [conflict], access)
+        word = address, access.size
         made = segment.writes.setdefault(word, {})
         if atomic.kind != "store":
             strong = (
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
             agent.observe(word, thread, {component: time for component, (time, _) in strong})
-        actor = thread
-        if actor is None:
-            several = atomic.pointers is not None and atomic.by_lanes
-            actor = LANES if several else ONE
+        actor = access.actors if thread is None else thread
         mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
         component, time = agent.first + actor + mirror, int(agent.own[0, actor])
-        segment.note(segment.atomics, cells, component, time, site, extra, known)
+        segment.note(segment.atomics, cells, component, time, access.site, extra, known)
         if writes:
             if atomic.kind == "store":
                 made.clear()
             made[component] = time, scope
-        self._signals.note(agent, word, site, writes=writes)
+        self._signals.note(agent, word, access.site, writes=writes)
         messages = segment.messages.setdefault(word, {})
         self._receive(agent, messages, scope, atomic, ONE if thread is None else thread)
         if writes:
