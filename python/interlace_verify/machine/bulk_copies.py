@@ -94,6 +94,11 @@ class Box(NamedTuple):
     number: ScalarType
     fill: int
 
+    @property
+    def places(self) -> Array:
+        """The indices of the elements in an array of all shared memory."""
+        return self.offsets // (self.kind.bits // 8)
+
 
 def tensor_map(
     address: int,
@@ -273,7 +278,7 @@ class BulkStore:
     def advance(self, program: PtxProgram, *, written: bool) -> None:
         """Read the data, if it was not read yet, and store it if ``written``."""
         if self.bits is None:
-            self.bits = _places(program, self.box).copy()
+            self.bits = program.view(self.box.kind)[self.box.places].copy()
         if written and not self.written:
             self.written = True
             self.write(self.bits[self.box.inside])
@@ -390,7 +395,7 @@ def _load(instruction: Instruction, tensor: bool) -> Action:
         def perform() -> None:
             bits = np.full(len(box.offsets), box.fill, box.kind.raw)
             bits[box.inside] = _loaded(program.hooks, sources, box.kind)
-            _put(program, box, bits)
+            program.view(box.kind)[box.places] = bits
             mbarrier.bytes -= bits.nbytes
             program.hooks.tell("on_arrival", mbarrier.address, (), (access.queue, access.time))
             mbarrier.arrived(program)
@@ -479,14 +484,6 @@ def _stored(
             value=value,
             does=does,
         )
-
-
-def _places(program: PtxProgram, box: Box) -> Array:
-    return program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)]
-
-
-def _put(program: PtxProgram, box: Box, bits: Array) -> None:
-    program.shared.view(box.kind.raw)[box.offsets // (box.kind.bits // 8)] = bits
 
 
 def _commit(threads: Threads) -> None:

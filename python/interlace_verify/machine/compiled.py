@@ -120,8 +120,7 @@ class CompiledPrograms:
         """Return one program of ``launch``, to run in a session, and its number of threads."""
         if isinstance(launch.kernel, PtxSource):
             source, values = launch.kernel, list(launch.arguments.values())
-            _check_shared(source, self.arch)
-            _check_target(source.kernel, self.arch)
+            _check(source, self.arch)
             kernel = source.kernel
             if self._rewrite:
                 text = self._rewritten(kernel.name, kernel.text)
@@ -183,16 +182,14 @@ class CompiledPrograms:
         return changed
 
 
-def _check_shared(source: PtxSource, arch: int) -> None:
-    found, most = source.kernel.static_bytes + source.shared_bytes, shared_bytes(arch)
-    if found > most:
+def _check(source: PtxSource, arch: int) -> None:
+    """Raise ValueError for PTX of a newer GPU, and for more shared memory than a program may have."""
+    kernel, most = source.kernel, shared_bytes(arch)
+    if kernel.static_bytes + source.shared_bytes > most:
         raise ValueError(
-            f"{source.__name__} has {source.kernel.static_bytes} bytes of shared memory, launched with "
+            f"{kernel.name} has {kernel.static_bytes} bytes of shared memory, launched with "
             f"shared_bytes={source.shared_bytes}; a program of sm_{arch} has at most {most}"
         )
-
-
-def _check_target(kernel: PtxKernel, arch: int) -> None:
     if number_of(kernel.target) > arch:
         raise ValueError(
             f"{kernel.name} is PTX for {kernel.target}, but arch={arch} is an older GPU"
