@@ -71,6 +71,7 @@ class Agent:
         self.clock: Numbers = np.zeros(first + self.BLOCKS * self.components, np.int64)
         self.own: Numbers = np.zeros((self.BLOCKS, self.components), np.int64)
         self.own[0] = 1
+        self.mirrors = False  # whether any time is in a mirror
         self.putting = np.zeros(self.components, np.bool_)
         self.ends: list[int] = []  # the ends of its launches
         self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
@@ -254,6 +255,7 @@ class Agent:
         """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
         those = slice(None) if threads is None else threads
         self.own[block, those] = self.own[0, those]
+        self.mirrors = True
 
     def change(self, threads: Lanes, changed: Callable[[Numbers], Numbers]) -> None:
         """Replace the clock that each of ``threads`` knows by ``changed(clock)``."""

@@ -15,7 +15,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -68,10 +68,10 @@ class PresentAccess(NamedTuple):
         return self.actors if isinstance(self.actors, np.ndarray) else None
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self) -> Any:
         """The numbers of its cells."""
         cells = self.cells
-        return [*range(cells.start, cells.stop)] if isinstance(cells, slice) else cells.tolist()
+        return range(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
 class Collector(Observer):
@@ -86,7 +86,6 @@ class Collector(Observer):
     ordering: set[SourceText]
     loads: set[SourceText]
     received: set[SourceText]
-    _agents: dict[object, Agent]
     _acting: Agent
     _agent: Callable[[Task], Any]
 
@@ -101,6 +100,7 @@ class Collector(Observer):
         self._missing = None if asked is None else dict(asked)
         self.first_at: dict[tuple[object, ...], At] = {}
         self._memory = ShadowMemory()
+        self._agents: dict[object, Agent] = {}
         self._owners: list[Agent] = []  # by component
         self._sites: dict[Access, int] = {}
         self._accesses: list[Access] = []  # by the number of the site
@@ -157,6 +157,19 @@ class Collector(Observer):
 
     def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
         return next(self._memory.find(np.array([address], np.uint64), size))
+
+    def _named(
+        self, key: object, rank: int, who: str, threads: int = 0, kind: type[Agent] = Agent
+    ) -> Agent:
+        """Return the agent of ``key``; later launches of a stream, which are ordered, reuse it."""
+        key = key, threads
+        agent = self._agents.get(key)
+        if agent is None:
+            agent = kind(len(self._agents), len(self._owners), rank, who, threads)
+            self._agents[key] = agent
+            self._owners += [agent] * (agent.BLOCKS * agent.components)
+        agent.who = who
+        return agent
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """Return the number of an access, by which the shadow memory refers to it."""
@@ -267,7 +280,7 @@ class Collector(Observer):
         """Note loads that poll: loads of atomics' values, or repeated loads of one plainly stored word."""
         segment, numbers, site = access.segment, access.numbers, access.site
         who = self._acting.number, -1 if access.by is None else int(access.by[0])
-        last, self._last[who] = self._last.get(who), (segment.base, numbers[0], site)
+        last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
         again = last == self._last[who] and len(numbers) * segment.cell == access.size
         if again and stores:
             load = self._accesses[site]
@@ -282,7 +295,7 @@ class Collector(Observer):
         """
         segment, size, by = access.segment, access.size, dict[int, int]()
         if access.by is not None:
-            by = dict(zip(access.numbers, access.by.tolist(), strict=True))
+            by = dict(zip(map(int, access.numbers), access.by.tolist(), strict=True))
         for word in conflict.cells[:: max(1, size // segment.cell)].tolist():
             address = segment.base + word * segment.cell
             observed = self._acting.has_observed((address, size), by.get(word))
@@ -295,8 +308,8 @@ class Collector(Observer):
         whole = self._by_switch if multicast else self._lengthened
         agent.clock = self._lengthened(agent.clock)
         if threads is None:
-            mirrored = multicast or agent.own[1:].any()
-            known = agent.released_by(ONE, all_threads=True) if mirrored else agent.clock
+            mirrors = multicast or agent.mirrors
+            known = agent.released_by(ONE, all_threads=True) if mirrors else agent.clock
             return KnownTimes(whole(known), agent, self._owners, multicast=multicast)
         clock = whole(agent.clock)
         found: dict[int, tuple[list[int], Any]] = {}
@@ -335,21 +348,12 @@ class Collector(Observer):
         block = agent.PUTS * bool(puts and agent.putting[thread] and self.rules.puts)
         return (agent.ALIAS if multicast else block) * agent.components
 
-    def fenced(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all of it ordered before the async proxy."""
-        return self._mirrored(clock, Agent.ASYNC)
-
-    def aliased(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all of it ordered before accesses by any address of the same memory."""
-        return self._mirrored(clock, Agent.ALIAS)
-
-    def delivered(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all puts that began before it."""
-        return self._mirrored(clock, Agent.PUTS)
-
-    def _mirrored(self, clock: Numbers, block: int) -> Numbers:
-        clock, (bases, mirrors) = self._lengthened(clock).copy(), self._components(block)
-        clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
+    def mirrored(self, clock: Numbers, *blocks: int) -> Numbers:
+        """Return ``clock`` with all of it ordered as these mirrors say (:class:`Agent`)."""
+        clock = self._lengthened(clock).copy()
+        for block in blocks:
+            bases, mirrors = self._components(block)
+            clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
         return clock
 
     def _by_switch(self, clock: Numbers) -> Numbers:
@@ -369,9 +373,10 @@ class Collector(Observer):
         agent = self._agent(task)
         agent.order(agent.ALIAS, threads)
         if threads is None:
-            agent.change(threads, self.aliased)
+            agent.change(threads, lambda clock: self.mirrored(clock, agent.ALIAS))
         for thread in () if threads is None else threads.tolist():
-            agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
+            own = agent.released_by(thread, all_threads=False)
+            agent.acquired[thread] = self.mirrored(own, agent.ALIAS)
         agent.has_released(threads, all_threads=threads is None or not self.rules.barriers)
 
     def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
@@ -391,7 +396,7 @@ class Collector(Observer):
                 agent.acquire(thread, waiting.pop(sender))
             if sem != "acquire":
                 own = agent.released_by(thread, all_threads=all_threads)
-                agent.fence(thread, level, self.delivered(own) if puts else own)
+                agent.fence(thread, level, self.mirrored(own, agent.PUTS) if puts else own)
         if sem != "acquire":
             agent.has_released(threads, all_threads=all_threads)
 
@@ -403,7 +408,7 @@ class Collector(Observer):
     def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
         agent = self._agent(task)
         agent.order(agent.ASYNC, threads)
-        agent.change(threads, self.fenced)
+        agent.change(threads, lambda clock: self.mirrored(clock, agent.ASYNC))
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_async(
@@ -441,7 +446,7 @@ class Collector(Observer):
         queue = agent.queues.get(copy.queue)
         if queue is None:
             key = "async", agent.number, copy.queue
-            queue = self._queue(key, agent)
+            queue = cast(AsyncAgent, self._named(key, agent.rank, agent.who, kind=AsyncAgent))
             queue.base, queue.time = int(queue.clock[queue.first + ONE]), 0
             agent.queues[copy.queue] = queue
         if queue.time < copy.time:
@@ -456,15 +461,6 @@ class Collector(Observer):
                 fenced[bases] = fenced[mirrors]
             queue.known = self._lengthened(own), fenced
         return queue
-
-    def _queue(self, key: object, agent: Agent) -> AsyncAgent:
-        found = self._agents.get(key)
-        if found is None:
-            found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
-            self._agents[key] = found
-            self._owners += [found] * (found.BLOCKS * found.components)
-        assert isinstance(found, AsyncAgent)
-        return found
 
     def on_async_end(
         self, task: Task, queue: Any, time: int, threads: Lanes, *, reads_only: bool

@@ -71,7 +71,6 @@ class Detector(Collector):
     ) -> None:
         super().__init__(seed, rules or Rules(), asked, step)
         self.launches: list[KernelLaunch] = []
-        self._agents: dict[object, Agent] = {}
         self._tasks: dict[Task, Agent] = {}
         self._forks: dict[Task, Numbers] = {}
         self._parents: dict[Task, Task] = {}
@@ -94,22 +93,11 @@ class Detector(Collector):
         self._changes += 1
         return agent
 
-    def _named(self, key: object, rank: int, who: str, threads: int = 0) -> Agent:
-        """Return the agent of ``key``; later launches of a stream, which are ordered, reuse it."""
-        key = key, threads
-        agent = self._agents.get(key)
-        if agent is None:
-            agent = Agent(len(self._agents), len(self._owners), rank, who, threads)
-            self._agents[key] = agent
-            self._owners += [agent] * (agent.BLOCKS * agent.components)
-        agent.who = who
-        return agent
-
     # -- order -------------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
-        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.hand_over())))
+        self._forks[task] = self.mirrored(agent.hand_over(), agent.ASYNC, agent.ALIAS, agent.PUTS)
         if hasattr(launch.kernel, "fn"):  # not PTX
             self.launches.append(launch)
         for argument in launch.arguments.values():
@@ -132,7 +120,7 @@ class Detector(Collector):
         parent = self._parents.pop(task, None)
         if agent is None or parent is None:
             return
-        self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
+        self._agent(parent).learn(self.mirrored(agent.end(), agent.ALIAS, agent.PUTS))
 
     def on_record(self, task: Task, event: object) -> None:
         self._events[event] = self._agent(task).hand_over()
@@ -172,8 +160,10 @@ class Detector(Collector):
             return
         agent, threads = self._agent(task), threads_of(pointers)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        puts = agent.putting[... if threads is None else threads].any()
-        does = "loads" if not stores else "puts" if puts else "stores"
+        does = "loads"
+        if stores:
+            puts = agent.putting[... if threads is None else threads].any()
+            does = "puts" if puts else "stores"
         site = self._site(agent, does_of(does, pointers), program_lines())
         if threads is None:
             # one thread stores a scalar, and all threads load it
@@ -402,7 +392,7 @@ class Detector(Collector):
         sent = agent.fenced(thread)
         if atomic.releases or not self.rules.releases:
             own = agent.released_by(thread, all_threads=not self.rules.barriers)
-            sent = {scope: self.delivered(own)}
+            sent = {scope: self.mirrored(own, agent.PUTS)}
         for sent_scope, clock in sent.items():
             key = (agent, min(scope, sent_scope), thread)
             messages[key] = joined(messages.get(key), clock)
