@@ -16,19 +16,17 @@ True
 
 from interlace_verify.check import VerificationError, check
 from interlace_verify.lint_check.check import RULES, Fault, LintReport, LintRequest, lint, lint_many
-from interlace_verify.machine.launch import launch_ptx
+from interlace_verify.machine.compiled import launch_ptx
 from interlace_verify.protocols.explorer import (
+    CompareAndSwap,
     Counterexample,
     Exploration,
-    StateLimitError,
-    explore,
-)
-from interlace_verify.protocols.steps import (
-    CompareAndSwap,
     Process,
     Protocol,
     Publish,
+    StateLimitError,
     Wait,
+    explore,
     read,
     write,
 )

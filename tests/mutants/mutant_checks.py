@@ -14,7 +14,7 @@ from interlace.tools.catalogue.catalogue import entries
 from interlace.tools.targets import TARGETS
 from interlace.verify import Fault, lint_many, races, schedules
 from interlace_verify.lint_check.check import lint_request
-from interlace_verify.schedule_check.sampling import poisoned_memory as filled
+from interlace_verify.schedule_check.check import poisoned_memory as filled
 from mutants.first_fault import first_fault
 from mutants.mutations import Case, Mutant, importable, mutated, mutated_function
 

@@ -20,7 +20,7 @@ from interlace.runtime.core.errors import BlockedWait
 from interlace.tools.targets import TARGETS
 from interlace_verify import RULES, Finding, LintReport, RaceReport, ScheduleReport
 from interlace_verify.command import sarif
-from interlace_verify.schedule_check.interleaving import Step, Story
+from interlace_verify.schedule_check.interleaving import Story
 from interlace_verify.shims.imports import SHIMS, installed
 from interlace_verify.suite import jobs as suite
 from interlace_verify.suite.jobs import PROTOCOLS, CheckPlan, JobResult
@@ -293,7 +293,10 @@ def panels(result: JobResult) -> Iterator[Panel]:
 
 def view_of(title: str, story: Story, finding: Finding | None = None) -> PageView:
     """Return ``story`` with the accesses of ``finding`` in red, and the waits that were left at its end."""
-    steps = [(_lane(step), step) for step in story.steps]
+    steps = []
+    for step in story.steps:
+        who = "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
+        steps.append(((step.rank, who), step))
     waits = [((wait.rank, wait.who), wait) for wait in story.blocked]
     lanes = sorted({lane for lane, _ in [*steps, *waits]})
     view, numbers = PageView(title, "steps", lanes), range(story.first, story.first + len(steps))
@@ -317,10 +320,6 @@ def view_of(title: str, story: Story, finding: Finding | None = None) -> PageVie
     for number, (_, wait) in enumerate(waits, len(steps)):
         view.arrows += [(number, each, "blocked") for each in _owed_by(wait, view)]
     return view
-
-
-def _lane(step: Step) -> tuple[int, str]:
-    return step.rank, "memory" if step.task == "memory" else step.who.partition(" of launch ")[0]
 
 
 def _owed_by(wait: BlockedWait, view: PageView) -> list[int]:

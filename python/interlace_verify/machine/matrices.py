@@ -34,6 +34,7 @@ import numpy as np
 
 from interlace.runtime.core.accesses import AsyncAccess
 from interlace.runtime.numerics.exact import matrix_product
+from interlace_verify.machine.bulk_copies import swizzled
 from interlace_verify.machine.shared import (
     PtxProgram,
     build_commit,
@@ -43,7 +44,6 @@ from interlace_verify.machine.shared import (
     shared_bits,
     take_shared,
 )
-from interlace_verify.machine.tensor_maps import swizzled
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.instruction import Action, Instruction, builders
 from interlace_verify.ptx.memory import address_of, pointers_of
@@ -257,7 +257,9 @@ def _build_product(instruction: Instruction) -> Action:
     clamps = instruction.flag("satfinite")
     names = take_numbers(instruction)
     total, left, right = names if len(names) == 3 else [""] * 3
-    columns, depth = _shape(instruction)
+    shapes = {name: match for name in instruction.qualifiers if (match := _SHAPE.fullmatch(name))}
+    shape = instruction.choose(*shapes)
+    columns, depth = map(int, shapes[shape].groups()) if shape else (0, 0)
     if (
         not multiplies(total, left, right)
         or depth * NUMBERS[left].bits != 256
@@ -366,15 +368,6 @@ def build_move(instruction: Instruction) -> Action:
     return move if sources else action
 
 
-def _shape(instruction: Instruction) -> tuple[int, int]:
-    """Return n and k; zeros without a shape."""
-    for name in list(instruction.qualifiers):
-        if match := _SHAPE.fullmatch(name):
-            instruction.flag(name)
-            return int(match[1]), int(match[2])
-    return 0, 0
-
-
 def _truth(instruction: Instruction, operand: str) -> Reader:
     literal = instruction.literal(operand, TYPES["u32"])
     if literal is not None:
@@ -418,7 +411,7 @@ def _matrix(threads: Threads, descriptors: Array, rows: int, name: str, turned: 
     for descriptor in np.unique(descriptors).tolist():
         places = _places(descriptor, rows, name, turned)
         program.offsets(places + program.base, size)
-        found[descriptors == descriptor] = program.shared.view(kind.raw)[places // size]
+        found[descriptors == descriptor] = program.view(kind)[places // size]
     return numbers_of(found, name)
 
 

@@ -10,23 +10,20 @@ import os
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from interlace.runtime.compiler.lint.control_flow import Flow
 from interlace.runtime.core.errors import InlineAssemblyError
 from interlace_verify.machine.bulk_copies import BULK
 from interlace_verify.machine.matrices import MATRICES, build_move, build_sum
 from interlace_verify.machine.mbarriers import MBARRIERS
-from interlace_verify.machine.provenance import sources
 from interlace_verify.machine.shared import SHARED
-from interlace_verify.machine.tensor_maps import TENSOR_MAPS
 from interlace_verify.machine.warps import WARPS
 from interlace_verify.ptx.arithmetic import ARITHMETIC
 from interlace_verify.ptx.inline_assembly import BUILDERS as INLINE
-from interlace_verify.ptx.instruction import (
-    Instruction,
-    Symbol,
-)
+from interlace_verify.ptx.instruction import Instruction, Symbol
 from interlace_verify.ptx.memory import SCOPES
 from interlace_verify.ptx.parser import Parser, PtxFunction, Variable, declared, read_text
 from interlace_verify.ptx.special import WARP
@@ -35,7 +32,7 @@ from interlace_verify.ptx.types import Array
 
 TOGETHER = WARPS | MATRICES
 # these accept forms that the builders of inline PTX refuse
-BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | TENSOR_MAPS | BULK | {"mov": build_move}
+BUILDERS = INLINE | TOGETHER | SHARED | MBARRIERS | BULK | {"mov": build_move}
 BUILDERS |= dict.fromkeys(("add", "sub", "mul", "fma"), build_sum)
 _ORDERED = ("relaxed", "acquire", "volatile")
 _WITHIN_REGISTERS = {*ARITHMETIC, "mov", "cvt", "cvta"}
@@ -64,7 +61,7 @@ class PtxKernel:
     ``threads``: the number of threads in whole warps, of which only the threads of ``block`` exist.
     ``variables``: global and constant variables. ``pointers``: numbers that stand for the addresses of
     functions. ``warp_wide``: instructions that all threads of a warp run at once. ``sources``: the sources
-    of addresses in registers, see ``provenance.py``.
+    of addresses in registers.
     """
 
     name: str
@@ -318,61 +315,81 @@ def looks(step: Instruction) -> bool:
 
 
 def _in_order(after: Sequence[Sequence[int]]) -> list[int]:
-    """Return a number for each block, so that a loop is contiguous and comes before its successors."""
-    order = [0] * len(after)
-    count = 0
-
-    def number(nodes: set[int]) -> None:
-        nonlocal count
-        for component in _components(nodes, after):
-            if len(component) == 1:
-                (node,) = component
-                order[node] = count
-                count += 1
-                continue
-            entered = {t for n in nodes - component for t in after[n] if t in component}
-            head = min(entered or component)
-            order[head] = count
-            count += 1
-            number(component - {head})
-
-    number(set(range(len(after))))
-    return order
+    """Number the instructions, so that a loop is contiguous and comes before its successors."""
+    flow = Flow(after)
+    places = {index: place for place, index in enumerate(flow.order)}
+    around: list[list[int]] = [[] for _ in after]  # the loops around each, the outermost first
+    for head, body in sorted(flow.loops.items(), key=lambda loop: -len(loop[1])):
+        for index in body:
+            around[index].append(places[head])
+    ranked = sorted(places, key=lambda index: (*around[index], places[index]))
+    numbers = {index: number for number, index in enumerate(ranked)}
+    return [numbers[index] for index in range(len(after))]
 
 
-def _components(nodes: set[int], after: Sequence[Sequence[int]]) -> Iterable[set[int]]:
-    """Yield the strongly connected components of ``nodes``, each before its successors (Tarjan)."""
-    index: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    inside: set[int] = set()
-    found: list[set[int]] = []
-    for root in sorted(nodes):
-        if root in index:
-            continue
-        path = [(root, iter(after[root]))]
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        inside.add(root)
-        while path:
-            node, rest = path[-1]
-            for follower in rest:
-                if follower not in nodes:
-                    continue
-                if follower not in index:
-                    index[follower] = low[follower] = len(index)
-                    stack.append(follower)
-                    inside.add(follower)
-                    path.append((follower, iter(after[follower])))
-                    break
-                if follower in inside:
-                    low[node] = min(low[node], index[follower])
-            else:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[node])
-                if low[node] == index[node]:
-                    found.append(set(stack[stack.index(node) :]))
-                    inside -= found[-1]
-                    del stack[stack.index(node) :]
-    return reversed(found)
+# -- the parameters that addresses in registers come from -------------------------------------------
+#
+# All instructions that compute with a register are followed, in any order. An access by an address that
+# comes from one tensor belongs to that tensor, even if another tensor lies directly after it in memory.
+
+ELSEWHERE = ""  # a name for other sources: memory or a variable
+WIDE = 8  # bytes of an address
+INDEX = 1 << 31  # a smaller number moves an address within a tensor
+
+
+def sources(
+    steps: Sequence[Instruction], kinds: Sequence[Any], computing: frozenset[str]
+) -> dict[int, frozenset[str]]:
+    """Return, by slot, the 64-bit parameters that its values come from, if there are no other sources.
+
+    ``kinds``: the dtypes of the slots; ``computing``: instructions that compute from registers alone.
+    """
+    sizes = [kind.itemsize for kind in kinds]  # 1 for a predicate
+    found: list[set[str]] = [set() for _ in kinds]
+    moves = []
+    for step in steps:
+        given = _given(step, sizes, computing)
+        reads = [slot for slot in step.reads if sizes[slot] > 1] if given is None else []
+        for target in step.writes:
+            if given is not None and sizes[target] == WIDE:
+                found[target].add(given)
+            elif given is None and sizes[target] > 1:
+                moves.append((found[target], [found[slot] for slot in reads]))
+    changed = True
+    while changed:
+        changed = False
+        for names, parts in moves:
+            before = len(names)
+            names.update(*parts)
+            changed |= len(names) > before
+    return {
+        slot: frozenset(names)
+        for slot, names in enumerate(found)
+        if sizes[slot] == WIDE and names and ELSEWHERE not in names
+    }
+
+
+def _given(step: Instruction, sizes: Sequence[int], computing: frozenset[str]) -> str | None:
+    """Return the source that ``step`` adds to a wide register; None to join its inputs' sources."""
+    if step.mnemonic == "ld" and ".param" in step.opcode:
+        name = step.operands[-1].strip("[] ")
+        kind = (step.parameters or {}).get(name)
+        return name if kind is not None and kind.bits == 8 * WIDE else ELSEWHERE
+    halves = step.mnemonic == "mov" and any(sizes[slot] < WIDE for slot in step.reads)
+    named = {operand.partition("+")[0].strip() for operand in step.operands}
+    variable = named & {*(step.symbols or ()), *(step.parameters or ())}
+    return ELSEWHERE if step.mnemonic not in computing or halves or variable else None
+
+
+def origins(
+    by_slot: Mapping[int, frozenset[str]], of: Mapping[str, object], numbers: Mapping[str, int]
+) -> dict[int, object]:
+    """Return the origin of each slot: the only tensor among its parameters, if indices move it."""
+    found = {}
+    for slot, names in by_slot.items():
+        tensors = [name for name in names if name in of]
+        if len(tensors) == 1 and all(
+            numbers.get(name, INDEX) < INDEX for name in names if name not in of
+        ):
+            found[slot] = of[tensors[0]]
+    return found

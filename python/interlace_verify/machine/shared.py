@@ -158,6 +158,10 @@ class PtxProgram(PtxSession):
     def base(self) -> int:
         return int(self.shared.ctypes.data)
 
+    def view(self, kind: ScalarType) -> Array:
+        """Return its shared memory as an array of ``kind``'s bits."""
+        return self.shared.view(kind.raw)
+
     def offsets(self, addresses: Array, size: int) -> Array:
         """Return the offsets of accesses of ``size`` bytes, which must be inside."""
         offsets = addresses.astype(np.int64) - self.base
@@ -211,7 +215,7 @@ def _touched(
         pointers = pointers_of(threads, addresses, kind, lanes)
         pointers.shared = True
         if bits is not None:
-            there = program.shared.view(kind.raw)[offsets // (kind.bits // 8)]
+            there = program.view(kind)[offsets // (kind.bits // 8)]
             pointers.unchanged, pointers.stored = bool((there == bits).all()), bits
         pointers.constant = constant
         program.hooks.shared(pointers, stores=stores)
@@ -225,7 +229,7 @@ def shared_bits(
     offsets = _touched(threads, addresses, kind, stores=False, lanes=lanes)
     if "cp.async" in threads.session.groups:
         _tell_of_unfinished(threads, addresses, kind.bits // 8, lanes)
-    return threads.session.shared.view(kind.raw)[offsets // (kind.bits // 8)]
+    return threads.session.view(kind)[offsets // (kind.bits // 8)]
 
 
 def put_shared(
@@ -239,7 +243,7 @@ def put_shared(
 ) -> None:
     options: dict[str, Any] = {"lanes": lanes, "bits": bits, "constant": constant}
     offsets = _touched(threads, addresses, kind, stores=True, **options)
-    places, there = offsets // (kind.bits // 8), threads.session.shared.view(kind.raw)
+    places, there = offsets // (kind.bits // 8), threads.session.view(kind)
     threads.session.changes += not (there[places] == bits).all()
     there[places] = bits
 

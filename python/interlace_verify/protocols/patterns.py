@@ -29,15 +29,16 @@ Not covered:
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from interlace_verify.protocols.explorer import Exploration, explore
-from interlace_verify.protocols.steps import (
+from interlace_verify.protocols.explorer import (
     EMPTY,
     CompareAndSwap,
+    Exploration,
     Process,
     Protocol,
     ProtocolStep,
     Publish,
     Wait,
+    explore,
     read,
     write,
 )

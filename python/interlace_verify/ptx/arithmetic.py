@@ -547,10 +547,6 @@ def reversed_bits(value: Array) -> Array:
     return np.packbits(each[:, ::-1], axis=1).view(value.dtype).reshape(value.shape)
 
 
-def _sum_of_differences(_: ScalarType, x: Array, y: Array, total: Array) -> Array:
-    return total + np.where(x < y, y - x, x - y)
-
-
 def _highest(kind: ScalarType, as_shift: str | None, value: Array) -> Array:
     """Return the position of the highest non-sign bit; with .shiftamt its distance from the top."""
     value = np.where(value < 0, ~value, value).view(kind.raw)
@@ -608,7 +604,9 @@ FORMS = {
     "clz": ScalarForm(lambda kind, x: leading_zeros(x), ("b32", "b64"), ("u32", "")),
     "brev": ScalarForm(lambda kind, x: reversed_bits(x), ("b32", "b64"), ("", "")),
     "cnot": ScalarForm(lambda kind, x: (x == 0).astype(x.dtype), BITS, ("", "")),
-    "sad": ScalarForm(_sum_of_differences, INTEGERS, ("",) * 4),
+    "sad": ScalarForm(
+        lambda kind, x, y, total: total + np.where(x < y, y - x, x - y), INTEGERS, ("",) * 4
+    ),
     "bfind": ScalarForm(_highest, _EITHER, ("u32", ""), (("shiftamt", None),)),
     "mul24": ScalarForm(_short_product, ("u32", "s32"), ("",) * 3, (_PARTS,)),
     "mad24": ScalarForm(_short_product, ("u32", "s32"), ("",) * 4, (_PARTS,)),

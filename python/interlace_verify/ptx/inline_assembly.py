@@ -38,7 +38,6 @@ from interlace_verify.ptx.instruction import (
 )
 from interlace_verify.ptx.memory import MEMORY
 from interlace_verify.ptx.moves import MOVES
-from interlace_verify.ptx.multimem import MULTIMEM
 from interlace_verify.ptx.parser import Parser
 from interlace_verify.ptx.special import PtxSession, Threads
 from interlace_verify.ptx.waits import BLOCK_BARRIER, WAITS
@@ -133,7 +132,7 @@ def _columns(data: Any, shape: tuple[int, ...], pack: int) -> list[list[int]]:
     ]
 
 
-BUILDERS = ARITHMETIC | CALLS | MEMORY | MOVES | MULTIMEM | WAITS
+BUILDERS = ARITHMETIC | CALLS | MEMORY | MOVES | WAITS
 IDLE_STEPS = 1_000_000
 """A loop without memory accesses that runs this many instructions counts as endless."""
 

@@ -269,7 +269,7 @@ class Instruction:
         write = self.writer(target, kind, wider=wider)
         read = self.reader if raw else self.numbers
         reads = [read(*source, wider=wider) for source in sources]
-        encode = _unchanged if raw else kind.encoder
+        encode: Callable[[Array], Array] = (lambda bits: bits) if raw else kind.encoder
         if len(reads) == 2:
             first, second = reads
             return lambda threads: write(threads, encode(function(first(threads), second(threads))))
@@ -278,10 +278,6 @@ class Instruction:
             write(threads, encode(function(*[read(threads) for read in reads])))
 
         return compute
-
-
-def _unchanged(bits: Array) -> Array:
-    return bits
 
 
 def number_of(text: str, kind: ScalarType) -> int | None:

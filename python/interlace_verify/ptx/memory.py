@@ -6,6 +6,12 @@ interpreter performs it with ``std::atomic``, so it is also atomic across proces
 half lacks are loops of compare-and-swap.
 
 Addresses and values belong to the running threads: (threads,), or (threads, parts) for a vector.
+
+``multimem.ld_reduce``, ``multimem.st`` and ``multimem.red`` reach all ranks at once. They take multicast
+addresses from ``place.py``; others are an error, as on a GPU. The switch works on all ranks at
+once. Here the ranks follow one another, in rank order, each with its own access. An access of a vector or a
+packed pair, which carries data, is plain. An access of a single number, which may be a signal, is atomic
+with the ordering of the instruction. Sums of numbers below 32 bits are in fp32, and are rounded once.
 """
 
 import functools
@@ -20,10 +26,11 @@ import triton.language as tl
 from interlace.runtime.compat.triton_interpreter import atomics, everywhere, unchecked
 from interlace.runtime.core.accesses import NULL, Atomic, Handle, Numbers, with_origin
 from interlace.runtime.numerics.exact import larger, smaller
-from interlace_verify.ptx.arithmetic import PAIRS as _PAIRS, lanewise
+from interlace.runtime.places.sim import place
+from interlace_verify.ptx.arithmetic import COMBINED, PAIRS as _PAIRS, lanewise
 from interlace_verify.ptx.instruction import Action, Instruction, Write, builders
 from interlace_verify.ptx.special import Reader, Threads
-from interlace_verify.ptx.types import TYPES, Array, ScalarType
+from interlace_verify.ptx.types import FORMATS, TYPES, Array, NarrowFloat, ScalarType
 
 SPACES = ("shared", "shared::cta")
 _VERBS = {"ld": "loads", "st": "stores"}
@@ -559,3 +566,96 @@ def _update(name: str, kind: ScalarType, number: ScalarType | None) -> Callable[
         return lambda old, new: kind.encode(_OF_FLOATS[name](kind.decode(old), kind.decode(new)))
     change = _UPDATES[name]
     return lambda old, new: np.array([change(int(old[0]), int(new[0]))], kind.raw)
+
+
+# -- all ranks at once ------------------------------------------------------------------------------
+
+_ORDERINGS = {
+    "ld_reduce": ("weak", "relaxed", "acquire"),
+    "st": ("weak", "relaxed", "release"),
+    "red": ("relaxed", "release"),
+}
+_SUMS = ("u32", "s32", "u64", "f32", "f64")
+_FOURS = {"e4m3x4": FORMATS["e4m3"], "e5m2x4": FORMATS["e5m2"]}
+_AT_ALL_RANKS: dict[str, tuple[Callable[..., Array], tuple[str, ...]]] = {
+    "add": (operator.add, _SUMS),
+    **{name: (each, WHOLE) for name, each in (("min", smaller), ("max", larger))},
+    **{name: (COMBINED[name], ("b32", "b64")) for name in COMBINED},
+}
+_WIDEST = 128
+
+
+@builds("multimem")
+def build_multimem(instruction: Instruction) -> Action:
+    form = instruction.choose(*_ORDERINGS)
+    if form is None:
+        known = [f"multimem.{name}" for name in _ORDERINGS]
+        raise instruction.unknown(f"instruction '{instruction.opcode}'", known)
+    sem, scope = take_ordering(instruction, *_ORDERINGS[form])
+    take_global(instruction)
+    name = instruction.choose(*_AT_ALL_RANKS) if form != "st" else "add"
+    if name is None:
+        raise instruction.unknown(f"the operation of '{instruction.opcode}'", _AT_ALL_RANKS)
+    reduce, kinds = _AT_ALL_RANKS[name]
+    instruction.choose("acc::f32", "acc::f16")
+    vector = instruction.choose("v2", "v4", "v8")
+    packed = instruction.choose(*_PAIRS, *(_FOURS if form != "red" else ()))
+    kinds = kinds if form != "st" else (*_SUMS, "s64", "b32", "b64")
+    kind = TYPES["b32"] if packed else instruction.take_type(kinds)
+    instruction.finish(2)
+    data, at = instruction.operands if form == "ld_reduce" else instruction.operands[::-1]
+    parts = take_parts(instruction, data, vector)
+    nbytes = len(parts) * kind.bits // 8
+    if 8 * nbytes > _WIDEST or (vector and kind.bits == 64):
+        raise instruction.error(f"more than {_WIDEST} bits at once")
+    where = address_of(instruction, at, kind, len(parts))
+
+    def on_ranks(address: int) -> list[int]:
+        try:
+            return place.addresses(address, nbytes)
+        except LookupError:
+            raise ValueError(
+                f"PTX: {address:#x} is not a multicast address of {nbytes} bytes; line "
+                f"{instruction.line}: {instruction.text}"
+            ) from None
+
+    def addresses(threads: Threads) -> list[Array]:
+        """Return the addresses of the access in every rank's memory, by rank."""
+        by_rank = zip(*map(on_ranks, where(threads).tolist()), strict=True)
+        return [np.array(each, np.uint64) for each in by_rank]  # a layout that atomics accept
+
+    number = TYPES[_PAIRS[packed]] if packed in _PAIRS else None
+    ordering = None if packed or len(parts) > 1 else sem
+    way = AccessWay(ordering, scope, multicast=True)
+    if form == "ld_reduce":
+        total = _total(reduce, _FOURS.get(str(packed), number or kind), kind)
+        return loading(instruction, parts, kind, addresses, load_of(kind, way), total)
+    if form == "st":
+        return storing(instruction, parts, kind, addresses, store_of(kind, way))
+    way = way._replace(sem=sem or "relaxed")
+    change = read_modify_write(name, kind, way, number=number)
+    return storing(instruction, parts, kind, addresses, change)
+
+
+def _total(reduce: Any, number: Any, kind: ScalarType) -> Callable[[list[Array]], Array]:
+    """Return the bits of the sum of registers of ``kind``, each of one, two or four of ``number``."""
+
+    def encode(values: Array) -> Array:
+        if isinstance(number, NarrowFloat):
+            return number.encode(values, np.rint, saturates=True)
+        return number.encode(values)
+
+    def lane(registers: list[Array], shift: int) -> Array:
+        parts = [
+            number.decode((bits >> kind.raw.type(shift)).astype(number.raw)) for bits in registers
+        ]
+        return encode(functools.reduce(reduce, parts[1:], parts[0] + 0))
+
+    def reduced(registers: list[Array]) -> Array:
+        lanes = [
+            lane(registers, shift).astype(kind.raw) << kind.raw.type(shift)
+            for shift in range(0, kind.bits, number.bits)
+        ]
+        return functools.reduce(operator.or_, lanes)
+
+    return reduced

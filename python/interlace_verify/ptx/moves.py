@@ -32,7 +32,8 @@ def build_move(instruction: Instruction) -> Action:
     if vector := instruction.choose("v2", "v4"):
         return _move_all(instruction, int(vector[1:]))
     if instruction.flag("b128"):
-        return _move_all(_as_halves(instruction), 2)
+        instruction.qualifiers.append("b64")
+        return _move_all(instruction, 2)
     kind = instruction.take_type((*BITS, "b8", *INTEGERS, "u8", "s8", *FLOATS, "pred"))
     instruction.finish(2)
     targets, sources = (_parts(instruction, operand, kind) for operand in instruction.operands)
@@ -52,11 +53,6 @@ def build_move(instruction: Instruction) -> Action:
             write(threads, (bits >> whole.type(shift)).astype(part.raw))
 
     return move
-
-
-def _as_halves(instruction: Instruction) -> Instruction:
-    instruction.qualifiers.append("b64")
-    return instruction
 
 
 def _move_all(instruction: Instruction, count: int) -> Action:

@@ -86,7 +86,8 @@ def declared(text: str) -> list[Variable]:
         name = _NAME.fullmatch(each)
         if name is None:
             raise ValueError(f"'{each[:80]}' is not a name of a variable")
-        initial = tuple(_flat(name[3] or ""))
+        values = (value.strip() for value in re.split(r"[{},]", name[3] or ""))
+        initial = tuple(filter(None, values))
         extents = re.findall(r"\[ ?(\w*) ?\]", name[2])
         nbytes: int | None = size * math.prod(int(each or "0", 0) for each in extents)
         if extents and not extents[0]:  # as many elements as there are values
@@ -94,10 +95,6 @@ def declared(text: str) -> list[Variable]:
             nbytes = -(-len(initial) * kind.bits // 8 // inner) * inner if initial else None
         found.append(Variable(name[1], match[1], kind, int(match[2] or size), nbytes, initial))
     return found
-
-
-def _flat(text: str) -> list[str]:
-    return [part for part in (each.strip() for each in re.split(r"[{},]", text)) if part]
 
 
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

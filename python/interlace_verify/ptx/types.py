@@ -117,13 +117,9 @@ Rounding = Callable[[Array], Array]
 """Rounds numbers in units of the last place."""
 
 
-def _away(units: Array) -> Array:
-    return np.copysign(np.floor(np.abs(units) + 0.5), units)
-
-
 ROUNDINGS: dict[str, Rounding] = {
     "rn": np.rint,
-    "rna": _away,
+    "rna": lambda units: np.copysign(np.floor(np.abs(units) + 0.5), units),
     "rz": np.trunc,
     "rm": np.floor,
     "rp": np.ceil,

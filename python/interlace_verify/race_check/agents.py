@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from interlace.runtime.core.accesses import Lanes, Numbers
+from interlace.runtime.core.errors import SourceText
 
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2}
 SYS = SCOPES["sys"]
-Pending = dict["Agent", Numbers]
+LANES, ONE = 0, 1  # the components of an agent whose threads are not known
 Times = dict[int, int]  # the time of each component
 
 
@@ -24,7 +25,8 @@ class Rules:
 
     ``barriers``: every release has a barrier before it; ``barriers_after``: every wait has one after it.
     ``puts``: every signal covers all puts. ``releases``, ``acquires``, ``scopes``: every atomic releases,
-    acquires, has scope sys. ``proxies``: no access needs a proxy fence.
+    acquires, has scope sys. ``proxies``: no access needs a proxy fence. Two rules are about one line:
+    ``ignored``: its barriers do not count; ``ordered``: its atomics acquire and release.
     """
 
     barriers: bool = True
@@ -34,13 +36,23 @@ class Rules:
     acquires: bool = True
     scopes: bool = True
     proxies: bool = True
+    ignored: SourceText | None = None
+    ordered: SourceText | None = None
 
 
 class Agent:
-    """An actor of a run. ``clock`` is what it knows of every component's time; its own start at ``first``.
+    """An actor of a run, with a component of all clocks for each of its ``threads``.
 
-    ``pending``: clocks that it has read without acquiring, by the agent that released them. ``arrived``:
-    what had arrived everywhere at its last quiet.
+    If its threads are not known (0), it has two components: LANES for accesses by all threads, and ONE for
+    the thread that does scalars and atomics, and for streams and user code. They know the same.
+
+    ``clock``: what all threads know. Its own components, from ``first`` on, hold the time before the last
+    barrier. ``own``: the present time of each component, then its times in the mirrors. ``putting``:
+    whether a thread's stores are puts. These are by thread: ``acquired``, the clock that it alone knows,
+    and ``waiting``, clocks that it has read without acquiring, by the agent that released them. ``fences``
+    are clocks that it has released with a fence, by scope. ``arrivals`` had arrived at a quiet of it or of
+    a thread that it met. ``mbarriers``, by address: the clocks of arrivals in the present phase, and the
+    clock that a wait for the previous phase learns. ``queues``: asynchronous accesses, by name.
 
     Each agent has its components four times. The second block is a *mirror*: the part of a component's time
     that is also known to be ordered before accesses of the async proxy. Only a proxy fence raises it. The
@@ -50,56 +62,65 @@ class Agent:
     fence or release delivers them, but the signal of a later put does not.
     """
 
-    components = 2
     BLOCKS = 4
     ASYNC, ALIAS, PUTS = range(1, BLOCKS)
 
-    def __init__(self, number: int, first: int, rank: int, who: str) -> None:
+    def __init__(self, number: int, first: int, rank: int, who: str, threads: int = 0) -> None:
         self.number, self.first, self.rank, self.who = number, first, rank, who
-        self.lanes, self.thread = first, first + 1
+        self.threads, self.components = threads, threads or 2
         self.clock: Numbers = np.zeros(first + self.BLOCKS * self.components, np.int64)
-        self.clock[self.lanes] = self.clock[self.thread] = 1
-        self.barred = [0, 0]
-        self.putting: Any = False
-        self.before: Numbers = self.clock  # the clock before the program
-        self.fenced: dict[int, Numbers] = {}
-        self.pending: Pending = {}
-        self.for_lanes: Numbers | None = None
-        self.arrived: Numbers | None = None
-        self.ends: list[tuple[int, int]] = []  # the ends of its launches, in both components
+        self.own: Numbers = np.zeros((self.BLOCKS, self.components), np.int64)
+        self.own[0] = 1
+        self.mirrors = False  # whether any time is in a mirror
+        self.putting = np.zeros(self.components, np.bool_)
+        self.ends: list[int] = []  # the ends of its launches
         self.observed: dict[Any, Times] = {}  # by word, the writes whose value it has read
+        self._forget(self.clock)
+
+    def _forget(self, known: Numbers) -> None:
+        self.before = known  # the clock before the program
+        self.acquired: dict[int, Numbers] = {}
+        self.waiting: dict[int, dict[Agent, Numbers]] = {}
+        self.fences: dict[int, dict[int, Numbers]] = {}
+        self.arrivals: dict[int, Numbers] = {}
+        self.loaded: dict[int, list[Any]] = {}
+        self.over: set[tuple[int, int]] = set()
+        self.mbarriers: dict[int, list[object]] = {}
+        self.queues: dict[object, AsyncAgent] = {}
 
     def owns(self, component: Any) -> Any:
         return (component >= self.first) & (component < self.first + self.components)
 
+    def acting(self, threads: Lanes) -> list[int]:
+        """Return the threads that fence or release if ``threads`` do; None: they are not known."""
+        return [ONE] if threads is None else threads.tolist()
+
+    def _whose(self, thread: int) -> int:
+        """Return the thread that has the fences and the waits of ``thread``."""
+        return thread if self.threads else ONE
+
     def begin(self, known: Numbers) -> None:
         """Begin a program of a launch, which knows everything before the launch."""
         self.learn(known)
-        self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
-        self.tick()
-        self.before, self.fenced = known, {SYS: known}
-        self.pending, self.for_lanes, self.arrived = {}, None, None
+        self._forget(known)
+        self.barrier()
 
     def end(self) -> Numbers:
         """End the program and return the clock that an agent that waits for it learns."""
-        for late in (*self.pending.values(), self.for_lanes):
-            if late is not None:
-                self.learn(late)
-        self.tick()  # an agent that knows this time knows the end
-        self._has_ended()
-        clock: Numbers = self.clock.copy()
-        self.tick()
-        return clock
-
-    def _has_ended(self) -> None:
-        self.ends.append((int(self.clock[self.lanes]), int(self.clock[self.thread])))
+        for each in self.waiting.values():
+            for clock in each.values():
+                self.learn(clock)
+        for queue in self.queues.values():
+            self.learn(queue.clock)
+        self.barrier()
+        self.ends.append(int(self.clock[self.first]))
+        return self.clock
 
     def had_ended(self, component: int, time: int, known: Numbers) -> bool:
         """Return whether ``known`` has the end of the launch in which ``component`` acted at ``time``."""
         if not self.owns(component) or component >= len(known):
             return False
-        which = int(component == self.thread)
-        return any(time <= each[which] <= known[component] for each in self.ends)
+        return any(time <= end <= known[component] for end in self.ends)
 
     def observe(self, word: tuple[int, int], thread: int | None, writes: Times) -> None:
         """Note that the agent or one ``thread`` of it has read the value of ``word`` after ``writes``."""
@@ -111,120 +132,35 @@ class Agent:
     def learn(self, other: Numbers) -> None:
         self.clock = joined(self.clock, other)
 
-    def now(self) -> tuple[int, int]:
-        """Return the time of the lanes and the time of the one thread."""
-        return int(self.clock[self.lanes]), int(self.clock[self.thread])
-
-    def tick(self) -> None:
-        self.clock[self.lanes] += 1
-        self.clock[self.thread] += 1
-
-    def released(self, *, all_threads: bool, each_thread: bool) -> Numbers:
-        """Return the clock that a release passes on: its own lanes up to the last barrier, or all lanes.
-
-        ``each_thread``: every thread releases, and a release covers only its own thread's scalars.
-        """
-        clock: Numbers = self.clock.copy()
-        if not all_threads:
-            clock[self.lanes] = self.barred[0]
-            for block in (self.ALIAS, self.PUTS):
-                mirror = self.lanes + block * self.components
-                clock[mirror] = min(clock[mirror], self.barred[0])
-            if each_thread:
-                clock[self.thread] = self.barred[1]
-        return clock
-
-    def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
-        """Advance the time, because the release does not cover later accesses."""
-        self.clock[self.thread] += 1
-        if all_threads:
-            self.clock[self.lanes] += 1
-
-    def barrier(self) -> None:
-        """Note a barrier: each thread knows what the others did and acquired."""
-        self.barred = [int(self.clock[self.lanes]), int(self.clock[self.thread])]
-        if self.for_lanes is not None:
-            self.learn(self.for_lanes)
-            self.for_lanes = None
-        if self.arrived is not None:
-            self.fenced[SYS] = joined(self.fenced.get(SYS), self.arrived)
-        self.tick()
-
-    def quiet(self, _: Any) -> None:
-        """Note that all stores of all threads have arrived; signals after a barrier pass this on."""
-        self.arrived = self.clock.copy()
-
-
-class ThreadsAgent(Agent):
-    """A program whose threads are known: it has one component for each thread.
-
-    ``clock``: what all threads know since the last barrier. Its own components hold the time before it.
-    ``times``: the present time of every thread. ``fenced_times``, ``aliased_times`` and
-    ``delivered_times``: the time of a thread's last order of the kind of each mirror. ``putting``: whether
-    a thread's stores are puts. These are by thread: ``acquired``, the clock that it alone knows, and
-    ``waiting``, clocks that it has read without acquiring. ``fences`` are clocks that it has released with
-    a fence, by scope. ``arrivals`` had arrived at a quiet of it or of a thread that it met. ``mbarriers``,
-    by address: the clocks of arrivals in the present phase, and the clock that a wait for the previous
-    phase learns. ``queues``: asynchronous accesses, by name.
-    """
-
-    def __init__(self, number: int, first: int, rank: int, who: str, threads: int) -> None:
-        self.components = threads
-        super().__init__(number, first, rank, who)
-        self.times = np.ones(threads, np.int64)
-        self.fenced_times = np.zeros(threads, np.int64)
-        self.aliased_times = np.zeros(threads, np.int64)
-        self.delivered_times = np.zeros(threads, np.int64)
-        self.putting = np.zeros(threads, np.bool_)
-
-    def begin(self, known: Numbers) -> None:
-        self.learn(known)
-        self.acquired: dict[int, Numbers] = {}
-        self.waiting: dict[int, Pending] = {}
-        self.fences: dict[int, dict[int, Numbers]] = {}
-        self.arrivals: dict[int, Numbers] = {}
-        self.loaded: dict[int, list[Any]] = {}
-        self.over: set[tuple[int, int]] = set()
-        self.mbarriers: dict[int, list[object]] = {}
-        self.queues: dict[object, AsyncAgent] = {}
-        self.before = known
-        self.barrier()
-
-    def now(self) -> tuple[int, int]:
-        latest = int(self.times.max())
-        return latest, latest
-
-    def end(self) -> Any:
-        waited = [clock for each in self.waiting.values() for clock in each.values()]
-        late = [*waited, *(each.clock for each in self.queues.values())]
-        for clock in late:
-            self.learn(clock)
-        self.barrier()
-        self._has_ended()
-        return self.clock.copy()
+    def now(self) -> Numbers:
+        """Return the time of each component; of known threads, the latest of all."""
+        times: Numbers = self.own[0].copy()
+        if self.threads:
+            times[:] = times.max()
+        return times
 
     def barrier(self, threads: Lanes = None) -> None:
         """Note a barrier of all threads or of ``threads``, which then all have the time of the latest.
 
         A mark of several threads has the time of one of them, which is compared with the others' times.
         """
-        those = slice(None) if threads is None else threads
+        times, those = self.own[0], slice(None) if threads is None else threads
         self._hand_on(range(self.components) if threads is None else threads.tolist())
-        self.times[those] = self.times[those].max()
+        times[those] = times[those].max()
         if threads is not None and len(threads) < self.components:
             known = self._put_own(self._known_to(threads), threads)
             self.acquired.update(dict.fromkeys(threads.tolist(), known))
-            self.times[threads] += 1
-            return
-        self.loaded.clear()
-        self.observed = {(word, None): writes for (word, _), writes in self.observed.items()}
-        self.clock = self._put_own(self._known_to(self.acquired), slice(None))
-        self.acquired.clear()
-        self.times = np.full(self.components, self.times.max() + 1)
+        else:
+            self.loaded.clear()
+            self.observed = {(word, None): writes for (word, _), writes in self.observed.items()}
+            self.clock = self._put_own(self._known_to(self.acquired), slice(None))
+            self.acquired.clear()
+        times[those] += 1
 
-    def quiet(self, threads: Numbers) -> None:
-        for thread in threads.tolist():
-            self.arrivals[thread] = self.released_by(thread, all_threads=False)
+    def quiet(self, threads: Lanes) -> None:
+        """Note that stores of ``threads`` have arrived; signals after a barrier pass this on."""
+        for thread in self.acting(threads):
+            self.arrivals[thread] = self.released_by(thread, all_threads=threads is None)
 
     def _hand_on(self, threads: Iterable[int]) -> None:
         """Give each of ``threads``, which meet, what has arrived of the stores of all of them."""
@@ -235,8 +171,16 @@ class ThreadsAgent(Agent):
             return
         for thread in threads:
             self.arrivals[thread] = known
-            fences = self.fences.setdefault(thread, {SYS: self.before})
-            fences[SYS] = joined(fences.get(SYS), known)
+            self.fence(thread, SYS, known)
+
+    def fenced(self, thread: int) -> dict[int, Numbers]:
+        """Return the clocks that a relaxed signal of ``thread`` releases, by scope."""
+        return self.fences.get(self._whose(thread), {SYS: self.before})
+
+    def fence(self, thread: int, scope: int, clock: Numbers) -> None:
+        """Let later relaxed signals of ``thread`` release ``clock``, within ``scope``."""
+        fences = self.fences.setdefault(thread, {SYS: self.before})
+        fences[scope] = joined(fences.get(scope), clock)
 
     def has_accessed(
         self, site: int, addresses: Numbers, threads: Numbers, *, stores: bool
@@ -268,31 +212,56 @@ class ThreadsAgent(Agent):
             known = joined(known, clock)
         return known
 
-    def _put_own(self, clock: Numbers, threads: Numbers | slice | int) -> Numbers:
-        every = self.times, self.fenced_times, self.aliased_times, self.delivered_times
-        for block, times in enumerate(every):
-            own = clock[self.first + block * self.components :][: self.components]
-            own[threads] = np.maximum(
-                own[threads], times[threads]
-            )  # fences of other threads may have raised it
+    def _put_own(self, clock: Numbers, threads: Any) -> Numbers:
+        """Add the present times of ``threads`` to ``clock``; fences of others may have raised it."""
+        end = self.first + self.own.size
+        own = clock[self.first : end].reshape(self.own.shape)
+        own[:, threads] = np.maximum(own[:, threads], self.own[:, threads])
         return clock
 
     def known_by(self, thread: int) -> Numbers:
         return joined(self.acquired.get(thread), self.clock)
 
     def released_by(self, thread: int, *, all_threads: bool) -> Numbers:
-        """Return the clock that ``thread`` releases: other threads' accesses before the last barrier."""
-        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else thread)
+        """Return the clock that ``thread`` releases: other threads' accesses before the last barrier.
+
+        If several threads whose numbers are not known release (LANES), each covers only its own accesses.
+        """
+        covered: Any = [] if thread == LANES and not self.threads else thread
+        return self._put_own(self.known_by(thread).copy(), slice(None) if all_threads else covered)
 
     def has_released(self, threads: Lanes = None, *, all_threads: bool) -> None:
         """Advance the times of ``threads``, because the release does not cover later accesses."""
-        self.times[slice(None) if all_threads else threads] += 1
+        self.own[0, slice(None) if all_threads else self.acting(threads)] += 1
+
+    def hand_over(self) -> Numbers:
+        """Return what it knows and did, for an agent that begins or goes on after this point."""
+        clock = self.released_by(ONE, all_threads=True)
+        self.has_released(all_threads=True)
+        return clock
 
     def acquire(self, thread: int, clock: Numbers) -> None:
-        self.acquired[thread] = joined(self.acquired.get(thread), clock)
+        if thread == ONE and not self.threads:
+            self.learn(clock)
+        else:
+            self.acquired[thread] = joined(self.acquired.get(thread), clock)
 
-    def change(self, threads: Numbers, changed: Callable[[Numbers], Numbers]) -> None:
+    def read_without_acquire(self, thread: int, sender: "Agent", clock: Numbers) -> None:
+        """Note a clock that ``thread`` acquires if it fences later."""
+        waiting = self.waiting.setdefault(self._whose(thread), {})
+        waiting[sender] = joined(waiting.get(sender), clock)
+
+    def order(self, block: int, threads: Lanes) -> None:
+        """Note in a mirror that accesses of ``threads`` up to now are ordered as it says."""
+        those = slice(None) if threads is None else threads
+        self.own[block, those] = self.own[0, those]
+        self.mirrors = True
+
+    def change(self, threads: Lanes, changed: Callable[[Numbers], Numbers]) -> None:
         """Replace the clock that each of ``threads`` knows by ``changed(clock)``."""
+        if threads is None:
+            self.clock = changed(self.clock)
+            return
         made: dict[int, Numbers] = {}
         for thread in threads.tolist():
             known = self.acquired.get(thread)
@@ -304,8 +273,8 @@ class ThreadsAgent(Agent):
 class AsyncAgent(Agent):
     """Asynchronous accesses that end one after another. The order of their starts orders nothing.
 
-    ``lanes`` is the component of reads, ``thread`` the component of writes. ``known``: what the present
-    access comes after, and the part of it that also holds for the async proxy. ``time``: its number.
+    LANES is the component of reads, ONE the component of writes. ``known``: what the present access comes
+    after, and the part of it that also holds for the async proxy. ``time``: its number.
     """
 
     base = time = 0
@@ -316,7 +285,7 @@ class AsyncAgent(Agent):
 
     def until(self, time: int, *, reads_only: bool) -> tuple[list[int], int]:
         """Return (components, time) of all accesses up to the one with number ``time``."""
-        owned = [self.lanes] if reads_only else [self.lanes, self.thread]
+        owned = [self.first] if reads_only else [self.first, self.first + ONE]
         return [*owned, *(each + self.components for each in owned)], self.base + time
 
 
@@ -338,22 +307,17 @@ def reaches(scope: int, agent: Agent, other: Agent) -> bool:
     return scope == SCOPES["gpu"] and agent.rank == other.rank
 
 
-def fenced_for(agent: Agent, scope: int, pending: Pending) -> list[Numbers]:
-    """Remove and return the pending clocks that a fence of ``agent`` acquires: senders in its scope."""
-    return [pending.pop(sender) for sender in list(pending) if reaches(scope, agent, sender)]
-
-
 class Seen(NamedTuple):
     """A word at ``address``, written at one site and read at another.
 
-    ``time``: the writer's time at the write; ``known``: the writer's clock then.
+    ``time``: the times of the writer's components at the write; ``known``: the writer's clock then.
     """
 
     address: int
     size: int
     written: int
     seen: int
-    time: tuple[int, int]
+    time: Numbers
     known: Numbers
 
     def is_behind(self, component: int, time: int) -> bool:
@@ -365,7 +329,7 @@ class SignalLog:
     """The last write of each agent to each word by an atomic, and the last read of it by each other."""
 
     def __init__(self) -> None:
-        self._written: dict[int, dict[int, tuple[int, tuple[int, int], Any]]] = {}
+        self._written: dict[int, dict[int, tuple[int, Numbers, Any]]] = {}
         self._seen: dict[tuple[int, int], Seen] = {}
         self._by_rank: dict[tuple[int, int], Seen] = {}
         self._polled: dict[tuple[int, int], tuple[int, int]] = {}
@@ -401,8 +365,8 @@ class SignalLog:
         if first is second:
             return None
         if seen is not None:
-            lanes, thread = seen.time
-            return seen if time <= (thread if component == first.thread else lanes) else None
+            written = seen.time[(component - first.first) % first.components]
+            return seen if time <= written else None
         others = (each for (reader, _), each in self._seen.items() if reader == second.number)
         return next((each for each in others if each.is_behind(component, time)), None)
 

@@ -21,7 +21,7 @@ import functools
 import linecache
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from torch._ops import OpOverload
 
 from interlace import launcher
 from interlace.runtime.compat.torch_modes import DispatchMode
-from interlace.runtime.core.accesses import Atomic, Handle, Lanes
 from interlace.runtime.core.errors import EndlessTaskError, SourceText
 from interlace.runtime.places.sim.choice import Rewrite, programs
 from interlace.runtime.places.sim.place import run_sim
@@ -45,17 +44,17 @@ from interlace.runtime.places.sim.scheduler.source_lines import (
 from interlace.runtime.places.sim.scheduler.strategies import Task, for_seed
 from interlace_verify.lint_check.check import specialisation
 from interlace_verify.race_check import hints
-from interlace_verify.race_check.agents import Agent, Rules
+from interlace_verify.race_check.agents import Rules
 from interlace_verify.race_check.collector import At
 from interlace_verify.race_check.findings import Access, Finding, RaceReport, Reach, by_cause, named
 from interlace_verify.race_check.happens_before import Detector
-from interlace_verify.schedule_check.interleaving import Story, Storyteller
-from interlace_verify.schedule_check.sampling import (
+from interlace_verify.schedule_check.check import (
     poisoned_memory,
     rare_collections,
     refused,
     seed_list,
 )
+from interlace_verify.schedule_check.interleaving import Story, Storyteller
 
 # operators whose result is filled with poison during a check, see ``sampling.poisoned_memory``
 _UNDEFINED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -147,7 +146,7 @@ class RaceTeller(Storyteller):
     ) -> None:
         """``asked``: where the findings were, see :class:`Collector`."""
         super().__init__()
-        self.detector = StepDetector(seed, asked, lambda: self._count)
+        self.detector = Detector(seed, asked=asked, step=lambda: self._count)
         every = [access for each in findings for access in (each.first, each.second)]
         self._named = {(each.rank, each.who, each.lines) for each in every if each is not None}
 
@@ -186,26 +185,6 @@ class RaceTeller(Storyteller):
             self._note(task, f"{verb} ({op}) at {place}", lines)
 
 
-class StepDetector(Detector):
-    """A detector whose accesses differ by their step. ``step()`` is the number of the next step."""
-
-    done = False  # after its last finding it still has to name memory
-
-    def __init__(
-        self, seed: int, asked: Mapping[tuple[object, ...], At], step: Callable[[], int]
-    ) -> None:
-        super().__init__(seed, asked=asked)
-        self._step = step
-
-    def place(self, address: int) -> str | None:
-        """Return the name of an address in memory that this run has touched."""
-        segment = self._memory.at(address)
-        return None if segment is None else f"{segment.label}, byte {address - segment.base}"
-
-    def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
-        return Access(agent.rank, agent.who, what, lines, self._step())
-
-
 _WRITTEN = re.compile(r"barrier|syncthreads|bar\.sync")
 _OURS = re.compile(r"/(interlace/kernels|interlace_verify)/")
 BARRIER_SEEDS = 2  # seeds for which barriers are left out
@@ -214,26 +193,10 @@ MOST_ATOMICS = 16  # lines of atomics that are tried
 Asked = Mapping[tuple[object, ...], At]
 
 
-class DetectorWithout(Detector):
-    """A detector that ignores the barriers of ``line``. It is done after the first race."""
-
-    def __init__(self, seed: int, line: SourceText) -> None:
-        super().__init__(seed)
-        self._line = line
-
-    @property
-    def done(self) -> bool:
-        return bool(self.found)
-
-    def on_barrier(self, task: Task, threads: Lanes = None) -> None:
-        if program_lines()[:1] != (self._line,):
-            super().on_barrier(task, threads)
-
-
 def superfluous(
     lines: Iterable[SourceText],
     seeds: Iterable[int],
-    observed: Callable[[int, list[DetectorWithout]], object],
+    observed: Callable[[int, list[Detector]], object],
 ) -> tuple[SourceText, ...]:
     """Return the ``lines`` whose barriers are not needed: without one such line there is no race.
 
@@ -242,9 +205,9 @@ def superfluous(
     left = sorted(filter(_is_written, lines), key=lambda line: line.frames)
     for seed in list(seeds)[:BARRIER_SEEDS]:
         if left:
-            asked = [DetectorWithout(seed, line) for line in left]
+            asked = [Detector(seed, Rules(ignored=line)) for line in left]
             observed(seed, asked)
-            left = [line for line, each in zip(left, asked, strict=True) if not each.done]
+            left = [line for line, each in zip(left, asked, strict=True) if not each.found]
     return tuple(left)
 
 
@@ -256,34 +219,22 @@ def _is_written(line: SourceText) -> bool:
     )
 
 
-class DetectorWith(Detector):
-    """A detector for which atomics at the line of ``access`` acquire and release."""
-
-    def __init__(self, seed: int, asked: Asked, access: Access) -> None:
-        super().__init__(seed, asked=asked)
-        self.access = access
-
-    def on_atomic(self, task: Task, atomic: Atomic, result: Handle) -> None:
-        if program_lines()[:1] == self.access.lines[:1]:
-            atomic = replace(atomic, sem="acq_rel")
-        super().on_atomic(task, atomic, result)
-
-
 def counters(
-    detector: Detector, asked: Asked, observed: Callable[[list[DetectorWith]], object]
+    detector: Detector, asked: Asked, observed: Callable[[list[Detector]], object]
 ) -> dict[tuple[object, ...], Access]:
     """Return, by the key of a finding in ``asked``, the atomic that would order it with "acq_rel".
 
     ``observed`` runs the schedule of ``detector`` with other detectors.
     """
-    lines = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
-    others = [DetectorWith(detector.seed, asked, each) for each in [*lines.values()][:MOST_ATOMICS]]
+    weak = {each.lines[0]: each for each in detector.weak_atomics if each.lines} if asked else {}
+    accesses = [*weak.values()][:MOST_ATOMICS]
+    others = [
+        Detector(detector.seed, Rules(ordered=each.lines[0]), asked=asked) for each in accesses
+    ]
     if others:
         observed(others)
-    ordering = (
-        (key, each.access) for each in others[::-1] for key in asked if key not in each.found
-    )
-    return dict(ordering)
+    tried = [*zip(accesses, others, strict=True)][::-1]
+    return {key: access for access, each in tried for key in asked if key not in each.found}
 
 
 SEEDS = 10
@@ -299,10 +250,11 @@ CAUSES: dict[str, tuple[str, Callable[[Finding], hints.Hint]]] = {
     "acquires": ("weak order", hints.acquire),
     "proxies": ("no proxy fence", hints.proxy),
 }
-NO_RULES = Rules(*[False] * len(fields(Rules)))
+OFF: dict[str, Any] = dict.fromkeys(CAUSES, False)
+NO_RULES = Rules(**OFF)
 # All rules but one, for each rule, then no rule; below, each rule alone.
-RELAXED = [*(replace(Rules(), **{rule: False}) for rule in CAUSES), NO_RULES]
-ALONE = [replace(NO_RULES, **{rule: True}) for rule in CAUSES]
+RELAXED = [*(Rules(**{rule: OFF[rule]}) for rule in CAUSES), NO_RULES]
+ALONE = [Rules(**OFF | {rule: True}) for rule in CAUSES]
 
 
 def races(

@@ -15,7 +15,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,14 +27,13 @@ from interlace.runtime.places.sim.scheduler.observer import Observer
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
 from interlace_verify.race_check.agents import (
+    ONE,
     SCOPES,
     SYS,
     Agent,
     AsyncAgent,
     Rules,
     SignalLog,
-    ThreadsAgent,
-    fenced_for,
     joined,
     reaches,
 )
@@ -51,27 +50,57 @@ from interlace_verify.race_check.shadow import (
 At = tuple[int, int]
 
 
+class PresentAccess(NamedTuple):
+    """The access that is checked: its site, and its cells of ``size`` bytes in a segment.
+
+    ``actors``: the component of ``agent`` that does it, or the thread of each cell if threads are known.
+    """
+
+    agent: Agent
+    site: int
+    size: int
+    segment: ShadowSegment
+    cells: Index
+    actors: Any
+
+    @property
+    def by(self) -> Lanes:
+        return self.actors if isinstance(self.actors, np.ndarray) else None
+
+    @property
+    def numbers(self) -> Any:
+        """The numbers of its cells."""
+        cells = self.cells
+        return range(cells.start, cells.stop) if isinstance(cells, slice) else cells
+
+
 class Collector(Observer):
     """Collects findings. ``found``: the first finding of each :attr:`Finding.key`; ``reaches``: its extent.
 
     ``first_at``: by key, the place of this finding: the number of accesses before it, and the component it
     conflicts with. ``asked``: the ``first_at`` of another detector of the same schedule. If given, the
-    collector looks for these conflicts only, and is ``done`` after the last of them.
+    collector looks for these conflicts only, and is ``done`` after the last of them. ``step``: returns the
+    number of the next step of a story, by which the accesses then differ.
     """
 
-    rules: Rules
     ordering: set[SourceText]
     loads: set[SourceText]
     received: set[SourceText]
-    _agents: dict[object, Agent]
     _acting: Agent
     _agent: Callable[[Task], Any]
 
-    def __init__(self, seed: int, asked: Mapping[tuple[object, ...], At] | None = None) -> None:
-        self.seed, self.events = seed, 0
+    def __init__(
+        self,
+        seed: int,
+        rules: Rules,
+        asked: Mapping[tuple[object, ...], At] | None,
+        step: Callable[[], int] | None,
+    ) -> None:
+        self.seed, self.rules, self.events, self._step = seed, rules, 0, step
         self._missing = None if asked is None else dict(asked)
         self.first_at: dict[tuple[object, ...], At] = {}
         self._memory = ShadowMemory()
+        self._agents: dict[object, Agent] = {}
         self._owners: list[Agent] = []  # by component
         self._sites: dict[Access, int] = {}
         self._accesses: list[Access] = []  # by the number of the site
@@ -83,7 +112,9 @@ class Collector(Observer):
 
     @property
     def done(self) -> bool:
-        return self._missing == {}
+        if self.rules.ignored is not None:  # any race says that the barrier is needed
+            return bool(self.found)
+        return self._missing == {} and self._step is None  # for a story it still names memory
 
     @property
     def weak_atomics(self) -> list[Access]:
@@ -119,8 +150,26 @@ class Collector(Observer):
         if segment is not None:
             segment.poison = ctypes.string_at(tensor.data_ptr(), tensor.element_size())
 
+    def place(self, address: int) -> str | None:
+        """Return the name of an address in memory that this run has touched."""
+        segment = self._memory.at(address)
+        return None if segment is None else f"{segment.label}, byte {address - segment.base}"
+
     def _at(self, address: int, size: int) -> tuple[ShadowSegment, Index]:
         return next(self._memory.find(np.array([address], np.uint64), size))
+
+    def _named(
+        self, key: object, rank: int, who: str, threads: int = 0, kind: type[Agent] = Agent
+    ) -> Agent:
+        """Return the agent of ``key``; later launches of a stream, which are ordered, reuse it."""
+        key = key, threads
+        agent = self._agents.get(key)
+        if agent is None:
+            agent = kind(len(self._agents), len(self._owners), rank, who, threads)
+            self._agents[key] = agent
+            self._owners += [agent] * (agent.BLOCKS * agent.components)
+        agent.who = who
+        return agent
 
     def _site(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> int:
         """Return the number of an access, by which the shadow memory refers to it."""
@@ -140,28 +189,26 @@ class Collector(Observer):
         self._found(finding, np.arange(bad.count), 1)
 
     def _access_of(self, agent: Agent, what: str, lines: tuple[SourceText, ...]) -> Access:
-        return Access(agent.rank, agent.who, what, lines)
+        return Access(agent.rank, agent.who, what, lines, self._step and self._step())
 
-    def _report(
-        self, kind: str, conflicts: Iterable[Conflict], site: int, segment: ShadowSegment, size: int
-    ) -> None:
+    def _report(self, kind: str, conflicts: Iterable[Conflict], access: PresentAccess) -> None:
+        segment, second = access.segment, self._accesses[access.site]
         for conflict in conflicts:
             offsets = segment.bytes_of(conflict.cells)
-            count = segment.elements(int(offsets[0]), len(conflict.cells), size)
+            count = segment.elements(int(offsets[0]), len(conflict.cells), access.size)
             where = segment.label, int(offsets[0]), count, self.seed
-            first, second = self._accesses[conflict.site], self._accesses[site]
-            self._found(Finding(kind, first, second, *where, kind), offsets, size, conflict)
+            finding = Finding(kind, self._accesses[conflict.site], second, *where, kind)
+            self._found(finding, offsets, access.size, conflict)
 
-    def _unwritten(
-        self, segment: ShadowSegment, cells: Index, site: int, size: int, seen: object = None
-    ) -> None:
+    def _unwritten(self, access: PresentAccess, seen: object = None) -> None:
         """Report a load of memory that was not written. ``seen``: the value of one element, if known."""
-        if segment.poison and len(unwritten := segment.unwritten(cells, seen)):
+        segment, size = access.segment, access.size
+        if segment.poison and len(unwritten := segment.unwritten(access.cells, seen)):
             offsets = segment.bytes_of(unwritten)
             first = int(offsets[0])
             where = segment.label, first, segment.elements(first, len(unwritten), size), self.seed
-            access, index = self._accesses[site], str(first // size)
-            finding = Finding("uninitialised", None, access, *where, index=index)
+            loads, index = self._accesses[access.site], str(first // size)
+            finding = Finding("uninitialised", None, loads, *where, index=index)
             self._found(finding, offsets, size)
 
     def _of_one_instruction(
@@ -228,40 +275,30 @@ class Collector(Observer):
         return FailedSignal(segment.label, offset, index, writers, *accesses, ended)
 
     def _note_polls(
-        self,
-        place: tuple[ShadowSegment, Index],
-        site: int,
-        size: int,
-        threads: Lanes,
-        atomics: Sequence[Conflict],
-        stores: Sequence[Conflict],
+        self, access: PresentAccess, atomics: Sequence[Conflict], stores: Sequence[Conflict]
     ) -> None:
         """Note loads that poll: loads of atomics' values, or repeated loads of one plainly stored word."""
-        segment, cells = place
-        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells
-        who = self._acting.number, -1 if threads is None else int(threads[0])
+        segment, numbers, site = access.segment, access.numbers, access.site
+        who = self._acting.number, -1 if access.by is None else int(access.by[0])
         last, self._last[who] = self._last.get(who), (segment.base, int(numbers[0]), site)
-        again = last == self._last[who] and len(numbers) * segment.cell == size
+        again = last == self._last[who] and len(numbers) * segment.cell == access.size
         if again and stores:
-            access = self._accesses[site]
-            self.polls.add((access.what, access.lines))
+            load = self._accesses[site]
+            self.polls.add((load.what, load.lines))
         for each in (*atomics, *(stores if again else ())):
             self._signals.note_poll(self._acting, self._owners[each.component], each.time, site)
 
-    def _has_observed(
-        self, conflict: Conflict, place: tuple[ShadowSegment, Index], size: int, threads: Lanes
-    ) -> bool:
+    def _has_observed(self, conflict: Conflict, access: PresentAccess) -> bool:
         """Return whether the acting agent has read the value that this atomic wrote to each of its words.
 
         The agent then comes after the atomic: PTX counts observation order as causality order.
         """
-        segment, cells = place
-        numbers = range(cells.start, cells.stop) if isinstance(cells, slice) else cells.tolist()
-        by = {} if threads is None else dict(zip(numbers, threads.tolist(), strict=True))
+        segment, size, by = access.segment, access.size, dict[int, int]()
+        if access.by is not None:
+            by = dict(zip(map(int, access.numbers), access.by.tolist(), strict=True))
         for word in conflict.cells[:: max(1, size // segment.cell)].tolist():
-            thread = by.get(word)
             address = segment.base + word * segment.cell
-            observed = self._acting.has_observed((address, size), thread)
+            observed = self._acting.has_observed((address, size), by.get(word))
             if conflict.time > observed.get(conflict.component, -1):
                 return False
         return True
@@ -270,9 +307,11 @@ class Collector(Observer):
         """Return what an access comes after. ``threads``: the thread of each element, if known."""
         whole = self._by_switch if multicast else self._lengthened
         agent.clock = self._lengthened(agent.clock)
-        clock = whole(agent.clock)
         if threads is None:
-            return KnownTimes(clock, agent, self._owners, multicast=multicast)
+            mirrors = multicast or agent.mirrors
+            known = agent.released_by(ONE, all_threads=True) if mirrors else agent.clock
+            return KnownTimes(whole(known), agent, self._owners, multicast=multicast)
+        clock = whole(agent.clock)
         found: dict[int, tuple[list[int], Any]] = {}
         for thread in set(threads.tolist()):
             if (told := agent.acquired.get(thread)) is not None:
@@ -286,13 +325,14 @@ class Collector(Observer):
         missing = len(self._owners) - len(clock)
         return np.concatenate([clock, np.zeros(missing, np.int64)]) if missing > 0 else clock
 
-    def _note_load(self, agent: Agent, segment: ShadowSegment, cells: Index) -> None:
+    def _note_load(self, access: PresentAccess) -> None:
         """Note the line of a load, and whether it reads what another agent wrote since the launch."""
-        lines = program_lines()[:1]
+        agent, lines = access.agent, program_lines()[:1]
         self.loads.update(lines)
         if self.received.issuperset(lines):
             return
-        written, before = segment.written[cells], self._lengthened(agent.before)
+        written = access.segment.written[access.cells]
+        before = self._lengthened(agent.before)
         others = (written["component"] < agent.first) | (
             written["component"] >= agent.first + agent.BLOCKS * agent.components
         )
@@ -303,27 +343,17 @@ class Collector(Observer):
         """Return whether an access is by a multicast address, and the rules distinguish such accesses."""
         return self.rules.proxies and getattr(pointers, "multicast", False)
 
-    def _mirror(self, agent: Agent, thread: int | None, *, multicast: bool, puts: bool) -> int:
+    def _mirror(self, agent: Agent, thread: int, *, multicast: bool, puts: bool) -> int:
         """Return the offset of an atomic's mirror: the multicast address's, or the one of puts."""
-        putting = agent.putting if thread is None else agent.putting[thread]
-        block = agent.PUTS * bool(puts and putting and self.rules.puts)
+        block = agent.PUTS * bool(puts and agent.putting[thread] and self.rules.puts)
         return (agent.ALIAS if multicast else block) * agent.components
 
-    def fenced(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all of it ordered before the async proxy."""
-        return self._mirrored(clock, Agent.ASYNC)
-
-    def aliased(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all of it ordered before accesses by any address of the same memory."""
-        return self._mirrored(clock, Agent.ALIAS)
-
-    def delivered(self, clock: Numbers) -> Numbers:
-        """Return ``clock`` with all puts that began before it."""
-        return self._mirrored(clock, Agent.PUTS)
-
-    def _mirrored(self, clock: Numbers, block: int) -> Numbers:
-        clock, (bases, mirrors) = self._lengthened(clock).copy(), self._components(block)
-        clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
+    def mirrored(self, clock: Numbers, *blocks: int) -> Numbers:
+        """Return ``clock`` with all of it ordered as these mirrors say (:class:`Agent`)."""
+        clock = self._lengthened(clock).copy()
+        for block in blocks:
+            bases, mirrors = self._components(block)
+            clock[mirrors] = np.maximum(clock[mirrors], clock[bases])
         return clock
 
     def _by_switch(self, clock: Numbers) -> Numbers:
@@ -340,59 +370,35 @@ class Collector(Observer):
         return bases, bases + block * counts
 
     def on_alias_fence(self, task: Task, threads: Lanes = None) -> None:
-        agent: ThreadsAgent = self._agent(task)
+        agent = self._agent(task)
+        agent.order(agent.ALIAS, threads)
         if threads is None:
-            agent.clock = self.aliased(agent.clock)
-            agent.tick()
-            return
-        agent.aliased_times[threads] = agent.times[threads]
-        for thread in threads.tolist():
-            agent.acquired[thread] = self.aliased(agent.released_by(thread, all_threads=False))
-        agent.has_released(threads, all_threads=not self.rules.barriers)
+            agent.change(threads, lambda clock: self.mirrored(clock, agent.ALIAS))
+        for thread in () if threads is None else threads.tolist():
+            own = agent.released_by(thread, all_threads=False)
+            agent.acquired[thread] = self.mirrored(own, agent.ALIAS)
+        agent.has_released(threads, all_threads=threads is None or not self.rules.barriers)
 
     def on_puts(self, task: Task, threads: Lanes, *, begin: bool) -> None:
-        agent: ThreadsAgent = self._agent(task)
-        if threads is None:
-            agent.putting = begin
-        else:
-            agent.putting[threads] = begin
+        self._agent(task).putting[slice(None) if threads is None else threads] = begin
 
     def on_fence(
         self, task: Task, sem: str, scope: str, threads: Lanes = None, *, puts: bool = True
     ) -> None:
         self.ordering.update(program_lines()[:1])
-        agent: Any = self._agent(task)
-        if threads is not None:
-            self._fence_threads(agent, sem, scope, threads, puts)
-            return
-        level, all_threads = SCOPES[scope] if self.rules.scopes else SYS, not self.rules.barriers
-        for clock in fenced_for(agent, level, agent.pending) if sem != "release" else ():
-            agent.learn(clock)
-        if sem == "acquire":
-            return
-        if puts:
-            agent.clock = self.delivered(agent.clock)
-        agent.fenced[level] = agent.released(all_threads=all_threads, each_thread=False)
-        agent.has_released(all_threads=all_threads)
-
-    def _fence_threads(
-        self, agent: ThreadsAgent, sem: str, scope: str, threads: Numbers, puts: bool
-    ) -> None:
-        level = SCOPES[scope] if self.rules.scopes else SYS
+        agent, level = self._agent(task), SCOPES[scope] if self.rules.scopes else SYS
+        all_threads = not self.rules.barriers
         if puts and sem != "acquire":
-            agent.delivered_times[threads] = agent.times[threads]
-        for thread in threads.tolist():
+            agent.order(agent.PUTS, threads)
+        for thread in agent.acting(threads):
             waiting = agent.waiting.get(thread, {}) if sem != "release" else {}
-            for clock in fenced_for(agent, level, waiting):
-                agent.acquire(thread, clock)
+            for sender in [each for each in waiting if reaches(level, agent, each)]:
+                agent.acquire(thread, waiting.pop(sender))
             if sem != "acquire":
-                own = agent.released_by(thread, all_threads=not self.rules.barriers)
-                own = self.delivered(own) if puts else own
-                fences = agent.fences.setdefault(thread, {SYS: agent.before})
-                fences[level] = joined(fences.get(level), own)
-        if sem == "acquire":
-            return
-        agent.has_released(threads, all_threads=not self.rules.barriers)
+                own = agent.released_by(thread, all_threads=all_threads)
+                agent.fence(thread, level, self.mirrored(own, agent.PUTS) if puts else own)
+        if sem != "acquire":
+            agent.has_released(threads, all_threads=all_threads)
 
     def on_quiet(self, task: Task, threads: Lanes = None) -> None:
         agent = self._agent(task)
@@ -401,8 +407,8 @@ class Collector(Observer):
 
     def on_proxy_fence(self, task: Task, threads: Lanes) -> None:
         agent = self._agent(task)
-        agent.fenced_times[threads] = agent.times[threads]
-        agent.change(threads, self.fenced)
+        agent.order(agent.ASYNC, threads)
+        agent.change(threads, lambda clock: self.mirrored(clock, agent.ASYNC))
         agent.has_released(threads, all_threads=not self.rules.barriers)
 
     def on_async(
@@ -415,32 +421,33 @@ class Collector(Observer):
         time = queue.base + copy.time
         for segment, cells in self._memory.find(pointers.data.ravel(), size):
             self.events += 1
+            access = PresentAccess(agent, site, size, segment, cells, ONE)
             kind = "write-write" if stores else "write-read"
-            self._report(kind, segment.unordered_store(cells, fenced), site, segment, size)
+            self._report(kind, segment.unordered_store(cells, fenced), access)
             atomics = segment.unordered(segment.atomics, cells, fenced)
             if does != "reduces":
                 changes = (each for each in atomics if stores or each.extra & WRITES)
-                self._report("mixed access", changes, site, segment, size)
+                self._report("mixed access", changes, access)
             if stores:
                 loads = segment.unordered(segment.loads, cells, known)
-                self._report("read-write", loads, site, segment, size)
+                self._report("read-write", loads, access)
             if does == "reduces":
                 extra = WRITES | SCOPES["gpu"]
-                segment.note(segment.atomics, cells, queue.thread, time, site, extra)
+                segment.note(segment.atomics, cells, queue.first + ONE, time, site, extra)
             elif stores:
-                segment.note_store(cells, queue.thread, time, site)
+                segment.note_store(cells, queue.first + ONE, time, site)
             else:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
-                segment.note(segment.loads, cells, queue.lanes, time, site)
+                self._unwritten(access)
+                self._note_load(access)
+                segment.note(segment.loads, cells, queue.first, time, site)
 
-    def _started(self, agent: ThreadsAgent, copy: AsyncAccess) -> AsyncAgent:
+    def _started(self, agent: Agent, copy: AsyncAccess) -> AsyncAgent:
         """Return the queue of ``copy``, with the clock of its thread at the start of the copy."""
         queue = agent.queues.get(copy.queue)
         if queue is None:
             key = "async", agent.number, copy.queue
-            queue = self._queue(key, agent)
-            queue.base, queue.time = int(queue.clock[queue.thread]), 0
+            queue = cast(AsyncAgent, self._named(key, agent.rank, agent.who, kind=AsyncAgent))
+            queue.base, queue.time = int(queue.clock[queue.first + ONE]), 0
             agent.queues[copy.queue] = queue
         if queue.time < copy.time:
             queue.time = copy.time
@@ -454,15 +461,6 @@ class Collector(Observer):
                 fenced[bases] = fenced[mirrors]
             queue.known = self._lengthened(own), fenced
         return queue
-
-    def _queue(self, key: object, agent: ThreadsAgent) -> AsyncAgent:
-        found = self._agents.get(key)
-        if found is None:
-            found = AsyncAgent(len(self._agents), len(self._owners), agent.rank, agent.who)
-            self._agents[key] = found
-            self._owners += [found] * (found.BLOCKS * found.components)
-        assert isinstance(found, AsyncAgent)
-        return found
 
     def on_async_end(
         self, task: Task, queue: Any, time: int, threads: Lanes, *, reads_only: bool

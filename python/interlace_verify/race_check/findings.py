@@ -335,7 +335,8 @@ def by_cause(findings: Iterable[Finding], reaches: Mapping[object, Reach]) -> tu
         larger = ((cause, each) for cause, each in first.items() if _is_part(each, finding))
         cause, known = next(itertools.chain(same, larger), (finding.cause, finding))
         first.setdefault(cause, finding)
-        if _tells_more(finding, known):
+        # one is about the signal itself, or asks for more changes
+        if bool(known.polled) > bool(finding.polled) or not _is_part(finding, known):
             first[cause] = finding
         if known.kind != finding.kind and known.kind in ORDERS:
             reverse[cause] = finding.kind
@@ -374,11 +375,6 @@ def _others(finding: Finding, reach: Reach) -> tuple[str, ...]:
     others = [text for text in reach.accesses if text not in told]
     more = len(others) - MOST_ACCESSES
     return (*others[:MOST_ACCESSES], *([f"{more} more"] if more > 0 else []))
-
-
-def _tells_more(finding: Finding, known: Finding) -> bool:
-    """Return whether ``finding`` is about the signal itself, or asks for more changes than ``known``."""
-    return bool(known.polled) > bool(finding.polled) or not _is_part(finding, known)
 
 
 def _is_part(finding: Finding, whole: Finding) -> bool:

@@ -27,6 +27,7 @@ one of the ``Rules``: if the race is gone, that rule is the reason.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,19 +39,22 @@ from interlace.runtime.core.launch import KernelLaunch
 from interlace.runtime.places.sim.interpreter.session import active, active_addresses
 from interlace.runtime.places.sim.scheduler.source_lines import program_lines, task_lines
 from interlace.runtime.places.sim.scheduler.strategies import Task
-from interlace_verify.race_check.agents import SCOPES, SYS, Agent, Rules, ThreadsAgent, joined
-from interlace_verify.race_check.collector import At, Collector, does_of, stream_atomic
+from interlace_verify.race_check.agents import LANES, ONE, SCOPES, SYS, Agent, Rules, joined
+from interlace_verify.race_check.collector import (
+    At,
+    Collector,
+    PresentAccess,
+    does_of,
+    stream_atomic,
+)
 from interlace_verify.race_check.shadow import (
     WRITES,
     Conflict,
-    Index,
     KnownTimes,
-    ShadowSegment,
     byte_ranges,
 )
 
 Conflicts = Iterable[Conflict]
-Spot = tuple[ShadowSegment, Index]
 
 
 HandedOn = dict[tuple[Agent, int, int], Numbers]
@@ -63,11 +67,10 @@ class Detector(Collector):
         seed: int,
         rules: Rules | None = None,
         asked: Mapping[tuple[object, ...], At] | None = None,
+        step: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(seed, asked)
-        self.rules = rules or Rules()
+        super().__init__(seed, rules or Rules(), asked, step)
         self.launches: list[KernelLaunch] = []
-        self._agents: dict[object, Agent] = {}
         self._tasks: dict[Task, Agent] = {}
         self._forks: dict[Task, Numbers] = {}
         self._parents: dict[Task, Task] = {}
@@ -90,24 +93,11 @@ class Detector(Collector):
         self._changes += 1
         return agent
 
-    def _named(self, key: object, rank: int, who: str, threads: int = 0) -> Agent:
-        """Return the agent of ``key``; later launches of a stream, which are ordered, reuse it."""
-        key = key, threads
-        agent = self._agents.get(key)
-        if agent is None:
-            given = len(self._agents), len(self._owners), rank, who
-            agent = ThreadsAgent(*given, threads) if threads else Agent(*given)
-            self._agents[key] = agent
-            self._owners += [agent] * (agent.BLOCKS * agent.components)
-        agent.who = who
-        return agent
-
     # -- order -------------------------------------------------------------------------------------
 
     def on_launch(self, task: Task, launch: KernelLaunch) -> None:
         agent = self._agent(task)
-        self._forks[task] = self.delivered(self.aliased(self.fenced(agent.clock)))
-        agent.tick()
+        self._forks[task] = self.mirrored(agent.hand_over(), agent.ASYNC, agent.ALIAS, agent.PUTS)
         if hasattr(launch.kernel, "fn"):  # not PTX
             self.launches.append(launch)
         for argument in launch.arguments.values():
@@ -130,22 +120,18 @@ class Detector(Collector):
         parent = self._parents.pop(task, None)
         if agent is None or parent is None:
             return
-        self._agent(parent).learn(self.delivered(self.aliased(agent.end())))
+        self._agent(parent).learn(self.mirrored(agent.end(), agent.ALIAS, agent.PUTS))
 
     def on_record(self, task: Task, event: object) -> None:
-        agent = self._agent(task)
-        self._events[event] = agent.clock.copy()
-        agent.tick()
+        self._events[event] = self._agent(task).hand_over()
 
     def on_wait_event(self, task: Task, event: object) -> None:
         if event in self._events:
             self._agent(task).learn(self._events[event])
 
     def on_meeting(self, task: Task, meeting: Any, ranks: int) -> None:
-        agent = self._agent(task)
-        self._meetings[meeting] = joined(self._meetings.get(meeting), agent.clock)
-        agent.clock = agent.clock.copy()
-        agent.tick()
+        clock = self._agent(task).hand_over()
+        self._meetings[meeting] = joined(self._meetings.get(meeting), clock)
 
     def on_met(self, task: Task, meeting: Any) -> None:
         self._agent(task).learn(self._meetings[meeting])
@@ -172,107 +158,26 @@ class Detector(Collector):
         addresses = active_addresses(pointers, mask)
         if not len(addresses):
             return
-        agent = self._agent(task)
-        threads, multicast = threads_of(pointers), self._by_multicast(pointers)
-        if threads is not None:
-            self._of_threads(agent, pointers, threads, stores=stores)
-            return
-        # one thread stores a scalar, and all threads load it
-        scalar_store = stores and pointers.data.size == 1
-        component = agent.thread if scalar_store else agent.lanes
+        agent, threads = self._agent(task), threads_of(pointers)
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        does = "puts" if stores and agent.putting else "stores" if stores else "loads"
-        site = self._site(agent, does_of(does, pointers), program_lines())
-        for segment, cells in self._memory.find(addresses, size):
-            place = segment, cells
-            self._access(agent, component, place, site, size, stores=stores, multicast=multicast)
-            if not stores:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
-
-    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
-        """Note that a torch operator of a stream or of user code read or wrote ``tensor``."""
-        agent, size = self._agent(task), tensor.element_size()
-        verb = "writes" if stores else "reads"
-        site = self._site(agent, f"{verb} ({op})", task_lines(task))
-        for low, nbytes in byte_ranges(tensor):
-            segment = self._memory.at(low)
-            if segment is not None and low + nbytes <= segment.end:
-                place = segment, segment.range(low, low + nbytes)
-                self._access(agent, agent.thread, place, site, size, stores=stores)
-
-    def _access(
-        self,
-        agent: Agent,
-        component: int,
-        place: Spot,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
-        multicast: bool = False,
-    ) -> None:
-        segment, cells = place
-        known = self._known(agent)
-        time = int(known.clock[component])
-        by_switch = self._known(agent, None, multicast=True) if multicast else None
-        self._check(known, place, site, size, stores=stores, by_switch=by_switch)
+        does = "loads"
         if stores:
-            putting = self.rules.puts and agent.putting
-            block = agent.ALIAS if multicast else agent.PUTS * bool(putting)
-            segment.note_store(cells, component + block * agent.components, time, site)
-        else:
-            segment.note(segment.loads, cells, component, time, site)
-
-    def _check(
-        self,
-        known: KnownTimes,
-        place: Spot,
-        site: int,
-        size: int,
-        *,
-        stores: bool,
-        repeats: Callable[[Conflict], bool] = lambda conflict: False,
-        by_switch: KnownTimes | None = None,
-        threads: Lanes = None,
-    ) -> bool:
-        """Check an access for races; return whether it ``repeats`` a store, which is not a conflict.
-
-        ``by_switch``: what an access by a multicast address comes after. ``threads``: the thread that
-        accesses each cell, if threads are known.
-        """
-        segment, cells = place
-        before = by_switch or known
-        self.events += 1
-        kind = "write-write" if stores else "write-read"
-        earlier = segment.unordered_store(cells, before)
-        others = [each for each in earlier if not repeats(each)]
-        self._report(kind, others, site, segment, size)
-        every = segment.unordered(segment.atomics, cells, before, apart=True)
-        atomics = [each for each in every if stores or each.extra & WRITES]
-        atomics = [e for e in atomics if not self._has_observed(e, place, size, threads)]
-        self._note_polls(place, site, size, threads, *([], []) if stores else (atomics, others))
-        self._report("mixed access", atomics, site, segment, size)
-        if stores:
-            loads = segment.unordered(segment.loads, cells, known)
-            loads = (each for each in loads if not repeats(each))
-            self._report("read-write", loads, site, segment, size)
-        return len(others) < len(earlier)
-
-    def _of_threads(self, agent: Any, pointers: Handle, threads: Numbers, *, stores: bool) -> None:
-        """Check and note a load or store of a program whose threads are known."""
-        addresses = pointers.data.ravel()
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        does = (
-            "puts" if stores and agent.putting[threads].any() else "stores" if stores else "loads"
-        )
+            puts = agent.putting[... if threads is None else threads].any()
+            does = "puts" if puts else "stores"
         site = self._site(agent, does_of(does, pointers), program_lines())
-        multicast = self._by_multicast(pointers)
-        unchanged = getattr(pointers, "unchanged", False)
-        shared = getattr(pointers, "shared", False)
+        if threads is None:
+            # one thread stores a scalar, and all threads load it
+            thread = ONE if stores and pointers.data.size == 1 else LANES
+            for segment, cells in self._memory.find(addresses, size):
+                access = PresentAccess(agent, site, size, segment, cells, thread)
+                self._access(access, stores=stores, pointers=pointers)
+            return
+        addresses, unchanged = pointers.data.ravel(), getattr(pointers, "unchanged", False)
         if stores and (bits := getattr(pointers, "stored", None)) is not None:
             self._of_one_instruction(site, addresses, threads, bits.ravel())
-        over = () if shared else agent.has_accessed(site, addresses, threads, stores=stores)
+        over: set[tuple[int, int]] = set()
+        if not getattr(pointers, "shared", False):
+            over = agent.has_accessed(site, addresses, threads, stores=stores)
 
         def repeats(earlier: Conflict) -> bool:
             pair = (site, earlier.site) if stores else (earlier.site, site)
@@ -282,38 +187,64 @@ class Detector(Collector):
         for segment, which in self._memory.parts(addresses):
             cells, each = segment.cells_of(addresses[which], size)
             by = np.repeat(threads[which].astype(np.int64), each)
-            known = self._known(agent, by)
-            known.constant = site if getattr(pointers, "constant", False) else -1
-            by_switch = self._known(agent, by, multicast=True) if multicast else None
-            again = self._check(
-                known,
-                (segment, cells),
-                site,
-                size,
-                stores=stores,
-                repeats=repeats,
-                by_switch=by_switch,
-                threads=by,
-            )
-            if stores and not again:
-                putting = agent.putting[by] & self.rules.puts
-                block = agent.ALIAS if multicast else agent.PUTS * putting
-                components = agent.first + by + block * agent.components
-                segment.note_store(cells, components, agent.times[by], site)
-            elif not stores:
-                self._unwritten(segment, cells, site, size)
-                self._note_load(agent, segment, cells)
-                if getattr(pointers, "incoherent", False):
-                    before = self._lengthened(agent.before)
-                    launched = KnownTimes(before, agent, self._owners, np.int64(-1))
-                    atomics = segment.unordered(segment.atomics, cells, launched)
-                    written = (each for each in atomics if each.extra & WRITES)
-                    late = (*segment.unordered_store(cells, launched), *written)
-                    self._report("stale load", late, site, segment, size)
-                times = agent.times[by]
-                segment.note_threads(
-                    segment.loads, cells, agent.first + by, times, known, (site, 0)
-                )
+            access = PresentAccess(agent, site, size, segment, cells, by)
+            self._access(access, stores=stores, pointers=pointers, repeats=repeats)
+
+    def touch(self, task: Task, tensor: torch.Tensor, op: str, *, stores: bool) -> None:
+        """Note that a torch operator of a stream or of user code read or wrote ``tensor``."""
+        agent, size = self._agent(task), tensor.element_size()
+        verb = "writes" if stores else "reads"
+        site = self._site(agent, f"{verb} ({op})", task_lines(task))
+        for low, nbytes in byte_ranges(tensor):
+            segment = self._memory.at(low)
+            if segment is not None and low + nbytes <= segment.end:
+                cells = segment.range(low, low + nbytes)
+                access = PresentAccess(agent, site, size, segment, cells, ONE)
+                self._access(access, stores=stores)
+
+    def _access(
+        self,
+        access: PresentAccess,
+        *,
+        stores: bool,
+        pointers: Any = None,
+        repeats: Callable[[Conflict], bool] = lambda conflict: False,
+    ) -> None:
+        """Check and note an access. If it ``repeats`` another one, the two do not conflict."""
+        agent, segment, cells = access.agent, access.segment, access.cells
+        multicast = self._by_multicast(pointers)
+        known = self._known(agent, access.by)
+        known.constant = access.site if getattr(pointers, "constant", False) else -1
+        before = self._known(agent, access.by, multicast=True) if multicast else known
+        self.events += 1
+        earlier = segment.unordered_store(cells, before)
+        others = [each for each in earlier if not repeats(each)]
+        self._report("write-write" if stores else "write-read", others, access)
+        every = segment.unordered(segment.atomics, cells, before, apart=True)
+        atomics = [each for each in every if stores or each.extra & WRITES]
+        atomics = [each for each in atomics if not self._has_observed(each, access)]
+        self._note_polls(access, *([], []) if stores else (atomics, others))
+        self._report("mixed access", atomics, access)
+        components, times = agent.first + access.actors, agent.own[0, access.actors]
+        if stores:
+            loads = segment.unordered(segment.loads, cells, known)
+            self._report("read-write", (each for each in loads if not repeats(each)), access)
+            puts = agent.PUTS * (agent.putting[access.actors] & self.rules.puts)
+            mirror = (agent.ALIAS if multicast else puts) * agent.components
+            if len(others) == len(earlier):
+                segment.note_store(cells, components + mirror, times, access.site)
+            return
+        if pointers is not None:
+            self._unwritten(access)
+            self._note_load(access)
+        if getattr(pointers, "incoherent", False):
+            launched = self._lengthened(agent.before)
+            known_then = KnownTimes(launched, agent, self._owners, np.int64(-1))
+            atomics_since = segment.unordered(segment.atomics, cells, known_then)
+            written = (each for each in atomics_since if each.extra & WRITES)
+            late = (*segment.unordered_store(cells, known_then), *written)
+            self._report("stale load", late, access)
+        segment.note(segment.loads, cells, components, times, access.site, known=known)
 
     # -- atomics -----------------------------------------------------------------------------------
 
@@ -321,14 +252,15 @@ class Detector(Collector):
         addresses = active_addresses(atomic.pointers, atomic.mask)
         if not len(addresses):
             return
-        changes, agent = self._changes, self._agent(task)
+        changes, agent, lines = self._changes, self._agent(task), program_lines()
+        if self.rules.ordered in lines[:1]:
+            atomic = replace(atomic, sem="acq_rel")
         success = np.ones(len(addresses), bool)
         if atomic.compare is not None:
             shape = atomic.pointers.data.shape
             done = np.broadcast_to(result.data == atomic.compare.data, shape).ravel()
             success = done if len(done) == len(addresses) else success
         size = max(1, atomic.pointers.get_element_ty().primitive_bitwidth // 8)
-        lines = program_lines()
         self.ordering.update(lines[:1])
         does = does_of(f"{atomic.kind} ({atomic.sem}, {atomic.scope})", atomic.pointers)
         threads = threads_of(atomic.pointers)
@@ -346,10 +278,10 @@ class Detector(Collector):
         before = active(result.data, atomic.pointers, atomic.mask) if atomic.looks else None
         for position, address in enumerate(addresses.tolist()):
             thread = None if threads is None else int(threads[position])
+            access = self._accessed(agent, atomic, address, size, site, thread)
             if before is not None:
-                segment, cells = self._at(address, size)
-                self._unwritten(segment, cells, site, size, before[position])
-            self._one_atomic(agent, address, size, atomic, bool(success[position]), site, thread)
+                self._unwritten(access, before[position])
+            self._one_atomic(access, address, atomic, bool(success[position]), thread)
         if atomic.releases or not self.rules.releases:
             agent.has_released(threads, all_threads=not self.rules.barriers)
 
@@ -357,7 +289,9 @@ class Detector(Collector):
         agent = self._agent(task)
         site = self._site(agent, f"publishes ({op})", task_lines(task))
         atomic = stream_atomic("xchg", "release")
-        self._one_atomic(agent, slot.data_ptr(), slot.element_size(), atomic, True, site)
+        address, size = slot.data_ptr(), slot.element_size()
+        access = self._accessed(agent, atomic, address, size, site)
+        self._one_atomic(access, address, atomic, True)
         agent.has_released(all_threads=not self.rules.barriers)
 
     def on_signals_seen(self, task: Task, slots: torch.Tensor) -> None:
@@ -366,26 +300,39 @@ class Detector(Collector):
         atomic = stream_atomic("load", "acquire")
         size = slots.element_size()
         for index in range(slots.numel()):
-            self._one_atomic(agent, slots.data_ptr() + size * index, size, atomic, True, site)
+            address = slots.data_ptr() + size * index
+            access = self._accessed(agent, atomic, address, size, site)
+            self._one_atomic(access, address, atomic, True)
+
+    def _accessed(
+        self,
+        agent: Agent,
+        atomic: Atomic,
+        address: int,
+        size: int,
+        site: int,
+        thread: int | None = None,
+    ) -> PresentAccess:
+        """Return the access of one element of ``atomic``; ``thread`` None: threads are not known."""
+        segment, cells = self._at(address, size)
+        if thread is None:
+            several = atomic.pointers is not None and atomic.by_lanes
+            return PresentAccess(agent, site, size, segment, cells, LANES if several else ONE)
+        cells = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        return PresentAccess(agent, site, size, segment, cells, np.full(len(cells), thread))
 
     def _one_atomic(
         self,
-        agent: Any,
+        access: PresentAccess,
         address: int,
-        size: int,
         atomic: Atomic,
         success: bool,
-        site: int,
         thread: int | None = None,
     ) -> None:
         self.events += 1
+        agent, segment, cells, by = access.agent, access.segment, access.cells, access.by
         writes = success and not atomic.reads_only
-        lanes = atomic.pointers is not None and atomic.by_lanes
         scope = SCOPES[atomic.scope] if self.rules.scopes else SYS
-        segment, cells = self._at(address, size)
-        if thread is not None and isinstance(cells, slice):
-            cells = np.arange(cells.start, cells.stop)
-        by = None if thread is None else np.full(len(cells), thread)
         multicast = self._by_multicast(atomic.pointers)
         known = self._known(agent, by)
         before = self._known(agent, by, multicast=True) if multicast else known
@@ -394,96 +341,66 @@ class Detector(Collector):
             self._signals.note_poll(agent, self._owners[each.component], each.time, each.site)
         if writes:
             plain = [*plain, *segment.unordered(segment.loads, cells, known)]
-        self._report("mixed access", plain, site, segment, size)
+        self._report("mixed access", plain, access)
         extra = scope | (WRITES if writes else 0)
         for conflict in segment.unordered(segment.atomics, cells, known):
             other, either = self._owners[conflict.component], extra | conflict.extra
             if either & WRITES and not self._reach(agent, scope, other, conflict.extra & 3):
-                self._report("narrow scope", [conflict], site, segment, size)
-        word = address, size
+                self._report("narrow scope", [conflict], access)
+        word = address, access.size
         made = segment.writes.setdefault(word, {})
         if atomic.kind != "store":
             strong = (
                 (c, w) for c, w in made.items() if self._reach(agent, scope, self._owners[c], w[1])
             )
             agent.observe(word, thread, {component: time for component, (time, _) in strong})
-        mirror = self._mirror(agent, thread, multicast=multicast, puts=writes)
-        if by is None:
-            time = int(known.clock[component := agent.lanes if lanes else agent.thread])
-            component += mirror
-            segment.note(segment.atomics, cells, component, time, site, extra)
-        else:
-            segment.note_threads(
-                segment.atomics,
-                cells,
-                agent.first + by + mirror,
-                agent.times[by],
-                known,
-                (site, extra),
-            )
-            time = int(agent.times[thread])
-            component = agent.first + thread + mirror
+        actor = access.actors if thread is None else thread
+        mirror = self._mirror(agent, actor, multicast=multicast, puts=writes)
+        component, time = agent.first + actor + mirror, int(agent.own[0, actor])
+        segment.note(segment.atomics, cells, component, time, access.site, extra, known)
         if writes:
             if atomic.kind == "store":
                 made.clear()
             made[component] = time, scope
-        self._signals.note(agent, word, site, writes=writes)
+        self._signals.note(agent, word, access.site, writes=writes)
         messages = segment.messages.setdefault(word, {})
-        self._receive(agent, messages, scope, atomic, thread)
+        self._receive(agent, messages, scope, atomic, ONE if thread is None else thread)
         if writes:
-            who = lanes if thread is None else thread
             if atomic.kind == "store":
-                for each in [key for key in messages if key[0] is not agent or key[2] != who]:
+                for each in [key for key in messages if key[0] is not agent or key[2] != actor]:
                     del messages[each]
-            self._send(agent, messages, scope, atomic, thread, who)
+            self._send(agent, messages, scope, atomic, actor)
 
     def _receive(
-        self, agent: Any, messages: HandedOn, scope: int, atomic: Atomic, thread: int | None
+        self, agent: Agent, messages: HandedOn, scope: int, atomic: Atomic, thread: int
     ) -> None:
+        if atomic.each_thread and not agent.threads:
+            thread = LANES  # what each of them acquires alone, all know after a barrier
         for (sender, sent_scope, _), clock in messages.items():
             if not self._reach(agent, scope, sender, sent_scope):
                 continue
-            if thread is not None:
-                if atomic.acquires or not self.rules.acquires:
-                    agent.acquire(thread, clock)
-                    if not self.rules.barriers_after:
-                        agent.learn(clock)
-                else:
-                    waiting = agent.waiting.setdefault(thread, {})
-                    waiting[sender] = joined(waiting.get(sender), clock)
-            elif not atomic.acquires and self.rules.acquires:
-                agent.pending[sender] = joined(agent.pending.get(sender), clock)
-            elif atomic.each_thread and self.rules.barriers_after:
-                agent.for_lanes = joined(agent.for_lanes, clock)
+            if atomic.acquires or not self.rules.acquires:
+                agent.acquire(thread, clock)
+                if not self.rules.barriers_after:
+                    agent.learn(clock)
             else:
-                agent.learn(clock)
+                agent.read_without_acquire(thread, sender, clock)
 
     def _send(
-        self,
-        agent: Any,
-        messages: HandedOn,
-        scope: int,
-        atomic: Atomic,
-        thread: int | None,
-        who: int,
+        self, agent: Agent, messages: HandedOn, scope: int, atomic: Atomic, thread: int
     ) -> None:
-        releases = atomic.releases or not self.rules.releases
-        if thread is not None:
-            own = self.delivered(agent.released_by(thread, all_threads=not self.rules.barriers))
-            sent = {scope: own} if releases else agent.fences.get(thread, {SYS: agent.before})
-        elif releases:
-            lanes = atomic.pointers is not None and atomic.by_lanes
-            barriers = self.rules.barriers
-            own = agent.released(all_threads=not barriers, each_thread=lanes)
-            sent = {scope: self.delivered(own)}
-        else:
-            sent = agent.fenced
+        sent = agent.fenced(thread)
+        if atomic.releases or not self.rules.releases:
+            own = agent.released_by(thread, all_threads=not self.rules.barriers)
+            sent = {scope: self.mirrored(own, agent.PUTS)}
         for sent_scope, clock in sent.items():
-            key = (agent, min(scope, sent_scope), who)
+            key = (agent, min(scope, sent_scope), thread)
             messages[key] = joined(messages.get(key), clock)
 
     def on_barrier(self, task: Task, threads: Lanes = None) -> None:
+        if self.rules.ignored is not None and self.rules.ignored in program_lines()[:1]:
+            return
         agent = self._agent(task)
-        agent.barrier(*([] if threads is None else [threads]))
-        if isinstance(agent, ThreadsAgent):
+        agent.barrier(threads)
+        if agent.threads:
             self.barriers.update(program_lines()[:1])

@@ -230,15 +230,25 @@ class ShadowSegment:
     def note(
         self,
         marks: dict[int, Any],
-        index: Index,
-        component: int,
-        time: int,
+        cells: Index,
+        components: Any,
+        times: Any,
         site: int,
         extra: int = 0,
+        known: KnownTimes | None = None,
     ) -> None:
-        if component not in marks:
-            marks[component] = np.zeros(len(self.written), MARK)
-        marks[component][index] = time, component, site, extra
+        """Note loads or atomics of one component, or of several threads, which have one mark in a cell.
+
+        ``extra``: further bits of the mark. ``known``: the times that the access comes after.
+        """
+        several = known is not None and known.own is not None
+        key = known.agent.first if known is not None and several else components
+        if key not in marks:
+            marks[key] = np.zeros(len(self.written), MARK)
+        if known is not None and several:
+            extra = extra | self._shared(marks[key][cells], cells, components, known)
+        for name, value in zip(MARK.names or (), (times, components, site, extra), strict=True):
+            marks[key][name][cells] = value
 
     # -- the same for accesses whose threads are known ---------------------------------------------
 
@@ -248,26 +258,10 @@ class ShadowSegment:
         each = size // self.cell
         return (first[:, None] + np.arange(each)).ravel(), each
 
-    def note_threads(
-        self,
-        marks: dict[int, Any],
-        cells: Index,
-        components: Any,
-        times: Any,
-        known: KnownTimes,
-        what: Any,
-    ) -> None:
-        """Note loads or atomics, which several threads may do: a cell has one mark for a program.
-
-        ``what``: the site, and further bits of the mark.
-        """
-        site, extra = what
-        mark = marks.get(known.agent.first)
-        if mark is None:
-            mark = marks[known.agent.first] = np.zeros(len(self.written), MARK)
+    def _shared(self, before: Numbers, cells: Index, components: Any, known: KnownTimes) -> Any:
+        """Return the bits that name the first and last thread of an access, if threads share its mark."""
         first = known.agent.first
-        before, low = mark[cells], components - first
-        high = low
+        low = high = components - first
         different, place = np.unique(cells, return_inverse=True)
         if len(different) < len(cells):  # other threads do the same access
             lowest = np.full(len(different), len(known.owners))
@@ -283,11 +277,7 @@ class ShadowSegment:
         low = np.where(counts, np.minimum(low, earlier), low)
         high = np.where(counts, np.maximum(high, later), high)
         which = SEVERAL | low << THREADS | high << THREADS + THREAD_BITS
-        shared = np.where(low == high, 0, which)
-        mark["time"][cells] = times
-        mark["component"][cells] = components
-        mark["site"][cells] = site
-        mark["extra"][cells] = shared | extra
+        return np.where(low == high, 0, which)
 
 
 class ShadowMemory:

@@ -25,7 +25,7 @@ Every thread that comes to a function without suffix executes it: an adding ``si
 on the thread's number adds once for each thread.
 """
 
-import functools
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -431,23 +431,17 @@ def _multicast(team: int, address: int) -> int:
     return int(handle.multicast_ptr) + address - handle.buffer_ptrs[interlace.get_rank()]
 
 
-def _quiet(threads: Threads) -> None:
-    threads.session.hooks.tell("on_quiet", threads.who())
-
-
-def _put_fence(threads: Threads) -> None:
-    threads.session.hooks.fence("acq_rel", "sys", threads.who(), puts=False)
-
-
-def _puts(begin: bool, threads: Threads) -> None:
-    threads.session.hooks.tell("on_puts", threads.who(), begin=begin)
+def _tell(event: str, **named: bool) -> Callable[[Threads], None]:
+    return lambda threads: threads.session.hooks.tell(event, threads.who(), **named)
 
 
 TOGETHER.update(
-    nvshmem_quiet=_quiet,
-    nvshmem_put_fence=_put_fence,
-    nvshmem_put_begins=functools.partial(_puts, True),
-    nvshmem_put_ends=functools.partial(_puts, False),
+    nvshmem_quiet=_tell("on_quiet"),
+    nvshmem_put_fence=lambda threads: threads.session.hooks.fence(
+        "acq_rel", "sys", threads.who(), puts=False
+    ),
+    nvshmem_put_begins=_tell("on_puts", begin=True),
+    nvshmem_put_ends=_tell("on_puts", begin=False),
 )
 FUNCTIONS.update(
     nvshmem_is_add=_is_add,

@@ -9,7 +9,7 @@ there, because files read them when they are imported.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,11 +203,6 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """Do nothing, as this has no meaning here."""
 
 
-@contextlib.contextmanager
-def _nothing_within(*args: object, **kwargs: object) -> Iterator[None]:
-    yield
-
-
 class RankDevice(contextlib.nullcontext[None]):
     """A context for the rank's only device, which is always the current one."""
 
@@ -221,10 +216,6 @@ class MemoryPool:
     id = (0, 0)
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-
-class DeviceOf(RankDevice):
-    """A context for a tensor's device, which is always the current one."""
 
 
 REPLACED: dict[str, object] = {
@@ -243,8 +234,8 @@ REPLACED: dict[str, object] = {
         ("_sleep", "set_device", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats"),
         _nothing,
     ),
-    "use_mem_pool": _nothing_within,
-    "device_of": DeviceOf,
+    "use_mem_pool": lambda *args, **kwargs: contextlib.nullcontext(),
+    "device_of": RankDevice,
     **dict.fromkeys(
         (f"{most}memory_{what}" for most in ("", "max_") for what in ("allocated", "reserved")),
         lambda device=None: 0,

@@ -13,7 +13,7 @@ import pathlib
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -110,24 +110,13 @@ class JobResult:
         return facts
 
 
-@dataclass(frozen=True)
-class JobOutcome:
-    """The part of a :class:`JobResult` that the check itself returns."""
-
-    count: str
-    findings: Sequence[str]
-    report: RaceReport | ScheduleReport | LintReport | None = None
-    refusals: Sequence[str] = ()
-    notes: Sequence[str] = ()
-
-
 class Job(NamedTuple):
     """One check of one function on one world size, or of one protocol."""
 
     subject: str
     check: str
     variant: str
-    run: Callable[[], JobOutcome]
+    run: Callable[[], JobResult]
 
     @property
     def title(self) -> str:
@@ -136,18 +125,22 @@ class Job(NamedTuple):
     def result(self) -> JobResult:
         begin = processor_seconds()
         try:
-            done = self.run()
+            result = self._named(self.run())
         except Exception as error:  # the results of other jobs are kept
             result = self.without_result(f"the check ended with {type(error).__name__}: {error}")
-        else:
-            texts = (tuple(each) for each in (done.findings, done.refusals, done.notes))
-            findings, refusals, notes = texts
-            result = JobResult(*self[:3], done.count, findings, 0.0, done.report, refusals, notes)
         return replace(result, seconds=processor_seconds() - begin)
 
     def without_result(self, how: str) -> JobResult:
         """Return the result of a check that ended without one; ``how`` says why."""
-        return JobResult(self.subject, self.check, self.variant, "0 runs", (), 0.0, None, (how,))
+        return self._named(_result("0 runs", refusals=(how,)))
+
+    def _named(self, result: JobResult) -> JobResult:
+        return replace(result, subject=self.subject, check=self.check, variant=self.variant)
+
+
+def _result(count: str, findings: Iterable[str] = (), **more: Any) -> JobResult:
+    """Return the result of a check without its name and its time."""
+    return JobResult("", "", "", count, tuple(findings), 0.0, **more)
 
 
 def shipped_jobs(names: Sequence[str], plan: CheckPlan) -> list[Job]:
@@ -191,7 +184,7 @@ def protocol_jobs(plan: CheckPlan) -> list[Job]:
     ]
 
 
-def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool) -> JobOutcome:
+def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool) -> JobResult:
     notes = []
     with compiled_for(plan.run_for) as arches:
         report = _raced(fn, world_size, plan)
@@ -210,7 +203,8 @@ def _races(fn: Callable[[], object], world_size: int, plan: CheckPlan, own: bool
         refusals = ["there is nothing to check: no kernel was launched, and no memory accessed"]
     count = f"{report.events} accesses in {counted(len(report.seeds), 'schedule')}"
     report = replace(report, launches=tuple(_to_lint(report, plan)) if own else ())
-    return JobOutcome(count, _texts(report), report, refusals, (*notes, *report.notes))
+    found = {"refusals": tuple(refusals), "notes": (*notes, *report.notes)}
+    return _result(count, _texts(report), report=report, **found)
 
 
 def _raced(fn: Callable[[], object], world_size: int, plan: CheckPlan) -> RaceReport:
@@ -246,19 +240,20 @@ def _shim_hint(error: str, shim: str | None = None) -> str:
     return f"; --shims {shim} stands in for it" if shim else ""
 
 
-def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bool) -> JobOutcome:
+def _schedules(fn: Callable[[], Any], world_size: int, plan: CheckPlan, late: bool) -> JobResult:
     with compiled_for(plan.run_for):
         report = schedules(fn, world_size, n=plan.schedules, store_buffers=late, workers=1)
     texts = [f"{report}{_shim_hint(str(report))}"] if report.failing else []
     count = counted(report.schedules, "schedule")
-    return JobOutcome(count, texts, report, [report.refusal] * bool(report.refused))
+    refusals = (report.refusal,) * bool(report.refused)
+    return _result(count, texts, report=report, refusals=refusals)
 
 
-def _protocol(name: str, ranks: int, rounds: int) -> JobOutcome:
+def _protocol(name: str, ranks: int, rounds: int) -> JobResult:
     found = explored(name, ranks, rounds)
     reduced = ", reduced" if found.reduced else ""
     texts = [str(each) for each in (*found.deadlocks, *found.violations)]
-    return JobOutcome(f"{found.states} states{reduced}", texts)
+    return _result(f"{found.states} states{reduced}", texts)
 
 
 def processor_seconds() -> float:

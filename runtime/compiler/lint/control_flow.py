@@ -5,6 +5,7 @@ some path within one round of every loop, without back edges. So a load inside a
 at the loop's top, but a load in front of the loop is.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -13,14 +14,19 @@ class Flow:
 
     def __init__(self, successors: Sequence[Sequence[int]]) -> None:
         self._next = successors
-        back, order = _depth_first(successors)
+        self._back, order = _depth_first(successors)
         self.order = order[::-1]  # each before its successors, except along back edges
-        self._later = [0] * len(successors)  # bit sets of instructions
-        for index in order:
-            for after in successors[index]:
-                if (index, after) not in back:
-                    self._later[index] |= self._later[after] | 1 << after
-        self.loops = self._natural_loops(back)  # by the first instruction, inner loops included
+        self.loops = self._natural_loops()  # by the first instruction, inner loops included
+
+    @functools.cached_property
+    def _later(self) -> list[int]:
+        """The instructions after each one, as bit sets."""
+        later = [0] * len(self._next)
+        for index in self.order[::-1]:
+            for after in self._next[index]:
+                if (index, after) not in self._back:
+                    later[index] |= later[after] | 1 << after
+        return later
 
     def following(self, index: int) -> Sequence[int]:
         """Return the instructions that may run directly after ``index``."""
@@ -52,13 +58,13 @@ class Flow:
         """Return the last instruction that jumps back to ``first``, the beginning of a loop."""
         return max(i for i in self.loops[first] if first in self._next[i])
 
-    def _natural_loops(self, back: set[tuple[int, int]]) -> dict[int, set[int]]:
+    def _natural_loops(self) -> dict[int, set[int]]:
         before: list[list[int]] = [[] for _ in self._next]
         for index, following in enumerate(self._next):
             for after in following:
                 before[after].append(index)
         bodies: dict[int, set[int]] = {}
-        for end, head in back:
+        for end, head in self._back:
             body = bodies.setdefault(head, {head})
             todo = [end]
             while todo:

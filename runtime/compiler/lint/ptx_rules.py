@@ -64,10 +64,6 @@ def _is_data_store(one: PtxInstruction) -> bool:
     return writes and one.is_global and one.parts.isdisjoint({*_ORDERED, "async"})
 
 
-def _is_data(one: PtxInstruction) -> bool:
-    return _is_data_load(one) or _is_data_store(one)
-
-
 def _is_signal(one: PtxInstruction) -> bool:
     """Return whether it is an access that fences turn into an acquire or a release."""
     strong = one.kind in ("atom", "red") or not one.parts.isdisjoint({"relaxed", "volatile"})
@@ -139,7 +135,8 @@ def narrow_scope(program: PtxModule) -> list[Fault]:
     scope of a fence between loads of data cannot be observed.
     """
     code, reach = program.instructions, program.flow.reach
-    accesses = program.where(lambda one: _is_signal(one) or _is_data(one))
+    every = _is_signal, _is_data_load, _is_data_store
+    accesses = program.where(lambda one: any(is_one(one) for is_one in every))
     signals = [i for i in accesses if _is_signal(code[i])]
 
     def next_to_a_signal(fence: int) -> bool:
@@ -207,12 +204,12 @@ def weak_poll(program: PtxModule) -> list[Fault]:
 
 def polls(program: PtxModule) -> list[int]:
     """Return the loads without acquire that decide whether their loop ends."""
-    return [i for i in program.where(_may_poll) if _decides(program, i)]
 
+    def may_poll(one: PtxInstruction) -> bool:
+        relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and one.is_global
+        return _is_plain_load(one) or relaxed
 
-def _may_poll(one: PtxInstruction) -> bool:
-    relaxed = one.kind in ("ld", "atom") and "relaxed" in one.parts and one.is_global
-    return _is_plain_load(one) or relaxed
+    return [i for i in program.where(may_poll) if _decides(program, i)]
 
 
 def _decides(program: PtxModule, poll: int) -> bool:

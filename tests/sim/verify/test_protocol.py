@@ -12,23 +12,25 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from cases.texts import texts_beside
-from interlace_verify.protocols.explorer import Counterexample, StateLimitError, explore
-from interlace_verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
-from interlace_verify.protocols.steps import (
+from interlace_verify.protocols.explorer import (
     EMPTY,
     BeginRead,
     BeginWrite,
     CompareAndSwap,
+    Counterexample,
     EndRead,
     EndWrite,
     Process,
     Protocol,
     ProtocolStep,
     Publish,
+    StateLimitError,
     Wait,
+    explore,
     read,
     write,
 )
+from interlace_verify.protocols.patterns import PATTERNS, explored, pull, push, push_on_streams
 from tiers import thorough
 
 ROOT = pathlib.Path(__file__).parents[3]

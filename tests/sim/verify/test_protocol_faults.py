@@ -11,20 +11,7 @@ from typing import Any
 
 import pytest
 
-from interlace_verify.protocols.explorer import explore
-from interlace_verify.protocols.patterns import (
-    credit,
-    flag_barrier,
-    giving_up,
-    peers_of,
-    pull,
-    push,
-    push_after_pull,
-    push_on_streams,
-    slot,
-    two_shot,
-)
-from interlace_verify.protocols.steps import (
+from interlace_verify.protocols.explorer import (
     EMPTY,
     BeginRead,
     BeginWrite,
@@ -36,6 +23,19 @@ from interlace_verify.protocols.steps import (
     ProtocolStep,
     Publish,
     Wait,
+    explore,
+)
+from interlace_verify.protocols.patterns import (
+    credit,
+    flag_barrier,
+    giving_up,
+    peers_of,
+    pull,
+    push,
+    push_after_pull,
+    push_on_streams,
+    slot,
+    two_shot,
 )
 
 Rule = Callable[[Process], Iterable[ProtocolStep]]

@@ -18,7 +18,7 @@ from interlace.cli import main
 from interlace_verify.command.verify import Teller, VerifyOptions, _plan, render, verify
 from interlace_verify.schedule_check import check as schedule_check
 from interlace_verify.suite import jobs as suite
-from interlace_verify.suite.jobs import CheckPlan, JobOutcome, JobResult
+from interlace_verify.suite.jobs import CheckPlan, JobResult
 from mutants.mutations import mutated
 from mutants.protocol_mutants import CASES
 from tiers import thorough
@@ -159,16 +159,15 @@ def test_a_thread_that_ends_while_children_are_looked_for(monkeypatch: pytest.Mo
 def test_seconds_are_processor_time_of_children_too() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass"
 
-    def ended() -> JobOutcome:
-        subprocess.run([sys.executable, "-c", burn], check=True)
-        return JobOutcome("1 run", [])
+    def seconds(code: str) -> float:
+        def run() -> JobResult:
+            subprocess.run([sys.executable, "-c", code], check=True)
+            return JobResult("", "", "", "1 run", (), 0.0)
 
-    def asleep() -> JobOutcome:
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.5)"], check=True)
-        return JobOutcome("1 run", [])
+        return suite.Job("f", "races", "", run).result().seconds
 
-    assert suite.Job("f", "races", "", ended).result().seconds > 0.45
-    assert suite.Job("f", "races", "", asleep).result().seconds < 0.45
+    assert seconds(burn) > 0.45
+    assert seconds("import time; time.sleep(0.5)") < 0.45
     program, begin = (
         [sys.executable, "-c", f"{burn}\nprint(flush=True)\ninput()"],
         suite.processor_seconds(),

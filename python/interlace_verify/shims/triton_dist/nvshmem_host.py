@@ -22,25 +22,13 @@ class SignalOp(enum.IntEnum):
     SIGNAL_ADD = 10
 
 
-def my_pe() -> int:
-    """Return the calling rank."""
-    return interlace.get_rank()
-
-
-def n_pes() -> int:
-    """Return the number of ranks."""
-    return interlace.get_world_size()
+my_pe, n_pes, team_n_pes = interlace.get_rank, interlace.get_world_size, nvshmem.team_size
 
 
 def team_my_pe(team: int) -> int:
     """Return the number of the calling rank in ``team``."""
     nvshmem.team_size(team)
     return interlace.get_rank()
-
-
-def team_n_pes(team: int) -> int:
-    """Return the number of ranks of ``team``."""
-    return nvshmem.team_size(team)
 
 
 def finalize() -> None:

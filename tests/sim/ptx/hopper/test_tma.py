@@ -10,7 +10,7 @@ import interlace
 from interlace import verify
 from interlace.groups.groups import default_group
 from interlace.runtime.core.errors import InterlaceError
-from interlace_verify.machine.tensor_maps import tensor_map
+from interlace_verify.machine.bulk_copies import tensor_map
 from sim.ptx.ptx_texts import kernel
 from sim.ptx.test_ptx_races import ACQUIRE, BARRIER, RELEASE, without
 
