@@ -30,6 +30,8 @@ LONG = {
     }.items()
     for name in names.split()
 }
+NOTEBOOKS = {name for name in ALL if (pages.ROOT / name).with_suffix(".ipynb").exists()}
+RUN_HERE = [name for name in ALL if name not in NOTEBOOKS]  # test_notebooks.py runs the others
 NOT_RUN = [
     pytest.param(line, id=f"{said} needs {line.needs}")
     for said, _, line in LINES
@@ -62,7 +64,7 @@ def differences(document: str, folder: pathlib.Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", few(ALL, *(name for name in ALL if name not in LONG)))
+@pytest.mark.parametrize("name", few(RUN_HERE, *(name for name in RUN_HERE if name not in LONG)))
 def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
     found = differences(ALL[name], tmp_path)
     assert not found, "\n\n".join(found)
