@@ -6,6 +6,7 @@ import re
 import pytest
 
 import pages
+from documents.prose import page_texts
 from tiers import few
 
 ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
@@ -75,6 +76,8 @@ def test_form(name: str, tmp_path: pathlib.Path) -> None:
     assert faults_of(ALL[name], tmp_path) == []
     prose = re.sub(r"^```.*?^```$", "", ALL[name], flags=re.MULTILINE | re.DOTALL).splitlines()
     assert not [line for line in prose if len(line) > 120 and line[:1] != "|"]
+    long = ("long page",), ("long paragraph",)
+    assert not [text for text in page_texts(name, ALL[name]) if text.kinds in long]
 
 
 @pytest.mark.parametrize("line", NOT_RUN)
