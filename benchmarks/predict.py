@@ -3,9 +3,9 @@
 The package ``model`` is a discrete-event model of tiles, SMs, copy engines and links;
 docs/explanation/model.md says how it works and how far to trust it, and docs/reference/predictions.md has
 its predictions. This script prints for one machine its parameters with their sources, published speedups
-beside the model's, and predictions on 8 ranks and on 2 to 128 nodes. It also prints the recommended chunks and orders, and results that depend on unpublished figures.
-Nothing of it is measured, unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device,
-which are used and named.
+beside the model's, and predictions on 8 ranks and on 2 to 128 nodes. It also prints the recommended
+chunks and orders, and results that depend on unpublished figures. Nothing of it is measured, unless
+``benchmarks/results`` has files of ``gpu.py`` for the machine's device, which are used and named.
 
 --machine NAME  h100x8 (default), h100x8-500w, h800x8, h200x8, h200x1 (virtual ranks), h200-pcie
 --json FILE     everything that is printed, and the parameters

@@ -80,17 +80,17 @@ def run(code: str, folder: pathlib.Path) -> str:
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_the_one_of_its_page(name: str) -> None:
     path = NOTEBOOKS[name]
-    made = notebook(path.with_suffix(".md").read_text())
-    assert path.read_text() == made, f"python {__file__} writes it"
+    expected = notebook(path.with_suffix(".md").read_text())
+    assert path.read_text() == expected, f"python {__file__} writes it"
 
 
 @pytest.mark.parametrize("name", few(NOTEBOOKS))
 def test_a_notebook_prints_what_it_shows(name: str, tmp_path: pathlib.Path) -> None:
     pages.prepared(tmp_path, "")
-    for each in json.loads(NOTEBOOKS[name].read_text())["cells"]:
-        if each["cell_type"] == "code":
-            shown = "".join(line for output in each["outputs"] for line in output["text"])
-            assert run("".join(each["source"]), tmp_path) == shown
+    for part in json.loads(NOTEBOOKS[name].read_text())["cells"]:
+        if part["cell_type"] == "code":
+            text = "".join(line for output in part["outputs"] for line in output["text"])
+            assert run("".join(part["source"]), tmp_path) == text
 
 
 def test_a_page_becomes_cells(tmp_path: pathlib.Path) -> None:
@@ -118,7 +118,7 @@ The end.
     assert command["source"] == ["!python one.py"] and command["outputs"] == [stream("1\n")]
     assert end["source"] == ["The end."] and end["id"] == "cell-3"
     pages.prepared(tmp_path, "")
-    assert [run("".join(each["source"]), tmp_path) for each in (code, command)] == ["", "1\n"]
+    assert [run("".join(part["source"]), tmp_path) for part in (code, command)] == ["", "1\n"]
     with pytest.raises(AssertionError, match="print"):
         run("print(1)", tmp_path)
 

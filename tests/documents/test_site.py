@@ -185,6 +185,23 @@ def test_every_argument_of_every_command_is_on_a_page() -> None:
     assert "](../../how-to/gpu/bench.md)" not in module.page("doctor", every["doctor"])
 
 
+def test_every_public_name_is_in_the_index() -> None:
+    module = loaded("docs/names.py")
+    names = module.LIST.read_text().split()
+    page = module.index(names)
+    entries = re.findall(r"^- `(\w+)`: (.*)$", page, re.MULTILINE)
+    assert [last for last, _ in entries] == sorted(
+        {last for last, _ in entries}, key=lambda last: (last.lower(), last)
+    )
+    listed = [
+        f"{module}.{last}"
+        for last, modules in entries
+        for module in re.findall(r"`(.*?)`", modules)
+    ]
+    assert sorted(listed) == [name for name in names if "._" not in name]
+    assert "- `all_gather_matmul`: [`interlace`][interlace.all_gather_matmul], " in page
+
+
 def loaded(file: str) -> Any:
     spec = importlib.util.spec_from_file_location(pathlib.Path(file).stem, ROOT / file)
     assert spec is not None and spec.loader is not None
