@@ -1,4 +1,4 @@
-"""Counts of the loops that matter, from SASS, for a table in docs/reference/kernel-counts.md; needs no GPU.
+"""Counts of the loops that matter, from SASS, for a table in docs/reference/loop-counts.md; needs no GPU.
 
     python benchmarks/loop_counts.py benchmarks/results/loops.json --before benchmarks/results/loops.json
 

@@ -1,19 +1,19 @@
 """Predicted times of the fused ops on GPUs that are not here: ``python benchmarks/predict.py``.
 
 The package ``model`` is a discrete-event model of tiles, SMs, copy engines and links;
-docs/explanation/model.md says how it works and how far to trust it. This script prints for one machine its
-parameters with their sources, published speedups beside the model's, and predictions on 8 ranks and on 2 to
-128 nodes. It also prints the recommended chunks and orders, and results that depend on unpublished figures.
-Nothing of it is measured, unless ``benchmarks/results`` has files of ``gpu.py`` for the machine's device,
-which are used and named.
+docs/explanation/model.md says how it works and how far to trust it, and docs/reference/predictions.md has
+its predictions. This script prints for one machine its parameters with their sources, published speedups
+beside the model's, and predictions on 8 ranks and on 2 to 128 nodes. It also prints the recommended
+chunks and orders, and results that depend on unpublished figures. Nothing of it is measured, unless
+``benchmarks/results`` has files of ``gpu.py`` for the machine's device, which are used and named.
 
 --machine NAME  h100x8 (default), h100x8-500w, h800x8, h200x8, h200x1 (virtual ranks), h200-pcie
 --json FILE     everything that is printed, and the parameters
 --plot FOLDER   plots as model-*.png (needs matplotlib)
 --fit           fit the fitted parameters again, print them, and nothing else
---docs          put the tables and plots into docs/explanation/model.md and docs/images
+--docs          put the tables and plots into their two pages and docs/images
 --nodes N       at most so many nodes; 128 take half of the time
---table NAME    only this table and its plot, by its name in docs/explanation/model.md; may be repeated
+--table NAME    only this table and its plot, by its name in the two pages; may be repeated
 """
 
 import argparse
@@ -36,8 +36,9 @@ from model.tables import Progress, Table
 from interlace.arguments.paths import refuse_unwritable
 from interlace.output.files import require_matplotlib
 
-PAGE = Path(__file__).parents[1] / "docs/explanation/model.md"
-IMAGES = PAGE.parents[1] / "images"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = DOCS / "explanation/model.md", DOCS / "reference/predictions.md"
+IMAGES = DOCS / "images"
 MARK = re.compile(r"(<!-- model (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -170,8 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table.text())
     folders = [options.plot] if options.plot else []
     if options.docs:
-        PAGE.write_text(page_with(PAGE.read_text(), made))
-        print(f"written to {PAGE}")
+        for page in PAGES:
+            page.write_text(page_with(page.read_text(), made))
+            print(f"written to {page}")
         folders.append(IMAGES)
     several = next((table for table in made if table.name == "nodes"), None)
     for folder in folders:

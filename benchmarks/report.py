@@ -1,6 +1,6 @@
 """Tables and plots for people, from result files only: ``python benchmarks/report.py [--plots]``.
 
-In ``README.md`` and in ``measurements.md`` and ``kernel-counts.md`` of docs/reference, a table is between
+In ``README.md`` and in four pages of docs/reference (see ``PAGES``), a table is between
 ``<!-- table KIND FILE -->`` and ``<!-- end -->``. This command rewrites all of them. Kinds::
 
     backend   torch_backend: interlace, gloo, OpenMPI and copies, by op and size
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
-    ROOT / "docs/reference/measurements.md",
-    ROOT / "docs/reference/kernel-counts.md",
+    *(ROOT / f"docs/reference/{name}.md" for name in ("measurements", "measurements-hosts")),
+    *(ROOT / f"docs/reference/{name}.md" for name in ("loop-counts", "rows-in-flight")),
 )
 IMAGES = ROOT / "docs" / "images"
 MARK = re.compile(r"(<!-- table (\w+) (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

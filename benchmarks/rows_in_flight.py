@@ -1,6 +1,6 @@
 """Bytes on their way in kernels that move, sum or norm rows, from SASS.
 
-They are a table of docs/reference/kernel-counts.md::
+They are a table of docs/reference/rows-in-flight.md::
 
     python benchmarks/rows_in_flight.py benchmarks/results/rows.json --before benchmarks/results/rows.json
 

@@ -10,7 +10,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
 
-from drawings import chunk, faults, layer, ops, places, race, race_page  # noqa: E402
+from drawings import chunk, faults, layer, ops, places, race, race_page, timeline  # noqa: E402
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "layer": layer.layer,
@@ -19,6 +19,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "chunk": chunk.chunk,
     "race": race.race,
     "faults": faults.faults,
+    "timeline": timeline.timeline,
 }
 SCREENSHOTS: dict[str, Callable[[], bytes]] = {"race_page": race_page.race_page}
 

@@ -1,4 +1,4 @@
-"""The tables that ``predict.py`` prints and ``docs/explanation/model.md`` shows.
+"""The tables that ``predict.py`` prints and the two pages about the model show.
 
 Everything predicted is called so.
 """

@@ -258,7 +258,7 @@ ATTENTION = tuple(
 SENDING = {"copiers": 8, "chunks": 4, "copy_rows": 16, "copy_columns": 512}
 SENDING_FP32 = {**SENDING, "copy_columns": 256}
 
-_MODEL = "model: h100x8, table 'recommended' of docs/explanation/model.md"
+_MODEL = "model: h100x8, table 'recommended' of docs/reference/predictions.md"
 _THIN = f"{_MODEL}, which is kind to fusing, and says no"
 _WHOLE = {"copiers": 0, "chunks": 1}    # whole shards by the copy engine
 _HALVES = {"copiers": 0, "chunks": 2}

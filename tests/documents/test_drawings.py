@@ -11,7 +11,7 @@ import pages
 from tiers import thorough
 
 DOCS = pages.ROOT / "docs"
-NAMES = ("layer", "places", "ops", "chunk", "race", "faults")
+NAMES = ("layer", "places", "ops", "chunk", "race", "faults", "timeline")
 
 
 @pytest.fixture(scope="module")

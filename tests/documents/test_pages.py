@@ -4,8 +4,10 @@ import pathlib
 import re
 
 import pytest
+from markdown_it import MarkdownIt
 
 import pages
+from documents.prose import page_texts
 from tiers import few
 
 ALL = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.pages()}
@@ -30,6 +32,11 @@ LONG = {
     }.items()
     for name in names.split()
 }
+NOTEBOOKS = {name for name in ALL if (pages.ROOT / name).with_suffix(".ipynb").exists()}
+RUN_HERE = [name for name in ALL if name not in NOTEBOOKS]  # test_notebooks.py runs the others
+# All but the first page, and pages that are a file of the root.
+DESCRIBED = [name for name, text in ALL.items() if name[:5] == "docs/" and "--8<--" not in text]
+DESCRIBED.remove("docs/index.md")
 NOT_RUN = [
     pytest.param(line, id=f"{said} needs {line.needs}")
     for said, _, line in LINES
@@ -62,7 +69,7 @@ def differences(document: str, folder: pathlib.Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", few(ALL, *(name for name in ALL if name not in LONG)))
+@pytest.mark.parametrize("name", few(RUN_HERE, *(name for name in RUN_HERE if name not in LONG)))
 def test_blocks_run_and_print_what_the_page_says(name: str, tmp_path: pathlib.Path) -> None:
     found = differences(ALL[name], tmp_path)
     assert not found, "\n\n".join(found)
@@ -73,6 +80,40 @@ def test_form(name: str, tmp_path: pathlib.Path) -> None:
     assert faults_of(ALL[name], tmp_path) == []
     prose = re.sub(r"^```.*?^```$", "", ALL[name], flags=re.MULTILINE | re.DOTALL).splitlines()
     assert not [line for line in prose if len(line) > 120 and line[:1] != "|"]
+    long = ("long page",), ("long paragraph",)
+    assert not [text for text in page_texts(name, ALL[name]) if text.kinds in long]
+
+
+def beginning(document: str) -> tuple[str, int]:
+    """Return the first paragraph, and how many texts come before code, a picture or a table."""
+    texts: list[str] = []
+    counts: list[int] = []
+    tokens = MarkdownIt("commonmark").enable("table").parse(document)
+    for at, token in enumerate(tokens):
+        if token.level == 0 and token.type in ("fence", "table_open"):
+            counts.append(len(texts))
+        elif token.level == 0 and token.type in (
+            "paragraph_open",
+            "bullet_list_open",
+            "ordered_list_open",
+        ):
+            if (text := tokens[at + 1].content).startswith("!["):
+                counts.append(len(texts))
+            else:
+                texts.append(text)
+    return texts[0], (*counts, len(texts))[0]
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_page_says_whom_it_is_for_and_shows_something_early(name: str) -> None:
+    first, before = beginning(ALL[name])
+    assert re.match(r"(For|This (page|tutorial) is for) ", first), first
+    assert before < 3 or not name.startswith(("docs/tutorials/", "docs/how-to/"))
+
+
+def test_the_beginning_of_a_page() -> None:
+    assert beginning("# One\n\nFor all.\n\n- a\n\nMore\n\n```\nx\n```\n") == ("For all.", 3)
+    assert beginning("# One\n\n![a](a.svg)\n\nFor all.\n\n| a |\n|---|\n") == ("For all.", 0)
 
 
 @pytest.mark.parametrize("line", NOT_RUN)

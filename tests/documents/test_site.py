@@ -91,10 +91,17 @@ def redirects() -> dict[str, str]:
     return dict(re.findall(r"^ +([\w/-]+\.md): ([\w/-]+\.md)$", maps, re.MULTILINE))
 
 
+def moved_sections() -> dict[str, str]:
+    """The new address of every section that is on another page now, from moved.js."""
+    script = (ROOT / "docs/moved.js").read_text()
+    return dict(re.findall(r'^  "(.+)": "(.+)",$', script, re.MULTILINE))
+
+
 def test_old_addresses_lead_to_pages() -> None:
     commands = {f"reference/commands/{name}.md" for name in ("index", *COMMANDS)}
     old = redirects()
     assert len(old) > 50 and commands < set(old.values())
+    assert len(moved_sections()) > 40
     assert not [page for page in old if (ROOT / "docs" / page).exists()]
     assert not [
         page for page in set(old.values()) - commands if not (ROOT / "docs" / page).exists()
@@ -112,6 +119,11 @@ def test_the_site_builds_and_asks_nobody(tmp_path: pathlib.Path) -> None:
         assert address(name) in built, name
     assert {f"reference/commands/{name}/index.html" for name in COMMANDS} < built
     assert set(map(address, redirects())) < built
+    for old, new in moved_sections().items():
+        page, _, anchor = new.partition("#")
+        text = (tmp_path / page / "index.html").read_text()
+        assert (tmp_path / old.partition("#")[0] / "index.html").exists(), old
+        assert not anchor or f'id="{anchor}"' in text, new
     foreign = re.compile(FOREIGN)
     for name in built:
         assert not foreign.search((tmp_path / name).read_text()), (
@@ -183,6 +195,23 @@ def test_every_argument_of_every_command_is_on_a_page() -> None:
                 assert re.search(rf"^`.*{re.escape(word)}.*`$", page, re.MULTILINE), (name, word)
     assert "](../../how-to/gpu/bench.md)" in module.page("bench", every["bench"])
     assert "](../../how-to/gpu/bench.md)" not in module.page("doctor", every["doctor"])
+
+
+def test_every_public_name_is_in_the_index() -> None:
+    module = loaded("docs/names.py")
+    names = module.LIST.read_text().split()
+    page = module.index(names)
+    entries = re.findall(r"^- `(\w+)`: (.*)$", page, re.MULTILINE)
+    assert [last for last, _ in entries] == sorted(
+        {last for last, _ in entries}, key=lambda last: (last.lower(), last)
+    )
+    listed = [
+        f"{module}.{last}"
+        for last, modules in entries
+        for module in re.findall(r"`(.*?)`", modules)
+    ]
+    assert sorted(listed) == [name for name in names if "._" not in name]
+    assert "- `all_gather_matmul`: [`interlace`][interlace.all_gather_matmul], " in page
 
 
 def loaded(file: str) -> Any:

@@ -81,7 +81,7 @@ def test_spinning_kernels_that_begin_later_are_not_counted_as_beside(facts: Any)
 
 
 def test_ctas_have_the_shared_memory_of_the_largest_tile_that_ships() -> None:
-    figures = (ROOT / "docs/reference/kernel-counts.md").read_text()
+    figures = (ROOT / "docs/reference/warp-roles.md").read_text()
     row = next(each for each in figures.splitlines() if each.startswith("| shared memory, bytes"))
     _, triton, _, roles = row.split("|")[2:6]  # those of 3 stages ship
     assert f"{module('gpu_facts').SHARED:,}" == max(triton, roles).strip()

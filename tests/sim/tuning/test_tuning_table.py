@@ -46,7 +46,7 @@ def unfounded(source: str) -> str:
         files = re.findall(r"benchmarks/results/\S+\.json", text)
         if not files or not all((ROOT / file).is_file() for file in files):
             return f"{source!r} names no result file that is there"
-    if kind == "model" and "docs/explanation/model.md" not in text and "cost model" not in text:
+    if kind == "model" and "docs/reference/predictions.md" not in text and "cost model" not in text:
         return f"{source!r} does not say which model"
     return ""
 
